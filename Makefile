@@ -1,0 +1,45 @@
+# Every target makes its own virtual environment in .venv when it is missing, and installs again only
+# when pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+ARGS ?=
+
+# Tests run in JOBS processes of OMP_NUM_THREADS threads each.
+JOBS ?= 2
+OMP_NUM_THREADS ?= 1
+
+BIN := .venv/bin
+SOURCES := rockmate rkgb solvers tests benchmarks scripts notebooks
+EXISTING = $(wildcard $(SOURCES))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help:
+	@echo "make demo   train a small model under a memory budget; ARGS='...' is passed on (try ARGS=--help)"
+	@echo "make test   run the tests; ARGS='...' goes to pytest, JOBS=1 runs them in one process"
+	@echo "make check  formatting, lint and types"
+	@echo "make clean  remove the virtual environment, caches and outputs"
+	@echo "PYTHON=...  the interpreter of the virtual environment, 3.11 or later (now: $(PYTHON))"
+
+demo: .venv/.installed-plot
+	$(BIN)/python -m rockmate.demo $(ARGS)
+
+test: .venv/.installed-test
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
+
+check: .venv/.installed-dev
+	$(BIN)/ruff format --check $(EXISTING)
+	$(BIN)/ruff check $(EXISTING)
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find $(EXISTING) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.installed-%: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$*]" -c constraints.txt
+	@touch $@

@@ -1,0 +1,205 @@
+"""D: the data-flow graph. One run of the B program shows what each operation reads, shares, changes and saves.
+
+Schemas do not tell it (dropout returns its input when p is 0, batch_norm changes its statistics
+unannounced), so the run decides: storages, version counters, contents of buffers, generator states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from rkgb.Btools import PRIMITIVES, tensors_of
+from rkgb.capture import drop_saved, preserved, random_state
+from rkgb.decompose import is_split, split
+from rkgb.errors import MismatchError, TraceError
+from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
+from rkgb.program import run_node, source_value
+
+_SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
+
+
+def B_to_D(b: B_graph, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> D_graph:
+    """Run ``b`` once on the sample and keep what it showed. Memory: that of inference."""
+    return probe(b, model, tensors_of(args, kwargs or {}))[0]
+
+
+def check_outputs(b: B_graph, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Raise ``MismatchError`` if the program's outputs are not the module's, bit for bit."""
+    for k, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if mine.shape != other.shape or mine.dtype != other.dtype or not _same(mine, other):
+            raise MismatchError(
+                f"output {k} ({b.names[b.outputs[k]]}) of the traced program differs from the module's on the sample: "
+                "the module does something that a trace does not show. Wrap its submodules instead, or report the case."
+            )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[D_graph, list[torch.Tensor]]:
+    """The D graph, and the program's outputs on ``inputs``."""
+    run = _Probe(b)
+    with preserved(model, inputs), torch.enable_grad(), drop_saved():
+        for v, source in b.sources.items():
+            run.define_source(v, source_value(source, model, inputs), source.kind == "buffer")
+        for index, node in enumerate(b.nodes):
+            run.node(index, node)
+        outputs = [run.env[v].detach() for v in b.outputs]
+    d = _without_dead(run.graph())
+    d.verify()
+    return d, outputs
+
+
+class _Probe:
+    """The state of the run: live tensors, folded numbers, storages seen."""
+
+    def __init__(self, b: B_graph) -> None:
+        self.b = b
+        self.names = list(b.names)
+        self.env: dict[int, torch.Tensor] = {}
+        self.folded: dict[int, Any] = {}
+        self.values: dict[int, Value] = {}
+        self.storages: list[Storage] = []
+        self.live: dict[int, int] = {}  # address of a live storage -> its index
+        self.holders: dict[int, set[int]] = {}  # storage -> live values in it
+        self.buffers: set[int] = set()
+        self.nodes: list[Node] = []
+        self.facts: list[Facts] = []
+        self.last_use = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
+        self.last_use.update(dict.fromkeys(b.outputs, len(b.nodes)))
+
+    def define_source(self, v: int, tensor: torch.Tensor, buffer: bool) -> None:
+        s = self._define(v, tensor, None)
+        self.storages[s] = dataclasses.replace(self.storages[s], source=v)
+        self.last_use[v] = len(self.b.nodes)
+        if buffer:
+            self.buffers.add(v)
+
+    def _define(self, v: int, t: torch.Tensor, owner: int | None) -> int:
+        self.env[v] = t
+        address = t.untyped_storage()._cdata
+        if address not in self.live:
+            self.live[address] = len(self.storages)
+            self.storages.append(Storage(t.untyped_storage().nbytes(), owner))
+        s = self.live[address]
+        self.holders.setdefault(s, set()).add(v)
+        size = t.numel() * t.element_size()
+        self.values[v] = Value(tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad, s, size)
+        return s
+
+    def node(self, index: int, node: Node) -> None:
+        reads = node.reads()
+        if self._is_number(node, reads):
+            self._fold(node)
+        elif node.name in PRIMITIVES and node.name != "data":
+            raise TraceError(f"the module reads the value of {self.b.names[reads[0]]} at {node.line} while it runs")
+        elif is_split(node, self.env.__getitem__):
+            for part in split(node, self.env.__getitem__, self._new_value):
+                self._run(part)
+                self.last_use.update((v, index) for v in (*part.reads(), *part.outputs) if v >= len(self.b.names))
+        else:
+            self._run(node)
+        for v in [v for v in self.env if self.last_use.get(v, index) <= index]:
+            self._free(v)
+
+    def _new_value(self, name: str) -> int:
+        count = sum(n == name or n.startswith(name + "_") for n in self.names)
+        self.names.append(f"{name}_{count}" if count else name)
+        return len(self.names) - 1
+
+    def _is_number(self, node: Node, reads: tuple[int, ...]) -> bool:
+        """Whether the node computes with sizes only. Tensors made from sizes (arange, zeros) are real nodes."""
+        if node.name in _SHAPE_QUESTIONS:
+            return True
+        if not reads or not all(v in self.folded for v in reads):
+            return False
+        return node.name in PRIMITIVES or any(isinstance(self.folded[v], torch.Tensor) for v in reads)
+
+    def _fold(self, node: Node) -> None:
+        with torch.no_grad():
+            results = run_node(node, lambda v: self.folded[v] if v in self.folded else self.env[v])
+        self.folded.update(zip(node.outputs, results, strict=True))
+
+    def _run(self, node: Node) -> None:
+        fixed = dataclasses.replace(
+            node, args=self._put_numbers(node.args), kwargs=tuple((k, self._put_numbers(a)) for k, a in node.kwargs)
+        )
+        reads = fixed.reads()
+        versions = {v: self.env[v]._version for v in reads}
+        contents = {v: self.env[v].clone() for v in reads if v in self.buffers}
+        devices = {torch.device("cpu")} | {self.env[v].device for v in reads}
+        states = [random_state(d) for d in devices]
+        packed: list[tuple[int, int]] = []
+
+        def pack(t: torch.Tensor) -> None:
+            packed.append((t.untyped_storage()._cdata, t.untyped_storage().nbytes()))
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
+            results = run_node(fixed, self.env.__getitem__)
+        if not all(isinstance(r, torch.Tensor) for r in results):
+            raise TraceError(f"{node.name} at {node.line} returns {results}, which is no tensor")
+        random = any(not torch.equal(a, random_state(d)) for a, d in zip(states, devices, strict=True))
+        changed = {v for v in reads if self.env[v]._version != versions[v]}
+        changed |= {v for v, before in contents.items() if not _same(before, self.env[v])}
+        index = len(self.nodes)
+        for v, t in zip(fixed.outputs, results, strict=True):
+            self._define(v, t, index)
+        known = tuple(dict.fromkeys(self.live[a] for a, _ in packed if a in self.live))
+        private = tuple({a: size for a, size in packed if a not in self.live}.values())
+        writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
+        self.nodes.append(fixed)
+        self.facts.append(Facts(writes, random, Saved(known, private)))
+
+    def _put_numbers(self, arg: Any) -> Any:
+        return substitute(arg, lambda v: self.folded[v] if v in self.folded else Ref(v))
+
+    def _free(self, v: int) -> None:
+        s = self.values[v].storage
+        address = self.env.pop(v).untyped_storage()._cdata
+        self.holders[s].discard(v)
+        if not self.holders[s]:
+            del self.live[address]
+
+    def graph(self) -> D_graph:
+        b = self.b
+        values = {v: self.values[v] for v in sorted(self.values)}
+        return D_graph(
+            tuple(self.names), b.sources, tuple(self.nodes), b.outputs, b.structure, values, tuple(self.storages), tuple(self.facts)
+        )
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise RuntimeError("backward ran inside forward")
+
+
+def _without_dead(d: D_graph) -> D_graph:
+    """Drop nodes that nothing needs: no output, no change of a buffer or input, no random numbers."""
+    needed = set(d.outputs)
+    written: set[int] = {d.values[v].storage for v in d.outputs} | {
+        s for s, storage in enumerate(d.storages) if storage.owner is None
+    }
+    keep = []
+    for k in reversed(range(len(d.nodes))):
+        node, facts = d.nodes[k], d.facts[k]
+        if needed & set(node.outputs) or facts.random or written & set(facts.writes):
+            keep.append(k)
+            needed.update(node.reads())
+            written.update(d.values[v].storage for v in (*node.reads(), *node.outputs))
+    keep.reverse()
+    number = {old: new for new, old in enumerate(keep)}
+    storages = tuple(
+        dataclasses.replace(s, owner=number.get(s.owner)) if s.owner is not None else s for s in d.storages
+    )
+    made = {v for k in keep for v in d.nodes[k].outputs}
+    values = {v: d.values[v] for v in d.values if v in d.sources or v in made}
+    return dataclasses.replace(
+        d,
+        nodes=tuple(d.nodes[k] for k in keep),
+        facts=tuple(d.facts[k] for k in keep),
+        storages=storages,
+        values=values,
+    )

@@ -1,0 +1,225 @@
+"""K: forward and backward computations with their costs, over the data that live between them.
+
+Gradient memory does not depend on which activations are kept: backwards run in the reverse of one
+order. It is therefore computed here once, by following autograd's rules for gradient buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rkgb.capture import random_state
+from rkgb.graphs import S_graph, first_value
+from rkgb.measure import Cost, measure_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class K_data:
+    """What a node makes and others may need: a result (``storage`` set) or all that only its backward reads."""
+
+    name: str
+    bytes: int
+    owner: int
+    storage: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class K_backward:
+    """Backward of a node: what it reads, and gradient memory (bytes) before, at the worst moment, and after."""
+
+    reads: tuple[int, ...]
+    time: int
+    before: int
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class K_node:
+    """Forward of S node ``i`` (its position) and its backward, if gradients reach it. Times in ns, memory in bytes."""
+
+    name: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    time: int
+    peak: int
+    backward: K_backward | None
+    rerun: bool
+    random_bytes: int
+
+
+@dataclass(frozen=True)
+class K_graph:
+    """Forward and backward computations of a whole S graph.
+
+    Invariants: node i belongs to S node i; data are made by their owner and read later only; the
+    gradient bytes after a backward are those before the next.
+    """
+
+    s: S_graph
+    nodes: tuple[K_node, ...]
+    data: tuple[K_data, ...]
+    outputs: tuple[int, ...]
+    output_bytes: int
+
+    def verify(self) -> None:
+        """Assert the invariants."""
+        assert len(self.nodes) == len(self.s.nodes)
+        for i, node in enumerate(self.nodes):
+            assert all(self.data[d].owner == i for d in node.makes)
+            assert all(self.data[d].owner < i for d in node.reads)
+            if node.backward:
+                assert all(self.data[d].owner <= i for d in node.backward.reads)
+        chain = [n.backward for n in reversed(self.nodes) if n.backward]
+        assert all(a.after == b.before for a, b in zip(chain, chain[1:], strict=False))
+
+    def __str__(self) -> str:
+        lines = []
+        for node in self.nodes:
+            made = ", ".join(f"{self.data[d].name}:{self.data[d].bytes}" for d in node.makes)
+            lines.append(f"fwd {node.name}({', '.join(self.data[d].name for d in node.reads)}) -> {made or '()'}")
+        lines.append("loss")
+        for node in reversed(self.nodes):
+            if node.backward:
+                lines.append(f"bwd {node.name}({', '.join(self.data[d].name for d in node.backward.reads)})")
+        return "\n".join(lines)
+
+
+def S_to_K(
+    s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], costs: list[Cost] | None = None
+) -> K_graph:
+    """Differentiate ``s``; ``costs`` are measured on ``inputs`` unless given."""
+    costs = measure_nodes(s, model, inputs) if costs is None else costs
+    data: list[K_data] = []
+    of_storage: dict[int, int] = {}
+    private: dict[int, int] = {}
+    for i, node in enumerate(s.nodes):
+        for storage in node.storages:
+            of_storage[storage] = len(data)
+            data.append(K_data(s.d.names[first_value(s.d, storage)], s.d.storages[storage].bytes, i, storage))
+        if node.saved.private and costs[i].results:
+            private[i] = len(data)
+            name = s.d.names[node.makes[0]] if node.makes else node.name
+            data.append(K_data(f"{name}.saved", sum(node.saved.private), i, None))
+    missing = {v for v, src in s.d.sources.items() if s.d.values[v].requires_grad and not _has_grad(model, src.key)}
+    backwards = _backwards(s, costs, missing, of_storage, private)
+    nodes = []
+    for i, node in enumerate(s.nodes):
+        reads = [of_storage[x] for x in dict.fromkeys(s.d.values[v].storage for v in node.reads) if x in of_storage]
+        makes = [of_storage[x] for x in node.storages] + ([private[i]] if i in private else [])
+        random_bytes = random_state(_device(s, i)).nbytes if node.random and _device(s, i).type == "cpu" else 0
+        peak = max(costs[i].forward_peak, sum(data[d].bytes for d in makes))
+        time = costs[i].forward_time
+        name = s.d.names[node.makes[0]] if node.makes else node.name
+        nodes.append(
+            K_node(name, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes)
+        )
+    outputs = dict.fromkeys(s.d.values[v].storage for v in s.d.outputs)
+    carried = [v for v in dict.fromkeys(s.d.outputs) if s.d.values[v].requires_grad]
+    k = K_graph(
+        s,
+        tuple(nodes),
+        tuple(data),
+        tuple(of_storage[x] for x in outputs if x in of_storage),
+        sum(s.d.values[v].bytes for v in carried),
+    )
+    k.verify()
+    return k
+
+
+def _has_grad(model: torch.nn.Module, key: object) -> bool:
+    if not isinstance(key, str):
+        return False
+    try:
+        return model.get_parameter(key).grad is not None
+    except AttributeError:
+        return False
+
+
+def _device(s: S_graph, i: int) -> torch.device:
+    return s.d.values[(*s.nodes[i].makes, *s.nodes[i].reads)[0]].device
+
+
+def _backwards(
+    s: S_graph, costs: list[Cost], missing: set[int], of_storage: dict[int, int], private: dict[int, int]
+) -> list[K_backward | None]:
+    """The backwards, with gradient memory as autograd's buffers take it."""
+    buffers = _Buffers(s, costs, missing)
+    found: list[K_backward | None] = [None] * len(s.nodes)
+    for i in reversed(range(len(s.nodes))):
+        if costs[i].results:
+            saved = [of_storage[x] for x in s.nodes[i].saved.storages if x in of_storage]
+            reads = (*saved, *((private[i],) if i in private else ()))
+            before, peak, after = buffers.backward(i)
+            found[i] = K_backward(reads, costs[i].backward_time, before, peak, after)
+    return found
+
+
+class _Buffers:
+    """Gradients on their way: for each value that awaits its backward, which memory holds its gradient so far.
+
+    The rules are those of autograd's engine: a second contribution is added in place if the first
+    lies in memory that nothing else refers to, else into new memory; a parameter's contributions
+    wait for each other, then go to ``.grad``, which stays if it was not there before.
+    """
+
+    def __init__(self, s: S_graph, costs: list[Cost], missing: set[int]) -> None:
+        self.s, self.costs, self.missing = s, costs, missing
+        self.size: dict[int, int] = {}  # memory -> bytes
+        self.holds: dict[int, int] = {}  # value -> memory
+        self.uses: dict[int, int] = {}  # source -> backwards still to contribute
+        for i, cost in enumerate(costs):
+            for v in s.nodes[i].reads if cost.results else ():
+                if v in s.d.sources and s.d.values[v].requires_grad:
+                    self.uses[v] = self.uses.get(v, 0) + 1
+        for v in dict.fromkeys(s.d.outputs):
+            if s.d.values[v].requires_grad:
+                self.holds[v] = self._new(s.d.values[v].bytes)
+
+    def _new(self, size: int) -> int:
+        self.size[len(self.size)] = size
+        return len(self.size) - 1
+
+    def _live(self) -> int:
+        return sum(self.size[m] for m in set(self.holds.values()))
+
+    def backward(self, i: int) -> tuple[int, int, int]:
+        """Bytes of gradients before, at the worst moment of, and after the backward of node i."""
+        node, cost = self.s.nodes[i], self.costs[i]
+        before = self._live()
+        peak = before + cost.backward_peak - cost.incoming
+        incoming = [self.holds.pop(node.makes[k], None) for k in cost.results]
+        arrived: dict[int, int] = {}  # position in reads -> memory
+        for position, gradient in enumerate(cost.inputs):
+            if gradient is None:
+                continue
+            kind, k = gradient.shares or ("", 0)
+            shared = incoming[k] if kind == "result" else arrived[k] if kind == "input" else None
+            arrived[position] = self._new(gradient.bytes) if shared is None else shared
+        waiting = dict(arrived)
+        for position, memory in arrived.items():
+            v = node.reads[position]
+            del waiting[position]
+            first = self.holds.get(v)
+            if first is None:
+                self.holds[v] = memory
+                continue
+            alone = list(self.holds.values()).count(first) == 1 and first not in waiting.values() and first != memory
+            if not alone:
+                self.holds[v] = self._new(max(self.size[first], self.size[memory]))
+            new = {*self.holds.values(), *waiting.values(), memory, first}
+            peak = max(peak, sum(self.size[m] for m in new))
+        self._parameters(node.reads)
+        after = self._live()
+        return before, max(peak, before, after), after
+
+    def _parameters(self, reads: tuple[int, ...]) -> None:
+        for v in reads:
+            if v in self.uses:
+                self.uses[v] -= 1
+                if v not in self.holds:
+                    self.holds[v] = self._new(self.s.d.values[v].bytes)
+                if not self.uses[v] and v not in self.missing:
+                    del self.holds[v]

@@ -1,0 +1,226 @@
+"""S: the simplified graph. One node is one real operation with the views and in-place operations on its result.
+
+Then ``cut``: positions where little crosses split S into blocks, aligned with repeated structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+
+from rkgb.graphs import D_graph, S_graph, S_node, Saved
+
+# These change their running statistics, but their results in training do not depend on them: they may run
+# again (on copies of the statistics). Any other change of a buffer happens once.
+STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_index", "cudnn_batch_norm"})
+
+
+def D_to_S(d: D_graph) -> S_graph:
+    """Group the nodes of ``d``; the graph is one block until ``cut``."""
+    groups = _ordered(d, _groups(d))
+    uses: dict[int, set[int]] = {v: {-1} for v in d.outputs}
+    for index, ops in enumerate(groups):
+        for op in ops:
+            for v in d.nodes[op].reads():
+                uses.setdefault(v, set()).add(index)
+    nodes: list[S_node] = []
+    clean: set[int] = {v for v in d.sources if not d.values[v].requires_grad}  # no gradient reaches these
+    changed = _changed_sources(d)
+    for index, ops in enumerate(groups):
+        nodes.append(_node(d, ops, index, uses, clean, changed))
+    s = S_graph(d, tuple(nodes), ((0, len(nodes)),) if nodes else ())
+    s.verify()
+    return s
+
+
+def _groups(d: D_graph) -> list[list[int]]:
+    """D nodes that share memory, in one group each."""
+    owner = [s.owner for s in d.storages]
+    union = nx.utils.UnionFind(range(len(d.nodes)))
+    readers: dict[int, list[int]] = {}  # storage -> D nodes that read it so far
+    for k, (node, facts) in enumerate(zip(d.nodes, d.facts, strict=True)):
+        for v in node.outputs:
+            home = owner[d.values[v].storage]
+            if home is not None:
+                union.union(home, k)
+        for s in facts.writes:
+            home = owner[s]
+            if home is not None:  # whoever read the old content belongs to the same group
+                union.union(home, k, *readers.get(s, ()))
+        for v in node.reads():
+            readers.setdefault(d.values[v].storage, []).append(k)
+    return [sorted(group) for group in union.to_sets()]
+
+
+def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
+    """Groups in an order that follows the program; groups that need each other become one."""
+    of = {op: g for g, ops in enumerate(groups) for op in ops}
+    maker = {v: k for k, n in enumerate(d.nodes) for v in n.outputs}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(groups)))
+    last_write: dict[int, int] = {}
+    for k, node in enumerate(d.nodes):
+        sources = [of[maker[v]] for v in node.reads() if v in maker]
+        touched = {d.values[v].storage for v in node.reads()} | set(d.facts[k].writes)
+        sources += [of[last_write[s]] for s in touched if s in last_write]
+        graph.add_edges_from((g, of[k]) for g in sources if g != of[k])
+        last_write.update(dict.fromkeys(d.facts[k].writes, k))
+    merged = nx.condensation(graph)
+    members = {c: sorted(op for g in data["members"] for op in groups[g]) for c, data in merged.nodes(data=True)}
+    random = [c for k, f in enumerate(d.facts) if f.random for c in [next(c for c in members if k in members[c])]]
+    merged.add_edges_from((a, b) for a, b in zip(random, random[1:], strict=False) if a != b)  # draws stay in order
+    order = nx.lexicographical_topological_sort(merged, key=lambda c: _position(d, members[c]))
+    return [members[c] for c in order]
+
+
+def _position(d: D_graph, ops: list[int]) -> int:
+    """Where a group stands in the program: at its last operation that is not a mere view."""
+    real = [k for k in ops if d.facts[k].writes or any(d.storages[d.values[v].storage].owner == k for v in d.nodes[k].outputs)]
+    return max(real, default=ops[0])
+
+
+def _changed_sources(d: D_graph) -> set[int]:
+    """Storages of inputs and buffers that the program changes: what reads them cannot run again."""
+    return {
+        s
+        for node, facts in zip(d.nodes, d.facts, strict=True)
+        for s in facts.writes
+        if d.storages[s].owner is None and node.name not in STATISTICS
+    }
+
+
+def _node(
+    d: D_graph, ops: list[int], index: int, uses: dict[int, set[int]], clean: set[int], changed: set[int]
+) -> S_node:
+    made = [v for op in ops for v in d.nodes[op].outputs]
+    reads = tuple(dict.fromkeys(v for op in ops for v in d.nodes[op].reads() if v not in made))
+    makes = tuple(v for v in made if uses.get(v, set()) - {index})
+    mine = {s for s in {d.values[v].storage for v in made} if d.storages[s].owner in ops}
+    storages = tuple(dict.fromkeys(s for v in makes for s in [d.values[v].storage] if s in mine))
+    known = dict.fromkeys(s for op in ops for s in d.facts[op].saved.storages)
+    inner = [d.storages[s].bytes for s in known if s in mine and s not in storages]
+    private = tuple(b for op in ops for b in d.facts[op].saved.private) + tuple(inner)
+    main = next((op for op in ops if any(d.values[v].storage in mine for v in d.nodes[op].outputs)), ops[0])
+    once = bool(changed & {d.values[v].storage for v in reads})
+    requires_grad = any(d.values[v].requires_grad for v in made)
+    random = any(d.facts[op].random for op in ops)
+    pure = not requires_grad and not random and all(v in clean for v in reads)
+    if pure:
+        clean.update(made)
+    return S_node(
+        name=d.nodes[main].name,
+        ops=tuple(ops),
+        reads=reads,
+        makes=makes,
+        storages=storages,
+        saved=Saved(tuple(s for s in known if s not in mine or s in storages), private),
+        requires_grad=requires_grad,
+        random=random,
+        fixed=once or pure,
+    )
+
+
+def print_S_graph(s: S_graph) -> str:
+    """The graph as text (the seed's name for ``str``)."""
+    return str(s)
+
+
+# ------------------------------------------------------------------------------------------------ cut
+
+
+def cut(s: S_graph, target: int = 12, largest: int = 24) -> S_graph:
+    """Cut where one tensor crosses; then merge to blocks of about ``target`` nodes, at most ``largest``.
+
+    Values that need no gradient and depend on none (ambient) do not count as crossing. Repeated
+    structure is kept: equal stretches give equal blocks. Where no single tensor crosses for more than
+    ``largest`` nodes, cut at the position of least crossing bytes.
+    """
+    from rkgb.Atools import block_keys
+
+    n = len(s.nodes)
+    crossing = _crossing(s)
+    narrow = [p for p in range(1, n) if len(crossing[p]) <= 1]
+    points = [0]
+    for stop in [*narrow, n]:
+        points += _split(s, crossing, points[-1], stop, largest)
+        points.append(stop)
+    pieces = list(zip(points, points[1:], strict=False))
+    keys = block_keys(s.with_blocks(tuple(pieces)))
+    return s.with_blocks(tuple(_merge(pieces, keys, target, largest)))
+
+
+def _crossing(s: S_graph) -> list[set[int]]:
+    """For each position p, the storages made before node p, and read at or after it, that are not ambient."""
+    last: dict[int, int] = {}
+    for i, node in enumerate(s.nodes):
+        for v in node.reads:
+            last[s.d.values[v].storage] = i
+    crossing: list[set[int]] = [set() for _ in range(len(s.nodes) + 1)]
+    for i, node in enumerate(s.nodes):
+        if not node.fixed:
+            for storage in node.storages:
+                for p in range(i + 1, last.get(storage, i) + 1):
+                    crossing[p].add(storage)
+    return crossing
+
+
+def _split(s: S_graph, crossing: list[set[int]], start: int, stop: int, largest: int) -> list[int]:
+    """Positions inside start..stop that leave no piece larger than ``largest``, at least crossing bytes."""
+    if stop - start <= largest:
+        return []
+    quarter = (stop - start) // 4
+    inside = range(start + max(1, quarter), stop - max(1, quarter) + 1)
+    best = min(inside, key=lambda p: (sum(s.d.storages[x].bytes for x in crossing[p]), abs(2 * p - start - stop)))
+    return [*_split(s, crossing, start, best, largest), best, *_split(s, crossing, best, stop, largest)]
+
+
+Piece = tuple[int, int]
+
+
+def _merge(pieces: list[Piece], keys: Sequence[object], target: int, largest: int) -> list[Piece]:
+    """Join neighbouring pieces; the longest stretch of repeated structure is treated first, as one."""
+    found = _repeat(pieces, keys, largest)
+    if found is None:
+        return _join(pieces, target)
+    start, period, times = found
+    unit = pieces[start + period - 1][1] - pieces[start][0]
+    together = max(1, target // unit)
+    end = start + period * times
+    middle = []
+    for at in range(start, end, period * together):
+        group = pieces[at : min(at + period * together, end)]
+        middle.append((group[0][0], group[-1][1]))
+    return [
+        *_merge(pieces[:start], keys[:start], target, largest),
+        *middle,
+        *_merge(pieces[end:], keys[end:], target, largest),
+    ]
+
+
+def _repeat(pieces: list[Piece], keys: Sequence[object], largest: int) -> tuple[int, int, int] | None:
+    """(start, period, times) of the repetition that covers most nodes, if any, with units that fit a block."""
+    best, found = 0, None
+    for period in range(1, len(pieces) // 2 + 1):
+        k = 0
+        while k + period < len(pieces):
+            end = k
+            while end + period < len(pieces) and keys[end] == keys[end + period]:
+                end += 1
+            times = (end - k) // period + 1
+            unit = pieces[k + period - 1][1] - pieces[k][0]
+            covered = pieces[k + period * times - 1][1] - pieces[k][0]
+            if times > 1 and unit <= largest and covered > best:
+                best, found = covered, (k, period, times)
+            k = max(end, k) + 1
+    return found
+
+
+def _join(pieces: list[Piece], target: int) -> list[Piece]:
+    joined: list[Piece] = []
+    for start, stop in pieces:
+        if joined and stop - joined[-1][0] <= target:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined

@@ -1,0 +1,19 @@
+"""Errors of graph building; each says what happened, where in the user's code, and what to do next."""
+
+from __future__ import annotations
+
+
+class GraphError(Exception):
+    """Base of all errors raised by ``rkgb``."""
+
+
+class TraceError(GraphError):
+    """The module cannot be traced into one graph."""
+
+
+class UnsupportedError(TraceError):
+    """The trace contains something that has no place in a graph (named in the message)."""
+
+
+class MismatchError(GraphError):
+    """The traced program and the module give different results on the sample."""

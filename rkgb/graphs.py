@@ -1,0 +1,299 @@
+"""The graphs: B (basic), D (data flow), S (simplified), as immutable values.
+
+A *value* is what one assignment of the traced program defines; it is referred to by its index,
+written ``Ref(i)``. Node arguments are constants, ``Ref``s, or lists and tuples of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of value ``index``."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """The state of PyTorch that an operation runs in: grad mode, and autocast per device type.
+
+    ``autocast`` is a tuple of (device type, dtype) of the device types for which it is on.
+    """
+
+    grad: bool = True
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value comes from that no operation makes.
+
+    ``kind`` is "input" (``key``: position among the flattened tensor inputs), "parameter" or
+    "buffer" (``key``: qualified name), or "constant" (``key``: the tensor itself).
+    """
+
+    kind: str
+    key: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One assignment: ``outputs = op(*args, **kwargs)``.
+
+    ``several``: the operation returns a list or tuple, whose elements are the outputs.
+    ``line``: the user's source line, "file.py:12".
+    """
+
+    op: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[int, ...]
+    several: bool
+    mode: Mode
+    line: str
+
+    def reads(self) -> tuple[int, ...]:
+        """Indices of the values read, in order of first use."""
+        return tuple(dict.fromkeys(refs((self.args, tuple(a for _, a in self.kwargs)))))
+
+
+def refs(arg: Any) -> Iterator[int]:
+    """The values that an argument refers to."""
+    if isinstance(arg, Ref):
+        yield arg.index
+    elif isinstance(arg, (list, tuple)):
+        for a in arg:
+            yield from refs(a)
+
+
+def substitute(arg: Any, put: Callable[[int], Any]) -> Any:
+    """``arg`` with every ``Ref(i)`` replaced by ``put(i)``."""
+    if isinstance(arg, Ref):
+        return put(arg.index)
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(substitute(a, put) for a in arg)
+    return arg
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How the module is called and what it returns (pytree specs; leaves that are no tensors are constants)."""
+
+    inputs: Any
+    input_constants: tuple[tuple[int, Any], ...]
+    outputs: Any
+    output_constants: tuple[tuple[int, Any], ...]
+
+
+@dataclass(frozen=True)
+class B_graph:
+    """The traced program as it was recorded.
+
+    Invariants: run in order it reproduces the module; each value is defined once, by a source or by
+    one node before its first use; ``outputs`` lists the values returned.
+    """
+
+    names: tuple[str, ...]
+    sources: dict[int, Source]
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+    structure: Structure
+
+    def verify(self) -> None:
+        """Assert the invariants."""
+        defined = set(self.sources)
+        for node in self.nodes:
+            missing = set(node.reads()) - defined
+            assert not missing, f"{node.name} reads {[self.names[v] for v in missing]} before they are defined"
+            assert not defined & set(node.outputs), f"{node.name} defines a value again"
+            defined |= set(node.outputs)
+        assert set(self.outputs) <= defined, "an output is never defined"
+
+    def __str__(self) -> str:
+        return format_program(self.names, self.nodes, self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What is known of a tensor value after one run.
+
+    ``storage`` indexes the graph's storages; values with the same storage share memory.
+    ``requires_grad`` is the tensor's own answer. ``bytes`` is the tensor's, not the storage's.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    storage: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One allocation. ``owner``: the node that allocates it, or None for inputs, parameters, buffers, constants."""
+
+    bytes: int
+    owner: int | None
+    source: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What autograd saves when a node runs: known storages, and those private to the node (bytes of each)."""
+
+    storages: tuple[int, ...]
+    private: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one run of a D node showed. ``writes``: storages changed in place; ``random``: it drew random numbers."""
+
+    writes: tuple[int, ...]
+    random: bool
+    saved: Saved
+
+
+@dataclass(frozen=True)
+class D_graph:
+    """The data-flow graph: every node is needed, sizes are folded to numbers, facts are known.
+
+    Invariants: those of B; every node makes an output, a value that a later node reads, changes a
+    buffer or draws random numbers; every tensor value has its ``Value``, every node its ``Facts``.
+    """
+
+    names: tuple[str, ...]
+    sources: dict[int, Source]
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+    structure: Structure
+    values: dict[int, Value]
+    storages: tuple[Storage, ...]
+    facts: tuple[Facts, ...]
+
+    def verify(self) -> None:
+        """Assert the invariants."""
+        B_graph(self.names, self.sources, self.nodes, self.outputs, self.structure).verify()
+        assert len(self.facts) == len(self.nodes)
+        read = set(self.outputs).union(*(n.reads() for n in self.nodes))
+        for node, facts in zip(self.nodes, self.facts, strict=True):
+            assert set(node.outputs) & read or facts.writes or facts.random, f"{node.name} is dead"
+
+    def __str__(self) -> str:
+        return format_program(self.names, self.nodes, self.outputs, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class S_node:
+    """One real operation with its body: the views and in-place operations on its result.
+
+    ``ops``: indices of D nodes, in the order of the program. ``reads``: values of other nodes or
+    sources; ``makes``: values that other nodes read or that are outputs. ``storages``: those of
+    ``makes`` that the node allocates. ``saved``: what its backward reads. ``fixed``: it runs once and
+    is never run again (it changes a buffer, or needs no gradient and nothing with a gradient).
+    """
+
+    name: str
+    ops: tuple[int, ...]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    storages: tuple[int, ...]
+    saved: Saved
+    requires_grad: bool
+    random: bool
+    fixed: bool
+
+
+@dataclass(frozen=True)
+class S_graph:
+    """The simplified graph, over the D graph that it groups.
+
+    Invariants: each D node is in exactly one S node; a node reads values of earlier nodes or of
+    sources; no node changes memory of another's; ``blocks`` partition the nodes in order
+    (one block until ``cut``).
+    """
+
+    d: D_graph
+    nodes: tuple[S_node, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
+
+    def verify(self) -> None:
+        """Assert the invariants."""
+        assert sorted(i for n in self.nodes for i in n.ops) == list(range(len(self.d.nodes)))
+        owner: dict[int, int] = {}
+        for index, node in enumerate(self.nodes):
+            for v in node.reads:
+                assert v in owner or v in self.d.sources, f"{node.name} reads {self.d.names[v]} too early"
+            for op in node.ops:
+                owner.update(dict.fromkeys(self.d.nodes[op].outputs, index))
+            mine = {self.d.values[v].storage for op in node.ops for v in self.d.nodes[op].outputs if v in self.d.values}
+            for op in node.ops:
+                for s in self.d.facts[op].writes:
+                    assert s in mine or self.d.storages[s].owner is None, f"{node.name} writes another node's memory"
+        ends = [0, *(stop for _, stop in self.blocks)]
+        assert [(a, b) for a, b in zip(ends, ends[1:], strict=False)] == list(self.blocks)
+        assert not self.blocks or ends[-1] == len(self.nodes)
+
+    def with_blocks(self, blocks: tuple[tuple[int, int], ...]) -> S_graph:
+        """The same graph, cut into ``blocks``."""
+        return dataclasses.replace(self, blocks=blocks)
+
+    def __str__(self) -> str:
+        starts = {a: k for k, (a, _) in enumerate(self.blocks)}
+        lines = []
+        for i, node in enumerate(self.nodes):
+            if i in starts:
+                lines.append(f"# block {starts[i]}")
+            names = self.d.names
+            flags = "".join(
+                f"  [{flag}]" for flag in ("random", "fixed") if getattr(node, flag)
+            ) + ("" if node.requires_grad else "  [no grad]")
+            saved = [names[first_value(self.d, s)] for s in node.saved.storages]
+            private = [f"{b} bytes" for b in node.saved.private]
+            lines.append(
+                f"{', '.join(names[v] for v in node.makes) or '()'} = {node.name}({', '.join(names[v] for v in node.reads)})"
+                f"  # saves {', '.join(saved + private) or 'nothing'}{flags}"
+            )
+        return "\n".join([*lines, f"return {', '.join(self.d.names[v] for v in self.d.outputs)}"])
+
+
+def first_value(d: D_graph, storage: int) -> int:
+    """The first value that lies in ``storage``: its name stands for the storage."""
+    return next(v for v, info in sorted(d.values.items()) if info.storage == storage)
+
+
+def format_program(
+    names: tuple[str, ...], nodes: tuple[Node, ...], outputs: tuple[int, ...], values: dict[int, Value] | None = None
+) -> str:
+    """The nodes as a readable program, one assignment a line, with the user's source line behind it."""
+
+    def show(arg: Any) -> str:
+        if isinstance(arg, Ref):
+            return names[arg.index]
+        if isinstance(arg, (list, tuple)):
+            return "[" + ", ".join(show(a) for a in arg) + "]"
+        if isinstance(arg, torch.Tensor):
+            return f"tensor({arg.item()})" if arg.numel() == 1 else f"tensor{list(arg.shape)}"
+        return str(arg)
+
+    lines = []
+    for node in nodes:
+        arguments = [show(a) for a in node.args] + [f"{k}={show(a)}" for k, a in node.kwargs]
+        left = ", ".join(names[v] for v in node.outputs) or "()"
+        kind = ""
+        if values and node.outputs and node.outputs[0] in values:
+            v = values[node.outputs[0]]
+            kind = f": {str(v.dtype)[6:]}{list(v.shape)}"
+        lines.append(f"{left}{kind} = {node.name}({', '.join(arguments)})" + (f"  # {node.line}" if node.line else ""))
+    return "\n".join([*lines, f"return {', '.join(names[v] for v in outputs)}"])

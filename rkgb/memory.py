@@ -1,0 +1,71 @@
+"""Exact allocator measurements: the largest sum of bytes allocated while a function runs.
+
+CUDA: the caching allocator's own statistics. CPU: the allocator's events in a profiler session,
+replayed in time order (releases of blocks older than the session are left out).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+# The profiler announces every session on stderr unless it is told not to before its first use.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def measure_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
+    """(result, peak, net): bytes above the level at the call, at the worst moment and at the end."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = function()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        return result, peak, torch.cuda.memory_allocated(device) - before
+    with profile(use_cpu=True, profile_memory=True) as prof:
+        result = function()
+    return result, *_replay(_events(prof))
+
+
+def measure_peak(function: Callable[[], Any], device: torch.device | str | None = None) -> int:
+    """Bytes that ``function`` allocates above the level at the call, at its worst moment.
+
+    ``device``: where to look; by default the current CUDA device if CUDA has been used, else the CPU.
+    Call the function once before: the first use of a kernel allocates workspaces that stay.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+    gc.collect()
+    return measure_memory(function, torch.device(device))[1]
+
+
+def _events(prof: profile) -> list[tuple[int, int, int]]:
+    """(time, address, signed bytes) of every allocation and release on the CPU."""
+    found: list[tuple[int, int, int]] = []
+    results: Any = prof.kineto_results
+    stack = list(results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    found.sort(key=lambda e: e[0])
+    return found
+
+
+def _replay(events: list[tuple[int, int, int]]) -> tuple[int, int]:
+    blocks: dict[int, int] = {}
+    level = peak = 0
+    for _, address, size in events:
+        level -= blocks.pop(address, 0)
+        if size > 0:
+            blocks[address] = size
+            level += size
+            peak = max(peak, level)
+    return peak, level

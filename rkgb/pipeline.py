@@ -1,0 +1,64 @@
+"""The whole way from a module to its graphs, one call per stage, every intermediate kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rkgb.Atools import classes
+from rkgb.Btools import tensors_of, trace
+from rkgb.Dtools import check_outputs, probe
+from rkgb.graphs import B_graph, D_graph, S_graph
+from rkgb.Ktools import K_graph, S_to_K
+from rkgb.measure import measure_nodes
+from rkgb.Stools import D_to_S, cut
+
+Sample = torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Every stage of one module: ``S`` is cut into blocks; ``classes`` numbers the distinct ones."""
+
+    B: B_graph
+    D: D_graph
+    S: S_graph
+    classes: tuple[int, ...]
+    K: K_graph
+
+
+def call_of(sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that a sample stands for."""
+    if isinstance(sample, dict):
+        return (), {**sample, **(sample_kwargs or {})}
+    return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), dict(sample_kwargs or {})
+
+
+def make_all_graphs(
+    model: torch.nn.Module,
+    sample: Sample,
+    sample_kwargs: dict[str, Any] | None = None,
+    *,
+    costs: str = "measured",
+    phase: Callable[[str], None] = lambda _: None,
+) -> Graphs:
+    """Trace ``model`` on ``sample`` and build all graphs.
+
+    ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+    ``costs``: "measured", or "flops" for times
+    from a model of the operations, the same on every run. ``phase`` is told the name of each phase as it starts.
+    """
+    args, kwargs = call_of(sample, sample_kwargs)
+    inputs = tensors_of(args, kwargs)
+    phase("trace")
+    b, expected = trace(model, args, kwargs)
+    d, outputs = probe(b, model, inputs)
+    check_outputs(b, outputs, expected)
+    phase("simplify")
+    s = cut(D_to_S(d))
+    phase("measure")
+    k = S_to_K(s, model, inputs, measure_nodes(s, model, inputs, costs))
+    return Graphs(b, d, s, tuple(classes(s)), k)

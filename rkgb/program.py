@@ -1,0 +1,55 @@
+"""Run nodes of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rkgb.capture import current_mode
+from rkgb.graphs import Mode, Node, Source, substitute
+
+
+def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
+    """Run in ``mode`` (grad mode and autocast; the cache of cast weights stays off)."""
+    return contextlib.nullcontext() if mode == current_mode() else _switched(mode)
+
+
+@contextlib.contextmanager
+def _switched(mode: Mode) -> Any:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(mode.grad))
+        on = dict(mode.autocast)
+        for kind in {"cpu", *on, *(k for k in ("cuda",) if torch.is_autocast_enabled(k))}:
+            stack.enter_context(torch.autocast(kind, dtype=on.get(kind), enabled=kind in on, cache_enabled=False))
+        yield
+
+
+def run_node(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:
+    """The results of ``node``, one for each of its outputs."""
+    args = substitute(node.args, value)
+    kwargs = {k: substitute(a, value) for k, a in node.kwargs}
+    with in_mode(node.mode):
+        result = node.op(*args, **kwargs)
+    if node.several:
+        return tuple(result)
+    return (result,) if node.outputs else ()
+
+
+def source_value(source: Source, model: torch.nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """The tensor that a source stands for, looked up by name in the module as it is now."""
+    if source.kind == "input":
+        return inputs[source.key]
+    if source.kind == "constant":
+        constant: torch.Tensor = source.key
+        return constant
+    module, _, name = source.key.rpartition(".")
+    owner = model.get_submodule(module)
+    tensor = owner._parameters.get(name)
+    if tensor is None:
+        tensor = owner._buffers.get(name)
+    if tensor is None:
+        raise KeyError(f"the module no longer has the {source.kind} {source.key!r} that it had when it was planned")
+    return tensor

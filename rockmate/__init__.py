@@ -1,0 +1,22 @@
+"""Train PyTorch models within a memory budget, at the least possible recomputation."""
+
+from rkgb.errors import GraphError, MismatchError, TraceError, UnsupportedError
+from rkgb.memory import measure_peak
+from rockmate.errors import BudgetError, InfeasibleBudgetError, InputError, RockmateError
+from rockmate.module import Rockmate, frontier
+from rockmate.planning import Plan
+
+__all__ = [
+    "BudgetError",
+    "GraphError",
+    "InfeasibleBudgetError",
+    "InputError",
+    "MismatchError",
+    "Plan",
+    "Rockmate",
+    "RockmateError",
+    "TraceError",
+    "UnsupportedError",
+    "frontier",
+    "measure_peak",
+]

@@ -1,0 +1,133 @@
+"""A schedule over an S graph, made ready to run: what to do after each node, and before each backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rkgb.graphs import Mode, Node, S_graph
+from rkgb.Ktools import K_graph
+from rkgb.Stools import STATISTICS
+from solvers.schedule import Bwd, Del, Loss, Run, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCode:
+    """One S node for the executor.
+
+    ``made``: (value, data) of results in memory of the node's own; ``aliases``: results in memory of a
+    source. ``private``: the data of what only its backward reads, or None. ``statistics``: source
+    values that it changes, which a second run must leave alone. ``random``: it runs again, from the
+    same random state; the generator is that of this device.
+    """
+
+    ops: tuple[Node, ...]
+    reads: tuple[int, ...]
+    made: tuple[tuple[int, int], ...]
+    aliases: tuple[int, ...]
+    data: tuple[int, ...]
+    private: int | None
+    statistics: tuple[int, ...]
+    random: torch.device | None
+    rerun: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """The executable form of one plan.
+
+    ``after[i]``: data dropped right after node i in the forward phase. ``stages``: nodes with a
+    backward in the order of their backwards; ``before[k]``: steps to take before stage k.
+    ``kept``: data live when the forward phase ends.
+    """
+
+    s: S_graph
+    nodes: tuple[NodeCode, ...]
+    after: tuple[tuple[int, ...], ...]
+    stages: tuple[int, ...]
+    before: tuple[tuple[Run | Del, ...], ...]
+    kept: frozenset[int]
+    data_of: dict[int, int]
+    values_of: tuple[tuple[int, ...], ...]
+    owner: tuple[int, ...]
+    mode: Mode
+
+
+def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
+    """Split ``schedule`` into what happens after each node and before each backward."""
+    s = k.s
+    at_loss = schedule.index(Loss())
+    after: list[list[int]] = [[] for _ in s.nodes]
+    live: set[int] = set()
+    node = 0
+    for step in schedule[:at_loss]:
+        if isinstance(step, Run):
+            node = step.node
+            live.update(k.nodes[node].makes)
+        elif isinstance(step, Del):
+            after[node].append(step.data)
+            live.discard(step.data)
+    stages: list[int] = []
+    before: list[tuple[Run | Del, ...]] = []
+    pending: list[Run | Del] = []
+    again: set[int] = set()
+    for step in schedule[at_loss + 1 :]:
+        if isinstance(step, Bwd):
+            stages.append(step.node)
+            before.append(tuple(pending))
+            pending = []
+        elif isinstance(step, (Run, Del)):
+            pending.append(step)
+            if isinstance(step, Run):
+                again.add(step.node)
+    data_of = {v: d for d, data in enumerate(k.data) if data.storage is not None for v in _values_in(s, data.storage)}
+    values_of: list[list[int]] = [[] for _ in k.data]
+    for v, d in data_of.items():
+        values_of[d].append(v)
+    return Program(
+        s,
+        tuple(_node_code(k, i, data_of, i in again) for i in range(len(s.nodes))),
+        tuple(tuple(a) for a in after),
+        tuple(stages),
+        tuple(before),
+        frozenset(live),
+        data_of,
+        tuple(tuple(v) for v in values_of),
+        tuple(data.owner for data in k.data),
+        _usual_mode(s),
+    )
+
+
+def _values_in(s: S_graph, storage: int) -> list[int]:
+    """The results that lie in ``storage``, in the order in which their node makes them."""
+    owner = next(n for n in s.nodes if storage in n.storages)
+    return [v for v in owner.makes if s.d.values[v].storage == storage]
+
+
+def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool) -> NodeCode:
+    s, node = k.s, k.s.nodes[i]
+    ops = tuple(s.d.nodes[op] for op in node.ops)
+    written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
+    device = s.d.values[(*node.makes, *node.reads)[0]].device if node.makes or node.reads else torch.device("cpu")
+    makes = k.nodes[i].makes
+    return NodeCode(
+        ops=ops,
+        reads=node.reads,
+        made=tuple((v, data_of[v]) for v in node.makes if v in data_of),
+        aliases=tuple(v for v in node.makes if v not in data_of),
+        data=makes,
+        private=next((d for d in makes if k.data[d].storage is None), None),
+        statistics=tuple(v for v in node.reads if s.d.values[v].storage in written),
+        random=device if node.random and again else None,
+        rerun=k.nodes[i].rerun,
+    )
+
+
+def _usual_mode(s: S_graph) -> Mode:
+    """The mode in which most operations run; the executor sets it once."""
+    modes: dict[Any, int] = {}
+    for node in s.d.nodes:
+        modes[node.mode] = modes.get(node.mode, 0) + 1
+    return max(modes, key=lambda m: modes[m], default=Mode())

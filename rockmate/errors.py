@@ -1,0 +1,29 @@
+"""Errors of the module; each says what happened, where, and what to do next."""
+
+from __future__ import annotations
+
+from rkgb.errors import GraphError
+from solvers.errors import SolverError
+
+
+class RockmateError(Exception):
+    """Base of the errors raised by ``rockmate`` itself."""
+
+
+class InputError(RockmateError, ValueError):
+    """An argument cannot be used as it is."""
+
+
+class BudgetError(InputError):
+    """The budget is no number of bytes."""
+
+
+class InfeasibleBudgetError(RockmateError):
+    """No plan fits the budget. ``min_budget``: the smallest that can be planned (bytes)."""
+
+    def __init__(self, message: str, min_budget: int) -> None:
+        super().__init__(message)
+        self.min_budget = min_budget
+
+
+__all__ = ["BudgetError", "GraphError", "InfeasibleBudgetError", "InputError", "RockmateError", "SolverError"]

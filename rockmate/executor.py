@@ -1,0 +1,302 @@
+"""Run a model under a schedule, with autograd's own graph.
+
+The forward phase runs every operation once, in order, with gradients on: autograd records exactly the
+graph that eager mode records. Only what it would *save* is taken from it (``saved_tensors_hooks``):
+the graph holds slots, and each slot names a datum that is live in the call's state or not. Dropping a
+tensor is forgetting a datum; recomputing it is running its node again and filling the slots anew.
+A hook in front of each backward carries out the schedule's steps for it. Gradients, hooks,
+accumulation into ``.grad``, ``retain_graph`` and double backward are therefore autograd's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from rkgb.capture import random_state, set_random_state
+from rkgb.graphs import Node, substitute
+from rkgb.program import in_mode, source_value
+from rockmate.compiled import NodeCode, Program
+from solvers.schedule import Del, Run
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "{what} is at version {now}; expected version {then} instead. It was changed between the forward and "
+    "the backward that reads it."
+)
+
+
+class Slot:
+    """What autograd keeps in place of a saved tensor: which datum, and how the tensor lies in it."""
+
+    __slots__ = ("__weakref__", "data", "form", "held", "index", "state", "version")
+
+    def __init__(self, state: CallState) -> None:
+        self.state = state
+        self.data = -1  # -1: ``held`` is the tensor itself
+        self.index = -1  # position among the private tensors, -1: a view of the datum's storage
+        self.form: Any = None
+        self.held: torch.Tensor | None = None
+        self.version = 0
+
+
+def _form(t: torch.Tensor) -> Any:
+    return (t.dtype, t.size(), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
+
+
+def _in_form(base: torch.Tensor, form: Any) -> torch.Tensor:
+    """The tensor of this form in the storage of ``base``."""
+    dtype, size, stride, offset, conj, neg = form
+    if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
+        return base.as_strided(size, stride, offset)
+    t = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
+    t = torch._neg_view(t) if neg else t
+    return torch._conj(t) if conj else t
+
+
+class CallState:
+    """All that one call keeps. Owned by the slots and hooks in its graph, so it goes when the graph goes."""
+
+    def __init__(self, program: Program, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
+        self.program = program
+        d = program.s.d
+        self.sources = {v: source_value(source, model, inputs) for v, source in d.sources.items()}
+        self.versions = {v: t._version for v, t in self.sources.items()}
+        self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
+        self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
+        self.known: dict[int, int] = {}  # address of a live storage -> its datum, -1 for a source
+        self.random: dict[int, torch.Tensor] = {}
+        self.slots: list[weakref.ref[Slot]] = []
+        self.pending: list[tuple[Slot, torch.Tensor, int]] = []
+        self.stage = {node: k for k, node in enumerate(program.stages)}
+        self.at = 0  # the next stage
+        self.guard_kept = False  # the graph stays, or was left in part: what the forward kept, stays
+        self.in_backward = False
+        self.unplanned = 0
+        for t in self.sources.values():
+            self.known[t.untyped_storage()._cdata] = -1
+
+    # -------------------------------------------------------------------------------------- forward
+
+    def forward(self) -> list[torch.Tensor]:
+        """The program's outputs, in autograd's graph."""
+        p = self.program
+        env = dict(self.sources)
+        with in_mode(p.mode), saved_tensors_hooks(self.pack, unpack):
+            for i, code in enumerate(p.nodes):
+                if code.random is not None:
+                    self.random[i] = random_state(code.random)
+                for op in code.ops:
+                    _run(op, env, p)
+                self.finish(i, code, env)
+                for datum in p.after[i]:
+                    self.drop(datum)
+                    for v in p.values_of[datum]:
+                        env.pop(v, None)
+        return [env[v] for v in p.s.d.outputs]
+
+    def pack(self, t: torch.Tensor) -> Slot:
+        """Autograd wants to keep ``t``: note which datum it is."""
+        slot = Slot(self)
+        address = t.untyped_storage()._cdata
+        datum = self.known.get(address)
+        if datum is None:  # of the node that runs now: settled when it is done
+            self.pending.append((slot, t.detach(), address))
+        elif datum < 0:
+            slot.held, slot.version = t.detach() if t.grad_fn is not None else t, t._version
+        else:
+            slot.data, slot.form, slot.version = datum, _form(t), t._version
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    def finish(self, i: int, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
+        """Node i has run: note its results, settle its slots, set the hook of its backward."""
+        self.keep_results(code, env)
+        for v, datum in code.made:
+            self.known[env[v].untyped_storage()._cdata] = datum
+        for slot, t, address in self.pending:
+            datum = self.known.get(address)
+            if datum is not None:
+                slot.data, slot.form, slot.version = datum, _form(t), t._version
+            elif code.private is not None:
+                slot.data, slot.index, slot.version = code.private, len(self.live[code.private]), t._version
+                self.live[code.private].append(t)
+            else:
+                slot.held, slot.version = t, t._version
+        self.pending.clear()
+        for v in code.aliases:
+            self.aliases[v] = env[v].detach()
+            self.versions[v] = env[v]._version
+        if i in self.stage:
+            self.hook(i, [env[v] for v in self.program.s.nodes[i].makes])
+        produced = {v for v, _ in code.made} | set(code.aliases)
+        for op in code.ops:
+            for v in op.outputs:
+                if v not in produced:
+                    env.pop(v, None)
+
+    def keep_results(self, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
+        for datum in code.data:
+            self.live[datum] = {}
+        if code.private is not None:
+            self.live[code.private] = []
+        for v, datum in code.made:
+            self.live[datum][v] = env[v].detach()
+
+    def drop(self, datum: int) -> None:
+        held = self.live[datum]
+        self.live[datum] = None
+        if isinstance(held, dict):
+            for t in held.values():
+                self.known.pop(t.untyped_storage()._cdata, None)
+
+    # ------------------------------------------------------------------------------------- backward
+
+    def hook(self, i: int, results: list[torch.Tensor]) -> None:
+        def before(_: Any) -> None:
+            self.reach(i)
+
+        for function in dict.fromkeys(t.grad_fn for t in results):
+            if function is not None:
+                function.register_prehook(before)
+
+    def reach(self, i: int) -> None:
+        """The backward of node i is next: take the schedule's steps up to it."""
+        if not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)  # type: ignore[attr-defined]
+        k = self.stage[i]
+        if k < self.at:
+            return
+        self.guard_kept = self.guard_kept or k > self.at or _graph_is_retained()
+        p = self.program
+        for j in range(self.at, k + 1):
+            for step in p.before[j]:
+                if isinstance(step, Del):
+                    if not (self.guard_kept and step.data in p.kept):
+                        self.drop(step.data)
+                elif j == k:
+                    self.run_again(step.node)
+        self.at = k + 1
+
+    def end(self) -> None:
+        """A backward is over: if the graph is spent nothing is needed, else all that the forward kept."""
+        self.in_backward = False
+        self.at = 0
+        spent = all(ref() is None for ref in self.slots)
+        for datum in range(len(self.live)):
+            if spent or datum not in self.program.kept:
+                self.live[datum] = None
+        if spent:
+            self.aliases.clear()
+            self.sources.clear()
+            self.random.clear()
+
+    def run_again(self, i: int) -> None:
+        """Recompute node i from live data: its results and what its backward reads."""
+        p, code = self.program, self.program.nodes[i]
+        values = p.s.d.values
+        env: dict[int, torch.Tensor] = {}
+        for v in code.reads:
+            t = self.value(v)
+            needs = values[v].requires_grad
+            env[v] = t.detach().requires_grad_(True) if needs else t.detach()
+        for v in code.statistics:
+            env[v] = env[v].clone()
+        known = {env[v].untyped_storage()._cdata for v in code.reads}
+        known.update(t.untyped_storage()._cdata for t in (self.sources[v] for v in code.statistics))
+        packed: list[tuple[torch.Tensor, int]] = []
+
+        def pack(t: torch.Tensor) -> None:
+            address = t.untyped_storage()._cdata
+            if address not in known:
+                packed.append((t.detach(), address))
+
+        state = self.random.get(i)
+        outer = None
+        if state is not None and code.random is not None:
+            outer = random_state(code.random)
+            set_random_state(code.random, state)
+        try:
+            with in_mode(p.mode), saved_tensors_hooks(pack, unpack):
+                for op in code.ops:
+                    _run(op, env, p)
+        finally:
+            if outer is not None and code.random is not None:
+                set_random_state(code.random, outer)
+        self.keep_results(code, env)
+        own = {env[v].untyped_storage()._cdata for v, _ in code.made}
+        if code.private is not None:
+            self.live[code.private] = [t for t, address in packed if address not in own]
+
+    def value(self, v: int) -> torch.Tensor:
+        """The tensor of value v, from a source, an alias, or live data."""
+        given = self.sources.get(v)
+        if given is None:
+            given = self.aliases.get(v)
+        if given is not None:
+            if given._version != self.versions[v]:
+                name = self.program.s.d.names[v]
+                raise RuntimeError(_CHANGED.format(what=name, now=given._version, then=self.versions[v]))
+            return given
+        datum = self.program.data_of[v]
+        self.need(datum)
+        tensor: torch.Tensor = self.live[datum][v]
+        return tensor
+
+    def need(self, datum: int) -> None:
+        """Make ``datum`` live, outside the schedule if it is not (second backwards, backwards of a part)."""
+        if self.live[datum] is not None:
+            return
+        owner = self.program.owner[datum]
+        code = self.program.nodes[owner]
+        if not code.rerun or (self.program.s.nodes[owner].random and owner not in self.random):
+            raise RuntimeError(
+                f"{self.program.s.nodes[owner].name} must run again for this backward, which the plan did not foresee "
+                "(a second backward, or one of a part of the graph). Call forward again before it."
+            )
+        self.unplanned += 1
+        self.run_again(owner)
+
+
+def _graph_is_retained() -> bool:
+    """Whether the backward that runs was called with retain_graph=True (or create_graph=True)."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return kept
+
+
+def unpack(slot: Slot) -> torch.Tensor:
+    """The tensor that autograd saved; computed again if the schedule has dropped it."""
+    state = slot.state
+    if slot.data < 0:
+        assert slot.held is not None
+        if slot.held._version != slot.version:
+            what = f"a tensor of shape {list(slot.held.shape)}"
+            raise RuntimeError(_CHANGED.format(what=what, now=slot.held._version, then=slot.version))
+        return slot.held
+    state.need(slot.data)
+    held = state.live[slot.data]
+    if slot.index >= 0:
+        private: torch.Tensor = held[slot.index]
+        return private
+    return _in_form(next(iter(held.values())), slot.form)
+
+
+def _run(op: Node, env: dict[int, torch.Tensor], p: Program) -> None:
+    """Run one operation in ``env``; the program's usual mode is already set."""
+    get: Callable[[int], torch.Tensor] = env.__getitem__
+    args = substitute(op.args, get)
+    kwargs = {k: substitute(a, get) for k, a in op.kwargs}
+    if op.mode == p.mode:
+        result = op.op(*args, **kwargs)
+    else:
+        with in_mode(op.mode):
+            result = op.op(*args, **kwargs)
+    if op.several:
+        env.update(zip(op.outputs, result, strict=True))
+    elif op.outputs:
+        env[op.outputs[0]] = result

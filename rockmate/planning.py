@@ -1,0 +1,159 @@
+"""From a module to a plan: graphs, problem, schedule. One short function a step; every intermediate kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rkgb.Ktools import K_graph
+from rkgb.pipeline import Graphs, Sample, make_all_graphs
+from rockmate.budget import show_bytes
+from rockmate.errors import InfeasibleBudgetError, InputError
+from solvers import (
+    Backward,
+    Block,
+    ChainPlanner,
+    Data,
+    Frontier,
+    InfeasibleError,
+    Node,
+    Problem,
+    Run,
+    Schedule,
+    Solution,
+    format_schedule,
+    keep_everything,
+    solve_chain,
+    walk,
+)
+
+
+def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
+    """The solvers' problem of ``graphs``. ``loss_memory``: see ``Rockmate``."""
+    k = graphs.K
+    nodes = tuple(
+        Node(
+            n.name,
+            n.time,
+            n.reads,
+            n.makes,
+            n.peak,
+            Backward(b.time, b.reads, b.before, b.peak, b.after) if (b := n.backward) else None,
+            n.rerun,
+            n.random_bytes,
+        )
+        for n in k.nodes
+    )
+    blocks = tuple(Block(a, b, kind) for (a, b), kind in zip(k.s.blocks, graphs.classes, strict=True))
+    loss = 3 * k.output_bytes if loss_memory is None else k.output_bytes + loss_memory
+    data = tuple(Data(d.name, d.bytes, d.owner) for d in k.data)
+    problem = Problem(nodes, data, frozenset(k.outputs), loss, blocks)
+    problem.verify()
+    return problem
+
+
+@dataclass
+class Planner:
+    """Graphs and problem of one module on one sample; plans for any number of budgets."""
+
+    graphs: Graphs
+    problem: Problem
+    seconds: dict[str, float] = field(default_factory=dict)
+    _chain: ChainPlanner | None = None
+
+    def chain(self) -> ChainPlanner:
+        if self._chain is None:
+            start = time.perf_counter()
+            self._chain = ChainPlanner(self.problem)
+            self.seconds["solve"] = time.perf_counter() - start
+        return self._chain
+
+    def solve(self, budget: int) -> Solution:
+        """The cheapest schedule within ``budget`` bytes; keeping everything needs no solver."""
+        if keep_everything_peak(self.problem) <= budget:
+            return solve_chain(self.problem, budget)
+        try:
+            return self.chain().solve(budget)
+        except InfeasibleError as error:
+            message = (
+                f"a budget of {show_bytes(budget)} is too small: the smallest that can be planned is "
+                f"{show_bytes(error.min_budget)} ({error.min_budget} bytes), set by {error.step}. "
+                "Raise the budget or make the batch smaller."
+            )
+            raise InfeasibleBudgetError(message, error.min_budget) from error
+
+    def frontier(self) -> Frontier:
+        return self.chain().frontier()
+
+
+def keep_everything_peak(problem: Problem) -> int:
+    """Bytes of the step that recomputes nothing."""
+    return walk(problem, keep_everything(problem)).peak
+
+
+def make_planner(
+    model: torch.nn.Module,
+    sample: Sample,
+    sample_kwargs: dict[str, Any] | None,
+    costs: str,
+    loss_memory: int | None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Planner:
+    """Trace and measure ``model`` on ``sample``."""
+    if costs not in ("measured", "flops"):
+        raise InputError(f'costs={costs!r}: choose "measured" (time every operation) or "flops" (same on every run)')
+    seconds: dict[str, float] = {}
+    marks: list[tuple[str, float]] = []
+
+    def phase(name: str) -> None:
+        progress(name)
+        now = time.perf_counter()
+        if marks:
+            seconds[marks[-1][0]] = now - marks[-1][1]
+        marks.append((name, now))
+
+    graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, phase=phase)
+    phase("solve")
+    return Planner(graphs, problem_of(graphs, loss_memory), seconds)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be kept and what computed again, with the figures promised for it."""
+
+    budget: int
+    predicted_peak: int
+    predicted_overhead: float
+    schedule: Schedule
+    problem: Problem
+    graph: K_graph
+    solver: str
+    setup_seconds: dict[str, float]
+
+    @property
+    def recomputed(self) -> int:
+        """How many times a node runs again."""
+        return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
+
+    def program(self) -> str:
+        """The schedule as a readable program."""
+        return format_schedule(self.problem, self.schedule)
+
+    def __str__(self) -> str:
+        seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
+        kinds = len({b.kind for b in self.problem.blocks})
+        return "\n".join(
+            [
+                f"budget              {show_bytes(self.budget)}",
+                f"predicted peak      {show_bytes(self.predicted_peak)}",
+                f"predicted overhead  {100 * self.predicted_overhead:.1f} %",
+                f"nodes               {len(self.problem.nodes)}, of which run again: {self.recomputed}",
+                f"blocks              {len(self.problem.blocks)} of {kinds} kinds",
+                f"found by            {self.solver}",
+                f"set-up seconds      {seconds}",
+            ]
+        )

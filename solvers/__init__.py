@@ -1,0 +1,55 @@
+"""Problems, schedules, and solvers that find good schedules within a memory budget. Imports no torch.
+
+A ``Problem`` is a training step as costs; a ``Schedule`` says what runs again; ``walk`` is the judge of
+both validity and cost. ``block_options`` solves one block, ``ChainPlanner`` a whole chain.
+"""
+
+from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
+from solvers.chain import ChainPlanner, Frontier, Solution, frontier, solve_chain
+from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
+from solvers.ilp import Grid, Option, block_options
+from solvers.ilp_model import SolverOptions
+from solvers.problem import Backward, Block, Data, Node, Problem
+from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step, drop_useless_runs, with_deletes
+from solvers.text import format_bytes, format_schedule, parse_schedule
+from solvers.walker import Walk, step_name, walk
+
+__all__ = [
+    "Backward",
+    "Block",
+    "Bwd",
+    "ChainPlanner",
+    "Data",
+    "Del",
+    "Frontier",
+    "Grid",
+    "InfeasibleError",
+    "Loss",
+    "Node",
+    "Option",
+    "Problem",
+    "ProblemError",
+    "Run",
+    "Schedule",
+    "ScheduleError",
+    "Solution",
+    "SolverError",
+    "SolverOptions",
+    "Step",
+    "Walk",
+    "all_baselines",
+    "block_options",
+    "checkpoint_blocks",
+    "chen_sqrt",
+    "drop_useless_runs",
+    "format_bytes",
+    "format_schedule",
+    "frontier",
+    "keep_everything",
+    "parse_schedule",
+    "recompute_all",
+    "solve_chain",
+    "step_name",
+    "walk",
+    "with_deletes",
+]

@@ -1,0 +1,63 @@
+"""What users do today, as schedules of the same problem; what our solvers are compared with.
+
+- keep everything: no recomputation;
+- one checkpoint per block: keep block inputs, run a block again before its backward;
+- Chen's sqrt(n) segments: the same over about sqrt(B) segments of whole blocks
+  (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4);
+- recompute all: one segment, so the whole forward phase runs twice.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import ceil, isqrt
+
+from solvers.problem import Problem
+from solvers.schedule import Bwd, Run, Schedule, Step, drop_useless_runs, forward_phase, with_deletes
+
+
+def segments(problem: Problem, cuts: tuple[int, ...]) -> Schedule:
+    """Run each segment of nodes again, as a whole, before its backwards.
+
+    ``cuts`` are node positions, from 0 to the number of nodes. Reads across segments are served from
+    the forward phase, because a segment's rerun makes its own data only.
+    """
+    order: list[Step] = list(forward_phase(problem))
+    for start, stop in reversed(list(pairwise(cuts))):
+        order += [Run(i) for i in range(start, stop) if problem.nodes[i].rerun]
+        order += [Bwd(i) for i in reversed(range(start, stop)) if problem.nodes[i].backward]
+    return with_deletes(problem, drop_useless_runs(problem, order))
+
+
+def keep_everything(problem: Problem) -> Schedule:
+    """The plain training step: every datum lives until its last use."""
+    return with_deletes(problem, (*forward_phase(problem), *(Bwd(i) for i in problem.backward_order())))
+
+
+def checkpoint_blocks(problem: Problem) -> Schedule:
+    """One checkpoint per block."""
+    return segments(problem, (0, *(b.stop for b in problem.blocks)))
+
+
+def chen_sqrt(problem: Problem) -> Schedule:
+    """Segments of about sqrt(B) blocks each."""
+    if not problem.blocks:
+        return keep_everything(problem)
+    length = max(1, ceil(len(problem.blocks) / max(1, isqrt(len(problem.blocks)))))
+    stops = [b.stop for b in problem.blocks]
+    return segments(problem, tuple(dict.fromkeys((0, *stops[length - 1 :: length], stops[-1]))))
+
+
+def recompute_all(problem: Problem) -> Schedule:
+    """Keep nothing between the phases; run everything again after the loss."""
+    return segments(problem, (0, len(problem.nodes)))
+
+
+def all_baselines(problem: Problem) -> dict[str, Schedule]:
+    """Every baseline by name."""
+    return {
+        "keep everything": keep_everything(problem),
+        "one checkpoint per block": checkpoint_blocks(problem),
+        "Chen sqrt(n)": chen_sqrt(problem),
+        "recompute all": recompute_all(problem),
+    }

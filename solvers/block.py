@@ -1,0 +1,178 @@
+"""One block seen on its own, and the exact figures of a way to run it.
+
+Inside a block only *counted* data matter: made in the block by nodes that may run again, not held,
+of positive size. All other data are always available here; the chain accounts for what they cost.
+Gradient figures are relative to the block's ``base``, the least gradient bytes at any of its
+backwards, so that equal blocks at different depths have equal figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from solvers.problem import Backward, Block, Node, Problem
+
+Runs = tuple[tuple[int, ...], ...]
+"""Per stage (one per backward of the block, in backward order): node positions in the block, rerun in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The reruns before one backward, and that backward. Bytes are relative to the block's base."""
+
+    node: int
+    reads: frozenset[int]
+    before: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """A block with positions 0..n-1 for its nodes and 0..m-1 for its counted data.
+
+    ``nodes[i].reads`` and ``makes`` hold positions of counted data. ``interface`` are the counted data
+    that later blocks read; ``sizes`` are bytes, ``base`` the gradient bytes that stages leave out. Views
+    of equal blocks are equal but for ``base``, so a view without it is the key under which blocks are solved.
+    """
+
+    nodes: tuple[Node, ...]
+    owners: tuple[int, ...]
+    sizes: tuple[int, ...]
+    interface: frozenset[int]
+    stages: tuple[Stage, ...]
+    base: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for blocks that have the same options."""
+        return (self.nodes, self.owners, self.sizes, self.interface, self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What running a block by ``runs`` costs.
+
+    ``save``: bytes kept between its forward and backward phase, interface not included.
+    ``forward_peak``: most bytes in its forward phase. ``backward_peak``: most bytes in its backward
+    phase above the base. ``time``: nanoseconds of reruns. ``forward_time``: nanoseconds to make what
+    is saved and the interface, when its forward phase is itself a rerun.
+    """
+
+    runs: Runs
+    save: int
+    forward_peak: int
+    backward_peak: int
+    time: int
+    forward_time: int
+    uses_interface: bool
+
+
+def counted(problem: Problem, d: int) -> bool:
+    """Whether datum ``d`` can be dropped and made again, to any gain."""
+    datum = problem.data[d]
+    return datum.size > 0 and d not in problem.held and problem.nodes[datum.owner].rerun
+
+
+def last_readers(problem: Problem) -> list[int]:
+    """Per datum: the last node whose forward or backward reads it; its owner if none does."""
+    last = [d.owner for d in problem.data]
+    for i, node in enumerate(problem.nodes):
+        for d in node.reads + (node.backward.reads if node.backward else ()):
+            last[d] = max(last[d], i)
+    return last
+
+
+def block_view(problem: Problem, block: Block, last: list[int] | None = None) -> BlockView:
+    """``block`` on its own; ``last`` are the problem's ``last_readers`` where the caller has them."""
+    if last is None:
+        last = last_readers(problem)
+    inside = range(block.start, block.stop)
+    data = [d for i in inside for d in problem.nodes[i].makes if counted(problem, d)]
+    at = {d: position for position, d in enumerate(data)}
+
+    def local(ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(at[d] for d in ids if d in at)
+
+    backwards = [(i, b) for i in reversed(inside) if (b := problem.nodes[i].backward)]
+    base = min((min(b.before, b.after) for _, b in backwards), default=0)
+    return BlockView(
+        nodes=tuple(
+            _local_node(problem.nodes[i], local(problem.nodes[i].reads), local(problem.nodes[i].makes)) for i in inside
+        ),
+        owners=tuple(problem.data[d].owner - block.start for d in data),
+        sizes=tuple(problem.data[d].size for d in data),
+        interface=frozenset(at[d] for d in data if last[d] >= block.stop),
+        stages=tuple(_stage(i - block.start, frozenset(local(b.reads)), b, base) for i, b in backwards),
+        base=base,
+    )
+
+
+def _local_node(node: Node, reads: tuple[int, ...], makes: tuple[int, ...]) -> Node:
+    return Node("", node.time, reads, makes, node.peak, None, node.rerun, 0)
+
+
+def _stage(node: int, reads: frozenset[int], backward: Backward, base: int) -> Stage:
+    return Stage(node, reads, backward.before - base, backward.peak - base)
+
+
+def figures(view: BlockView, runs: Runs) -> Figures:
+    """Exact costs of ``runs`` by liveness, reruns that serve nothing left out."""
+    needed: set[int] = set()
+    live = peak = time = 0
+
+    def read(data: tuple[int, ...] | frozenset[int]) -> None:
+        nonlocal live
+        for d in data:
+            if d not in needed:
+                needed.add(d)
+                live += view.sizes[d]
+
+    kept: list[tuple[int, ...]] = []
+    for stage, chosen in zip(reversed(view.stages), reversed(runs), strict=True):
+        read(stage.reads)
+        peak = max(peak, live + stage.peak)
+        useful: list[int] = []
+        for i in reversed(chosen):
+            node = view.nodes[i]
+            made = needed.intersection(node.makes)
+            if not made:
+                continue
+            needed -= made
+            live -= sum(view.sizes[d] for d in made)
+            read(node.reads)
+            peak = max(peak, live + node.peak + stage.before)
+            time += node.time
+            useful.append(i)
+        kept.append(tuple(reversed(useful)))
+    forward_peak, forward_time = forward_figures(view, frozenset(needed))
+    return Figures(
+        runs=tuple(reversed(kept)),
+        save=sum(view.sizes[d] for d in needed - view.interface),
+        forward_peak=forward_peak,
+        backward_peak=peak,
+        time=time,
+        forward_time=forward_time,
+        uses_interface=not needed.isdisjoint(view.interface),
+    )
+
+
+def forward_figures(view: BlockView, saved: frozenset[int]) -> tuple[int, int]:
+    """Peak bytes of the block's forward phase, and the time to make ``saved`` and the interface alone."""
+    needed = set(saved | view.interface)
+    made_for = set(needed)
+    live = sum(view.sizes[d] for d in needed)
+    peak = time = 0
+    for node in reversed(view.nodes):
+        made = needed.intersection(node.makes)
+        needed -= made
+        live -= sum(view.sizes[d] for d in made)
+        for d in node.reads:
+            if d not in needed:
+                needed.add(d)
+                live += view.sizes[d]
+        peak = max(peak, live + node.peak)
+        if not made_for.isdisjoint(node.makes):
+            made_for.difference_update(node.makes)
+            made_for.update(node.reads)
+            time += node.time
+    return peak, time

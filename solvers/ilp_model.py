@@ -1,0 +1,262 @@
+"""The staged integer program of one block, built once and solved for many (save, peak).
+
+The forward phase runs every node once. Stage ``s`` ends with the s-th backward ``b(s)`` in backward
+order, before which nodes may run again, each at most once per stage and in forward order, and only if
+``b(s)`` reads data of the block. That is the class of schedules in which the optimum is exact.
+Variables (each exists only where it can be useful):
+
+- ``R[s,i]`` in {0,1}: node i runs again in stage s;
+- ``P[s,d]`` in {0,1}: datum d is live at the start of stage s, so ``P[0,.]`` is what is saved;
+- ``L[s,d,u]`` in {0,1}: d is live in stage s up to its reader u. Continuous would do, but integer
+  rows give stronger cuts.
+
+Constraints, by the names they have in the model::
+
+    retain[s,d]   P[s+1,d] <= P[s,d] + R[s,owner(d)]
+    once[s,d]     P[s,d] + R[s,owner(d)] <= 1               an old copy would be of no use
+    input[s,i,d]  R[s,i] <= P[s,d] + R[s,owner(d)]          d read by i
+    need[s,d]     1 <= P[s,d] + R[s,owner(d)]               d read by b(s)
+    live[s,d,u]   L[s,d,u] >= R[s,u]
+    until[s,d,u]  L[s,d,u] >= L[s,d,next reader], or P[s+1,d] after the last one
+    save          sum size(d) P[0,d] <= save                interface data not counted
+    run[s,i]      sum size(d) live(s,d,i) + peak(i) R[s,i] <= peak - before(s)
+    bwd[s]        sum size(d) live(s,d,b(s)) <= peak - peak(s)
+
+Source: staged formulation of this project (``DESIGN`` section 5), after Checkmate (Jain et al., 2020).
+In a *fresh* model nothing at all is live at stage 0, not even the interface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import highspy
+import pulp
+
+from solvers.block import BlockView, Figures, Runs, figures
+
+HIGHS_SETTINGS: dict[str, Any] = {"mip_heuristic_effort": 0.0, "mip_pscost_minreliable": 1}
+"""Measured on transformer layers: these programs need cuts and branching, heuristics do not pay."""
+
+MAX_UNITS = 10**6
+"""Largest coefficient, in units, up to which rows are kept integer."""
+
+Term = tuple[pulp.LpVariable, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The best found for one (save, peak): its figures, a lower bound on time (ns), proven optimal or not."""
+
+    figures: Figures
+    bound: float
+    optimal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SolverOptions:
+    """``name``: a PuLP solver name. ``gap``: relative gap to stop at. ``time_limit``: seconds per solve."""
+
+    name: str = "HiGHS"
+    gap: float = 1e-3
+    time_limit: float = 10.0
+
+
+def useful_nodes(view: BlockView) -> list[tuple[list[int], set[int]]]:
+    """Per stage: nodes whose rerun in it can serve a backward of it or later, and the data they serve with."""
+    result: list[tuple[list[int], set[int]]] = []
+    for s, stage in enumerate(view.stages):
+        data: set[int] = set().union(*(later.reads for later in view.stages[s:]))
+        nodes = []
+        for i in range(stage.node, -1, -1):
+            if not data.isdisjoint(view.nodes[i].makes):
+                nodes.append(i)
+                data.update(view.nodes[i].reads)
+        result.append((nodes[::-1] if stage.reads else [], data))
+    return result
+
+
+def _unit(view: BlockView) -> int:
+    """Bytes per unit of the model: the common divisor, for integer rows, unless numbers would be too large."""
+    total = sum(view.sizes)
+    divisor = gcd(*view.sizes, *(n.peak for n in view.nodes)) or 1
+    return divisor if total // divisor <= MAX_UNITS else -(-total // 1000)
+
+
+class StagedModel:
+    """The program of one block. ``solve`` may be called any number of times."""
+
+    def __init__(self, view: BlockView, fresh: bool, options: SolverOptions) -> None:
+        self.view = view
+        self.options = options
+        self.useful = useful_nodes(view)
+        self.unit = _unit(view)
+        self._whole = all(size % self.unit == 0 for size in (*view.sizes, *(n.peak for n in view.nodes)))
+        self.time_unit = max(1.0, sum(n.time for n in view.nodes) / 1000)
+        self.lp = pulp.LpProblem("block", pulp.LpMinimize)
+        stages = list(enumerate(self.useful))
+        self.R = {(s, i): self._binary(f"R_{s}_{i}") for s, (nodes, _) in stages for i in nodes}
+        self.P = {(s, d): self._binary(f"P_{s}_{d}") for s, (_, data) in stages for d in sorted(data) if s or not fresh}
+        self.L: dict[tuple[int, int, int], pulp.LpVariable] = {}
+        self.rows: dict[str, Any] = {}
+        self.memory_rows: list[tuple[str, int]] = []
+        self.lp += pulp.lpSum(view.nodes[i].time / self.time_unit * r for (_, i), r in self.R.items())
+        for s in range(len(view.stages)):
+            self._add_sources(s)
+            self._add_liveness(s)
+            self._add_memory(s)
+        saved = [(self.P[0, d], view.sizes[d]) for d in self.useful[0][1] - view.interface] if not fresh else []
+        self._add("save", self._bytes(saved) <= 0)
+        self._highs: Any = None
+
+    def _binary(self, name: str) -> pulp.LpVariable:
+        return self.lp.add_variable(name, cat=pulp.LpBinary)
+
+    def _add(self, name: str, row: Any) -> None:
+        self.rows[name] = row
+        self.lp.addConstraint(row, name)
+
+    def _bytes(self, terms: list[Term]) -> Any:
+        sizes: dict[pulp.LpVariable, int] = {}
+        for variable, size in terms:
+            sizes[variable] = sizes.get(variable, 0) + size
+        return pulp.LpAffineExpression({variable: size / self.unit for variable, size in sizes.items()})
+
+    def _limit(self, size: int) -> float:
+        """``size`` as a right-hand side: whole units when all coefficients are."""
+        return size // self.unit if self._whole else size / self.unit
+
+    def _add_sources(self, s: int) -> None:
+        """Rows retain, once, input and need: data come from somewhere."""
+        view, stage = self.view, self.view.stages[s]
+        nodes, data = self.useful[s]
+        available = {d: self.R.get((s, view.owners[d]), 0) + self.P.get((s, d), 0) for d in data}
+        for d in sorted(data):
+            if (s, d) in self.P and nodes:
+                self._add(f"once_{s}_{d}", available[d] <= 1)
+            if (s + 1, d) in self.P:
+                self._add(f"retain_{s}_{d}", self.P[s + 1, d] <= available[d])
+        for i in nodes:
+            for d in view.nodes[i].reads:
+                self._add(f"input_{s}_{i}_{d}", self.R[s, i] <= available[d])
+        for d in sorted(stage.reads):
+            self._add(f"need_{s}_{d}", available[d] >= 1)
+
+    def _add_liveness(self, s: int) -> None:
+        """Rows live and until: a datum stays until its last reader in the stage, or into the next stage."""
+        nodes, data = self.useful[s]
+        for d in sorted(data - self.view.stages[s].reads):
+            later = self.P.get((s + 1, d))
+            for u in reversed([i for i in nodes if d in self.view.nodes[i].reads]):
+                if later is None:
+                    later = self.L[s, d, u] = self.R[s, u]
+                    continue
+                until = self._binary(f"L_{s}_{d}_{u}")
+                self._add(f"live_{s}_{d}_{u}", until >= self.R[s, u])
+                self._add(f"until_{s}_{d}_{u}", until >= later)
+                later = self.L[s, d, u] = until
+
+    def _live(self, s: int, k: int) -> tuple[list[Term], int]:
+        """Data live in stage s just before node k (node count: before the backward): terms, and constant bytes."""
+        terms: list[Term] = []
+        constant = 0
+        nodes, data = self.useful[s]
+        for d in sorted(data):
+            owner, size = self.view.owners[d], self.view.sizes[d]
+            readers = [u for u in nodes if u >= k and (s, d, u) in self.L]
+            if owner == k:
+                continue
+            if owner > k:
+                variable = self.P.get((s, d))
+            elif d in self.view.stages[s].reads:
+                constant += size
+                continue
+            else:
+                variable = self.L[s, d, readers[0]] if readers else self.P.get((s + 1, d))
+            if variable is not None:
+                terms.append((variable, size))
+        return terms, constant
+
+    def _add_memory(self, s: int) -> None:
+        """Rows run and bwd; ``memory_rows`` holds what each leaves out of its right-hand side."""
+        stage = self.view.stages[s]
+        for i in self.useful[s][0]:
+            terms, constant = self._live(s, i)
+            terms.append((self.R[s, i], self.view.nodes[i].peak))
+            self._add(f"run_{s}_{i}", self._bytes(terms) <= 0)
+            self.memory_rows.append((f"run_{s}_{i}", constant + stage.before))
+        terms, constant = self._live(s, len(self.view.nodes))
+        self._add(f"bwd_{s}", self._bytes(terms) <= 0)
+        self.memory_rows.append((f"bwd_{s}", constant + stage.peak))
+
+    def solve(self, save: int, peak: int) -> Solved | None:
+        """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if there are none.
+
+        The solver works in floating point, so what it returns is checked in integers; where it
+        overstepped, the program is tightened by that much and solved again.
+        """
+        if not self.R:
+            found = figures(self.view, ((),) * len(self.view.stages))
+            return Solved(found, 0.0, True) if found.backward_peak <= peak else None
+        tight_save, tight_peak = save, peak
+        for _ in range(4):
+            answer = self._optimise(tight_save, tight_peak)
+            if answer is None:
+                return None
+            runs, bound, optimal = answer
+            found = figures(self.view, runs)
+            if found.save <= save and found.backward_peak <= peak:
+                return Solved(found, min(bound, found.time), optimal)
+            tight_save -= max(0, found.save - save)
+            tight_peak -= max(0, found.backward_peak - peak)
+        return None
+
+    def _optimise(self, save: int, peak: int) -> tuple[Runs, float, bool] | None:
+        limits = {"save": self._limit(save)}
+        for name, left_out in self.memory_rows:
+            limits[name] = self._limit(peak - left_out)
+        solved = self._run_highs(limits) if self.options.name == "HiGHS" else self._run_other(limits)
+        if solved is None:
+            return None
+        values, bound, optimal = solved
+        runs: list[tuple[int, ...]] = []
+        for s, (nodes, _) in enumerate(self.useful):
+            runs.append(tuple(i for i in nodes if values[self.R[s, i].name] > 0.5))
+        return tuple(runs), bound * self.time_unit, optimal
+
+    def _run_other(self, limits: dict[str, float]) -> tuple[dict[str, float], float, bool] | None:
+        """Any PuLP solver: the model is handed over anew at every solve."""
+        for name, limit in limits.items():
+            self.rows[name].changeRHS(limit)
+        solver = pulp.getSolver(
+            self.options.name, msg=False, timeLimit=self.options.time_limit, gapRel=self.options.gap
+        )
+        self.lp.solve(solver)
+        if self.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            return None
+        optimal = self.lp.sol_status == pulp.LpSolutionOptimal
+        values = {v.name: float(v.varValue or 0) for v in self.lp.variables()}
+        objective = float(pulp.value(self.lp.objective) or 0)
+        return values, objective * (1 - self.options.gap) if optimal else 0.0, optimal
+
+    def _run_highs(self, limits: dict[str, float]) -> tuple[dict[str, float], float, bool] | None:
+        """HiGHS, kept between solves: PuLP builds its model once, then only right-hand sides change."""
+        if self._highs is None:
+            solver = pulp.HiGHS(
+                msg=False, threads=1, timeLimit=self.options.time_limit, gapRel=self.options.gap, **HIGHS_SETTINGS
+            )
+            solver.createAndConfigureSolver(self.lp)
+            solver.buildSolverModel(self.lp)
+            self._highs = self.lp.solverModel
+        highs = self._highs
+        for name, limit in limits.items():
+            highs.changeRowBounds(self.rows[name].index, -highspy.kHighsInf, limit)
+        highs.run()
+        status, info = highs.getModelStatus(), highs.getInfo()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None
+        values = highs.getSolution().col_value
+        named = {v.name: values[v.index] for v in self.lp.variables()}
+        return named, info.mip_dual_bound, status == highspy.HighsModelStatus.kOptimal

@@ -1,0 +1,133 @@
+"""What a solver is given: forward nodes in a fixed order, their data, and what each backward needs.
+
+Sizes are bytes, times are nanoseconds, both integers. Everything is referred to by index: node ``i``
+is ``problem.nodes[i]``, data ``d`` is ``problem.data[d]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from solvers.errors import ProblemError
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """One unit of memory that is live or not: a node's result, or what only its backward reads."""
+
+    name: str
+    size: int
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward of one node.
+
+    Gradient memory does not depend on the schedule (the order of the backwards is fixed), so it is
+    given as figures: ``before`` and ``after`` are the bytes of all gradients live when this backward
+    starts and ends, ``peak`` the most that gradients and the backward's own temporaries take while it
+    runs (``peak >= max(before, after)``).
+    """
+
+    time: int
+    reads: tuple[int, ...]
+    before: int
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One forward computation.
+
+    ``makes`` lists its data, all of which every run makes anew. ``peak`` is the most that a run
+    allocates beyond what was live before it, its own results included. ``backward`` is None for
+    nodes without gradient. A node with ``rerun=False`` runs once, in the forward phase. A node that
+    draws random numbers keeps ``rng`` bytes of generator state from its first run until its last,
+    if it runs more than once.
+    """
+
+    name: str
+    time: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    peak: int
+    backward: Backward | None
+    rerun: bool = True
+    rng: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Nodes ``start .. stop-1``; blocks of one ``kind`` are the same problem at another place."""
+
+    start: int
+    stop: int
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A training step: nodes in topological order, then the loss, then backwards in reverse order.
+
+    Invariants (checked by ``verify``): a node reads data of earlier nodes only; every datum is made
+    by its owner; backwards read data that exist; blocks partition the nodes in order. ``held`` data
+    are live from their first making to the end (outputs, which the caller holds). ``loss`` is the
+    most that the caller's loss allocates between the phases, the gradients of the outputs included.
+    """
+
+    nodes: tuple[Node, ...]
+    data: tuple[Data, ...]
+    held: frozenset[int]
+    loss: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def eager_time(self) -> int:
+        """Nanoseconds of the step without recomputation."""
+        return sum(n.time + (n.backward.time if n.backward else 0) for n in self.nodes)
+
+    def backward_order(self) -> list[int]:
+        """Nodes with a backward, in the order in which backwards run."""
+        return [i for i in reversed(range(len(self.nodes))) if self.nodes[i].backward]
+
+    def verify(self) -> None:
+        """Raise ``ProblemError`` for the first invariant that does not hold."""
+        for i in range(len(self.nodes)):
+            self._verify_node(i)
+        for d, datum in enumerate(self.data):
+            if d not in self.nodes[datum.owner].makes:
+                raise ProblemError(f"data {d} ({datum.name}) is not made by its owner {datum.owner}")
+            if datum.size < 0:
+                raise ProblemError(f"data {d} ({datum.name}) has a negative size")
+        at = 0
+        for block in self.blocks:
+            if block.start != at or block.stop <= at:
+                raise ProblemError(f"block {block} does not continue at node {at}")
+            at = block.stop
+        if at != len(self.nodes):
+            raise ProblemError(f"blocks end at node {at} of {len(self.nodes)}")
+
+    def _verify_node(self, i: int) -> None:
+        node = self.nodes[i]
+        for d in node.makes:
+            if self.data[d].owner != i:
+                raise ProblemError(f"node {i} ({node.name}) makes data {d}, whose owner is {self.data[d].owner}")
+        for d in node.reads:
+            if self.data[d].owner >= i:
+                raise ProblemError(f"node {i} ({node.name}) reads {self.data[d].name}, which no earlier node makes")
+        if min(node.time, node.peak, node.rng) < 0:
+            raise ProblemError(f"node {i} ({node.name}) has a negative time or size")
+        if node.peak < sum(self.data[d].size for d in node.makes):
+            raise ProblemError(f"node {i} ({node.name}): peak is less than the bytes it makes")
+        if node.backward:
+            self._verify_backward(i, node.backward)
+
+    def _verify_backward(self, i: int, backward: Backward) -> None:
+        name = self.nodes[i].name
+        if not backward.peak >= max(backward.before, backward.after) >= 0:
+            raise ProblemError(f"node {i} ({name}): backward peak below its gradients")
+        for d in backward.reads:
+            if self.data[d].owner > i:
+                raise ProblemError(f"the backward of {name} reads {self.data[d].name}, made after it")

@@ -1,0 +1,180 @@
+"""The reference semantics of schedules: one walk that checks every step and counts every byte.
+
+Every solver's claim is judged here, so this file shares no code with the solvers. Memory while a
+step executes is
+
+- ``Run(i)``: live data before it (the copies it replaces included) + gradients + ``nodes[i].peak``;
+- ``Loss()``: live data + ``problem.loss``;
+- ``Bwd(i)``: live data + ``nodes[i].backward.peak`` (gradients included);
+- ``Del(d)``: live data + gradients after it;
+
+each plus ``rng`` bytes for every random node between its first run and its last rerun. Gradients are
+0 until the loss, then ``before`` of the next backward; after the last one, its ``after``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from solvers.errors import ScheduleError
+from solvers.problem import Problem
+from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What a schedule costs: bytes per step (``timeline``), their maximum and where, and nanoseconds."""
+
+    peak: int
+    peak_step: int
+    time: int
+    eager_time: int
+    timeline: tuple[int, ...]
+
+    @property
+    def recompute(self) -> int:
+        """Nanoseconds spent on reruns."""
+        return self.time - self.eager_time
+
+    @property
+    def overhead(self) -> float:
+        """Recompute time as a fraction of the step without recomputation."""
+        return self.recompute / self.eager_time if self.eager_time else 0.0
+
+
+def step_name(problem: Problem, step: Step) -> str:
+    """A short name of ``step`` for messages, such as ``bwd.lin1``."""
+    match step:
+        case Run(i):
+            return f"fwd.{problem.nodes[i].name}"
+        case Bwd(i):
+            return f"bwd.{problem.nodes[i].name}"
+        case Del(d):
+            return f"del {problem.data[d].name}"
+        case Loss():
+            return "loss"
+
+
+def walk(problem: Problem, schedule: Schedule) -> Walk:
+    """Check ``schedule`` and return its costs; ``ScheduleError`` names the first step that is forbidden."""
+    state = _State(problem, schedule)
+    timeline = tuple(state.step(at, step) for at, step in enumerate(schedule))
+    state.finish(len(schedule))
+    peak = max(timeline, default=0)
+    return Walk(peak, timeline.index(peak) if timeline else 0, state.time, problem.eager_time, timeline)
+
+
+class _State:
+    """Where the walk is: what is live, how many bytes that is, and which steps may come next."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem = problem
+        self.live: set[int] = set()
+        self.live_bytes = 0
+        self.gradients = 0
+        self.rng_bytes = 0
+        self.time = 0
+        self.next_forward = 0
+        self.in_forward = True
+        self.backwards = problem.backward_order()
+        self.backwards_done = 0
+        self.last_run = {s.node: at for at, s in enumerate(schedule) if isinstance(s, Run)}
+        self.what = ""
+
+    def step(self, at: int, step: Step) -> int:
+        """Execute ``step``; return the bytes in use while it executes (after it, for ``Del``)."""
+        if isinstance(step, Run | Bwd) and not 0 <= step.node < len(self.problem.nodes):
+            raise ScheduleError(f"step {at}: no node {step.node}")
+        if isinstance(step, Del) and not 0 <= step.data < len(self.problem.data):
+            raise ScheduleError(f"step {at}: no data {step.data}")
+        self.what = f"step {at} ({step_name(self.problem, step)})"
+        match step:
+            case Run(i):
+                return self._run(at, i)
+            case Bwd(i):
+                return self._bwd(i)
+            case Del(d):
+                return self._del(d)
+            case Loss():
+                return self._loss()
+
+    def finish(self, end: int) -> None:
+        """Raise unless the forward phase, the loss and every backward have been executed."""
+        if self.in_forward:
+            raise ScheduleError(f"step {end} (end): the schedule ends before the loss")
+        if self.backwards_done < len(self.backwards):
+            missing = self.problem.nodes[self.backwards[self.backwards_done]].name
+            raise ScheduleError(f"step {end} (end): bwd.{missing} is missing")
+
+    def _check_reads(self, reads: tuple[int, ...]) -> None:
+        for d in reads:
+            if d not in self.live:
+                raise ScheduleError(f"{self.what} reads {self.problem.data[d].name}, which is not live")
+
+    def _run(self, at: int, i: int) -> int:
+        node = self.problem.nodes[i]
+        if self.in_forward:
+            if i < self.next_forward:
+                raise ScheduleError(f"{self.what} reruns before the loss")
+            if i > self.next_forward:
+                expected = self.problem.nodes[self.next_forward].name
+                raise ScheduleError(f"{self.what} is out of order: the forward phase is at {expected}")
+            self.next_forward += 1
+            if self.last_run[i] > at:
+                self.rng_bytes += node.rng
+        elif not node.rerun:
+            raise ScheduleError(f"{self.what} reruns a node that may run only once")
+        self._check_reads(node.reads)
+        used = self.live_bytes + self.gradients + self.rng_bytes + node.peak
+        for d in node.makes:
+            if d not in self.live:
+                self.live.add(d)
+                self.live_bytes += self.problem.data[d].size
+        if not self.in_forward and self.last_run[i] == at:
+            self.rng_bytes -= node.rng
+        self.time += node.time
+        return used
+
+    def _bwd(self, i: int) -> int:
+        if self.in_forward:
+            raise ScheduleError(f"{self.what} comes before the loss")
+        backward = self.problem.nodes[i].backward
+        if backward is None:
+            raise ScheduleError(f"{self.what}: this node has no backward")
+        if self.backwards_done == len(self.backwards) or self.backwards[self.backwards_done] != i:
+            left = self.backwards[self.backwards_done :]
+            expected = f"bwd.{self.problem.nodes[left[0]].name}" if left else "the end"
+            raise ScheduleError(f"{self.what} is out of order: expected {expected}")
+        self._check_reads(backward.reads)
+        self.backwards_done += 1
+        self._set_gradients(backward.after)
+        self.time += backward.time
+        return self.live_bytes + self.rng_bytes + backward.peak
+
+    def _set_gradients(self, at_end: int) -> None:
+        """Gradients until the next backward: what it starts with; ``at_end`` if there is none."""
+        if self.backwards_done == len(self.backwards):
+            self.gradients = at_end
+            return
+        following = self.problem.nodes[self.backwards[self.backwards_done]].backward
+        self.gradients = following.before if following else at_end
+
+    def _del(self, d: int) -> int:
+        name = self.problem.data[d].name
+        if d in self.problem.held:
+            raise ScheduleError(f"{self.what} deletes {name}, which the caller holds")
+        if d not in self.live:
+            raise ScheduleError(f"{self.what} deletes {name}, which is not live")
+        self.live.remove(d)
+        self.live_bytes -= self.problem.data[d].size
+        return self.live_bytes + self.gradients + self.rng_bytes
+
+    def _loss(self) -> int:
+        if not self.in_forward:
+            raise ScheduleError(f"{self.what}: there is only one loss")
+        if self.next_forward < len(self.problem.nodes):
+            missing = self.problem.nodes[self.next_forward].name
+            raise ScheduleError(f"{self.what} comes before the forward phase is complete: fwd.{missing} is missing")
+        self.in_forward = False
+        self._set_gradients(0)
+        return self.live_bytes + self.rng_bytes + self.problem.loss

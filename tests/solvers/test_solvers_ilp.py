@@ -1,0 +1,103 @@
+"""The block program against brute force, with the walker as judge."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import assume, given, settings
+from solver_cases import gpt_chain
+from solver_strategies import problems
+
+from solvers import Bwd, Grid, Loss, Problem, Run, SolverOptions, Step, block_options, walk, with_deletes
+from solvers.block import Runs, block_view, figures
+from solvers.ilp_model import StagedModel, useful_nodes
+
+EXACT = SolverOptions(gap=0.0)
+SMALL = Grid(saves=(0.5, 0.0), peaks=(0.5,), fresh_peaks=(0.3,), solver=EXACT)
+
+
+def order_of(problem: Problem, runs: Runs) -> list[Step]:
+    """The whole step of a one-block problem."""
+    order: list[Step] = [*(Run(i) for i in range(len(problem.nodes))), Loss()]
+    for again, i in zip(runs, problem.backward_order(), strict=True):
+        order += [*(Run(j) for j in again), Bwd(i)]
+    return order
+
+
+def walked_figures(problem: Problem, runs: Runs) -> tuple[int, int, int, int]:
+    """Save, forward peak, backward peak and time of ``runs``, by the walker, for a plain one-block problem."""
+    schedule = with_deletes(problem, order_of(problem, runs))
+    walked = walk(problem, schedule)
+    loss = schedule.index(Loss())
+    base = block_view(problem, problem.blocks[0]).base
+    save = walked.timeline[loss] - problem.loss
+    backward = max(walked.timeline[loss + 1 :], default=base) - base
+    return save, max(walked.timeline[:loss]), backward, walked.recompute
+
+
+def all_runs(problem: Problem) -> list[Runs]:
+    """Every choice of reruns, each node at most once per stage."""
+    useful = useful_nodes(block_view(problem, problem.blocks[0]))
+    stages = []
+    for nodes, _ in useful:
+        subsets = product((False, True), repeat=len(nodes))
+        stages.append([tuple(i for i, take in zip(nodes, s, strict=True) if take) for s in subsets])
+    return list(product(*stages))
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(max_nodes=4, max_blocks=1, plain=True))
+def test_optimum_is_that_of_brute_force(problem: Problem) -> None:
+    view = block_view(problem, problem.blocks[0])
+    assume(view.stages)
+    every = [walked_figures(problem, runs) for runs in all_runs(problem)]
+    model = StagedModel(view, fresh=False, options=EXACT)
+    points = sorted({(save, peak) for save, _, peak, _ in every})
+    for save, peak in [*points[:: max(1, len(points) // 8)], (0, 0)]:
+        best = min((time for s, _, p, time in every if s <= save and p <= peak), default=None)
+        solved = model.solve(save, peak)
+        assert (solved.figures.time if solved else None) == best
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(max_nodes=4, max_blocks=1, plain=True))
+def test_options_have_the_figures_the_walker_sees(problem: Problem) -> None:
+    for o in block_options(problem, problem.blocks[0], SMALL):
+        save, forward, backward, time = walked_figures(problem, o.runs)
+        assert (o.save, o.forward_peak, o.time) == (save, forward, time)
+        # A walk has Del steps too, and a block without backwards has a peak of 0.
+        assert o.backward_peak >= backward or not o.runs
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(max_nodes=5, max_blocks=2))
+def test_options_are_a_pareto_set_with_both_ends(problem: Problem) -> None:
+    for block in problem.blocks:
+        options = block_options(problem, block, SMALL)
+        assert options[0].time == 0
+        assert any(o.fresh for o in options)
+        for o in options:
+            assert not any(
+                (k.time, k.save, k.backward_peak) != (o.time, o.save, o.backward_peak)
+                and k.fresh >= o.fresh
+                and k.time <= o.time
+                and k.save <= o.save
+                and k.backward_peak <= o.backward_peak
+                for k in options
+            )
+            assert figures(block_view(problem, block), o.runs).save == o.save
+
+
+@pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["PULP_CBC_CMD"])
+def test_other_solvers_by_name(name: str) -> None:
+    problem = gpt_chain(1)
+    view = block_view(problem, problem.blocks[0])
+    keep = figures(view, ((),) * len(view.stages))
+    answers = []
+    for solver in ("HiGHS", name):
+        solved = StagedModel(view, False, SolverOptions(solver, gap=0.0)).solve(keep.save // 5, keep.backward_peak)
+        assert solved and solved.optimal
+        answers.append(solved.figures.time)
+    assert answers[0] == answers[1]
