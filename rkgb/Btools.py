@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rkgb.capture import Observer, observe, preserved, record
+from rkgb.capture import preserved, record
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, Mode, Node, Ref, Source, Structure, refs
 
@@ -50,17 +50,14 @@ def trace(
 ) -> tuple[B_graph, list[torch.Tensor]]:
     """The B graph of ``model(*args, **kwargs)``, and the outputs of the module itself on this sample.
 
-    The module runs twice (once observed, once traced), with gradients on but nothing saved for
-    backward. Raises ``TraceError`` where the module's
-    Python reads data from tensors, ``UnsupportedError`` where torch.jit cannot follow.
+    The module runs once, traced, with gradients on but nothing saved for backward; a second time where
+    it uses tensors that are neither inputs nor its own, which the trace must know of. Raises
+    ``TraceError`` where the module's Python reads data from tensors, ``UnsupportedError`` where torch.jit
+    cannot follow.
     """
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     own = _named_tensors(model)
-    known = [*inputs, *own.values()]
-    with preserved(model, inputs):
-        expected, seen = observe(lambda: model(*args, **kwargs), known)
-    _refuse_host_reads(seen)
     structure: list[Structure] = []
 
     def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -71,15 +68,24 @@ def trace(
         structure.append(Structure(in_spec, _constants(leaves), out_spec, _constants(results)))
         return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
 
-    captured = [t for t in seen.captured if t.is_leaf]
+    known = [*inputs, *own.values()]
     with preserved(model, inputs):
-        graph, calls, count = record(run, [*known, *captured], seen.random_calls)
+        graph, seen, results = record(run, known)
+    captured = [t for t in seen.captured if t.is_leaf]
+    if captured:
+        with preserved(model, inputs):
+            graph, seen, results = record(run, [*known, *captured])
+    if seen.host_reads:
+        raise TraceError(
+            f"the module reads the value of a tensor while it runs ({seen.host_reads[0]}); a trace would keep the "
+            "value of the sample for ever. Wrap the submodules around that line instead of the whole module."
+        )
     sources = [Source("input", k) for k in range(len(inputs))] + [
         Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
     ]
     sources += [Source("constant", t) for t in captured]
-    b = _Reader(graph, sources, calls).read(count, structure[-1])
-    return b, [leaf.detach() for leaf in pytree.tree_leaves(expected) if isinstance(leaf, torch.Tensor)]
+    b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure[-1])
+    return b, [t.detach() for t in results]
 
 
 def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -89,14 +95,6 @@ def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _constants(leaves: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
     return tuple((k, leaf) for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
-
-
-def _refuse_host_reads(seen: Observer) -> None:
-    if seen.host_reads:
-        raise TraceError(
-            f"the module reads the value of a tensor while it runs ({seen.host_reads[0]}); a trace would keep the "
-            "value of the sample for ever. Wrap the submodules around that line instead of the whole module."
-        )
 
 
 class _Reader:

@@ -5,7 +5,9 @@ Then ``cut``: positions where little crosses split S into blocks, aligned with r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import networkx as nx
 
@@ -145,9 +147,10 @@ def cut(s: S_graph, target: int = 12, largest: int = 24) -> S_graph:
     for stop in [*narrow, n]:
         points += _split(s, crossing, points[-1], stop, largest)
         points.append(stop)
-    pieces = list(zip(points, points[1:], strict=False))
+    pieces = list(itertools.pairwise(points))
     keys = block_keys(s.with_blocks(tuple(pieces)))
-    return s.with_blocks(tuple(_merge(pieces, keys, target, largest)))
+    count = [0, *itertools.accumulate(int(not node.fixed) for node in s.nodes)]  # ambient nodes are no decision
+    return s.with_blocks(tuple(_Merger(count, target, largest).merge(pieces, keys)))
 
 
 def _crossing(s: S_graph) -> list[set[int]]:
@@ -178,49 +181,54 @@ def _split(s: S_graph, crossing: list[set[int]], start: int, stop: int, largest:
 Piece = tuple[int, int]
 
 
-def _merge(pieces: list[Piece], keys: Sequence[object], target: int, largest: int) -> list[Piece]:
-    """Join neighbouring pieces; the longest stretch of repeated structure is treated first, as one."""
-    found = _repeat(pieces, keys, largest)
-    if found is None:
-        return _join(pieces, target)
-    start, period, times = found
-    unit = pieces[start + period - 1][1] - pieces[start][0]
-    together = max(1, target // unit)
-    end = start + period * times
-    middle = []
-    for at in range(start, end, period * together):
-        group = pieces[at : min(at + period * together, end)]
-        middle.append((group[0][0], group[-1][1]))
-    return [
-        *_merge(pieces[:start], keys[:start], target, largest),
-        *middle,
-        *_merge(pieces[end:], keys[end:], target, largest),
-    ]
+@dataclass(frozen=True, slots=True)
+class _Merger:
+    """Joins neighbouring pieces. ``count[p]``: nodes before p that are decisions."""
 
+    count: list[int]
+    target: int
+    largest: int
 
-def _repeat(pieces: list[Piece], keys: Sequence[object], largest: int) -> tuple[int, int, int] | None:
-    """(start, period, times) of the repetition that covers most nodes, if any, with units that fit a block."""
-    best, found = 0, None
-    for period in range(1, len(pieces) // 2 + 1):
-        k = 0
-        while k + period < len(pieces):
-            end = k
-            while end + period < len(pieces) and keys[end] == keys[end + period]:
-                end += 1
-            times = (end - k) // period + 1
-            unit = pieces[k + period - 1][1] - pieces[k][0]
-            covered = pieces[k + period * times - 1][1] - pieces[k][0]
-            if times > 1 and unit <= largest and covered > best:
-                best, found = covered, (k, period, times)
-            k = max(end, k) + 1
-    return found
+    def size(self, start: int, stop: int) -> int:
+        return self.count[stop] - self.count[start]
 
+    def merge(self, pieces: list[Piece], keys: Sequence[object]) -> list[Piece]:
+        """The longest stretch of repeated structure is treated first, as one; then what is on both sides of it."""
+        found = self.repeat(pieces, keys)
+        if found is None:
+            return self.join(pieces)
+        start, period, times = found
+        unit = self.size(pieces[start][0], pieces[start + period - 1][1])
+        together = max(1, self.target // max(1, unit))
+        end = start + period * times
+        middle = []
+        for at in range(start, end, period * together):
+            group = pieces[at : min(at + period * together, end)]
+            middle.append((group[0][0], group[-1][1]))
+        return [*self.merge(pieces[:start], keys[:start]), *middle, *self.merge(pieces[end:], keys[end:])]
 
-def _join(pieces: list[Piece], target: int) -> list[Piece]:
-    joined: list[Piece] = []
-    for start, stop in pieces:
-        if joined and stop - joined[-1][0] <= target:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return joined
+    def repeat(self, pieces: list[Piece], keys: Sequence[object]) -> tuple[int, int, int] | None:
+        """(start, period, times) of the repetition that covers most nodes, if any, with units that fit a block."""
+        best, found = 0, None
+        for period in range(1, len(pieces) // 2 + 1):
+            k = 0
+            while k + period < len(pieces):
+                end = k
+                while end + period < len(pieces) and keys[end] == keys[end + period]:
+                    end += 1
+                times = (end - k) // period + 1
+                unit = self.size(pieces[k][0], pieces[k + period - 1][1])
+                covered = self.size(pieces[k][0], pieces[k + period * times - 1][1])
+                if times > 1 and unit <= self.largest and covered > best:
+                    best, found = covered, (k, period, times)
+                k = max(end, k) + 1
+        return found
+
+    def join(self, pieces: list[Piece]) -> list[Piece]:
+        joined: list[Piece] = []
+        for start, stop in pieces:
+            if joined and self.size(joined[-1][0], stop) <= self.target:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        return joined

@@ -26,6 +26,9 @@ _HOST_READS = frozenset(
     for name in "__bool__ item __int__ __float__ __index__ tolist numpy __array__ __contains__ is_nonzero".split()
 ) | {"torch.equal", "torch.allclose", "Tensor.equal"}
 
+# Sizes are plain numbers in a trace: a call with other shapes is traced again.
+_SIZES = frozenset({"Tensor.size", "Tensor.stride", "Tensor.numel", "Tensor.nelement", "Tensor.__len__", "shape.__get__"})
+
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested lists, tuples and dicts."""
@@ -87,37 +90,55 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
             set_random_state(device, state)
 
 
-class Observer(TorchFunctionMode):
-    """Records leaf tensors that are neither inputs nor the module's, reads by Python, and random calls."""
+class Recorder(TorchFunctionMode):
+    """Sees every call of a traced run: leaf tensors that are nobody's, reads by Python, and random draws.
+
+    While tracing it also names mode and source line of each call in the scopes of its nodes, and keeps
+    dead random results alive: without them the generator would not move as in eager mode.
+    """
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._known = {id(t) for t in known}
-        self._alive: list[torch.Tensor] = []
+        self._alive: list[torch.Tensor] = []  # identities stay given while these live
         self.captured: list[torch.Tensor] = []
         self.host_reads: list[str] = []
-        self.random_calls: set[str] = set()
+        self.kept: list[torch.Tensor] = []
+        self.calls: dict[tuple[Mode, str], int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracing = torch._C._get_tracing_state()
+        if tracing is None:  # inside an autograd.Function, which is one operation
+            return func(*args, **(kwargs or {}))
         name = _call_name(func)
+        if name in _SIZES:
+            with _untraced(tracing):
+                return func(*args, **(kwargs or {}))
         if not name.endswith("__get__"):
-            for t in tensors_in((args, kwargs or {})):
-                if t.grad_fn is None and id(t) not in self._known:
-                    self._remember(t)
-                    self.captured.append(t)
+            self._look_for_captured((args, kwargs))
         if name in _HOST_READS and any(True for _ in tensors_in(args)):
             self.host_reads.append(f"{name} at {user_line()}")
-        before = torch.get_rng_state()
-        result = func(*args, **(kwargs or {}))
-        if not torch.equal(before, torch.get_rng_state()):
-            self.random_calls.add(name)
+        before = _draws(tracing)
+        call = self.calls.setdefault((current_mode(), user_line()), len(self.calls))
+        tracing.push_scope(f"@{call}@")
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            tracing.pop_scope()
+        if _draws(tracing) != before:
+            self.kept.extend(tensors_in(result))
         for t in tensors_in(result):
             if t.grad_fn is None:
                 self._remember(t)
         return result
 
+    def _look_for_captured(self, arguments: Any) -> None:
+        for t in tensors_in(arguments):
+            if t.grad_fn is None and id(t) not in self._known:
+                self._remember(t)
+                self.captured.append(t)
+
     def _remember(self, t: torch.Tensor) -> None:
-        """Note the tensor by identity; small ones are held, so that the identity is not given away again."""
         if id(t) not in self._known:
             self._known.add(id(t))
             self._alive.append(t)
@@ -138,34 +159,20 @@ def user_line() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
 
 
-class _Marks(TorchFunctionMode):
-    """While tracing: notes mode and source line of each call in the scopes of its nodes; keeps dead random results."""
+@contextlib.contextmanager
+def _untraced(tracing: Any) -> Iterator[None]:
+    """What runs here is not recorded."""
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
-    def __init__(self, random_calls: set[str]) -> None:
-        super().__init__()
-        self._random = random_calls
-        self.calls: dict[tuple[Mode, str], int] = {}
-        self.kept: list[torch.Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.mark():
-            result = func(*args, **(kwargs or {}))
-        if self._random and _call_name(func) in self._random:
-            self.kept.extend(tensors_in(result))
-        return result
-
-    @contextlib.contextmanager
-    def mark(self) -> Iterator[None]:
-        state = torch._C._get_tracing_state()
-        if state is None:
-            yield
-            return
-        call = self.calls.setdefault((current_mode(), user_line()), len(self.calls))
-        state.push_scope(f"@{call}@")  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            state.pop_scope()  # type: ignore[attr-defined]
+def _draws(tracing: Any) -> bytes:
+    """The state of the CPU generator."""
+    with _untraced(tracing):
+        return torch.get_rng_state().numpy().tobytes()
 
 
 @contextlib.contextmanager
@@ -193,41 +200,30 @@ def _transformers_as_eager() -> Iterator[None]:
             module.is_jit_tracing = original
 
 
-def observe(function: Callable[[], Any], known: Sequence[torch.Tensor]) -> tuple[Any, Observer]:
-    """Run ``function`` once; returns its result and what was observed."""
-    observer = Observer(known)
-    with _plain_checkpoint(), _transformers_as_eager(), drop_saved(), observer:
-        result = function()
-    return result, observer
-
-
 def record(
-    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], random_calls: set[str]
-) -> tuple[Any, list[tuple[Mode, str]], int]:
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+) -> tuple[Any, Recorder, list[torch.Tensor]]:
     """Trace ``function(*inputs)`` into a torch.jit graph whose inputs are ``inputs``.
 
-    Returns the graph, the modes and source lines that scopes named "@k@" refer to, and how many of the
-    graph's outputs are the function's (the rest are results of random calls that nobody reads: without them the
-    generator would not move as in eager mode).
+    Returns the graph, what was seen, and the function's results. The graph's outputs are these, then
+    results of random calls that nobody reads.
     """
-    marks = _Marks(random_calls)
-    count = 0
+    seen = Recorder(inputs)
+    results: list[torch.Tensor] = []
 
     def traced(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        nonlocal count
-        with marks:
-            results = tuple(function(*args))
-        count = len(results)
-        seen = {id(t) for t in results}
-        return results + tuple({id(t): t for t in marks.kept if id(t) not in seen}.values())
+        with seen:
+            results[:] = function(*args)
+        known = {id(t) for t in results}
+        return (*results, *{id(t): t for t in seen.kept if id(t) not in known}.values())
 
     lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
     with _plain_checkpoint(), _transformers_as_eager(), drop_saved(), warnings.catch_warnings():
-        # Sizes are numbers on purpose: another shape is traced again. What Python reads from data, the observer sees.
+        # What Python reads from data, the recorder sees.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         try:
             graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise UnsupportedError(f"torch.jit could not trace the module: {error}") from error
     torch._C._jit_pass_inline(graph)
-    return graph, list(marks.calls), count
+    return graph, seen, results

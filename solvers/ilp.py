@@ -102,7 +102,10 @@ class _Solves:
             fits = known.figures.save <= save and known.figures.backward_peak <= peak
             if s >= save and p >= peak and known.optimal and fits:
                 return known
-        answer = self.model.solve(save, peak)
+        try:
+            answer = self.model.solve(save, peak)
+        except TimeoutError:
+            return None
         if answer is None:
             self.infeasible.append((save, peak))
         else:

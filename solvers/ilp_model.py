@@ -41,7 +41,7 @@ HIGHS_SETTINGS: dict[str, Any] = {"mip_heuristic_effort": 0.0, "mip_pscost_minre
 """Measured on transformer layers: these programs need cuts and branching, heuristics do not pay."""
 
 MAX_UNITS = 10**6
-"""Largest coefficient, in units, up to which rows are kept integer."""
+"""Largest sum of sizes in units; larger ones make rows fractions of a coarser unit."""
 
 Term = tuple[pulp.LpVariable, int]
 
@@ -79,10 +79,13 @@ def useful_nodes(view: BlockView) -> list[tuple[list[int], set[int]]]:
 
 
 def _unit(view: BlockView) -> int:
-    """Bytes per unit of the model: the common divisor, for integer rows, unless numbers would be too large."""
+    """Bytes per unit of the model: the common divisor, for integer rows, unless numbers would be too large.
+
+    With numbers up to MAX_UNITS, one byte of a terabyte is still as large as the solver's tolerance.
+    """
     total = sum(view.sizes)
     divisor = gcd(*view.sizes, *(n.peak for n in view.nodes)) or 1
-    return divisor if total // divisor <= MAX_UNITS else -(-total // 1000)
+    return max(divisor, -(-total // MAX_UNITS))
 
 
 class StagedModel:
@@ -192,10 +195,11 @@ class StagedModel:
         self.memory_rows.append((f"bwd_{s}", constant + stage.peak))
 
     def solve(self, save: int, peak: int) -> Solved | None:
-        """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if there are none.
+        """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if there provably are none.
 
         The solver works in floating point, so what it returns is checked in integers; where it
-        overstepped, the program is tightened by that much and solved again.
+        overstepped, the program is tightened by that much and solved again. ``TimeoutError`` if the
+        solver stops at its limit without any solution.
         """
         if not self.R:
             found = figures(self.view, ((),) * len(self.view.stages))
@@ -203,15 +207,17 @@ class StagedModel:
         tight_save, tight_peak = save, peak
         for _ in range(4):
             answer = self._optimise(tight_save, tight_peak)
-            if answer is None:
+            if answer is None and (tight_save, tight_peak) == (save, peak):
                 return None
+            if answer is None:
+                break
             runs, bound, optimal = answer
             found = figures(self.view, runs)
             if found.save <= save and found.backward_peak <= peak:
                 return Solved(found, min(bound, found.time), optimal)
             tight_save -= max(0, found.save - save)
             tight_peak -= max(0, found.backward_peak - peak)
-        return None
+        raise TimeoutError("no solution passed the integer check")
 
     def _optimise(self, save: int, peak: int) -> tuple[Runs, float, bool] | None:
         limits = {"save": self._limit(save)}
@@ -234,8 +240,10 @@ class StagedModel:
             self.options.name, msg=False, timeLimit=self.options.time_limit, gapRel=self.options.gap
         )
         self.lp.solve(solver)
-        if self.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        if self.lp.sol_status == pulp.LpSolutionInfeasible:
             return None
+        if self.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            raise TimeoutError(f"{self.options.name} found no solution in {self.options.time_limit} s")
         optimal = self.lp.sol_status == pulp.LpSolutionOptimal
         values = {v.name: float(v.varValue or 0) for v in self.lp.variables()}
         objective = float(pulp.value(self.lp.objective) or 0)
@@ -255,8 +263,10 @@ class StagedModel:
             highs.changeRowBounds(self.rows[name].index, -highspy.kHighsInf, limit)
         highs.run()
         status, info = highs.getModelStatus(), highs.getInfo()
-        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return None
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            raise TimeoutError(f"HiGHS found no solution in {self.options.time_limit} s")
         values = highs.getSolution().col_value
         named = {v.name: values[v.index] for v in self.lp.variables()}
         return named, info.mip_dual_bound, status == highspy.HighsModelStatus.kOptimal

@@ -79,7 +79,13 @@ class _State:
         self.backwards = problem.backward_order()
         self.backwards_done = 0
         self.last_run = {s.node: at for at, s in enumerate(schedule) if isinstance(s, Run)}
-        self.what = ""
+        self.at = 0
+        self.now: Step = Loss()
+
+    @property
+    def what(self) -> str:
+        """The step being executed, for messages."""
+        return f"step {self.at} ({step_name(self.problem, self.now)})"
 
     def step(self, at: int, step: Step) -> int:
         """Execute ``step``; return the bytes in use while it executes (after it, for ``Del``)."""
@@ -87,7 +93,7 @@ class _State:
             raise ScheduleError(f"step {at}: no node {step.node}")
         if isinstance(step, Del) and not 0 <= step.data < len(self.problem.data):
             raise ScheduleError(f"step {at}: no data {step.data}")
-        self.what = f"step {at} ({step_name(self.problem, step)})"
+        self.at, self.now = at, step
         match step:
             case Run(i):
                 return self._run(at, i)
