@@ -23,7 +23,7 @@ class Grid:
     options without a limit and for each of ``fresh_peaks``. ``threads`` series are solved at a time.
     """
 
-    saves: tuple[float, ...] = (0.75, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)
+    saves: tuple[float, ...] = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)
     peaks: tuple[float, ...] = (0.3,)
     fresh_peaks: tuple[float, ...] = (0.5, 0.15)
     solver: SolverOptions = field(default_factory=SolverOptions)

@@ -1,6 +1,6 @@
 """The staged integer program of one block, built once and solved for many (save, peak).
 
-The forward phase runs every node once. Stage ``s`` ends with the s-th backward ``b(s)`` in backward
+Nodes that are only worth running together are one node (``contract``). The forward phase runs every node once. Stage ``s`` ends with the s-th backward ``b(s)`` in backward
 order, before which nodes may run again, each at most once per stage and in forward order, and only if
 ``b(s)`` reads data of the block. That is the class of schedules in which the optimum is exact.
 Variables (each exists only where it can be useful):
@@ -36,6 +36,7 @@ import highspy
 import pulp
 
 from solvers.block import BlockView, Figures, Runs, figures
+from solvers.contract import contract
 
 HIGHS_SETTINGS: dict[str, Any] = {"mip_heuristic_effort": 0.0, "mip_pscost_minreliable": 1}
 """Measured on transformer layers: these programs need cuts and branching, heuristics do not pay."""
@@ -65,17 +66,23 @@ class SolverOptions:
 
 
 def useful_nodes(view: BlockView) -> list[tuple[list[int], set[int]]]:
-    """Per stage: nodes whose rerun in it can serve a backward of it or later, and the data they serve with."""
+    """Per stage: nodes whose rerun leads to what its backward reads, and data that can serve it or a later one."""
     result: list[tuple[list[int], set[int]]] = []
     for s, stage in enumerate(view.stages):
-        data: set[int] = set().union(*(later.reads for later in view.stages[s:]))
-        nodes = []
-        for i in range(stage.node, -1, -1):
-            if not data.isdisjoint(view.nodes[i].makes):
-                nodes.append(i)
-                data.update(view.nodes[i].reads)
-        result.append((nodes[::-1] if stage.reads else [], data))
+        nodes, _ = _makers(view, stage.node, set(stage.reads))
+        _, data = _makers(view, stage.node, set().union(*(later.reads for later in view.stages[s:])))
+        result.append((nodes, data))
     return result
+
+
+def _makers(view: BlockView, last: int, data: set[int]) -> tuple[list[int], set[int]]:
+    """The nodes up to ``last`` that ``data`` are made by, directly or not, and all that they read and make of it."""
+    nodes = []
+    for i in range(last, -1, -1):
+        if not data.isdisjoint(view.nodes[i].makes):
+            nodes.append(i)
+            data.update(view.nodes[i].reads)
+    return nodes[::-1], data
 
 
 def _unit(view: BlockView) -> int:
@@ -92,7 +99,9 @@ class StagedModel:
     """The program of one block. ``solve`` may be called any number of times."""
 
     def __init__(self, view: BlockView, fresh: bool, options: SolverOptions) -> None:
-        self.view = view
+        self.original = view
+        self.contraction = contract(view)
+        self.view = view = self.contraction.view
         self.options = options
         self.useful = useful_nodes(view)
         self.unit = _unit(view)
@@ -101,7 +110,7 @@ class StagedModel:
         self.lp = pulp.LpProblem("block", pulp.LpMinimize)
         stages = list(enumerate(self.useful))
         self.R = {(s, i): self._binary(f"R_{s}_{i}") for s, (nodes, _) in stages for i in nodes}
-        self.P = {(s, d): self._binary(f"P_{s}_{d}") for s, (_, data) in stages for d in sorted(data) if s or not fresh}
+        self.P = self._kept(fresh)
         self.L: dict[tuple[int, int, int], pulp.LpVariable] = {}
         self.rows: dict[str, Any] = {}
         self.memory_rows: list[tuple[str, int]] = []
@@ -113,6 +122,18 @@ class StagedModel:
         saved = [(self.P[0, d], view.sizes[d]) for d in self.useful[0][1] - view.interface] if not fresh else []
         self._add("save", self._bytes(saved) <= 0)
         self._highs: Any = None
+
+    def _kept(self, fresh: bool) -> dict[tuple[int, int], pulp.LpVariable]:
+        """P. Where nothing runs in a stage, what is live at its start and end is the same: one variable."""
+        kept: dict[tuple[int, int], pulp.LpVariable] = {}
+        for s, (_, data) in enumerate(self.useful):
+            same = s > 0 and not self.useful[s - 1][0]
+            for d in sorted(data):
+                if same and (s - 1, d) in kept:
+                    kept[s, d] = kept[s - 1, d]
+                elif not same and (s or not fresh):
+                    kept[s, d] = self._binary(f"P_{s}_{d}")
+        return kept
 
     def _binary(self, name: str) -> pulp.LpVariable:
         return self.lp.add_variable(name, cat=pulp.LpBinary)
@@ -139,7 +160,7 @@ class StagedModel:
         for d in sorted(data):
             if (s, d) in self.P and nodes:
                 self._add(f"once_{s}_{d}", available[d] <= 1)
-            if (s + 1, d) in self.P:
+            if (s + 1, d) in self.P and nodes:
                 self._add(f"retain_{s}_{d}", self.P[s + 1, d] <= available[d])
         for i in nodes:
             for d in view.nodes[i].reads:
@@ -202,7 +223,7 @@ class StagedModel:
         solver stops at its limit without any solution.
         """
         if not self.R:
-            found = figures(self.view, ((),) * len(self.view.stages))
+            found = figures(self.original, ((),) * len(self.view.stages))
             return Solved(found, 0.0, True) if found.backward_peak <= peak else None
         tight_save, tight_peak = save, peak
         for _ in range(4):
@@ -212,7 +233,7 @@ class StagedModel:
             if answer is None:
                 break
             runs, bound, optimal = answer
-            found = figures(self.view, runs)
+            found = figures(self.original, runs)
             if found.save <= save and found.backward_peak <= peak:
                 return Solved(found, min(bound, found.time), optimal)
             tight_save -= max(0, found.save - save)
@@ -230,7 +251,7 @@ class StagedModel:
         runs: list[tuple[int, ...]] = []
         for s, (nodes, _) in enumerate(self.useful):
             runs.append(tuple(i for i in nodes if values[self.R[s, i].name] > 0.5))
-        return tuple(runs), bound * self.time_unit, optimal
+        return self.contraction.expand(tuple(runs)), bound * self.time_unit, optimal
 
     def _run_other(self, limits: dict[str, float]) -> tuple[dict[str, float], float, bool] | None:
         """Any PuLP solver: the model is handed over anew at every solve."""
