@@ -32,14 +32,14 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
     aten = torch.ops.aten
     ref, p = node.args[0], node.args[1]
     like = torch.empty_like(read(ref.index))
-    form = (("dtype", torch.bool), ("device", like.device))
+    form = (("dtype", torch.uint8), ("device", like.device))
     empty, bits, mask = (new_value(name) for name in ("empty", "bits", "mask"))
     scale = torch.ones((), dtype=like.dtype).div_(1 - p)
     multiply = aten.mul_.Tensor if node.op is _DROPOUT[1] else aten.mul.Tensor
     parts: list[tuple[Any, str, tuple[Any, ...], tuple[tuple[str, Any], ...], int]] = [
         (aten.empty_strided.default, "empty", (list(like.shape), list(like.stride())), form, empty),
         (aten.bernoulli_.float, "bernoulli_", (Ref(empty), 1 - p), (("generator", None),), bits),
-        (aten.where.self, "where", (Ref(bits), scale, torch.zeros_like(scale)), (), mask),
+        (aten.mul.Tensor, "mask", (Ref(bits), scale), (), mask),
         (multiply, "dropout", (ref, Ref(mask)), (), node.outputs[0]),
     ]
     return [Node(op, name, args, kwargs, (out,), False, node.mode, node.line) for op, name, args, kwargs, out in parts]
