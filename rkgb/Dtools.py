@@ -133,10 +133,10 @@ class _Probe:
         contents = {v: self.env[v].clone() for v in reads if v in self.buffers}
         devices = {torch.device("cpu")} | {self.env[v].device for v in reads}
         states = [random_state(d) for d in devices]
-        packed: list[tuple[int, int]] = []
+        packed: list[torch.UntypedStorage] = []  # held until the node is done, so that addresses tell them apart
 
         def pack(t: torch.Tensor) -> None:
-            packed.append((t.untyped_storage()._cdata, t.untyped_storage().nbytes()))
+            packed.append(t.untyped_storage())
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
             results = run_node(fixed, self.env.__getitem__)
@@ -148,8 +148,8 @@ class _Probe:
         index = len(self.nodes)
         for v, t in zip(fixed.outputs, results, strict=True):
             self._define(v, t, index)
-        known = tuple(dict.fromkeys(self.live[a] for a, _ in packed if a in self.live))
-        private = tuple({a: size for a, size in packed if a not in self.live}.values())
+        known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
+        private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self.nodes.append(fixed)
         self.facts.append(Facts(writes, random, Saved(known, private)))

@@ -104,11 +104,12 @@ class Recorder(TorchFunctionMode):
         self.captured: list[torch.Tensor] = []
         self.host_reads: list[str] = []
         self.kept: list[torch.Tensor] = []
+        self.inside_function = False  # an autograd.Function is one operation, however many it calls
         self.calls: dict[tuple[Mode, str], int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracing = torch._C._get_tracing_state()
-        if tracing is None:  # inside an autograd.Function, which is one operation
+        if tracing is None or self.inside_function:
             return func(*args, **(kwargs or {}))
         name = _call_name(func)
         if name in _SIZES:
@@ -119,8 +120,7 @@ class Recorder(TorchFunctionMode):
         if name in _HOST_READS and any(True for _ in tensors_in(args)):
             self.host_reads.append(f"{name} at {user_line()}")
         before = _draws(tracing)
-        call = self.calls.setdefault((current_mode(), user_line()), len(self.calls))
-        tracing.push_scope(f"@{call}@")
+        tracing.push_scope(self.scope())
         try:
             result = func(*args, **(kwargs or {}))
         finally:
@@ -131,6 +131,10 @@ class Recorder(TorchFunctionMode):
             if t.grad_fn is None:
                 self._remember(t)
         return result
+
+    def scope(self) -> str:
+        """A scope name that stands for the present mode and source line."""
+        return f"@{self.calls.setdefault((current_mode(), user_line()), len(self.calls))}@"
 
     def _look_for_captured(self, arguments: Any) -> None:
         for t in tensors_in(arguments):
@@ -148,7 +152,7 @@ def _call_name(func: Any) -> str:
     return ".".join((resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-2:])
 
 
-_INSIDE = (__file__, contextlib.__file__, str(torch.__path__[0]))
+_INSIDE = (os.path.dirname(__file__), contextlib.__file__, str(torch.__path__[0]))
 
 
 def user_line() -> str:
@@ -173,6 +177,30 @@ def _draws(tracing: Any) -> bytes:
     """The state of the CPU generator."""
     with _untraced(tracing):
         return torch.get_rng_state().numpy().tobytes()
+
+
+@contextlib.contextmanager
+def _functions_marked(seen: Recorder) -> Iterator[None]:
+    """``autograd.Function.apply`` is no torch function: name its call in the scopes, leave its inside alone."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        tracing = torch._C._get_tracing_state()
+        if tracing is None or seen.inside_function:
+            return original.__func__(cls, *args, **kwargs)
+        tracing.push_scope(seen.scope())
+        seen.inside_function = True
+        try:
+            return original.__func__(cls, *args, **kwargs)
+        finally:
+            seen.inside_function = False
+            tracing.pop_scope()
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -218,7 +246,7 @@ def record(
         return (*results, *{id(t): t for t in seen.kept if id(t) not in known}.values())
 
     lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
-    with _plain_checkpoint(), _transformers_as_eager(), drop_saved(), warnings.catch_warnings():
+    with _functions_marked(seen), _plain_checkpoint(), _transformers_as_eager(), drop_saved(), warnings.catch_warnings():
         # What Python reads from data, the recorder sees.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         try:

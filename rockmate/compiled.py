@@ -17,8 +17,10 @@ from solvers.schedule import Bwd, Del, Loss, Run, Schedule
 class NodeCode:
     """One S node for the executor.
 
-    ``made``: (value, data) of results in memory of the node's own; ``aliases``: results in memory of a
-    source. ``private``: the data of what only its backward reads, or None. ``statistics``: source
+    ``made``: (value, data) of results in memory of the node's own, of data that are tracked (see
+    ``Program``); ``aliases``: results in memory of a source; ``temporary``: values that nobody else
+    reads. ``private``: the data of what only its backward reads, or None. ``native``: all that its
+    backward reads stays from the forward on, so autograd keeps it itself. ``statistics``: source
     values that it changes, which a second run must leave alone. ``random``: it runs again, from the
     same random state; the generator is that of this device.
     """
@@ -27,8 +29,10 @@ class NodeCode:
     reads: tuple[int, ...]
     made: tuple[tuple[int, int], ...]
     aliases: tuple[int, ...]
+    temporary: tuple[int, ...]
     data: tuple[int, ...]
     private: int | None
+    native: bool
     statistics: tuple[int, ...]
     random: torch.device | None
     rerun: bool
@@ -38,9 +42,10 @@ class NodeCode:
 class Program:
     """The executable form of one plan.
 
-    ``after[i]``: data dropped right after node i in the forward phase. ``stages``: nodes with a
-    backward in the order of their backwards; ``before[k]``: steps to take before stage k.
-    ``kept``: data live when the forward phase ends.
+    ``after[i]``: data dropped right after node i in the forward phase. ``stages``: nodes before whose
+    backward there are steps to take, in the order of their backwards; ``before[k]``: these steps.
+    ``kept``: data live when the forward phase ends. Only data that something but autograd itself will
+    read again are tracked by the executor. ``segments``: (native, start, stop) of runs of nodes.
     """
 
     s: S_graph
@@ -53,6 +58,7 @@ class Program:
     values_of: tuple[tuple[int, ...], ...]
     owner: tuple[int, ...]
     mode: Mode
+    segments: tuple[tuple[bool, int, int], ...]
 
 
 def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
@@ -72,23 +78,39 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     stages: list[int] = []
     before: list[tuple[Run | Del, ...]] = []
     pending: list[Run | Del] = []
+    dropped: set[int] = set(range(len(k.data))) - live  # or made anew, since the forward
+    native: set[int] = {i for i, n in enumerate(k.nodes) if n.backward is None}
     again: set[int] = set()
     for step in schedule[at_loss + 1 :]:
         if isinstance(step, Bwd):
-            stages.append(step.node)
-            before.append(tuple(pending))
-            pending = []
-        elif isinstance(step, (Run, Del)):
+            if pending:
+                stages.append(step.node)
+                before.append(tuple(pending))
+                pending = []
+            backward = k.nodes[step.node].backward
+            if backward and dropped.isdisjoint(backward.reads):
+                native.add(step.node)
+        elif isinstance(step, Del):
             pending.append(step)
-            if isinstance(step, Run):
-                again.add(step.node)
+            dropped.add(step.data)
+        elif isinstance(step, Run):
+            pending.append(step)
+            again.add(step.node)
+            dropped.update(k.nodes[step.node].makes)
+    tracked = set(k.outputs)
+    for i, n in enumerate(k.nodes):
+        if i in again:
+            tracked.update(n.reads, n.makes)
+        if n.backward and i not in native:
+            tracked.update(n.backward.reads)
     data_of = {v: d for d, data in enumerate(k.data) if data.storage is not None for v in _values_in(s, data.storage)}
     values_of: list[list[int]] = [[] for _ in k.data]
     for v, d in data_of.items():
         values_of[d].append(v)
+    nodes = tuple(_node_code(k, i, data_of, i in again, i in native, tracked) for i in range(len(s.nodes)))
     return Program(
         s,
-        tuple(_node_code(k, i, data_of, i in again) for i in range(len(s.nodes))),
+        nodes,
         tuple(tuple(a) for a in after),
         tuple(stages),
         tuple(before),
@@ -97,7 +119,18 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         tuple(tuple(v) for v in values_of),
         tuple(data.owner for data in k.data),
         _usual_mode(s),
+        tuple(_segments(nodes)),
     )
+
+
+def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, int, int]]:
+    found: list[tuple[bool, int, int]] = []
+    for i, code in enumerate(nodes):
+        if found and found[-1][0] == code.native:
+            found[-1] = (code.native, found[-1][1], i + 1)
+        else:
+            found.append((code.native, i, i + 1))
+    return found
 
 
 def _values_in(s: S_graph, storage: int) -> list[int]:
@@ -106,7 +139,9 @@ def _values_in(s: S_graph, storage: int) -> list[int]:
     return [v for v in owner.makes if s.d.values[v].storage == storage]
 
 
-def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool) -> NodeCode:
+def _node_code(
+    k: K_graph, i: int, data_of: dict[int, int], again: bool, native: bool, tracked: set[int]
+) -> NodeCode:
     s, node = k.s, k.s.nodes[i]
     ops = tuple(s.d.nodes[op] for op in node.ops)
     written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
@@ -115,10 +150,12 @@ def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool) -> Node
     return NodeCode(
         ops=ops,
         reads=node.reads,
-        made=tuple((v, data_of[v]) for v in node.makes if v in data_of),
+        made=tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked),
         aliases=tuple(v for v in node.makes if v not in data_of),
-        data=makes,
-        private=next((d for d in makes if k.data[d].storage is None), None),
+        temporary=tuple(v for op in ops for v in op.outputs if v not in node.makes),
+        data=tuple(d for d in makes if d in tracked),
+        private=next((d for d in makes if k.data[d].storage is None and d in tracked), None),
+        native=native,
         statistics=tuple(v for v in node.reads if s.d.values[v].storage in written),
         random=device if node.random and again else None,
         rerun=k.nodes[i].rerun,

@@ -10,6 +10,7 @@ accumulation into ``.grad``, ``retain_graph`` and double backward are therefore 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -86,18 +87,37 @@ class CallState:
         """The program's outputs, in autograd's graph."""
         p = self.program
         env = dict(self.sources)
-        with in_mode(p.mode), saved_tensors_hooks(self.pack, unpack):
-            for i, code in enumerate(p.nodes):
-                if code.random is not None:
-                    self.random[i] = random_state(code.random)
-                for op in code.ops:
-                    _run(op, env, p)
-                self.finish(i, code, env)
-                for datum in p.after[i]:
-                    self.drop(datum)
-                    for v in p.values_of[datum]:
-                        env.pop(v, None)
+        hooks = saved_tensors_hooks(self.pack, unpack)
+        with in_mode(p.mode):
+            for native, start, stop in p.segments:
+                with contextlib.nullcontext() if native else hooks:
+                    for i in range(start, stop):
+                        self.run_first(i, env)
         return [env[v] for v in p.s.d.outputs]
+
+    def run_first(self, i: int, env: dict[int, torch.Tensor]) -> None:
+        p, code = self.program, self.program.nodes[i]
+        if code.random is not None:
+            self.random[i] = random_state(code.random)
+        for op in code.ops:
+            _run(op, env, p)
+        if code.data:
+            self.keep_results(code, env)
+            for v, datum in code.made:
+                self.known[env[v].untyped_storage()._cdata] = datum
+        if self.pending:
+            self.settle(code)
+        for v in code.aliases:
+            self.aliases[v] = env[v].detach()
+            self.versions[v] = env[v]._version
+        if i in self.stage:
+            self.hook(i, [env[v] for v in p.s.nodes[i].makes])
+        for v in code.temporary:
+            env.pop(v, None)
+        for datum in p.after[i]:
+            self.drop(datum)
+            for v in p.values_of[datum]:
+                env.pop(v, None)
 
     def pack(self, t: torch.Tensor) -> Slot:
         """Autograd wants to keep ``t``: note which datum it is."""
@@ -113,11 +133,8 @@ class CallState:
         self.slots.append(weakref.ref(slot))
         return slot
 
-    def finish(self, i: int, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
-        """Node i has run: note its results, settle its slots, set the hook of its backward."""
-        self.keep_results(code, env)
-        for v, datum in code.made:
-            self.known[env[v].untyped_storage()._cdata] = datum
+    def settle(self, code: NodeCode) -> None:
+        """The node is done: what autograd saved of it is a result, or private to its backward."""
         for slot, t, address in self.pending:
             datum = self.known.get(address)
             if datum is not None:
@@ -128,16 +145,6 @@ class CallState:
             else:
                 slot.held, slot.version = t, t._version
         self.pending.clear()
-        for v in code.aliases:
-            self.aliases[v] = env[v].detach()
-            self.versions[v] = env[v]._version
-        if i in self.stage:
-            self.hook(i, [env[v] for v in self.program.s.nodes[i].makes])
-        produced = {v for v, _ in code.made} | set(code.aliases)
-        for op in code.ops:
-            for v in op.outputs:
-                if v not in produced:
-                    env.pop(v, None)
 
     def keep_results(self, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
         for datum in code.data:

@@ -37,8 +37,9 @@ class Rockmate(torch.nn.Module):
     called with; ``sample_kwargs``: keyword arguments beside a tuple. ``budget``: what one forward and its
     backward may allocate above the level at the forward, in bytes or as text ("2 GiB"). ``costs``:
     "measured" times every operation, "flops" models them (the same plan on every run and machine).
-    ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients; by default
-    twice the outputs', which suffices for the usual losses (cross entropy, mean square).
+    ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default room
+    is left for three times the outputs' bytes, which suffices for the usual losses; ``plan.predicted_peak``
+    is that of cross entropy, which takes two.
 
     Calls of another shape are planned when they first come, and cached. In ``eval()`` mode and without
     gradients the model itself runs. Raises ``InputError`` and its kinds for arguments that cannot be
@@ -120,7 +121,7 @@ def make_variant(planner: Planner, budget: int) -> _Variant:
     k = planner.graphs.K
     plan = Plan(
         budget,
-        solution.peak,
+        planner.predicted_peak(solution),
         solution.overhead,
         solution.schedule,
         planner.problem,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,11 @@ from solvers import (
 )
 
 
+# Every budget leaves room for the numbers of the loss itself (its value, its gradient, counts), which are
+# a few bytes each, but a block of the allocator.
+SCALARS = 64
+
+
 def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
     """The solvers' problem of ``graphs``. ``loss_memory``: see ``Rockmate``."""
     k = graphs.K
@@ -49,7 +55,7 @@ def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
         for n in k.nodes
     )
     blocks = tuple(Block(a, b, kind) for (a, b), kind in zip(k.s.blocks, graphs.classes, strict=True))
-    loss = 3 * k.output_bytes if loss_memory is None else k.output_bytes + loss_memory
+    loss = k.output_bytes + (3 * k.output_bytes if loss_memory is None else loss_memory)
     data = tuple(Data(d.name, d.bytes, d.owner) for d in k.data)
     problem = Problem(nodes, data, frozenset(k.outputs), loss, blocks)
     problem.verify()
@@ -62,6 +68,7 @@ class Planner:
 
     graphs: Graphs
     problem: Problem
+    usual_loss: int
     seconds: dict[str, float] = field(default_factory=dict)
     _chain: ChainPlanner | None = None
 
@@ -74,25 +81,28 @@ class Planner:
 
     def solve(self, budget: int) -> Solution:
         """The cheapest schedule within ``budget`` bytes; keeping everything needs no solver."""
-        if keep_everything_peak(self.problem) <= budget:
-            return solve_chain(self.problem, budget)
+        room = budget - SCALARS
+        if walk(self.problem, keep_everything(self.problem)).peak <= room:
+            return solve_chain(self.problem, room)
         try:
-            return self.chain().solve(budget)
+            return self.chain().solve(room)
         except InfeasibleError as error:
             message = (
                 f"a budget of {show_bytes(budget)} is too small: the smallest that can be planned is "
-                f"{show_bytes(error.min_budget)} ({error.min_budget} bytes), set by {error.step}. "
+                f"{show_bytes(error.min_budget + SCALARS)} ({error.min_budget + SCALARS} bytes), set by {error.step}. "
                 "Raise the budget or make the batch smaller."
             )
-            raise InfeasibleBudgetError(message, error.min_budget) from error
+            raise InfeasibleBudgetError(message, error.min_budget + SCALARS) from error
 
     def frontier(self) -> Frontier:
-        return self.chain().frontier()
+        """Time against memory, with room for the loss in every budget."""
+        found = self.chain().frontier()
+        points = tuple((budget + SCALARS, overhead) for budget, overhead in found.points)
+        return Frontier(found.min_budget + SCALARS, found.max_budget + SCALARS, points)
 
-
-def keep_everything_peak(problem: Problem) -> int:
-    """Bytes of the step that recomputes nothing."""
-    return walk(problem, keep_everything(problem)).peak
+    def predicted_peak(self, solution: Solution) -> int:
+        """The peak of ``solution`` with the usual loss (or the one given)."""
+        return walk(dataclasses.replace(self.problem, loss=self.usual_loss), solution.schedule).peak
 
 
 def make_planner(
@@ -118,7 +128,9 @@ def make_planner(
 
     graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, phase=phase)
     phase("solve")
-    return Planner(graphs, problem_of(graphs, loss_memory), seconds)
+    problem = problem_of(graphs, loss_memory)
+    usual = 3 * graphs.K.output_bytes if loss_memory is None else problem.loss
+    return Planner(graphs, problem, usual, seconds)
 
 
 @dataclass(frozen=True)
