@@ -161,8 +161,8 @@ class _Buffers:
     """Gradients on their way: for each value that awaits its backward, which memory holds its gradient so far.
 
     The rules are those of autograd's engine: a second contribution is added in place if the first
-    lies in memory that nothing else refers to, else into new memory; a parameter's contributions
-    wait for each other, then go to ``.grad``, which stays if it was not there before.
+    is no view and lies in memory that nothing else refers to, else into new memory; a parameter's
+    contributions wait for each other, then go to ``.grad``, which stays if it was not there before.
     """
 
     def __init__(self, s: S_graph, costs: list[Cost], missing: set[int]) -> None:
@@ -170,6 +170,7 @@ class _Buffers:
         self.size: dict[int, int] = {}  # memory -> bytes
         self.holds: dict[int, int] = {}  # value -> memory
         self.uses: dict[int, int] = {}  # source -> backwards still to contribute
+        self.views: set[int] = set()  # values whose gradient so far is a view
         for i, cost in enumerate(costs):
             for v in s.nodes[i].reads if cost.results else ():
                 if v in s.d.sources and s.d.values[v].requires_grad:
@@ -205,21 +206,33 @@ class _Buffers:
             first = self.holds.get(v)
             if first is None:
                 self.holds[v] = memory
+                if position in cost.views:
+                    self.views.add(v)
                 continue
-            alone = list(self.holds.values()).count(first) == 1 and first not in waiting.values() and first != memory
-            if not alone:
+            others = [*(m for u, m in self.holds.items() if u != v), *waiting.values(), memory]
+            if first in others or v in self.views:
                 self.holds[v] = self._new(max(self.size[first], self.size[memory]))
-            new = {*self.holds.values(), *waiting.values(), memory, first}
-            peak = max(peak, sum(self.size[m] for m in new))
-        self._parameters(node.reads)
+                self.views.discard(v)
+            peak = max(peak, sum(self.size[m] for m in {*self.holds.values(), *others, first}))
+        peak = max(peak, self._parameters(node.reads, cost.views))
         after = self._live()
         return before, max(peak, before, after), after
 
-    def _parameters(self, reads: tuple[int, ...]) -> None:
-        for v in reads:
-            if v in self.uses:
-                self.uses[v] -= 1
-                if v not in self.holds:
-                    self.holds[v] = self._new(self.s.d.values[v].bytes)
-                if not self.uses[v] and v not in self.missing:
-                    del self.holds[v]
+    def _parameters(self, reads: tuple[int, ...], views: frozenset[int]) -> int:
+        """Contributions to parameters; returns the most bytes of gradients while they are added."""
+        peak = 0
+        for position, v in enumerate(reads):
+            if v not in self.uses:
+                continue
+            self.uses[v] -= 1
+            size = self.s.d.values[v].bytes
+            if v not in self.holds:
+                self.holds[v] = self._new(size)
+                if position in views:
+                    self.views.add(v)
+            elif v in self.views:
+                peak = max(peak, self._live() + 2 * size)
+                self.views.discard(v)
+            if not self.uses[v] and v not in self.missing:
+                del self.holds[v]
+        return peak

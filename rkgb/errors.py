@@ -17,3 +17,7 @@ class UnsupportedError(TraceError):
 
 class MismatchError(GraphError):
     """The traced program and the module give different results on the sample."""
+
+
+class RenderWarning(UserWarning):
+    """A picture of a graph could not be made; its source was written instead."""

@@ -42,7 +42,8 @@ class Cost:
     ``forward_peak``: the most a run allocates, results and saved tensors included. ``backward_peak``: the
     most that the backward's gradients take, ``incoming`` bytes of result gradients included.
     ``results``: positions (in ``makes``) whose gradients go in. ``inputs``: for each position in ``reads``
-    the gradient that comes out, or None.
+    the gradient that comes out, or None. ``views``: positions in ``reads``, parameters among them, whose
+    gradient comes out as a view of other memory, which autograd never adds to in place.
     """
 
     forward_time: int
@@ -52,6 +53,7 @@ class Cost:
     incoming: int = 0
     results: tuple[int, ...] = ()
     inputs: tuple[InputGradient | None, ...] = ()
+    views: frozenset[int] = frozenset()
 
 
 class _Tap(torch.autograd.Function):
@@ -177,21 +179,28 @@ def _measure(run: NodeRun, costs: str, repeat: int) -> Cost:
         times = _counted(run) if costs == "flops" else _times(run, repeat)
         if not run.fed:
             return Cost(times[0], forward_peak)
-        inputs = _gradient_sources(run)
+        inputs, views = _gradient_sources(run)
         incoming, backward_peak = _backward_memory(run)
-    return Cost(times[0], forward_peak, times[1], backward_peak, incoming, run.fed, inputs)
+    return Cost(times[0], forward_peak, times[1], backward_peak, incoming, run.fed, inputs, views)
 
 
 def _written(run: NodeRun, v: int) -> bool:
     return any(run.d.values[v].storage in run.d.facts[op].writes for op in run.node.ops)
 
 
-def _gradient_sources(run: NodeRun) -> tuple[InputGradient | None, ...]:
-    """Which input gradients are new memory; everything is held meanwhile, so that addresses tell."""
+def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], frozenset[int]]:
+    """The input gradients, and which are views; everything is held meanwhile, so that addresses tell."""
     came: list[Any] = []
     fed: list[Any] = []
+    views: set[int] = set()
+    watches = [
+        leaf.register_hook(lambda g, k=run.node.reads.index(v): views.add(k) if g._is_view() else None)
+        for v, leaf in run.leaves.items()
+    ]
     results = run.forward(came.append)
     _Feed.apply(fed.append, *run.ends(results)).backward()
+    for watch in watches:
+        watch.remove()
     places: dict[int, tuple[str, int]] = {}
     for k, g in enumerate(fed[0]):
         places[g.untyped_storage()._cdata] = ("result", k)
@@ -200,11 +209,13 @@ def _gradient_sources(run: NodeRun) -> tuple[InputGradient | None, ...]:
         if g is None:
             found[v] = None
             continue
+        if g._is_view():
+            views.add(run.node.reads.index(v))
         address = g.untyped_storage()._cdata
         shares = places.get(address)
         found[v] = InputGradient(g.untyped_storage().nbytes(), shares)
         places.setdefault(address, ("input", run.node.reads.index(v)))
-    return tuple(found.get(v) for v in run.node.reads)
+    return tuple(found.get(v) for v in run.node.reads), frozenset(views)
 
 
 def _backward_memory(run: NodeRun) -> tuple[int, int]:

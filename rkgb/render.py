@@ -1,0 +1,107 @@
+"""Graphs as files to look at: pictures made by the ``dot`` program of Graphviz, or text."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import graphviz
+import torch
+
+from rkgb.errors import RenderWarning
+from rkgb.pipeline import Graphs, Sample, make_all_graphs
+from rkgb.render_draw import Graph, draw
+
+FORMATS = ("svg", "pdf", "png", "text")
+
+
+def print_graph(
+    g: Graph,
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+    directory: str | Path = "graphviz_dir",
+) -> Path:
+    """Write the picture of ``g`` and return the file's path.
+
+    ``<directory>/<name>.gv`` is the picture's source, ``<directory>/<name>.<render_format>`` the picture;
+    ``render_format`` is "svg" (whose boxes show the user's source line under the mouse), "pdf" or "png", or
+    "text" for ``str(g)`` in ``<name>.txt``. ``name``: without it, the graph's class. ``open``: show the file
+    with the system's viewer. Large graphs are drawn by their distinct blocks. Where the ``dot`` program is
+    not installed, only the .gv file is written, with a ``RenderWarning``, and its path returned.
+
+    Raises:
+        ValueError: ``render_format`` is none of these.
+    """
+    if render_format not in FORMATS:
+        raise ValueError(f"render_format is {render_format!r}; it can be {', '.join(FORMATS)}")
+    folder, name = Path(directory), name or type(g).__name__
+    path = folder / f"{name}.{'txt' if render_format == 'text' else render_format}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if render_format == "text":
+        path.write_text(str(g) + "\n", encoding="utf-8")
+    else:
+        source = folder / f"{name}.gv"
+        source.write_text(draw(g).source, encoding="utf-8")
+        if shutil.which("dot") is None:
+            warnings.warn(
+                f"the program dot is not installed, so {path.name} was not made from {source}; install Graphviz "
+                f"(for example: apt install graphviz) and call again, or pass render_format='text'",
+                RenderWarning,
+                stacklevel=2,
+            )
+            return source
+        graphviz.render("dot", render_format, source, outfile=path)
+    if open:
+        graphviz.view(str(path))
+    return path
+
+
+def print_all_graphs(
+    result: Graphs,
+    name: str = "graphs",
+    open: bool = False,
+    render_format: str = "svg",
+    directory: str | Path = "graphviz_dir",
+) -> list[Path]:
+    """Write the pictures of all stages, ``<name>_B``, ``_D``, ``_S``, ``_K``; see ``print_graph``."""
+    stages = {"B": result.B, "D": result.D, "S": result.S, "K": result.K}
+    return [print_graph(g, f"{name}_{stage}", open, render_format, directory) for stage, g in stages.items()]
+
+
+def test_rkgb(
+    model: torch.nn.Module,
+    sample: Sample,
+    name: str | None = None,
+    render_format: str | None = None,
+    *,
+    directory: str | Path = "graphviz_dir",
+    costs: str = "measured",
+) -> Graphs:
+    """Build all graphs of ``model`` on ``sample``, check the invariants of each, and return them.
+
+    With ``render_format`` they are also printed, as ``name`` or the class of the model; see
+    ``print_all_graphs``. ``costs``: see ``make_all_graphs``.
+
+    Raises:
+        AssertionError: a graph breaks its invariants.
+        TraceError: the module cannot be traced.
+    """
+    result = make_all_graphs(model, sample, costs=costs)
+    for g in (result.B, result.D, result.S, result.K):
+        g.verify()
+    if render_format is not None:
+        print_all_graphs(result, name or type(model).__name__, render_format=render_format, directory=directory)
+    return result
+
+
+vars(test_rkgb)["__test__"] = False  # pytest must not collect it from a file that imports it
+
+
+def to_svg(g: object) -> str | None:
+    """The picture of a graph as SVG; None without the ``dot`` program."""
+    if shutil.which("dot") is None or not isinstance(g, Graph):
+        return None
+    svg: str = draw(g).pipe("svg", encoding="utf-8")
+    return svg

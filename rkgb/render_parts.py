@@ -1,0 +1,224 @@
+"""What every picture of a graph is made of: colours, labels, sizes and times, boxes and ellipses.
+
+A box is a computation, an ellipse is data; a block is a frame, in the colour of its class.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import graphviz
+
+from rkgb.graphs import B_graph, D_graph, Node, Value, format_program
+
+FORWARD, BACKWARD, CALM, DATA = "#d6e6f7", "#fbdcc4", "#e9e9e9", "#ffffff"
+SOURCES = {"input": "#bfe6c2", "parameter": "#fff2b8", "buffer": "#ece0f5", "constant": "#ece0f5"}
+OUTPUT = "#bfe6c2"
+# (frame, background) of the blocks of a class; further classes start again.
+CLASSES = (
+    ("#4878a8", "#f3f8fd"),
+    ("#c06a2b", "#fef6ef"),
+    ("#3f8f4f", "#f2faf3"),
+    ("#9a5aa6", "#faf4fb"),
+    ("#b04a4a", "#fdf3f3"),
+    ("#2f8f8f", "#f0fafa"),
+    ("#8a7a2a", "#fbf9ec"),
+    ("#666666", "#f6f6f6"),
+)
+
+
+def format_bytes(size: int) -> str:
+    """``size`` in bytes as text: "512 B", "2.0 MiB"."""
+    scaled, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(scaled) >= 1024 and len(units) > 1:
+        scaled /= 1024
+        del units[0]
+    return f"{size} B" if units[0] == "B" else f"{scaled:.1f} {units[0]}"
+
+
+def format_time(time: int) -> str:
+    """``time`` in nanoseconds as text: "340 ns", "1.5 ms"."""
+    scaled, units = float(time), ["ns", "us", "ms", "s"]
+    while abs(scaled) >= 1000 and len(units) > 1:
+        scaled /= 1000
+        del units[0]
+    return f"{time} ns" if units[0] == "ns" else f"{scaled:.1f} {units[0]}"
+
+
+def counted(names: Iterable[str], limit: int = 4) -> str:
+    """Names with their number: "view ×3, transpose", at most ``limit`` of them."""
+    several = [f"{name} ×{n}" if n > 1 else name for name, n in Counter(names).items()]
+    return ", ".join(several[:limit] + (["…"] if len(several) > limit else []))
+
+
+def label(title: str, *lines: str) -> str:
+    """A label: a bold title over small lines; empty lines are left out."""
+    small = "".join(f'<BR/><FONT POINT-SIZE="9">{html.escape(line)}</FONT>' for line in lines if line)
+    return f"<<B>{html.escape(title)}</B>{small}>"
+
+
+def data_label(name: str, *lines: str) -> str:
+    """The label of data: all small."""
+    text = "<BR/>".join(html.escape(line) for line in (name, *lines) if line)
+    return f'<<FONT POINT-SIZE="9">{text}</FONT>>'
+
+
+def program_text(g: B_graph | D_graph, ops: Iterable[int]) -> str:
+    """The assignments ``ops`` of the program, each with the user's source line: what a tooltip shows."""
+    values = g.values if isinstance(g, D_graph) else None
+    return format_program(g.names, tuple(g.nodes[k] for k in ops), (), values).rpartition("\n")[0]
+
+
+def new_picture(title: str, legend: str) -> Any:
+    """An empty picture with a title and an explanation at its top."""
+    picture = graphviz.Digraph()
+    picture.attr(
+        "graph",
+        label=f'<<FONT POINT-SIZE="16"><B>{html.escape(title)}</B></FONT><BR/>{html.escape(legend)}<BR/> >',
+        labelloc="t",
+        fontname="Helvetica",
+        fontsize="10",
+        nodesep="0.2",
+        ranksep="0.3",
+        tooltip=title,
+    )
+    picture.attr("node", fontname="Helvetica", fontsize="11", shape="box", style="filled,rounded", color="#555555")
+    picture.attr("node", height="0.3", margin="0.1,0.05")
+    picture.attr("edge", fontname="Helvetica", fontsize="9", color="#777777", arrowsize="0.6")
+    return picture
+
+
+def new_block(name: str, title: str, number: int) -> Any:
+    """The frame of a block of class ``number``; to be filled, then given to ``picture.subgraph``."""
+    frame, background = CLASSES[number % len(CLASSES)]
+    block = graphviz.Digraph(f"cluster_{name}")
+    block.attr("graph", label=f"<<B>{html.escape(title)}</B>>", labeljust="l", style="rounded,filled", penwidth="1.5")
+    block.attr("graph", color=frame, fontcolor=frame, fillcolor=background, margin="12", tooltip=title)
+    return block
+
+
+def add_box(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
+    """A computation."""
+    picture.node(key, text, fillcolor=fill, tooltip=graphviz.escape(tooltip), **more)
+
+
+def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
+    """Data: an ellipse."""
+    form = {"shape": "ellipse", "style": "filled", "margin": "0.02"} | more
+    picture.node(key, text, fillcolor=fill, tooltip=graphviz.escape(tooltip), **form)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One computation of a program: it reads and makes values."""
+
+    text: str
+    tooltip: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    fill: str = FORWARD
+    style: str = "filled,rounded"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Boxes that are drawn together; in a frame if ``number``, the class of the block, is given."""
+
+    boxes: tuple[Box, ...]
+    title: str = ""
+    number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Draws sections of a B, D or S graph; ``g`` is the program whose values they read and make.
+
+    Data is drawn only where it enters (inputs, parameters, buffers, constants, values made elsewhere) and
+    where it leaves; between two boxes it is the edge, whose tooltip says what it is.
+    """
+
+    g: B_graph | D_graph
+    picture: Any
+    prefix: str = ""
+    values: dict[int, Value] = field(default_factory=dict)
+
+    def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> None:
+        """Draw ``sections`` side by side or below each other, as their edges say; ``leaving``: values that leave."""
+        keys: dict[int, str] = {}  # value -> box or ellipse
+        home: dict[int, int] = {}  # value made -> section
+        boxes = [(k, j, box) for k, section in enumerate(sections) for j, box in enumerate(section.boxes)]
+        frames = [
+            self.picture
+            if section.number is None
+            else new_block(f"{self.prefix}{k}", f"{section.title} · {len(section.boxes)} nodes", section.number)
+            for k, section in enumerate(sections)
+        ]
+        readers: dict[int, set[int]] = {}
+        several = set()
+        for k, j, box in boxes:
+            add_box(frames[k], f"{self.prefix}n{k}_{j}", box.text, box.tooltip, box.fill, style=box.style)
+            keys.update(dict.fromkeys(box.makes, f"{self.prefix}n{k}_{j}"))
+            home.update(dict.fromkeys(box.makes, k))
+            several.update(box.makes if len(box.makes) > 1 else ())
+            for v in box.reads:
+                readers.setdefault(v, set()).add(k)
+        for v in [v for v in readers if v not in keys]:
+            keys[v] = f"{self.prefix}v{v}"
+            where = frames[min(readers[v])] if len(readers[v]) == 1 else self.picture
+            self._source(where, keys[v], v)
+        for k, j, box in boxes:
+            for v in box.reads:
+                name = self.g.names[v] if v in several else ""
+                tip = graphviz.escape(self.describe(v))
+                edge = {"tooltip": tip, "labeltooltip": tip, "label": graphviz.escape(f" {name}") if name else ""}
+                self.picture.edge(keys[v], f"{self.prefix}n{k}_{j}", **edge)
+        for v in dict.fromkeys(leaving):
+            if v not in keys:
+                self._source(self.picture, keys.setdefault(v, f"{self.prefix}v{v}"), v)
+            end = f"{self.prefix}out{v}"
+            text = data_label(self.g.names[v], self.size(v), "returned" if v in self.g.outputs else "read later")
+            more = {"peripheries": "2"} if v in self.g.outputs else {"style": "filled,dashed"}
+            add_data(frames[home[v]] if v in home else self.picture, end, text, self.describe(v), OUTPUT, **more)
+            self.picture.edge(keys[v], end)
+        for section, frame in zip(sections, frames, strict=True):
+            if section.number is not None:
+                self.picture.subgraph(frame)
+
+    def _source(self, where: Any, key: str, v: int) -> None:
+        source = self.g.sources.get(v)
+        fill = SOURCES[source.kind] if source else DATA
+        more = {} if source else {"style": "filled,dashed"}
+        add_data(where, key, data_label(self.g.names[v], self.size(v)), self.describe(v), fill, **more)
+
+    def size(self, v: int) -> str:
+        """Form and size of a value, "[2, 16, 32] 4.0 KiB", if known."""
+        known = self.values.get(v)
+        return f"{list(known.shape)} {format_bytes(known.bytes)}" if known else ""
+
+    def describe(self, v: int) -> str:
+        """The tooltip of a value."""
+        known, source = self.values.get(v), self.g.sources.get(v)
+        kind = f"{source.kind} " if source else ""
+        form = f": {str(known.dtype)[6:]}{list(known.shape)}, {format_bytes(known.bytes)}" if known else ""
+        return f"{kind}{self.g.names[v]}{form}"
+
+
+def node_box(node: Node, program: Program, index: int) -> Box:
+    """The box of one B or D node."""
+    g = program.g
+    results = ", ".join(g.names[v] for v in node.outputs if g.names[v] != node.name)
+    sizes = [program.size(v) for v in node.outputs[:1]]
+    style = "filled,rounded" if node.mode.grad else "filled,rounded,dashed"
+    more = f"{len(node.outputs)} × " if len(node.outputs) > 1 and any(sizes) else ""
+    return Box(
+        label(node.name, results if len(results) < 40 else f"{len(node.outputs)} results", *(more + s for s in sizes)),
+        program_text(g, [index]),
+        node.reads(),
+        node.outputs,
+        FORWARD,
+        style,
+    )
