@@ -33,6 +33,7 @@ from rkgb.render_parts import (
     new_picture,
     node_box,
     program_text,
+    put_below,
 )
 from rkgb.Stools import D_to_S, cut
 
@@ -43,7 +44,7 @@ LIMIT = 300
 
 _LEGEND = "box: operation · ellipse: input (green), parameter (yellow), buffer or constant (violet)"
 _LEGEND_S = f"{_LEGEND} · grey: no gradient, dashed: runs once · frame: block, colour: class"
-_LEGEND_K = "blue: forward, downwards · white: data · orange: backward, upwards · dashed: gradients · frame: block"
+_LEGEND_K = "blue: forward, downwards (grey: runs once) · white: data · orange: backward, upwards; dashed: gradients"
 
 
 def draw(g: Graph) -> Any:
@@ -202,25 +203,37 @@ def _distinct(s: S_graph, g: D_graph | S_graph | K_graph) -> Any:
     title = f"{stage} graph: {len(g.nodes)} nodes in {len(s.blocks)} blocks, {len(set(numbers))} of them distinct"
     legend = {"K": _LEGEND_K, "S": _LEGEND_S, "D": _LEGEND}[stage]
     picture = new_picture(title, f"the chain, and the first block of each class · {legend}")
-    picture.attr("graph", pack="30", packmode="array_t")
     picture.subgraph(_overview(s, numbers, g if isinstance(g, K_graph) else None))
-    for number in dict.fromkeys(numbers):
-        b = numbers.index(number)
-        start, stop = s.blocks[b]
-        title = f"class {number}: block {b} and {numbers.count(number) - 1} more like it"
-        if isinstance(g, K_graph):
-            _K_block(picture, g, start, stop, number, f"{title} · {stop - start} nodes")
-            continue
-        program = Program(s.d, picture, prefix=f"c{number}", values=s.d.values)
-        if isinstance(g, S_graph):
-            boxes = [_S_box(s, i, program) for i in range(start, stop)]
+    firsts = [numbers.index(number) for number in dict.fromkeys(numbers)]
+    sizes = [stop - start for start, stop in (s.blocks[b] for b in firsts)]
+    column, above, longest = 0, "", max(*sizes, sum(sizes) // 4)
+    for b, size in zip(firsts, sizes, strict=True):
+        title = f"class {numbers[b]}: block {b}" + _others(numbers.count(numbers[b]) - 1)
+        tops, end = _K_block(picture, g, s, b, title) if isinstance(g, K_graph) else _block(picture, g, s, b, title)
+        if above and column + size <= longest:
+            put_below(picture, above, tops)
         else:
-            ops = sorted(op for node in s.nodes[start:stop] for op in node.ops)
-            boxes = [node_box(g.nodes[op], program, op) for op in ops]
-        after = {v for node in s.nodes[stop:] for v in node.reads} | set(s.d.outputs)
-        leaving = [v for node in s.nodes[start:stop] for v in node.makes if v in after]
-        program.draw([Section(tuple(boxes), title, number)], leaving)
+            column = 0
+        column, above = column + size, end
     return picture
+
+
+def _others(count: int) -> str:
+    return f" and {count} more like it" if count else ""
+
+
+def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str) -> tuple[list[str], str]:
+    """Block ``b`` as it looks in ``g``; returns what is at its top and at its end."""
+    start, stop = s.blocks[b]
+    program = Program(s.d, picture, prefix=f"block{b}_", values=s.d.values)
+    if isinstance(g, S_graph):
+        boxes = [_S_box(s, i, program) for i in range(start, stop)]
+    else:
+        ops = sorted(op for node in s.nodes[start:stop] for op in node.ops)
+        boxes = [node_box(g.nodes[op], program, op) for op in ops]
+    after = {v for node in s.nodes[stop:] for v in node.reads} | set(s.d.outputs)
+    leaving = [v for node in s.nodes[start:stop] for v in node.makes if v in after]
+    return program.draw([Section(tuple(boxes), title, classes(s)[b])], leaving)
 
 
 def _overview(s: S_graph, numbers: Sequence[int], k: K_graph | None) -> Any:
@@ -243,9 +256,10 @@ def _crossing(s: S_graph, position: int) -> int:
     return sum(s.d.storages[x].bytes for node in s.nodes[:position] for x in node.storages if x in read)
 
 
-def _K_block(picture: Any, k: K_graph, start: int, stop: int, number: int, title: str) -> None:
-    prefix = f"c{number}"
-    block = new_block(prefix, title, number)
+def _K_block(picture: Any, k: K_graph, s: S_graph, b: int, title: str) -> tuple[list[str], str]:
+    """The rows of block ``b``, under the data that enter it; returns what is at its top and at its end."""
+    prefix, (start, stop) = f"block{b}_", s.blocks[b]
+    block = new_block(prefix, f"{title} · {stop - start} nodes", classes(s)[b])
     nodes = k.nodes[start:stop]
     read = {d for n in nodes for d in (*n.reads, *(n.backward.reads if n.backward else ()))}
     entering = sorted(d for d in read if not start <= k.data[d].owner < stop)
@@ -254,11 +268,13 @@ def _K_block(picture: Any, k: K_graph, start: int, stop: int, number: int, title
         for d in entering:
             _add_K_data(row, k, d, prefix, stop)
     _rows(block, k, start, stop, prefix)
-    for d in entering:
-        block.edge(f"{prefix}d{d}", f"{prefix}f{start}", style="invis")
+    tops = [f"{prefix}d{d}" for d in entering]
+    for top in tops:
+        put_below(block, top, [f"{prefix}f{start}"])
     _edges(block, k, start, stop, prefix)
     _columns(block, range(start, stop), prefix)
     picture.subgraph(block)
+    return tops or [f"{prefix}f{start}"], f"{prefix}f{stop - 1}"
 
 
 def _by_line(g: B_graph) -> Any:

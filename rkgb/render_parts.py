@@ -112,6 +112,12 @@ def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more:
     picture.node(key, text, fillcolor=fill, tooltip=graphviz.escape(tooltip), **form)
 
 
+def put_below(picture: Any, above: str, tops: Iterable[str]) -> None:
+    """Place ``tops``, and with them what hangs on them, below ``above``."""
+    for key in tops:
+        picture.edge(above, key, style="invis")
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """One computation of a program: it reads and makes values."""
@@ -146,8 +152,8 @@ class Program:
     prefix: str = ""
     values: dict[int, Value] = field(default_factory=dict)
 
-    def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> None:
-        """Draw ``sections`` side by side or below each other, as their edges say; ``leaving``: values that leave."""
+    def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> tuple[list[str], str]:
+        """Draw ``sections`` below each other; ``leaving``: values that leave. Returns what is at the top and at the end."""
         keys: dict[int, str] = {}  # value -> box or ellipse
         home: dict[int, int] = {}  # value made -> section
         boxes = [(k, j, box) for k, section in enumerate(sections) for j, box in enumerate(section.boxes)]
@@ -175,7 +181,12 @@ class Program:
                 name = self.g.names[v] if v in several else ""
                 tip = graphviz.escape(self.describe(v))
                 edge = {"tooltip": tip, "labeltooltip": tip, "label": graphviz.escape(f" {name}") if name else ""}
+                if home.get(v, k) != k:
+                    edge["weight"] = "0"  # else the blocks move aside for it
                 self.picture.edge(keys[v], f"{self.prefix}n{k}_{j}", **edge)
+        tops = [self._tops(sections, k, keys, home) for k in range(len(sections))]
+        for k in range(1, len(sections)):
+            put_below(self.picture, f"{self.prefix}n{k - 1}_{len(sections[k - 1].boxes) - 1}", tops[k])
         for v in dict.fromkeys(leaving):
             if v not in keys:
                 self._source(self.picture, keys.setdefault(v, f"{self.prefix}v{v}"), v)
@@ -187,6 +198,17 @@ class Program:
         for section, frame in zip(sections, frames, strict=True):
             if section.number is not None:
                 self.picture.subgraph(frame)
+        return tops[0], f"{self.prefix}out{leaving[-1]}" if leaving else f"{self.prefix}n0_{len(sections[0].boxes) - 1}"
+
+    def _tops(self, sections: Sequence[Section], k: int, keys: dict[int, str], home: dict[int, int]) -> list[str]:
+        """What stands at the top of section k, as far as nothing in the picture points to it."""
+        before = {v for section in sections[:k] for box in section.boxes for v in box.reads}
+        tops = []
+        for j, box in enumerate(sections[k].boxes[:3]):  # what is further down follows by itself
+            if not any(v in keys and home.get(v, k) == k for v in box.reads):
+                tops.append(f"{self.prefix}n{k}_{j}")
+            tops += [keys[v] for v in box.reads if v not in home and v not in before]
+        return list(dict.fromkeys(tops))
 
     def _source(self, where: Any, key: str, v: int) -> None:
         source = self.g.sources.get(v)

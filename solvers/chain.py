@@ -16,13 +16,15 @@ from solvers.baselines import all_baselines, keep_everything
 from solvers.chain_costs import ChainCosts, Options, chain_costs, kind_options
 from solvers.chain_table import ChainTable
 from solvers.errors import InfeasibleError
-from solvers.ilp import Grid, Option
+from solvers.ilp import LOOSE, TIGHT, Grid, Option, pareto
 from solvers.problem import Problem
 from solvers.schedule import Bwd, Loss, Run, Schedule, Step, drop_useless_runs, with_deletes
 from solvers.text import format_bytes
 from solvers.walker import Walk, step_name, walk
 
-WALKS = 100
+WALKS = 200
+NEIGHBOURS = 4
+TIGHT_BELOW = 2
 """Schedules walked per table: about 1 s for 14 transformer layers, 4 s for 48."""
 
 
@@ -63,22 +65,52 @@ class Frontier:
 
 
 class ChainPlanner:
-    """Plans one problem for any number of budgets. Setting up solves the blocks and fills the table."""
+    """Plans one problem for any number of budgets; blocks are solved, and schedules walked, when first needed.
+
+    Options with a limited peak cost most of the solver's time and serve only budgets that are small
+    beside a single block: they are left out for budgets above ``TIGHT_BELOW`` times what the largest
+    block needs to keep everything. ``options`` (per kind) or ``grid`` replace the default ones.
+    """
 
     def __init__(
         self, problem: Problem, options: Options | None = None, slots: int = 500, grid: Grid | None = None
     ) -> None:
-        self.problem = problem
-        self.options: Options = kind_options(problem, grid or Grid()) if options is None else options
-        self.costs = chain_costs(problem, self.options)
-        self._solutions = _cheapest_per_peak([*_known(problem), *_planned(problem, self.costs, slots)])
+        self.problem, self.slots = problem, slots
+        self._given: Options | None = kind_options(problem, grid) if grid else options
+        self._loose: _Candidates | None = None
+        self._all: _Candidates | None = None
+        self._known = [Solution(s, walk(problem, s), name) for name, s in all_baselines(problem).items()]
+
+    @property
+    def options(self) -> Options:
+        """All options per kind."""
+        return self._full().options
+
+    def _full(self) -> _Candidates:
+        if self._all is None:
+            options = self._given
+            if options is None:
+                loose, tight = self._partial().options, kind_options(self.problem, TIGHT)
+                options = {kind: pareto((*loose[kind], *tight[kind])) for kind in loose}
+            self._all = _Candidates(self.problem, options, self.slots)
+        return self._all
+
+    def _partial(self) -> _Candidates:
+        if self._loose is None:
+            self._loose = _Candidates(self.problem, kind_options(self.problem, LOOSE), self.slots)
+        return self._loose
 
     def solve(self, budget: int) -> Solution:
         """The cheapest plan with a peak of at most ``budget`` bytes; ``InfeasibleError`` says what would do."""
-        fitting = bisect_right([s.peak for s in self._solutions], budget)
+        found = None
+        if self._given is None and budget >= TIGHT_BELOW * _largest_need(self._partial().options):
+            found = self._partial().cheapest(budget)
+        if found is None:
+            found = self._full().cheapest(budget)
+        fitting = [s for s in (*self._known, found) if s is not None and s.peak <= budget]
         if fitting:
-            return self._solutions[fitting - 1]
-        least = self._solutions[0]
+            return min(fitting, key=lambda s: (s.time, s.peak))
+        least = min((*self._known, *self._full().all()), key=lambda s: s.peak)
         at = least.schedule[least.walk.peak_step]
         step = f"step {least.walk.peak_step} ({step_name(self.problem, at)})"
         raise InfeasibleError(
@@ -91,9 +123,9 @@ class ChainPlanner:
 
     def frontier(self) -> Frontier:
         """The whole time-against-memory curve."""
+        solutions = _cheapest_per_peak([*self._known, *self._full().all()])
         keep = walk(self.problem, keep_everything(self.problem))
-        points = tuple((s.peak, s.overhead) for s in self._solutions)
-        return Frontier(self._solutions[0].peak, keep.peak, points)
+        return Frontier(solutions[0].peak, keep.peak, tuple((s.peak, s.overhead) for s in solutions))
 
 
 def solve_chain(problem: Problem, budget: int, options: Options | None = None, slots: int = 500) -> Solution:
@@ -110,23 +142,57 @@ def frontier(problem: Problem, options: Options | None = None, slots: int = 500)
     return ChainPlanner(problem, options, slots).frontier()
 
 
-def _known(problem: Problem) -> Iterator[Solution]:
-    for name, schedule in all_baselines(problem).items():
-        yield Solution(schedule, walk(problem, schedule), name)
+def _largest_need(options: Options) -> int:
+    """Bytes of the backward of the largest block that keeps everything."""
+    return max((o.backward_peak for of_kind in options.values() for o in of_kind if not o.time), default=0)
 
 
-def _planned(problem: Problem, costs: ChainCosts, slots: int) -> Iterator[Solution]:
-    """Every distinct optimum of the table; a second table has finer slots for budgets in the lowest quarter."""
-    need = costs.keep_everything_need()
-    if not costs.blocks or not need:
-        return
-    coarse = ChainTable(costs, -(-need // slots), slots + costs.blocks + 2)
-    fine = ChainTable(costs, -(-need // (4 * slots)), slots + costs.blocks + 2)
-    covered = fine.unit * slots
-    for table, nominal in ((fine, 0), (coarse, covered)):
-        for m in _evenly([m for m in table.breakpoints() if m * table.unit >= nominal], WALKS):
-            schedule = with_deletes(problem, drop_useless_runs(problem, expand(problem, table, m)))
-            yield Solution(schedule, walk(problem, schedule), "chain")
+class _Candidates:
+    """The distinct optima of the table for one set of options, spelled out as schedules when asked for.
+
+    A second table has finer slots for budgets in the lowest quarter.
+    """
+
+    def __init__(self, problem: Problem, options: Options, slots: int) -> None:
+        self.problem, self.options = problem, options
+        costs = chain_costs(problem, options)
+        need = costs.keep_everything_need()
+        self.points: list[tuple[ChainTable, int]] = []  # by rising nominal memory
+        self.walked: dict[int, Solution] = {}
+        if not costs.blocks or not need:
+            return
+        coarse = ChainTable(costs, -(-need // slots), slots + costs.blocks + 2)
+        fine = ChainTable(costs, -(-need // (4 * slots)), slots + costs.blocks + 2)
+        covered = fine.unit * slots
+        for table, nominal in ((fine, 0), (coarse, covered)):
+            self.points += [
+                (table, m) for m in _evenly([m for m in table.breakpoints() if m * table.unit >= nominal], WALKS)
+            ]
+
+    def at(self, k: int) -> Solution:
+        """Candidate k as a schedule."""
+        if k not in self.walked:
+            table, m = self.points[k]
+            order = drop_useless_runs(self.problem, expand(self.problem, table, m))
+            schedule = with_deletes(self.problem, order)
+            self.walked[k] = Solution(schedule, walk(self.problem, schedule), "chain")
+        return self.walked[k]
+
+    def all(self) -> list[Solution]:
+        """Every candidate."""
+        return [self.at(k) for k in range(len(self.points))]
+
+    def cheapest(self, budget: int) -> Solution | None:
+        """The cheapest candidate that fits: by bisection, then among its neighbours (peaks rise nearly always)."""
+        low, high = 0, len(self.points)
+        while low < high:
+            middle = (low + high) // 2
+            if self.at(middle).peak <= budget:
+                low = middle + 1
+            else:
+                high = middle
+        near = [self.at(k) for k in range(max(0, low - NEIGHBOURS), min(len(self.points), low + NEIGHBOURS))]
+        return min((s for s in near if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
 
 
 def _evenly(points: list[int], most: int) -> list[int]:

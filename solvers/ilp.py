@@ -19,13 +19,14 @@ from solvers.problem import Block, Problem
 class Grid:
     """Where to solve: fractions of what keep-everything saves, and of its backward peak above the least possible.
 
-    Every save level is solved without a limit on the peak, every other one for each of ``peaks``; fresh
-    options without a limit and for each of ``fresh_peaks``. ``threads`` series are solved at a time.
+    Every save level is solved without a limit on the peak, if ``unlimited``, and every other one for
+    each of ``peaks``; fresh options likewise for ``fresh_peaks``. ``threads`` series are solved at a time.
     """
 
-    saves: tuple[float, ...] = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)
+    saves: tuple[float, ...] = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0)
     peaks: tuple[float, ...] = (0.3,)
     fresh_peaks: tuple[float, ...] = (0.5, 0.15)
+    unlimited: bool = True
     solver: SolverOptions = field(default_factory=SolverOptions)
     threads: int = 2
 
@@ -123,10 +124,11 @@ def view_options(view: BlockView, grid: Grid) -> tuple[Option, ...]:
     low = least_peak(view)
     loose = max(keep.backward_peak, rerun.backward_peak)
     saves = [round(fraction * keep.save) for fraction in grid.saves]
-    series = [(False, loose, saves)]
+    series = [(False, loose, part) for part in (saves[::2], saves[1::2])] if grid.unlimited else []
     for fraction in grid.peaks:
-        series.append((False, low + round(fraction * max(0, keep.backward_peak - low)), saves[::2]))
-    series.append((True, loose, [0]))
+        series.append((False, low + round(fraction * max(0, keep.backward_peak - low)), saves[::4]))
+    if grid.unlimited:
+        series.append((True, loose, [0]))
     for fraction in grid.fresh_peaks:
         series.append((True, low + round(fraction * max(0, keep.backward_peak - low)), [0]))
     # HiGHS releases the interpreter while it runs; every series is independent, so the result is the same.
@@ -158,6 +160,11 @@ def pareto(options: Iterable[Option]) -> tuple[Option, ...]:
 
 def _beats(k: Option, o: Option) -> bool:
     return k.fresh >= o.fresh and k.time <= o.time and k.save <= o.save and k.backward_peak <= o.backward_peak
+
+
+LOOSE = Grid(peaks=(), fresh_peaks=())
+TIGHT = Grid(unlimited=False)
+"""The two halves of the default grid: without limits on a block's peak, and with them."""
 
 
 def block_options(problem: Problem, block: Block, grid: Grid | None = None) -> tuple[Option, ...]:
