@@ -13,6 +13,7 @@ import torch
 from rkgb.capture import random_state
 from rkgb.graphs import S_graph, first_value
 from rkgb.measure import Cost, measure_nodes
+from rkgb.render_notebook import Drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class K_node:
 
 
 @dataclass(frozen=True)
-class K_graph:
+class K_graph(Drawn):
     """Forward and backward computations of a whole S graph.
 
     Invariants: node i belongs to S node i; data are made by their owner and read later only; the

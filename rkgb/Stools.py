@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import networkx as nx
 
@@ -123,9 +124,17 @@ def _node(
     )
 
 
-def print_S_graph(s: S_graph) -> str:
-    """The graph as text (the seed's name for ``str``)."""
-    return str(s)
+def print_S_graph(
+    s: S_graph,
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+    directory: str | Path = "graphviz_dir",
+) -> Path:
+    """Write the picture of an S graph and return its path: ``rkgb.print_graph`` by the seed's name."""
+    from rkgb.render import print_graph
+
+    return print_graph(s, name, open, render_format, directory)
 
 
 # ------------------------------------------------------------------------------------------------ cut

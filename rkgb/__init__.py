@@ -1,8 +1,9 @@
 """Graphs of PyTorch modules: B (basic), D (data flow), S (simplified), K (forward and backward)."""
 
 from rkgb import Atools, Btools, Dtools, Ktools, Stools
-from rkgb.errors import GraphError, MismatchError, TraceError, UnsupportedError
+from rkgb.errors import GraphError, MismatchError, RenderWarning, TraceError, UnsupportedError
 from rkgb.pipeline import Graphs, make_all_graphs
+from rkgb.render import print_all_graphs, print_graph, test_rkgb
 
 __all__ = [
     "Atools",
@@ -12,8 +13,12 @@ __all__ = [
     "Graphs",
     "Ktools",
     "MismatchError",
+    "RenderWarning",
     "Stools",
     "TraceError",
     "UnsupportedError",
     "make_all_graphs",
+    "print_all_graphs",
+    "print_graph",
+    "test_rkgb",
 ]

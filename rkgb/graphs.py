@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from rkgb.render_notebook import Drawn
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -95,7 +97,7 @@ class Structure:
 
 
 @dataclass(frozen=True)
-class B_graph:
+class B_graph(Drawn):
     """The traced program as it was recorded.
 
     Invariants: run in order it reproduces the module; each value is defined once, by a source or by
@@ -166,7 +168,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class D_graph:
+class D_graph(Drawn):
     """The data-flow graph: every node is needed, sizes are folded to numbers, facts are known.
 
     Invariants: those of B; every node makes an output, a value that a later node reads, changes a
@@ -216,7 +218,7 @@ class S_node:
 
 
 @dataclass(frozen=True)
-class S_graph:
+class S_graph(Drawn):
     """The simplified graph, over the D graph that it groups.
 
     Invariants: each D node is in exactly one S node; a node reads values of earlier nodes or of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def print_graph(
     ``render_format`` is "svg" (whose boxes show the user's source line under the mouse), "pdf" or "png", or
     "text" for ``str(g)`` in ``<name>.txt``. ``name``: without it, the graph's class. ``open``: show the file
     with the system's viewer. Large graphs are drawn by their distinct blocks. Where the ``dot`` program is
-    not installed, only the .gv file is written, with a ``RenderWarning``, and its path returned.
+    not installed or fails, only the .gv file is written, with a ``RenderWarning``, and its path returned.
 
     Raises:
         ValueError: ``render_format`` is none of these.
@@ -44,17 +43,25 @@ def print_graph(
     else:
         source = folder / f"{name}.gv"
         source.write_text(draw(g).source, encoding="utf-8")
-        if shutil.which("dot") is None:
+        try:
+            graphviz.render("dot", render_format, source, outfile=path)
+        except (graphviz.ExecutableNotFound, graphviz.CalledProcessError) as error:
+            missing = isinstance(error, graphviz.ExecutableNotFound)
+            reason = "the program dot is not installed" if missing else f"the program dot failed: {error}"
+            remedy = (
+                "install Graphviz (for example: apt install graphviz) and call again" if missing else "open that file"
+            )
             warnings.warn(
-                f"the program dot is not installed, so {path.name} was not made from {source}; install Graphviz "
-                f"(for example: apt install graphviz) and call again, or pass render_format='text'",
+                f"{reason}; {source} was written, but not {path.name}; {remedy}, or pass render_format='text'",
                 RenderWarning,
                 stacklevel=2,
             )
             return source
-        graphviz.render("dot", render_format, source, outfile=path)
     if open:
-        graphviz.view(str(path))
+        try:
+            graphviz.view(str(path))
+        except OSError as error:
+            warnings.warn(f"{path} was written, but there is no viewer: {error}", RenderWarning, stacklevel=2)
     return path
 
 
@@ -66,7 +73,7 @@ def print_all_graphs(
     directory: str | Path = "graphviz_dir",
 ) -> list[Path]:
     """Write the pictures of all stages, ``<name>_B``, ``_D``, ``_S``, ``_K``; see ``print_graph``."""
-    stages = {"B": result.B, "D": result.D, "S": result.S, "K": result.K}
+    stages: dict[str, Graph] = {"B": result.B, "D": result.D, "S": result.S, "K": result.K}
     return [print_graph(g, f"{name}_{stage}", open, render_format, directory) for stage, g in stages.items()]
 
 
@@ -100,8 +107,11 @@ vars(test_rkgb)["__test__"] = False  # pytest must not collect it from a file th
 
 
 def to_svg(g: object) -> str | None:
-    """The picture of a graph as SVG; None without the ``dot`` program."""
-    if shutil.which("dot") is None or not isinstance(g, Graph):
+    """The picture of a graph as SVG; None where the ``dot`` program is missing or fails."""
+    if not isinstance(g, Graph):
         return None
-    svg: str = draw(g).pipe("svg", encoding="utf-8")
+    try:
+        svg: str = draw(g).pipe("svg", encoding="utf-8")
+    except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):
+        return None
     return svg

@@ -153,52 +153,54 @@ class Program:
     values: dict[int, Value] = field(default_factory=dict)
 
     def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> tuple[list[str], str]:
-        """Draw ``sections`` below each other; ``leaving``: values that leave. Returns what is at the top and at the end."""
-        keys: dict[int, str] = {}  # value -> box or ellipse
-        home: dict[int, int] = {}  # value made -> section
-        boxes = [(k, j, box) for k, section in enumerate(sections) for j, box in enumerate(section.boxes)]
+        """Draw ``sections`` below each other; ``leaving``: values that leave. Returns the top and the end."""
         frames = [
             self.picture
             if section.number is None
             else new_block(f"{self.prefix}{k}", f"{section.title} · {len(section.boxes)} nodes", section.number)
             for k, section in enumerate(sections)
         ]
-        readers: dict[int, set[int]] = {}
-        several = set()
-        for k, j, box in boxes:
-            add_box(frames[k], f"{self.prefix}n{k}_{j}", box.text, box.tooltip, box.fill, style=box.style)
-            keys.update(dict.fromkeys(box.makes, f"{self.prefix}n{k}_{j}"))
-            home.update(dict.fromkeys(box.makes, k))
-            several.update(box.makes if len(box.makes) > 1 else ())
-            for v in box.reads:
-                readers.setdefault(v, set()).add(k)
-        for v in [v for v in readers if v not in keys]:
-            keys[v] = f"{self.prefix}v{v}"
-            where = frames[min(readers[v])] if len(readers[v]) == 1 else self.picture
-            self._source(where, keys[v], v)
-        for k, j, box in boxes:
-            for v in box.reads:
-                name = self.g.names[v] if v in several else ""
-                tip = graphviz.escape(self.describe(v))
-                edge = {"tooltip": tip, "labeltooltip": tip, "label": graphviz.escape(f" {name}") if name else ""}
-                if home.get(v, k) != k:
-                    edge["weight"] = "0"  # else the blocks move aside for it
-                self.picture.edge(keys[v], f"{self.prefix}n{k}_{j}", **edge)
+        keys: dict[int, str] = {}  # value -> its box or ellipse
+        home: dict[int, int] = {}  # value made -> section
+        readers: dict[int, set[int]] = {}  # value -> sections
+        for k, section in enumerate(sections):
+            for j, box in enumerate(section.boxes):
+                add_box(frames[k], self._key(k, j), box.text, box.tooltip, box.fill, style=box.style)
+                keys.update(dict.fromkeys(box.makes, self._key(k, j)))
+                home.update(dict.fromkeys(box.makes, k))
+                for v in box.reads:
+                    readers.setdefault(v, set()).add(k)
+        for v in [v for v in (*readers, *leaving) if v not in keys]:
+            where = [frames[k] for k in readers.get(v, ())]
+            self._source(where[0] if len(where) == 1 else self.picture, keys.setdefault(v, f"{self.prefix}v{v}"), v)
+        self._edges(sections, keys, home)
         tops = [self._tops(sections, k, keys, home) for k in range(len(sections))]
-        for k in range(1, len(sections)):
-            put_below(self.picture, f"{self.prefix}n{k - 1}_{len(sections[k - 1].boxes) - 1}", tops[k])
+        ends = [self._key(k, len(section.boxes) - 1) for k, section in enumerate(sections)]
+        for above, below in zip(ends, tops[1:], strict=False):
+            put_below(self.picture, above, below)
         for v in dict.fromkeys(leaving):
-            if v not in keys:
-                self._source(self.picture, keys.setdefault(v, f"{self.prefix}v{v}"), v)
-            end = f"{self.prefix}out{v}"
-            text = data_label(self.g.names[v], self.size(v), "returned" if v in self.g.outputs else "read later")
-            more = {"peripheries": "2"} if v in self.g.outputs else {"style": "filled,dashed"}
-            add_data(frames[home[v]] if v in home else self.picture, end, text, self.describe(v), OUTPUT, **more)
-            self.picture.edge(keys[v], end)
+            ends.append(f"{self.prefix}out{v}")
+            self._leave(frames[home[v]] if v in home else self.picture, ends[-1], v)
+            self.picture.edge(keys[v], ends[-1])
         for section, frame in zip(sections, frames, strict=True):
             if section.number is not None:
                 self.picture.subgraph(frame)
-        return tops[0], f"{self.prefix}out{leaving[-1]}" if leaving else f"{self.prefix}n0_{len(sections[0].boxes) - 1}"
+        return tops[0], ends[-1]
+
+    def _key(self, k: int, j: int) -> str:
+        return f"{self.prefix}n{k}_{j}"
+
+    def _edges(self, sections: Sequence[Section], keys: dict[int, str], home: dict[int, int]) -> None:
+        """Edges to each box from what it reads, named where the maker has several results."""
+        several = {v for s in sections for box in s.boxes if len(box.makes) > 1 for v in box.makes}
+        for k, section in enumerate(sections):
+            for j, box in enumerate(section.boxes):
+                for v in box.reads:
+                    tip = graphviz.escape(self.describe(v))
+                    more = {"label": graphviz.escape(f" {self.g.names[v]}")} if v in several else {}
+                    if home.get(v, k) != k:
+                        more["weight"] = "0"  # else the blocks move aside for it
+                    self.picture.edge(keys[v], self._key(k, j), tooltip=tip, labeltooltip=tip, **more)
 
     def _tops(self, sections: Sequence[Section], k: int, keys: dict[int, str], home: dict[int, int]) -> list[str]:
         """What stands at the top of section k, as far as nothing in the picture points to it."""
@@ -206,7 +208,7 @@ class Program:
         tops = []
         for j, box in enumerate(sections[k].boxes[:3]):  # what is further down follows by itself
             if not any(v in keys and home.get(v, k) == k for v in box.reads):
-                tops.append(f"{self.prefix}n{k}_{j}")
+                tops.append(self._key(k, j))
             tops += [keys[v] for v in box.reads if v not in home and v not in before]
         return list(dict.fromkeys(tops))
 
@@ -215,6 +217,12 @@ class Program:
         fill = SOURCES[source.kind] if source else DATA
         more = {} if source else {"style": "filled,dashed"}
         add_data(where, key, data_label(self.g.names[v], self.size(v)), self.describe(v), fill, **more)
+
+    def _leave(self, where: Any, key: str, v: int) -> None:
+        returned = v in self.g.outputs
+        text = data_label(self.g.names[v], self.size(v), "returned" if returned else "read later")
+        more = {"peripheries": "2"} if returned else {"style": "filled,dashed"}
+        add_data(where, key, text, self.describe(v), OUTPUT, **more)
 
     def size(self, v: int) -> str:
         """Form and size of a value, "[2, 16, 32] 4.0 KiB", if known."""

@@ -110,7 +110,7 @@ class ChainPlanner:
         fitting = [s for s in (*self._known, found) if s is not None and s.peak <= budget]
         if fitting:
             return min(fitting, key=lambda s: (s.time, s.peak))
-        least = min((*self._known, *self._full().all()), key=lambda s: s.peak)
+        least = min((*self._known, *self._full().all()), key=lambda s: (s.peak, s.time))
         at = least.schedule[least.walk.peak_step]
         step = f"step {least.walk.peak_step} ({step_name(self.problem, at)})"
         raise InfeasibleError(

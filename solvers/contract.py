@@ -1,4 +1,4 @@
-"""A smaller block with the same optimum: nodes that are only ever worth running together become one.
+"""A smaller block with the same optimum for any peak: nodes that are only ever worth running together become one.
 
 Node i is merged into its only reader j when no backward and no later block reads what i makes, and j's
 data are together no larger: keeping i's datum for a later run of j is then never better than keeping
@@ -22,6 +22,11 @@ class Contraction:
     view: BlockView
     members: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def trivial(cls, view: BlockView) -> Contraction:
+        """Nothing merged."""
+        return cls(view, tuple((i,) for i in range(len(view.nodes))))
+
     def expand(self, runs: Runs) -> Runs:
         """The same runs, in nodes of the original block."""
         return tuple(tuple(sorted(i for k in stage for i in self.members[k])) for stage in runs)
@@ -39,13 +44,23 @@ def contract(view: BlockView) -> Contraction:
             continue
         second = nodes[j]
         assert second is not None
-        between = sum(view.sizes[d] for d in first.makes)
         reads = dict.fromkeys((*first.reads, *(d for d in second.reads if d not in first.makes)))
-        peak = max(first.peak, between + second.peak)
+        members[j] = tuple(sorted((*members[i], *members[j])))
+        peak = _peak(view, members[j])
         nodes[j] = dataclasses.replace(second, time=first.time + second.time, reads=tuple(reads), peak=peak)
-        members[j] = (*members[i], *members[j])
         nodes[i] = None
     return _renumber(view, nodes, members)
+
+
+def _peak(view: BlockView, members: tuple[int, ...]) -> int:
+    """The most bytes while ``members`` run one after the other, each datum dropped after its last reader among them."""
+    peak = live = 0
+    last = {d: i for i in members for d in view.nodes[i].reads}
+    for i in members:
+        peak = max(peak, live + view.nodes[i].peak)
+        live += sum(view.sizes[d] for d in view.nodes[i].makes if last.get(d, i) > i)
+        live -= sum(view.sizes[d] for d in view.nodes[i].reads if last[d] == i and view.owners[d] in members)
+    return peak
 
 
 def _partner(view: BlockView, nodes: list[Node | None], i: int, kept: set[int]) -> int | None:
@@ -58,7 +73,8 @@ def _partner(view: BlockView, nodes: list[Node | None], i: int, kept: set[int]) 
         return None
     reader = nodes[readers[0]]
     assert reader is not None
-    smaller = sum(view.sizes[d] for d in reader.makes) <= sum(view.sizes[d] for d in node.makes)
+    passed = sum(view.sizes[d] for d in set(node.makes) & set(reader.reads))
+    smaller = sum(view.sizes[d] for d in reader.makes) <= passed
     return readers[0] if smaller and reader.rerun else None
 
 

@@ -88,29 +88,28 @@ def least_peak(view: BlockView) -> int:
 
 
 class _Solves:
-    """The points solved so far for one model, and what they imply for others."""
+    """The save levels solved so far for one model and peak, and what they imply for others."""
 
-    def __init__(self, model: StagedModel) -> None:
-        self.model = model
-        self.solved: list[tuple[int, int, Solved]] = []
-        self.infeasible: list[tuple[int, int]] = []
+    def __init__(self, model: StagedModel, peak: int | None) -> None:
+        self.model, self.peak = model, peak
+        self.solved: list[tuple[int, Solved]] = []
+        self.infeasible = -1
 
-    def at(self, save: int, peak: int) -> Solved | None:
-        """The best for (save, peak), from an earlier solve where it decides."""
-        if any(s >= save and p >= peak for s, p in self.infeasible):
+    def at(self, save: int) -> Solved | None:
+        """The best for ``save``, from an earlier solve where it decides."""
+        if save <= self.infeasible:
             return None
-        for s, p, known in self.solved:
-            fits = known.figures.save <= save and known.figures.backward_peak <= peak
-            if s >= save and p >= peak and known.optimal and fits:
+        for limit, known in self.solved:
+            if limit >= save >= known.figures.save and known.optimal:
                 return known
         try:
-            answer = self.model.solve(save, peak)
+            answer = self.model.solve(save, self.peak)
         except TimeoutError:
             return None
         if answer is None:
-            self.infeasible.append((save, peak))
+            self.infeasible = save
         else:
-            self.solved.append((save, peak, answer))
+            self.solved.append((save, answer))
         return answer
 
 
@@ -122,13 +121,12 @@ def view_options(view: BlockView, grid: Grid) -> tuple[Option, ...]:
     if not any(rerun_runs(view)):
         return pareto(found)
     low = least_peak(view)
-    loose = max(keep.backward_peak, rerun.backward_peak)
     saves = [round(fraction * keep.save) for fraction in grid.saves]
-    series = [(False, loose, part) for part in (saves[::2], saves[1::2])] if grid.unlimited else []
+    series: list[tuple[bool, int | None, list[int]]] = []
+    if grid.unlimited:
+        series += [(False, None, saves[::2]), (False, None, saves[1::2]), (True, None, [0])]
     for fraction in grid.peaks:
         series.append((False, low + round(fraction * max(0, keep.backward_peak - low)), saves[::4]))
-    if grid.unlimited:
-        series.append((True, loose, [0]))
     for fraction in grid.fresh_peaks:
         series.append((True, low + round(fraction * max(0, keep.backward_peak - low)), [0]))
     # HiGHS releases the interpreter while it runs; every series is independent, so the result is the same.
@@ -138,10 +136,12 @@ def view_options(view: BlockView, grid: Grid) -> tuple[Option, ...]:
     return pareto(found)
 
 
-def _solve_series(view: BlockView, solver: SolverOptions, fresh: bool, peak: int, saves: list[int]) -> list[Option]:
+def _solve_series(
+    view: BlockView, solver: SolverOptions, fresh: bool, peak: int | None, saves: list[int]
+) -> list[Option]:
     """Options for one peak and falling save levels."""
-    solves = _Solves(StagedModel(view, fresh, solver))
-    answers = [solves.at(save, peak) for save in saves]
+    solves = _Solves(StagedModel(view, fresh, solver, merge=True), peak)
+    answers = [solves.at(save) for save in saves]
     return [option(a.figures, fresh or _is_fresh(a.figures), a.optimal, a.bound) for a in answers if a]
 
 

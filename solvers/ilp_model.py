@@ -1,8 +1,8 @@
 """The staged integer program of one block, built once and solved for many (save, peak).
 
-Nodes that are only worth running together are one node (``contract``). The forward phase runs every node once. Stage ``s`` ends with the s-th backward ``b(s)`` in backward
+The forward phase runs every node once. Stage ``s`` ends with the s-th backward ``b(s)`` in backward
 order, before which nodes may run again, each at most once per stage and in forward order, and only if
-``b(s)`` reads data of the block. That is the class of schedules in which the optimum is exact.
+they lead to what ``b(s)`` reads. That is the class of schedules in which the optimum is exact.
 Variables (each exists only where it can be useful):
 
 - ``R[s,i]`` in {0,1}: node i runs again in stage s;
@@ -36,13 +36,16 @@ import highspy
 import pulp
 
 from solvers.block import BlockView, Figures, Runs, figures
-from solvers.contract import contract
+from solvers.contract import Contraction, contract
 
 HIGHS_SETTINGS: dict[str, Any] = {"mip_heuristic_effort": 0.0, "mip_pscost_minreliable": 1}
 """Measured on transformer layers: these programs need cuts and branching, heuristics do not pay."""
 
 MAX_UNITS = 10**6
 """Largest sum of sizes in units; larger ones make rows fractions of a coarser unit."""
+
+MAX_CUTS = 50
+"""Solves for one point before it is given up; one is the rule."""
 
 Term = tuple[pulp.LpVariable, int]
 
@@ -96,11 +99,16 @@ def _unit(view: BlockView) -> int:
 
 
 class StagedModel:
-    """The program of one block. ``solve`` may be called any number of times."""
+    """The program of one block. ``solve`` may be called any number of times.
 
-    def __init__(self, view: BlockView, fresh: bool, options: SolverOptions) -> None:
-        self.original = view
-        self.contraction = contract(view)
+    ``merge``: solve the contracted block, which is much faster. Its optimum is exact where the peak is
+    not limited; with a limit it may miss a cheaper way, since a merged node holds its inputs to its end,
+    and what it finds is not called optimal.
+    """
+
+    def __init__(self, view: BlockView, fresh: bool, options: SolverOptions, merge: bool = False) -> None:
+        self.original, self.merge = view, merge
+        self.contraction = contract(view) if merge else Contraction.trivial(view)
         self.view = view = self.contraction.view
         self.options = options
         self.useful = useful_nodes(view)
@@ -113,14 +121,16 @@ class StagedModel:
         self.P = self._kept(fresh)
         self.L: dict[tuple[int, int, int], pulp.LpVariable] = {}
         self.rows: dict[str, Any] = {}
+        self.cuts: list[tuple[str, int, int]] = []  # name, row in HiGHS, number of variables
         self.memory_rows: list[tuple[str, int]] = []
+        self.exact: dict[str, dict[pulp.LpVariable, int]] = {}
         self.lp += pulp.lpSum(view.nodes[i].time / self.time_unit * r for (_, i), r in self.R.items())
         for s in range(len(view.stages)):
             self._add_sources(s)
             self._add_liveness(s)
             self._add_memory(s)
         saved = [(self.P[0, d], view.sizes[d]) for d in self.useful[0][1] - view.interface] if not fresh else []
-        self._add("save", self._bytes(saved) <= 0)
+        self._add_bytes("save", saved)
         self._highs: Any = None
 
     def _kept(self, fresh: bool) -> dict[tuple[int, int], pulp.LpVariable]:
@@ -142,11 +152,14 @@ class StagedModel:
         self.rows[name] = row
         self.lp.addConstraint(row, name)
 
-    def _bytes(self, terms: list[Term]) -> Any:
+    def _add_bytes(self, name: str, terms: list[Term]) -> None:
+        """A row on memory; its limit is set at each solve. ``exact`` keeps it in bytes."""
         sizes: dict[pulp.LpVariable, int] = {}
         for variable, size in terms:
             sizes[variable] = sizes.get(variable, 0) + size
-        return pulp.LpAffineExpression({variable: size / self.unit for variable, size in sizes.items()})
+        self.exact[name] = sizes
+        scaled = pulp.LpAffineExpression({variable: size / self.unit for variable, size in sizes.items()})
+        self._add(name, scaled <= 0)
 
     def _limit(self, size: int) -> float:
         """``size`` as a right-hand side: whole units when all coefficients are."""
@@ -209,49 +222,77 @@ class StagedModel:
         for i in self.useful[s][0]:
             terms, constant = self._live(s, i)
             terms.append((self.R[s, i], self.view.nodes[i].peak))
-            self._add(f"run_{s}_{i}", self._bytes(terms) <= 0)
+            self._add_bytes(f"run_{s}_{i}", terms)
             self.memory_rows.append((f"run_{s}_{i}", constant + stage.before))
         terms, constant = self._live(s, len(self.view.nodes))
-        self._add(f"bwd_{s}", self._bytes(terms) <= 0)
+        self._add_bytes(f"bwd_{s}", terms)
         self.memory_rows.append((f"bwd_{s}", constant + stage.peak))
 
-    def solve(self, save: int, peak: int) -> Solved | None:
+    def solve(self, save: int, peak: int | None) -> Solved | None:
         """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if there provably are none.
 
-        The solver works in floating point, so what it returns is checked in integers; where it
-        overstepped, the program is tightened by that much and solved again. ``TimeoutError`` if the
-        solver stops at its limit without any solution.
+        ``peak=None``: no limit. The solver works in floating point, so what it returns is checked in bytes. Where it overstepped a
+        row, the variables at 1 that overstep it together are forbidden together (a cover cut, valid for
+        these limits), and it solves again. ``TimeoutError`` if it stops at its limit without a solution.
         """
+        free = sum(self.view.sizes) + sum(n.peak for n in self.view.nodes) + max((s.peak for s in self.view.stages), default=0)
+        exact = peak is None or not self.merge
+        peak = free if peak is None else peak
         if not self.R:
             found = figures(self.original, ((),) * len(self.view.stages))
             return Solved(found, 0.0, True) if found.backward_peak <= peak else None
-        tight_save, tight_peak = save, peak
-        for _ in range(4):
-            answer = self._optimise(tight_save, tight_peak)
-            if answer is None and (tight_save, tight_peak) == (save, peak):
-                return None
-            if answer is None:
-                break
-            runs, bound, optimal = answer
-            found = figures(self.original, runs)
-            if found.save <= save and found.backward_peak <= peak:
-                return Solved(found, min(bound, found.time), optimal)
-            tight_save -= max(0, found.save - save)
-            tight_peak -= max(0, found.backward_peak - peak)
-        raise TimeoutError("no solution passed the integer check")
+        limits = {"save": save, **{name: peak - left_out for name, left_out in self.memory_rows}}
+        try:
+            for _ in range(MAX_CUTS):
+                answer = self._optimise(limits)
+                if answer is None:
+                    return None
+                values, bound, optimal = answer
+                over = self._overstepped(values, limits)
+                if not over:
+                    return self._solved(values, bound, optimal and exact, save, peak)
+                for cover in over:
+                    self._forbid(cover)
+        finally:
+            self._forget_cuts()
+        raise TimeoutError("no solution passed the check in bytes")
 
-    def _optimise(self, save: int, peak: int) -> tuple[Runs, float, bool] | None:
-        limits = {"save": self._limit(save)}
-        for name, left_out in self.memory_rows:
-            limits[name] = self._limit(peak - left_out)
-        solved = self._run_highs(limits) if self.options.name == "HiGHS" else self._run_other(limits)
-        if solved is None:
-            return None
-        values, bound, optimal = solved
-        runs: list[tuple[int, ...]] = []
-        for s, (nodes, _) in enumerate(self.useful):
-            runs.append(tuple(i for i in nodes if values[self.R[s, i].name] > 0.5))
-        return self.contraction.expand(tuple(runs)), bound * self.time_unit, optimal
+    def _overstepped(self, values: dict[str, float], limits: dict[str, int]) -> list[list[pulp.LpVariable]]:
+        found = []
+        for name, limit in limits.items():
+            taken = [v for v in self.exact[name] if values[v.name] > 0.5]
+            if taken and sum(self.exact[name][v] for v in taken) > limit:
+                found.append(taken)
+        return found
+
+    def _solved(self, values: dict[str, float], bound: float, optimal: bool, save: int, peak: int) -> Solved:
+        runs = tuple(tuple(i for i in nodes if values[self.R[s, i].name] > 0.5) for s, (nodes, _) in enumerate(self.useful))
+        found = figures(self.original, self.contraction.expand(runs))
+        if found.save > save or found.backward_peak > peak:
+            raise TimeoutError("the solution does not fit when its merged nodes are told apart")
+        return Solved(found, min(bound * self.time_unit, found.time), optimal)
+
+    def _forbid(self, cover: list[pulp.LpVariable]) -> None:
+        name = f"cut_{len(self.rows)}"
+        self._add(name, pulp.lpSum(cover) <= len(cover) - 1)
+        row = -1
+        if self._highs is not None:
+            columns = [v.index for v in cover]
+            self._highs.addRow(-highspy.kHighsInf, len(cover) - 1, len(cover), columns, [1.0] * len(cover))
+            row = self._highs.getNumRow() - 1
+        self.cuts.append((name, row, len(cover)))
+
+    def _forget_cuts(self) -> None:
+        """The cuts hold for one set of limits only: make them say nothing."""
+        for name, row, size in self.cuts:
+            self.rows[name].changeRHS(size)
+            if self._highs is not None:
+                self._highs.changeRowBounds(row, -highspy.kHighsInf, size)
+        self.cuts.clear()
+
+    def _optimise(self, limits: dict[str, int]) -> tuple[dict[str, float], float, bool] | None:
+        scaled = {name: self._limit(limit) for name, limit in limits.items()}
+        return self._run_highs(scaled) if self.options.name == "HiGHS" else self._run_other(scaled)
 
     def _run_other(self, limits: dict[str, float]) -> tuple[dict[str, float], float, bool] | None:
         """Any PuLP solver: the model is handed over anew at every solve."""

@@ -116,3 +116,15 @@ def test_other_solvers_by_name(name: str) -> None:
         assert solved and solved.optimal
         answers.append(solved.figures.time)
     assert answers[0] == answers[1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(max_nodes=5, max_blocks=1, plain=True))
+def test_merged_nodes_lose_nothing_where_the_peak_is_free(problem: Problem) -> None:
+    view = block_view(problem, problem.blocks[0])
+    assume(view.stages)
+    whole = StagedModel(view, fresh=False, options=EXACT)
+    merged = StagedModel(view, fresh=False, options=EXACT, merge=True)
+    for save in sorted({0, sum(view.sizes) // 3, sum(view.sizes)}):
+        a, b = whole.solve(save, None), merged.solve(save, None)
+        assert (a and a.figures.time) == (b and b.figures.time)

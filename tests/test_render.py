@@ -1,0 +1,202 @@
+"""Pictures of graphs: written, complete, readable without ``dot``, and small for large graphs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rkgb
+from rkgb import Graphs, RenderWarning, make_all_graphs, print_all_graphs, print_graph, render_draw
+from rkgb.render_parts import counted, format_bytes, format_time
+from rkgb.Stools import print_S_graph
+from rockmate.gpt import GPT
+
+dot = pytest.mark.skipif(shutil.which("dot") is None, reason="the program dot (Graphviz) is not installed")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Graphs:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return make_all_graphs(model, torch.randn(3, 8), costs="flops")
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Graphs:
+    return make_all_graphs(GPT(2, 32, 4, 16, 64), torch.randint(64, (2, 16)), costs="flops")
+
+
+def stages(graphs: Graphs) -> list[render_draw.Graph]:
+    return [graphs.B, graphs.D, graphs.S, graphs.K]
+
+
+def drawn(path: Path, kind: str) -> list[str]:
+    """Names of the boxes or ellipses ("node") or frames ("cluster") in an SVG."""
+    return re.findall(rf'class="{kind}">\s*<title>([^<]*)</title>', path.read_text(encoding="utf-8"))
+
+
+@dot
+@pytest.mark.parametrize("stage", range(4))
+def test_small_pictures_show_every_operation_with_its_source_line(tiny: Graphs, stage: int, tmp_path: Path) -> None:
+    g = stages(tiny)[stage]
+    svg = print_graph(g, "tiny", directory=tmp_path / "new folder")
+    assert svg == tmp_path / "new folder" / "tiny.svg"
+    text = svg.read_text(encoding="utf-8")
+    assert all(f">{op}<" in text for op in ("linear", "relu", "linear_1"))
+    assert re.search(r'xlink:title="[^"]*= linear\([^"]*# \w+\.py:\d+', text)
+    assert (tmp_path / "new folder" / "tiny.gv").read_text(encoding="utf-8").startswith("digraph")
+
+
+@dot
+def test_all_stages_of_gpt(gpt: Graphs, tmp_path: Path) -> None:
+    paths = print_all_graphs(gpt, "gpt", directory=tmp_path)
+    assert [p.name for p in paths] == ["gpt_B.svg", "gpt_D.svg", "gpt_S.svg", "gpt_K.svg"]
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert all(f">{op}<" in text for op in ("embedding", "layer_norm", "softmax", "gelu"))
+        assert "gpt.py:" in text
+    for path in paths[2:]:
+        assert len(drawn(path, "cluster")) == len(gpt.S.blocks)
+        text = path.read_text(encoding="utf-8")
+        for k, number in enumerate(gpt.classes):
+            assert f"block {k}, class {number} " in text
+    backwards = sum(node.backward is not None for node in gpt.K.nodes)
+    names = drawn(paths[3], "node")
+    assert sum(name.startswith("f") for name in names) == len(gpt.K.nodes)
+    assert sum(bool(re.fullmatch(r"b\d+", name)) for name in names) == backwards
+    assert sum(name.startswith("d") for name in names) == len(gpt.K.data)
+
+
+@dot
+@pytest.mark.parametrize(("render_format", "magic"), [("pdf", b"%PDF"), ("png", b"\x89PNG")])
+def test_other_formats(gpt: Graphs, render_format: str, magic: bytes, tmp_path: Path) -> None:
+    for path in print_all_graphs(gpt, render_format=render_format, directory=tmp_path):
+        content = path.read_bytes()
+        assert path.suffix == f".{render_format}" and content.startswith(magic) and len(content) > 10_000
+
+
+@dot
+def test_forwards_stand_left_of_backwards(gpt: Graphs) -> None:
+    lines = render_draw.draw(gpt.K).pipe("plain", encoding="utf-8").splitlines()
+    x = {word[1]: float(word[2]) for word in (line.split() for line in lines) if word[0] == "node"}
+    y = {word[1]: float(word[3]) for word in (line.split() for line in lines) if word[0] == "node"}
+    for i, node in enumerate(gpt.K.nodes):
+        assert all(x[f"f{i}"] < x[f"d{d}"] < x[f"b{i}"] for d in node.makes)
+        assert y[f"f{i}"] == pytest.approx(y[f"b{i}"])
+    assert sorted(range(len(gpt.K.nodes)), key=lambda i: -y[f"f{i}"]) == list(range(len(gpt.K.nodes)))
+
+
+@dot
+def test_large_graphs_are_drawn_by_their_distinct_blocks(
+    gpt: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(render_draw, "LIMIT", 40)
+    by_line, *paths = print_all_graphs(gpt, directory=tmp_path)
+    assert "by source line" in by_line.read_text(encoding="utf-8")
+    lines = {node.line for node in gpt.B.nodes}
+    assert sum(name.startswith("line") for name in drawn(by_line, "node")) == len(lines)
+    for path in paths:
+        names, text = drawn(path, "node"), path.read_text(encoding="utf-8")
+        assert sum(name.startswith("chain") for name in names) == len(gpt.S.blocks)
+        assert len(drawn(path, "cluster")) == len(set(gpt.classes)) + 1
+        assert "and 1 more like it" in text and "4.0 KiB to later blocks" in text
+        assert ">softmax<" in text and "gpt.py:34" in text
+    start, stop = gpt.S.blocks[1]
+    names = drawn(paths[-1], "node")
+    assert sum(name.startswith("block1_f") for name in names) == stop - start
+    assert re.search(r"forward \d+ ns, backward \d+ ns", paths[-1].read_text(encoding="utf-8"))
+
+
+@dot
+def test_a_large_graph_without_blocks_is_cut_first(
+    gpt: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(render_draw, "LIMIT", 40)
+    uncut = gpt.S.with_blocks(((0, len(gpt.S.nodes)),))
+    assert len(drawn(print_graph(uncut, directory=tmp_path), "cluster")) == len(set(gpt.classes)) + 1
+    monkeypatch.setattr(render_draw, "LIMIT", 400)
+    assert len(drawn(print_graph(uncut, directory=tmp_path), "cluster")) == 1
+
+
+def test_without_dot_the_source_is_written(tiny: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.warns(RenderWarning, match="dot is not installed.*apt install graphviz"):
+        path = print_graph(tiny.K, "tiny", directory=tmp_path)
+    assert path == tmp_path / "tiny.gv"
+    assert "linear backward" in path.read_text(encoding="utf-8")
+    assert not (tmp_path / "tiny.svg").exists()
+
+
+def test_text_needs_no_dot(tiny: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", "")
+    paths = print_all_graphs(tiny, "tiny", render_format="text", directory=tmp_path)
+    assert [p.name for p in paths] == ["tiny_B.txt", "tiny_D.txt", "tiny_S.txt", "tiny_K.txt"]
+    for path, g in zip(paths, stages(tiny), strict=True):
+        assert path.read_text(encoding="utf-8") == f"{g}\n"
+
+
+def test_unknown_format(tiny: Graphs, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'jpeg'; it can be svg, pdf, png, text"):
+        print_graph(tiny.B, render_format="jpeg", directory=tmp_path)
+
+
+def test_open_shows_the_file(tiny: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("rkgb.render.graphviz.view", shown.append)
+    path = print_graph(tiny.S, open=True, render_format="text", directory=tmp_path)
+    assert shown == [str(path)] and path.name == "S_graph.txt"
+
+    def fail(path: str) -> None:
+        raise FileNotFoundError("xdg-open")
+
+    monkeypatch.setattr("rkgb.render.graphviz.view", fail)
+    with pytest.warns(RenderWarning, match="no viewer"):
+        assert print_graph(tiny.S, open=True, render_format="text", directory=tmp_path) == path
+
+
+@dot
+def test_a_notebook_shows_the_picture(gpt: Graphs) -> None:
+    for g in stages(gpt):
+        shown = g._repr_mimebundle_()
+        assert shown["text/plain"] == str(g)
+        assert "</svg>" in shown["image/svg+xml"] and "layer_norm" in shown["image/svg+xml"]
+
+
+def test_a_notebook_without_dot_shows_the_text(tiny: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    for g in stages(tiny):
+        assert g._repr_mimebundle_() == {"text/plain": str(g)}
+
+
+@dot
+def test_names_of_the_seed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+    graphs = rkgb.test_rkgb(model, torch.randn(3, 8), render_format="svg", directory=tmp_path, costs="flops")
+    assert sorted(p.name for p in tmp_path.glob("*.svg")) == [f"Sequential_{stage}.svg" for stage in "BDKS"]
+    assert print_S_graph(graphs.S, "mine", directory=tmp_path) == tmp_path / "mine.svg"
+    assert rkgb.test_rkgb.__test__ is False  # type: ignore[attr-defined]
+
+
+@dot
+def test_strange_names_are_drawn(tmp_path: Path) -> None:
+    class Strange(nn.Module):
+        def forward(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+            a = tensors["<a&b>"]
+            return {"input": a, "sum": (a + 1).detach() * torch.eye(3), "unused": a.sin()}
+
+    graphs = make_all_graphs(Strange(), {"<a&b>": torch.randn(3, 3)}, costs="flops")
+    for path in print_all_graphs(graphs, 'a "quoted" näme', directory=tmp_path):
+        assert path.stat().st_size > 1000
+
+
+def test_sizes_and_times() -> None:
+    assert [format_bytes(n) for n in (0, 512, 1536, 2 * 2**20, 3 * 2**40, 5000 * 2**40)] == [
+        "0 B", "512 B", "1.5 KiB", "2.0 MiB", "3.0 TiB", "5000.0 TiB",
+    ]  # fmt: skip
+    assert [format_time(t) for t in (340, 1500, 1_500_000, 2_300_000_000)] == ["340 ns", "1.5 us", "1.5 ms", "2.3 s"]
+    assert counted(["view", "add", "view"]) == "view ×2, add"
+    assert counted("abcdef", limit=2) == "a, b, …"
