@@ -45,9 +45,7 @@ def make_B(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return trace(model, args, kwargs or {})[0]
 
 
-def trace(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[B_graph, list[torch.Tensor]]:
+def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[B_graph, list[torch.Tensor]]:
     """The B graph of ``model(*args, **kwargs)``, and the outputs of the module itself on this sample.
 
     The module runs once, traced, with gradients on but nothing saved for backward; a second time where
@@ -195,7 +193,7 @@ def _constant(node: Any) -> Any:
 def _python_function(node: Any) -> Callable[..., Any]:
     function = node.pyobj()
     owner = function if isinstance(function, type) else getattr(function, "__self__", None)
-    apply: Callable[..., Any] = owner.apply if owner is not None else function  # type: ignore[attr-defined]
+    apply: Callable[..., Any] = getattr(owner, "apply", function)
     return apply
 
 

@@ -168,7 +168,14 @@ class _Probe:
         b = self.b
         values = {v: self.values[v] for v in sorted(self.values)}
         return D_graph(
-            tuple(self.names), b.sources, tuple(self.nodes), b.outputs, b.structure, values, tuple(self.storages), tuple(self.facts)
+            tuple(self.names),
+            b.sources,
+            tuple(self.nodes),
+            b.outputs,
+            b.structure,
+            values,
+            tuple(self.storages),
+            tuple(self.facts),
         )
 
 

@@ -6,6 +6,7 @@ order. It is therefore computed here once, by following autograd's rules for gra
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,7 @@ class K_graph(Drawn):
             if node.backward:
                 assert all(self.data[d].owner <= i for d in node.backward.reads)
         chain = [n.backward for n in reversed(self.nodes) if n.backward]
-        assert all(a.after == b.before for a, b in zip(chain, chain[1:], strict=False))
+        assert all(a.after == b.before for a, b in itertools.pairwise(chain))
 
     def __str__(self) -> str:
         lines = []
@@ -88,9 +89,7 @@ class K_graph(Drawn):
         return "\n".join(lines)
 
 
-def S_to_K(
-    s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], costs: list[Cost] | None = None
-) -> K_graph:
+def S_to_K(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], costs: list[Cost] | None = None) -> K_graph:
     """Differentiate ``s``; ``costs`` are measured on ``inputs`` unless given."""
     costs = measure_nodes(s, model, inputs) if costs is None else costs
     data: list[K_data] = []
@@ -114,9 +113,7 @@ def S_to_K(
         peak = max(costs[i].forward_peak, sum(data[d].bytes for d in makes))
         time = costs[i].forward_time
         name = s.d.names[node.makes[0]] if node.makes else node.name
-        nodes.append(
-            K_node(name, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes)
-        )
+        nodes.append(K_node(name, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes))
     outputs = dict.fromkeys(s.d.values[v].storage for v in s.d.outputs)
     carried = [v for v in dict.fromkeys(s.d.outputs) if s.d.values[v].requires_grad]
     k = K_graph(

@@ -16,7 +16,9 @@ from rkgb.graphs import D_graph, S_graph, S_node, Saved
 
 # These change their running statistics, but their results in training do not depend on them: they may run
 # again (on copies of the statistics). Any other change of a buffer happens once.
-STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_index", "cudnn_batch_norm"})
+STATISTICS = frozenset(
+    {"batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_index", "cudnn_batch_norm"}
+)
 
 
 def D_to_S(d: D_graph) -> S_graph:
@@ -72,14 +74,18 @@ def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
     merged = nx.condensation(graph)
     members = {c: sorted(op for g in data["members"] for op in groups[g]) for c, data in merged.nodes(data=True)}
     random = [c for k, f in enumerate(d.facts) if f.random for c in [next(c for c in members if k in members[c])]]
-    merged.add_edges_from((a, b) for a, b in zip(random, random[1:], strict=False) if a != b)  # draws stay in order
+    merged.add_edges_from((a, b) for a, b in itertools.pairwise(random) if a != b)  # draws stay in order
     order = nx.lexicographical_topological_sort(merged, key=lambda c: _position(d, members[c]))
     return [members[c] for c in order]
 
 
 def _position(d: D_graph, ops: list[int]) -> int:
     """Where a group stands in the program: at its last operation that is not a mere view."""
-    real = [k for k in ops if d.facts[k].writes or any(d.storages[d.values[v].storage].owner == k for v in d.nodes[k].outputs)]
+    real = [
+        k
+        for k in ops
+        if d.facts[k].writes or any(d.storages[d.values[v].storage].owner == k for v in d.nodes[k].outputs)
+    ]
     return max(real, default=ops[0])
 
 

@@ -27,7 +27,9 @@ _HOST_READS = frozenset(
 ) | {"torch.equal", "torch.allclose", "Tensor.equal"}
 
 # Sizes are plain numbers in a trace: a call with other shapes is traced again.
-_SIZES = frozenset({"Tensor.size", "Tensor.stride", "Tensor.numel", "Tensor.nelement", "Tensor.__len__", "shape.__get__"})
+_SIZES = frozenset(
+    {"Tensor.size", "Tensor.stride", "Tensor.numel", "Tensor.nelement", "Tensor.__len__", "shape.__get__"}
+)
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
@@ -207,7 +209,7 @@ def _functions_marked(seen: Recorder) -> Iterator[None]:
 def _plain_checkpoint() -> Iterator[None]:
     """Reentrant checkpoints run their function directly: we choose what is recomputed."""
     cls = torch.utils.checkpoint.CheckpointFunction
-    cls.apply = staticmethod(lambda function, preserve, *args: function(*args))  # type: ignore[assignment]
+    cls.apply = staticmethod(lambda function, preserve, *args: function(*args))  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -246,11 +248,17 @@ def record(
         return (*results, *{id(t): t for t in seen.kept if id(t) not in known}.values())
 
     lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
-    with _functions_marked(seen), _plain_checkpoint(), _transformers_as_eager(), drop_saved(), warnings.catch_warnings():
+    with (
+        _functions_marked(seen),
+        _plain_checkpoint(),
+        _transformers_as_eager(),
+        drop_saved(),
+        warnings.catch_warnings(),
+    ):
         # What Python reads from data, the recorder sees.
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
         try:
-            graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)  # type: ignore[attr-defined]
+            graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)
         except RuntimeError as error:
             raise UnsupportedError(f"torch.jit could not trace the module: {error}") from error
     torch._C._jit_pass_inline(graph)

@@ -7,6 +7,7 @@ written ``Ref(i)``. Node arguments are constants, ``Ref``s, or lists and tuples 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -244,7 +245,7 @@ class S_graph(Drawn):
                 for s in self.d.facts[op].writes:
                     assert s in mine or self.d.storages[s].owner is None, f"{node.name} writes another node's memory"
         ends = [0, *(stop for _, stop in self.blocks)]
-        assert [(a, b) for a, b in zip(ends, ends[1:], strict=False)] == list(self.blocks)
+        assert list(itertools.pairwise(ends)) == list(self.blocks)
         assert not self.blocks or ends[-1] == len(self.nodes)
 
     def with_blocks(self, blocks: tuple[tuple[int, int], ...]) -> S_graph:
@@ -258,14 +259,14 @@ class S_graph(Drawn):
             if i in starts:
                 lines.append(f"# block {starts[i]}")
             names = self.d.names
-            flags = "".join(
-                f"  [{flag}]" for flag in ("random", "fixed") if getattr(node, flag)
-            ) + ("" if node.requires_grad else "  [no grad]")
+            flags = "".join(f"  [{flag}]" for flag in ("random", "fixed") if getattr(node, flag)) + (
+                "" if node.requires_grad else "  [no grad]"
+            )
             saved = [names[first_value(self.d, s)] for s in node.saved.storages]
             private = [f"{b} bytes" for b in node.saved.private]
+            makes, reads = (", ".join(names[v] for v in values) for values in (node.makes, node.reads))
             lines.append(
-                f"{', '.join(names[v] for v in node.makes) or '()'} = {node.name}({', '.join(names[v] for v in node.reads)})"
-                f"  # saves {', '.join(saved + private) or 'nothing'}{flags}"
+                f"{makes or '()'} = {node.name}({reads})  # saves {', '.join(saved + private) or 'nothing'}{flags}"
             )
         return "\n".join([*lines, f"return {', '.join(self.d.names[v] for v in self.d.outputs)}"])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -194,8 +195,7 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
     fed: list[Any] = []
     views: set[int] = set()
     watches = [
-        leaf.register_hook(lambda g, k=run.node.reads.index(v): views.add(k) if g._is_view() else None)
-        for v, leaf in run.leaves.items()
+        leaf.register_hook(partial(_note_view, views, run.node.reads.index(v))) for v, leaf in run.leaves.items()
     ]
     results = run.forward(came.append)
     _Feed.apply(fed.append, *run.ends(results)).backward()
@@ -216,6 +216,11 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
         found[v] = InputGradient(g.untyped_storage().nbytes(), shares)
         places.setdefault(address, ("input", run.node.reads.index(v)))
     return tuple(found.get(v) for v in run.node.reads), frozenset(views)
+
+
+def _note_view(views: set[int], position: int, gradient: torch.Tensor) -> None:
+    if gradient._is_view():
+        views.add(position)
 
 
 def _backward_memory(run: NodeRun) -> tuple[int, int]:

@@ -54,7 +54,8 @@ def make_all_graphs(
     args, kwargs = call_of(sample, sample_kwargs)
     inputs = tensors_of(args, kwargs)
     phase("trace")
-    b, expected = trace(model, args, kwargs)
+    with torch.enable_grad():
+        b, expected = trace(model, args, kwargs)
     d, outputs = probe(b, model, inputs)
     check_outputs(b, outputs, expected)
     phase("simplify")

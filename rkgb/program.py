@@ -41,13 +41,14 @@ def run_node(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:
 def source_value(source: Source, model: torch.nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
     """The tensor that a source stands for, looked up by name in the module as it is now."""
     if source.kind == "input":
-        return inputs[source.key]
+        given: torch.Tensor = inputs[source.key]
+        return given
     if source.kind == "constant":
         constant: torch.Tensor = source.key
         return constant
     module, _, name = source.key.rpartition(".")
     owner = model.get_submodule(module)
-    tensor = owner._parameters.get(name)
+    tensor: torch.Tensor | None = owner._parameters.get(name)
     if tensor is None:
         tensor = owner._buffers.get(name)
     if tensor is None:

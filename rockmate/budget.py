@@ -23,16 +23,18 @@ def parse_budget(budget: int | float | str) -> int:
         if not match or match[2] not in _UNITS:
             raise BudgetError(f"the budget {budget!r} is no amount of memory: {_HOW}")
         try:
-            budget = float(match[1]) * _UNITS[match[2]]
+            size = float(match[1]) * _UNITS[match[2]]
         except ValueError as error:
             raise BudgetError(f"the budget {budget!r} is no amount of memory: {_HOW}") from error
-    if not 0 < budget < 2**63:
+    else:
+        size = budget
+    if not 0 < size < 2**63:
         raise BudgetError(f"the budget is {budget} bytes, which no step can be run in: {_HOW}")
-    return int(budget)
+    return int(size)
 
 
 def show_bytes(size: float) -> str:
-    """"12.3 MiB"."""
+    """ "12.3 MiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":
             break

@@ -65,16 +65,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     """Split ``schedule`` into what happens after each node and before each backward."""
     s = k.s
     at_loss = schedule.index(Loss())
-    after: list[list[int]] = [[] for _ in s.nodes]
-    live: set[int] = set()
-    node = 0
-    for step in schedule[:at_loss]:
-        if isinstance(step, Run):
-            node = step.node
-            live.update(k.nodes[node].makes)
-        elif isinstance(step, Del):
-            after[node].append(step.data)
-            live.discard(step.data)
+    after, live = _forward_phase(k, schedule[:at_loss])
     stages: list[int] = []
     before: list[tuple[Run | Del, ...]] = []
     pending: list[Run | Del] = []
@@ -97,12 +88,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
             pending.append(step)
             again.add(step.node)
             dropped.update(k.nodes[step.node].makes)
-    tracked = set(k.outputs)
-    for i, n in enumerate(k.nodes):
-        if i in again:
-            tracked.update(n.reads, n.makes)
-        if n.backward and i not in native:
-            tracked.update(n.backward.reads)
+    tracked = _tracked(k, again, native)
     data_of = {v: d for d, data in enumerate(k.data) if data.storage is not None for v in _values_in(s, data.storage)}
     values_of: list[list[int]] = [[] for _ in k.data]
     for v, d in data_of.items():
@@ -123,6 +109,32 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     )
 
 
+def _forward_phase(k: K_graph, steps: Schedule) -> tuple[list[list[int]], set[int]]:
+    """Data dropped after each node, and data live at the end."""
+    after: list[list[int]] = [[] for _ in k.nodes]
+    live: set[int] = set()
+    node = 0
+    for step in steps:
+        if isinstance(step, Run):
+            node = step.node
+            live.update(k.nodes[node].makes)
+        elif isinstance(step, Del):
+            after[node].append(step.data)
+            live.discard(step.data)
+    return after, live
+
+
+def _tracked(k: K_graph, again: set[int], native: set[int]) -> set[int]:
+    """Data that something but autograd's own graph reads after the forward phase."""
+    tracked = set(k.outputs)
+    for i, n in enumerate(k.nodes):
+        if i in again:
+            tracked.update(n.reads, n.makes)
+        if n.backward and i not in native:
+            tracked.update(n.backward.reads)
+    return tracked
+
+
 def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, int, int]]:
     found: list[tuple[bool, int, int]] = []
     for i, code in enumerate(nodes):
@@ -139,9 +151,7 @@ def _values_in(s: S_graph, storage: int) -> list[int]:
     return [v for v in owner.makes if s.d.values[v].storage == storage]
 
 
-def _node_code(
-    k: K_graph, i: int, data_of: dict[int, int], again: bool, native: bool, tracked: set[int]
-) -> NodeCode:
+def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native: bool, tracked: set[int]) -> NodeCode:
     s, node = k.s, k.s.nodes[i]
     ops = tuple(s.d.nodes[op] for op in node.ops)
     written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}

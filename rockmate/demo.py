@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
             good = False
             continue
         equal = _same_training(rk, eager, data, options.grads_allocated)
-        peak = measure_peak(lambda m=rk: step(m, data[0]), device)
-        slower = _overhead(lambda: step(eager, data[0]), lambda m=rk: step(m, data[0]), options.pairs, device)
+        peak = measure_peak(partial(step, rk, data[0]), device)
+        slower = _overhead(partial(step, eager, data[0]), partial(step, rk, data[0]), options.pairs, device)
         measured.append((peak, slower))
         good = good and equal and peak <= rk.budget
         print(

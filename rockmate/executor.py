@@ -22,7 +22,7 @@ from rkgb.capture import random_state, set_random_state
 from rkgb.graphs import Node, substitute
 from rkgb.program import in_mode, source_value
 from rockmate.compiled import NodeCode, Program
-from solvers.schedule import Del, Run
+from solvers.schedule import Del
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -175,7 +175,7 @@ class CallState:
         """The backward of node i is next: take the schedule's steps up to it."""
         if not self.in_backward:
             self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
         k = self.stage[i]
         if k < self.at:
             return
@@ -272,7 +272,7 @@ class CallState:
 
 def _graph_is_retained() -> bool:
     """Whether the backward that runs was called with retain_graph=True (or create_graph=True)."""
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return kept
 
 

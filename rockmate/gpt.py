@@ -32,7 +32,8 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-2, -1) / math.sqrt(width // self.heads)
         scores = scores.masked_fill(self.mask[:length, :length], float("-inf"))
         weights = self.drop_weights(F.softmax(scores, dim=-1))
-        return self.drop_out(self.out((weights @ v).transpose(1, 2).reshape(batch, length, width)))
+        out: torch.Tensor = self.drop_out(self.out((weights @ v).transpose(1, 2).reshape(batch, length, width)))
+        return out
 
 
 class Layer(nn.Module):
@@ -49,7 +50,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+        x = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x
 
 
 class GPT(nn.Module):

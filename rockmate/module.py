@@ -66,7 +66,7 @@ class Rockmate(torch.nn.Module):
         self.budget = parse_budget(budget)
         self.plans_made = 0
         self._costs, self._loss_memory = costs, loss_memory
-        self._variants: dict[Hashable, _Variant] = {}
+        self._variants: dict[tuple[Hashable, frozenset[str]], _Variant] = {}
         self.plan = self._variant(args, kwargs).plan
 
     @property
@@ -91,13 +91,11 @@ class Rockmate(torch.nn.Module):
         outputs = iter(CallState(variant.program, self.original, tensors_of(args, kwargs)).forward())
         structure = variant.structure
         constants = dict(structure.output_constants)
-        leaves = [
-            constants[k] if k in constants else next(outputs) for k in range(structure.outputs.num_leaves)
-        ]
+        leaves = [constants[k] if k in constants else next(outputs) for k in range(structure.outputs.num_leaves)]
         return pytree.tree_unflatten(leaves, structure.outputs)
 
     def backward(self) -> None:
-        """Nothing: ``loss.backward()`` has done it. Kept for scripts of the first Rockmate, which call it afterwards."""
+        """Nothing: ``loss.backward()`` has done it. Kept for scripts of the first Rockmate, which call it."""
 
     def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Variant:
         key = _call_key(self.original, args, kwargs)
@@ -161,8 +159,8 @@ def _checked_call(
     parameters = list(model.named_parameters())
     if not any(p.requires_grad for _, p in parameters) and not any(t.requires_grad for t in inputs):
         raise InputError(
-            "nothing needs a gradient: no parameter of the model and no tensor of the sample requires grad, so there is "
-            "nothing to save memory on. Set requires_grad on what is to be trained."
+            "nothing needs a gradient: no parameter of the model and no tensor of the sample requires grad, so there "
+            "is nothing to save memory on. Set requires_grad on what is to be trained."
         )
     devices = {p.device for _, p in parameters} or {t.device for t in inputs}
     for k, t in enumerate(inputs):

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from rkgb.Btools import tensors_of
+from rkgb.capture import preserved
+from rkgb.errors import GraphError
 from rkgb.Ktools import K_graph
-from rkgb.pipeline import Graphs, Sample, make_all_graphs
+from rkgb.pipeline import Graphs, Sample, call_of, make_all_graphs
 from rockmate.budget import show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError
 from solvers import (
@@ -31,7 +34,6 @@ from solvers import (
     solve_chain,
     walk,
 )
-
 
 # Every budget leaves room for the numbers of the loss itself (its value, its gradient, counts), which are
 # a few bytes each, but a block of the allocator.
@@ -126,11 +128,28 @@ def make_planner(
             seconds[marks[-1][0]] = now - marks[-1][1]
         marks.append((name, now))
 
-    graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, phase=phase)
+    try:
+        graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, phase=phase)
+    except (GraphError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        _check_call(model, sample, sample_kwargs, error)
+        raise
     phase("solve")
     problem = problem_of(graphs, loss_memory)
     usual = 3 * graphs.K.output_bytes if loss_memory is None else problem.loss
     return Planner(graphs, problem, usual, seconds)
+
+
+def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None, error: Exception) -> None:
+    """After tracing failed: ``InputError`` if the model itself cannot be called with the sample."""
+    args, kwargs = call_of(sample, sample_kwargs)
+    try:
+        with torch.no_grad(), preserved(model, tensors_of(args, kwargs)):
+            model(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as own:
+        raise InputError(
+            f"the model cannot be called with this sample: {type(own).__name__}: {own}. "
+            f"The sample was passed as {len(args)} positional and {len(kwargs)} keyword arguments."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,10 @@ non-increasing in the budget, whatever the order of the questions.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from solvers.baselines import all_baselines, keep_everything
-from solvers.chain_costs import ChainCosts, Options, chain_costs, kind_options
+from solvers.chain_costs import Options, chain_costs, kind_options
 from solvers.chain_table import ChainTable
 from solvers.errors import InfeasibleError
 from solvers.ilp import LOOSE, TIGHT, Grid, Option, pareto

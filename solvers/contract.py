@@ -35,7 +35,7 @@ class Contraction:
 def contract(view: BlockView) -> Contraction:
     """Merge what can be merged in ``view``."""
     nodes: list[Node | None] = list(view.nodes)
-    members = [(i,) for i in range(len(nodes))]
+    members: list[tuple[int, ...]] = [(i,) for i in range(len(nodes))]
     kept = set().union(view.interface, *(stage.reads for stage in view.stages))
     for i in range(len(nodes)):
         j = _partner(view, nodes, i, kept)

@@ -35,7 +35,7 @@ from typing import Any
 import highspy
 import pulp
 
-from solvers.block import BlockView, Figures, Runs, figures
+from solvers.block import BlockView, Figures, figures
 from solvers.contract import Contraction, contract
 
 HIGHS_SETTINGS: dict[str, Any] = {"mip_heuristic_effort": 0.0, "mip_pscost_minreliable": 1}
@@ -231,11 +231,15 @@ class StagedModel:
     def solve(self, save: int, peak: int | None) -> Solved | None:
         """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if there provably are none.
 
-        ``peak=None``: no limit. The solver works in floating point, so what it returns is checked in bytes. Where it overstepped a
-        row, the variables at 1 that overstep it together are forbidden together (a cover cut, valid for
-        these limits), and it solves again. ``TimeoutError`` if it stops at its limit without a solution.
+        ``peak=None``: no limit. The solver works in floating point, so what it returns is checked in bytes.
+        Where it overstepped a row, the variables at 1 that overstep it together are forbidden together (a
+        cover cut, valid for these limits), and it solves again. ``TimeoutError`` if it stops at its limit without a solution.
         """
-        free = sum(self.view.sizes) + sum(n.peak for n in self.view.nodes) + max((s.peak for s in self.view.stages), default=0)
+        free = (
+            sum(self.view.sizes)
+            + sum(n.peak for n in self.view.nodes)
+            + max((s.peak for s in self.view.stages), default=0)
+        )
         exact = peak is None or not self.merge
         peak = free if peak is None else peak
         if not self.R:
@@ -266,7 +270,9 @@ class StagedModel:
         return found
 
     def _solved(self, values: dict[str, float], bound: float, optimal: bool, save: int, peak: int) -> Solved:
-        runs = tuple(tuple(i for i in nodes if values[self.R[s, i].name] > 0.5) for s, (nodes, _) in enumerate(self.useful))
+        runs = tuple(
+            tuple(i for i in nodes if values[self.R[s, i].name] > 0.5) for s, (nodes, _) in enumerate(self.useful)
+        )
         found = figures(self.original, self.contraction.expand(runs))
         if found.save > save or found.backward_peak > peak:
             raise TimeoutError("the solution does not fit when its merged nodes are told apart")

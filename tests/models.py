@@ -71,8 +71,8 @@ def dropout_mlp() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(16, 64),
         nn.BatchNorm1d(64),
-        nn.ReLU(inplace=True),
         nn.Dropout(0.3, inplace=True),
+        nn.GELU(),
         nn.Linear(64, 64),
         nn.BatchNorm1d(64),
         nn.GELU(),
@@ -330,7 +330,7 @@ def _ids(*shape: int, high: int) -> MakeCall:
 
 
 ZOO = (
-    Case("mlp", mlp, _one(32, 16, requires_grad=True)),
+    Case("mlp", mlp, _one(128, 16, requires_grad=True)),
     Case("dropout_mlp", dropout_mlp, _one(32, 16, requires_grad=True)),
     Case("frozen_first", FrozenFirst, _one(32, 16)),
     Case("tied", Tied, _ids(4, 8, high=40)),
