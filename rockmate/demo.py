@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     measured = []
     rk = None
     for percent in options.budgets:
+        model.zero_grad(set_to_none=not options.grads_allocated)
         try:
             rk = Rockmate(model, data[0][0], int(eager_peak * percent / 100), costs=options.costs)
         except InfeasibleBudgetError as error:

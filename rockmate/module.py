@@ -41,7 +41,9 @@ class Rockmate(torch.nn.Module):
     is left for three times the outputs' bytes, which suffices for the usual losses; ``plan.predicted_peak``
     is that of cross entropy, which takes two.
 
-    Calls of another shape are planned when they first come, and cached. In ``eval()`` mode and without
+    ``plan`` is the plan of the last call. Calls of another shape are planned when they first come, and
+    cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
+    made then stay and count. In ``eval()`` mode and without
     gradients the model itself runs. Raises ``InputError`` and its kinds for arguments that cannot be
     used, ``InfeasibleBudgetError`` for a budget that no plan fits, ``GraphError`` for a model that
     cannot be traced. Based on Rockmate (Zhao et al., ICML 2023).
@@ -86,6 +88,7 @@ class Rockmate(torch.nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         variant = self._variant(args, kwargs)
+        self.plan = variant.plan
         if variant.program is None:
             return self.original(*args, **kwargs)
         outputs = iter(CallState(variant.program, self.original, tensors_of(args, kwargs)).forward())

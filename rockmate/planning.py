@@ -75,14 +75,20 @@ class Planner:
     _chain: ChainPlanner | None = None
 
     def chain(self) -> ChainPlanner:
+        """The solver of the problem; it works when it is first asked, and keeps what it found."""
         if self._chain is None:
-            start = time.perf_counter()
             self._chain = ChainPlanner(self.problem)
-            self.seconds["solve"] = time.perf_counter() - start
         return self._chain
 
     def solve(self, budget: int) -> Solution:
         """The cheapest schedule within ``budget`` bytes; keeping everything needs no solver."""
+        start = time.perf_counter()
+        try:
+            return self._solve(budget)
+        finally:
+            self.seconds["solve"] = time.perf_counter() - start
+
+    def _solve(self, budget: int) -> Solution:
         room = budget - SCALARS
         if walk(self.problem, keep_everything(self.problem)).peak <= room:
             return solve_chain(self.problem, room)

@@ -233,7 +233,8 @@ class StagedModel:
 
         ``peak=None``: no limit. The solver works in floating point, so what it returns is checked in bytes.
         Where it overstepped a row, the variables at 1 that overstep it together are forbidden together (a
-        cover cut, valid for these limits), and it solves again. ``TimeoutError`` if it stops at its limit without a solution.
+        cover cut, valid for these limits), and it solves again. ``TimeoutError`` if
+        it stops at its limit without a solution.
         """
         free = (
             sum(self.view.sizes)
