@@ -69,7 +69,7 @@ class Rockmate(torch.nn.Module):
         self.plans_made = 0
         self._costs, self._loss_memory = costs, loss_memory
         self._variants: dict[tuple[Hashable, frozenset[str]], _Variant] = {}
-        self.plan = self._variant(args, kwargs).plan
+        self.plan: Plan = self._variant(args, kwargs).plan
 
     @property
     def original(self) -> torch.nn.Module:
@@ -112,8 +112,12 @@ class Rockmate(torch.nn.Module):
         self.plans_made += 1
         return variant
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles plan again at their first call: plans hold operators, which have no pickled form."""
+        return {**self.__dict__, "_variants": {}, "plan": None}
+
     def extra_repr(self) -> str:
-        return f"budget={self.budget} bytes, predicted peak {self.plan.predicted_peak} bytes"
+        return f"budget={self.budget} bytes"
 
 
 def make_variant(planner: Planner, budget: int) -> _Variant:

@@ -39,11 +39,15 @@ class TwoLayers(nn.Module):
         return y.flatten()
 
 
+def make_plan() -> Plan:
+    """The plan of the example."""
+    return Rockmate(TwoLayers(), torch.randn(64, 8), BUDGET, costs="flops").plan
+
+
 def make_sections() -> dict[str, str]:
     """The text of every stage, by the name in its marker."""
-    model, x = TwoLayers(), torch.randn(64, 8)
-    graphs = make_all_graphs(model, x, costs="flops")
-    plan = Rockmate(model, x, BUDGET, costs="flops").plan
+    graphs = make_all_graphs(TwoLayers(), torch.randn(64, 8), costs="flops")
+    plan = make_plan()
     return {
         "model": inspect.getsource(TwoLayers),
         "B": str(graphs.B),

@@ -1,0 +1,106 @@
+"""The documents tell the truth: examples run, generated parts are up to date, names and links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from solvers import SolverOptions, ilp_model
+from solvers.block import block_view
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted(ROOT.glob("*.md"))
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def load(path: str) -> ModuleType:
+    """A program of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where inspect looks for sources
+    spec.loader.exec_module(module)
+    return module
+
+
+def section(document: str, title: str) -> str:
+    """What stands between the heading ``title`` and the next one of its level."""
+    return re.split(r"^## ", document.split(f"\n## {title}\n")[1], flags=re.MULTILINE)[0]
+
+
+def anchors(document: str) -> set[str]:
+    """The anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+@pytest.fixture(scope="module")
+def architecture() -> ModuleType:
+    return load("scripts/architecture.py")
+
+
+def test_architecture_shows_what_the_code_makes(architecture: ModuleType, request: pytest.FixtureRequest) -> None:
+    document = read("ARCHITECTURE.md")
+    made = architecture.fill(document)
+    if os.environ.get("ROCKMATE_UPDATE") == "1" or request.config.getoption("--update-golden", default=False):
+        architecture.DOCUMENT.write_text(made, encoding="utf-8")
+    else:
+        assert document == made, "run again with ROCKMATE_UPDATE=1 if the change is meant, and read the difference"
+
+
+def test_equations_have_the_names_of_the_constraints(architecture: ModuleType) -> None:
+    text = section(read("ARCHITECTURE.md"), "The integer program of a block")
+    equations = re.findall(r"^    \((\d+)\)  (\w+)", text, re.MULTILINE)
+    assert [int(number) for number, _ in equations] == list(range(1, len(equations) + 1))
+    names = {name for _, name in equations}
+    assert ilp_model.__doc__
+    stated = ilp_model.__doc__.split("Constraints, by the names they have in the model::")[1].split("Source:")[0]
+    assert names == set(re.findall(r"^    (\w+)(?:\[[\w,]+\])?  ", stated, re.MULTILINE))
+    problem = architecture.make_plan().problem
+    model = ilp_model.StagedModel(block_view(problem, problem.blocks[0]), False, SolverOptions())
+    assert {row.split("_")[0] for row in model.rows} <= names
+
+
+def test_files_named_in_architecture_exist() -> None:
+    named = set(re.findall(r"`((?:rkgb|solvers|rockmate|scripts|tests)/[\w/]*(?:\.py)?)`", read("ARCHITECTURE.md")))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_stages_name_every_file_between_module_and_schedule() -> None:
+    table = section(read("ARCHITECTURE.md"), "Stages")
+    assert re.search(r"^\| stage \| file \| input → output \| invariant \|$", table, re.MULTILINE)
+    stages = re.findall(r"^\| \w+ \| `.*", table, re.MULTILINE)
+    assert len(stages) == 15 and all("→" in stage for stage in stages)
+    tools = {f"rkgb/{path.name}" for path in (ROOT / "rkgb").glob("*tools.py")}
+    assert {path for path in tools if f"`{path}`" not in table} == set()
+
+
+@pytest.mark.parametrize("document", [path.name for path in DOCUMENTS])
+def test_links_lead_somewhere(document: str) -> None:
+    text = re.sub(r"^ *```.*?```|^    .*?$|`[^`\n]*`", "", read(document), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text)
+    for link in (link for link in links if not re.match(r"\w+:", link)):
+        path, _, anchor = link.partition("#")
+        target = ROOT / (path or document)
+        assert target.exists(), f"{document} links to {link}"
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), f"{document} links to {link}"
+
+
+def test_example_of_readme() -> None:
+    example = re.search(r"```python\n(.*?)```", read("README.md"), re.DOTALL)
+    assert example
+    names: dict[str, object] = {"__name__": "example"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(example[1], "README.md", "exec"), names)
+    assert re.search(r"^predicted peak  ", printed.getvalue(), re.MULTILINE)

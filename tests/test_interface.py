@@ -1,0 +1,160 @@
+"""What users pass and get: arguments, fields of the plan, and the error for each thing that cannot be used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import case
+from torch import nn
+
+import rockmate
+from rockmate import InfeasibleBudgetError, InputError, Rockmate, TraceError, frontier, measure_peak
+from rockmate.budget import parse_budget
+from rockmate.demo import main as demo
+from rockmate.errors import BudgetError
+from rockmate.text import batches, load_tokens
+
+
+def mlp() -> nn.Sequential:
+    return case("mlp").model()
+
+
+X = torch.ones(128, 16)
+
+
+class Reader(nn.Module):
+    """Its path depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return self.a(x)
+        return self.a(-x)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2 GiB", 2 * 2**30), ("500 MB", 500 * 10**6), ("1.5kib", 1536), ("7", 7), (12, 12), (3e6, 3 * 10**6)],
+)
+def test_budgets_in_text_and_numbers(text: object, size: int) -> None:
+    assert parse_budget(text) == size  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", ["2 parsecs", "", "GiB", "1.2.3 MB", 0, -5, "-1 GiB", True, None, [1], float("nan")])
+def test_budgets_that_are_none(budget: object) -> None:
+    with pytest.raises(BudgetError, match="budget"):
+        Rockmate(mlp(), X, budget)  # type: ignore[arg-type]
+
+
+def test_a_budget_below_the_minimum_names_one_that_works() -> None:
+    with pytest.raises(InfeasibleBudgetError, match=r"the smallest that can be planned is .* set by step") as error:
+        Rockmate(mlp(), X, 1000, costs="flops")
+    rk = Rockmate(mlp(), X, error.value.min_budget, costs="flops")
+    assert rk.plan.predicted_peak <= error.value.min_budget
+
+
+def test_a_sample_that_does_not_fit() -> None:
+    with pytest.raises(InputError, match=r"cannot be called with this sample: RuntimeError.*1 positional"):
+        Rockmate(mlp(), torch.ones(3, 7), "1 MiB")
+    with pytest.raises(InputError, match=r"cannot be called with this sample: TypeError"):
+        Rockmate(mlp(), {"nonsense": X}, "1 MiB")
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(InputError, match="nothing needs a gradient"):
+        Rockmate(nn.ReLU(), X, "1 MiB")
+    with pytest.raises(InputError, match="nothing needs a gradient"):
+        Rockmate(mlp().requires_grad_(False), X, "1 MiB")
+    Rockmate(nn.ReLU(), X.clone().requires_grad_(), "1 MiB")
+
+
+def test_model_elsewhere_than_the_sample() -> None:
+    with pytest.raises(InputError, match=r"tensor 0 of the sample is on cpu, the model on meta.*\.to\('meta'\)"):
+        Rockmate(mlp().to("meta"), X, "1 MiB")
+
+
+def test_not_a_module_and_unknown_costs() -> None:
+    with pytest.raises(InputError, match="the model is a function"):
+        Rockmate(lambda x: x, X, "1 MiB")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="choose"):
+        Rockmate(mlp(), X, "1 MiB", costs="guessed")
+
+
+def test_a_path_that_depends_on_data_is_refused_by_line() -> None:
+    with pytest.raises(TraceError, match=r"test_interface\.py:\d+"):
+        Rockmate(Reader(), X, "1 MiB")
+
+
+def test_ways_to_give_the_sample() -> None:
+    c = case("keywords")
+    _, kwargs = c.call(0)
+    x = kwargs.pop("x")
+    a = Rockmate(c.model(), {"x": x, **kwargs}, "1 MiB", costs="flops")
+    b = Rockmate(c.model(), (x,), "1 MiB", sample_kwargs=kwargs, costs="flops")
+    assert torch.equal(a(x, **kwargs), b(x=x, **kwargs))
+
+
+def test_the_plan_says_what_is_promised() -> None:
+    c = case("gpt")
+    x = c.call(0)[0][0]
+    found = frontier(c.model(), x, costs="flops")
+    assert found.min_budget < found.max_budget
+    budgets, overheads = zip(*found.points, strict=True)
+    assert list(budgets) == sorted(budgets)
+    assert list(overheads) == sorted(overheads, reverse=True)
+    rk = Rockmate(c.model(), x, (found.min_budget + found.max_budget) // 2, costs="flops")
+    assert 0 < rk.plan.predicted_peak <= rk.plan.budget == rk.budget
+    assert 0 < rk.plan.predicted_overhead < 1
+    assert set(rk.plan.setup_seconds) == {"trace", "simplify", "measure", "solve"}
+    assert "predicted overhead" in str(rk.plan)
+    assert "# recompute" in rk.plan.program()
+    assert rk.backward() is None
+    assert list(rk.state_dict()) == list(c.model().state_dict())
+    assert all(a is b for a, b in zip(rk.parameters(), rk.original.parameters(), strict=True))
+    again = Rockmate(c.model(), x, rk.budget, costs="flops")
+    assert again.plan.schedule == rk.plan.schedule, "flops costs give the same plan every time"
+
+
+def test_measured_costs_plan_too() -> None:
+    rk = Rockmate(mlp(), X, "10 MiB")
+    assert rk.plan.recomputed == 0
+    assert rk.plan.problem.eager_time > 0
+
+
+def test_peaks_that_can_be_computed_by_hand() -> None:
+    a = torch.ones(1000)
+    assert measure_peak(lambda: a + 1, "cpu") == 4000
+    assert measure_peak(lambda: (a + 1) + 1, "cpu") == 8000
+
+    def chain() -> None:
+        b = a + 1
+        for _ in range(3):
+            b = b + 1
+
+    assert measure_peak(chain, "cpu") == 8000
+    old = [torch.ones(5000)]
+    assert measure_peak(lambda: old.clear() or a + 1, "cpu") == 4000  # an older block's release is no gain
+
+
+def test_text_for_training() -> None:
+    tokens = load_tokens(300)
+    assert tokens.dtype == torch.int64
+    assert 0 <= int(tokens.min()) and int(tokens.max()) < 300
+    pairs = list(batches(tokens, 2, 8, 3, torch.Generator().manual_seed(0)))
+    assert len(pairs) == 3
+    assert all(torch.equal(x[:, 1:], y[:, :-1]) for x, y in pairs)
+
+
+def test_the_demo(tmp_path, capsys) -> None:
+    size = ["--layers", "2", "--width", "32", "--length", "16", "--batch", "2", "--vocabulary", "128"]
+    run = ["--budgets", "90", "75", "--pairs", "1", "--steps", "2", "--device", "cpu", "--costs", "flops"]
+    assert demo([*size, *run, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "frontier.png").stat().st_size > 1000
+    assert capsys.readouterr().out.count("yes") == 2
+
+
+def test_public_names() -> None:
+    assert set(rockmate.__all__) <= set(dir(rockmate))
