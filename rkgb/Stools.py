@@ -80,13 +80,16 @@ def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
 
 
 def _position(d: D_graph, ops: list[int]) -> int:
-    """Where a group stands in the program: at its last operation that is not a mere view."""
+    """Where a group wants to stand in the program: at its first operation that is not a mere view.
+
+    It stands there unless it reads what is made later (an in-place sum with another branch).
+    """
     real = [
         k
         for k in ops
         if d.facts[k].writes or any(d.storages[d.values[v].storage].owner == k for v in d.nodes[k].outputs)
     ]
-    return max(real, default=ops[0])
+    return min(real, default=ops[0])
 
 
 def _changed_sources(d: D_graph) -> set[int]:

@@ -45,7 +45,8 @@ class Program:
     ``after[i]``: data dropped right after node i in the forward phase. ``stages``: nodes before whose
     backward there are steps to take, in the order of their backwards; ``before[k]``: these steps.
     ``kept``: data live when the forward phase ends. Only data that something but autograd itself will
-    read again are tracked by the executor. ``segments``: (native, start, stop) of runs of nodes.
+    read again are tracked by the executor. ``final``: (stage, node) of each node's last run.
+    ``segments``: (native, start, stop) of runs of nodes.
     """
 
     s: S_graph
@@ -53,6 +54,7 @@ class Program:
     after: tuple[tuple[int, ...], ...]
     stages: tuple[int, ...]
     before: tuple[tuple[Run | Del, ...], ...]
+    final: frozenset[tuple[int, int]]
     kept: frozenset[int]
     data_of: dict[int, int]
     values_of: tuple[tuple[int, ...], ...]
@@ -72,6 +74,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     dropped: set[int] = set(range(len(k.data))) - live  # or made anew, since the forward
     native: set[int] = {i for i, n in enumerate(k.nodes) if n.backward is None}
     again: set[int] = set()
+    last_run: dict[int, int] = {}
     for step in schedule[at_loss + 1 :]:
         if isinstance(step, Bwd):
             if pending:
@@ -87,6 +90,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         elif isinstance(step, Run):
             pending.append(step)
             again.add(step.node)
+            last_run[step.node] = len(stages)
             dropped.update(k.nodes[step.node].makes)
     tracked = _tracked(k, again, native)
     data_of = {v: d for d, data in enumerate(k.data) if data.storage is not None for v in _values_in(s, data.storage)}
@@ -100,6 +104,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         tuple(tuple(a) for a in after),
         tuple(stages),
         tuple(before),
+        frozenset((stage, node) for node, stage in last_run.items()),
         frozenset(live),
         data_of,
         tuple(tuple(v) for v in values_of),

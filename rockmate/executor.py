@@ -188,6 +188,8 @@ class CallState:
                         self.drop(step.data)
                 elif j == k:
                     self.run_again(step.node)
+                    if not self.guard_kept and (k, step.node) in p.final:
+                        self.random.pop(step.node, None)
         self.at = k + 1
 
     def end(self) -> None:

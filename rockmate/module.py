@@ -23,10 +23,14 @@ from solvers import Frontier
 
 @dataclass(frozen=True)
 class _Variant:
-    """The plan for one kind of call. ``program`` is None where nothing is recomputed: the model itself runs."""
+    """The plan for one kind of call, ready to run.
+
+    Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
+    variables would hold tensors beyond the prediction.
+    """
 
     plan: Plan
-    program: Program | None
+    program: Program
     structure: Structure
 
 
@@ -89,8 +93,6 @@ class Rockmate(torch.nn.Module):
             return self.original(*args, **kwargs)
         variant = self._variant(args, kwargs)
         self.plan = variant.plan
-        if variant.program is None:
-            return self.original(*args, **kwargs)
         outputs = iter(CallState(variant.program, self.original, tensors_of(args, kwargs)).forward())
         structure = variant.structure
         constants = dict(structure.output_constants)
@@ -134,8 +136,7 @@ def make_variant(planner: Planner, budget: int) -> _Variant:
         solution.source,
         dict(planner.seconds),
     )
-    program = compile_schedule(k, plan.schedule) if plan.recomputed else None
-    return _Variant(plan, program, k.s.d.structure)
+    return _Variant(plan, compile_schedule(k, plan.schedule), k.s.d.structure)
 
 
 def frontier(

@@ -12,7 +12,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing with them")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the golden files instead of comparing with them"
+    )
 
 
 def pytest_configure() -> None:

@@ -97,7 +97,9 @@ class FrozenFirst(nn.Module):
 
 def mlp_tail(width: int) -> nn.Sequential:
     """A few layers on ``width`` features."""
-    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Tanh(), nn.Linear(width, 8))
+    return nn.Sequential(
+        nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Tanh(), nn.Linear(width, 8)
+    )
 
 
 class Tied(nn.Module):

@@ -91,10 +91,12 @@ def test_a_path_that_depends_on_data_is_refused_by_line() -> None:
 def test_ways_to_give_the_sample() -> None:
     c = case("keywords")
     _, kwargs = c.call(0)
-    x = kwargs.pop("x")
-    a = Rockmate(c.model(), {"x": x, **kwargs}, "1 MiB", costs="flops")
-    b = Rockmate(c.model(), (x,), "1 MiB", sample_kwargs=kwargs, costs="flops")
-    assert torch.equal(a(x, **kwargs), b(x=x, **kwargs))
+    a = Rockmate(c.model(), kwargs, "1 MiB", costs="flops")
+    b = Rockmate(c.model(), (), "1 MiB", sample_kwargs=kwargs, costs="flops")
+    assert torch.equal(a(**kwargs), b(**kwargs))
+    two = case("two_in_two_out")
+    both = Rockmate(two.model(), two.call(0)[0], "1 MiB", costs="flops")
+    assert len(both(*two.call(1)[0])) == 2
 
 
 def test_the_plan_says_what_is_promised() -> None:
@@ -110,7 +112,7 @@ def test_the_plan_says_what_is_promised() -> None:
     assert 0 < rk.plan.predicted_overhead < 1
     assert set(rk.plan.setup_seconds) == {"trace", "simplify", "measure", "solve"}
     assert "predicted overhead" in str(rk.plan)
-    assert "# recompute" in rk.plan.program()
+    assert rk.plan.program().count("recompute") == rk.plan.recomputed
     assert rk.backward() is None
     assert list(rk.state_dict()) == list(c.model().state_dict())
     assert all(a is b for a, b in zip(rk.parameters(), rk.original.parameters(), strict=True))
@@ -126,17 +128,17 @@ def test_measured_costs_plan_too() -> None:
 
 def test_peaks_that_can_be_computed_by_hand() -> None:
     a = torch.ones(1000)
-    assert measure_peak(lambda: a + 1, "cpu") == 4000
-    assert measure_peak(lambda: (a + 1) + 1, "cpu") == 8000
+    assert measure_peak(lambda: a * a, "cpu") == 4000
+    assert measure_peak(lambda: (a * a) * a, "cpu") == 8000
 
     def chain() -> None:
-        b = a + 1
+        b = a * a
         for _ in range(3):
-            b = b + 1
+            b = b * a
 
     assert measure_peak(chain, "cpu") == 8000
     old = [torch.ones(5000)]
-    assert measure_peak(lambda: old.clear() or a + 1, "cpu") == 4000  # an older block's release is no gain
+    assert measure_peak(lambda: old.clear() or a * a, "cpu") == 4000  # an older block's release is no gain
 
 
 def test_text_for_training() -> None:
@@ -150,7 +152,7 @@ def test_text_for_training() -> None:
 
 def test_the_demo(tmp_path, capsys) -> None:
     size = ["--layers", "2", "--width", "32", "--length", "16", "--batch", "2", "--vocabulary", "128"]
-    run = ["--budgets", "90", "75", "--pairs", "1", "--steps", "2", "--device", "cpu", "--costs", "flops"]
+    run = ["--budgets", "90", "80", "--pairs", "1", "--steps", "2", "--device", "cpu", "--costs", "flops"]
     assert demo([*size, *run, "--out", str(tmp_path)]) == 0
     assert (tmp_path / "frontier.png").stat().st_size > 1000
     assert capsys.readouterr().out.count("yes") == 2

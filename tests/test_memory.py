@@ -125,7 +125,10 @@ class Training:
         loss(module(*self.call[0], **self.call[1])).backward()
 
     def peak(
-        self, step: Callable[[nn.Module, Callable[[Any], torch.Tensor]], Any], module: nn.Module, loss: Any = cross_entropy
+        self,
+        step: Callable[[nn.Module, Callable[[Any], torch.Tensor]], Any],
+        module: nn.Module,
+        loss: Any = cross_entropy,
     ) -> int:
         """The measured peak of one step, after one to warm up."""
         self.reset()

@@ -19,19 +19,21 @@ from rockmate.executor import CallState
 from rockmate.module import _Variant, make_variant
 from rockmate.planning import Planner, make_planner
 
-FRACTIONS = (0.0, 0.3, 0.6, 1.0)
+FRACTIONS = (0.0, 0.5, 1.0)
 
 
 @cache
-def planner_of(name: str) -> Planner:
+def planner_of(name: str, allocated: bool = False) -> Planner:
     model = case(name).model()
+    for p in model.parameters() if allocated else ():
+        p.grad = torch.zeros_like(p)
     args, kwargs = case(name).call(0)
     return make_planner(model, args, kwargs, "flops", None)
 
 
-def budget_of(name: str, fraction: float) -> int:
+def budget_of(name: str, fraction: float, allocated: bool = False) -> int:
     """A budget between the smallest feasible one and that of no recomputation."""
-    found = planner_of(name).frontier()
+    found = planner_of(name, allocated).frontier()
     return found.min_budget + round(fraction * (found.max_budget - found.min_budget))
 
 
@@ -73,7 +75,7 @@ def test_two_steps_equal_eager(c: Case, fraction: float) -> None:
 
 
 @pytest.mark.parametrize("allocated", [False, True], ids=["grads_none", "grads_allocated"])
-@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("fraction", (0.0, 0.5, 1.0))
 @pytest.mark.parametrize("c", ZOO, ids=lambda c: c.name)
 def test_measured_peak_is_within_the_budget(c: Case, fraction: float, allocated: bool) -> None:
     model = c.model()
@@ -81,8 +83,7 @@ def test_measured_peak_is_within_the_budget(c: Case, fraction: float, allocated:
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
     args, kwargs = c.call(0)
-    found = make_planner(model, args, kwargs, "flops", None).frontier()
-    rk = planned(c, model, found.min_budget + round(fraction * (found.max_budget - found.min_budget)))
+    rk = planned(c, model, budget_of(c.name, fraction, allocated))
 
     def train() -> None:
         if not allocated:
@@ -105,7 +106,7 @@ def test_predicted_peak_is_the_measured_one(percent: int, allocated: bool, held:
     if allocated:
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-    top = make_planner(model, (x,), {}, "flops", None).frontier().max_budget
+    top = planner_of("gpt", allocated).frontier().max_budget
     rk = planned(c, model, top * percent // 100)
     assert rk.plan.recomputed > 0
 
