@@ -144,7 +144,8 @@ def test_peaks_that_can_be_computed_by_hand() -> None:
 def test_text_for_training() -> None:
     tokens = load_tokens(300)
     assert tokens.dtype == torch.int64
-    assert 0 <= int(tokens.min()) and int(tokens.max()) < 300
+    assert int(tokens.min()) >= 0
+    assert int(tokens.max()) < 300
     pairs = list(batches(tokens, 2, 8, 3, torch.Generator().manual_seed(0)))
     assert len(pairs) == 3
     assert all(torch.equal(x[:, 1:], y[:, :-1]) for x, y in pairs)

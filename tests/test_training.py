@@ -137,7 +137,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
 
 def test_two_forwards_before_their_backwards() -> None:
     c, model, eager, rk = half()
-    for m, call in ((model, rk), (eager, eager)):
+    for call in (rk, eager):
         torch.manual_seed(5)
         first, second = (square_loss(call(*c.call(k)[0])) for k in (1, 2))
         first.backward()
@@ -155,7 +155,7 @@ def test_accumulation_with_and_without_gradients() -> None:
 def test_retain_graph_and_the_error_without_it() -> None:
     c, model, eager, rk = half()
     messages = []
-    for m, call in ((model, rk), (eager, eager)):
+    for call in (rk, eager):
         torch.manual_seed(5)
         loss = square_loss(call(*c.call(1)[0]))
         loss.backward(retain_graph=True)
@@ -179,7 +179,7 @@ def test_double_backward() -> None:
 
 def test_backward_of_parts() -> None:
     c, model, eager, rk = half()
-    for m, call in ((model, rk), (eager, eager)):
+    for call in (rk, eager):
         torch.manual_seed(5)
         out = call(*c.call(1)[0])
         out[0].sum().backward(retain_graph=True)
@@ -228,7 +228,7 @@ def test_other_shapes_are_planned_once_each() -> None:
 
 
 def test_nothing_stays_allocated() -> None:
-    c, model, _, rk = half()
+    c, _, _, rk = half()
 
     def states() -> list[CallState]:
         return [o for o in gc.get_objects() if type(o) is CallState]
@@ -254,7 +254,7 @@ def test_a_parameter_changed_before_backward_is_an_error() -> None:
 
 
 def test_copies_and_pickles_train() -> None:
-    c, model, eager, rk = half()
+    c, model, _, rk = half()
     for other in (copy.deepcopy(rk), pickle.loads(pickle.dumps(rk))):
         reference = c.model()
         assert other.original is not model
