@@ -257,9 +257,14 @@ def record(
     ):
         # What Python reads from data, the recorder sees.
         warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
+        cached = torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()  # a weight cast before the trace would be a tensor from nowhere
+        torch.set_autocast_cache_enabled(False)
         try:
             graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)
         except RuntimeError as error:
             raise UnsupportedError(f"torch.jit could not trace the module: {error}") from error
+        finally:
+            torch.set_autocast_cache_enabled(cached)
     torch._C._jit_pass_inline(graph)
     return graph, seen, results

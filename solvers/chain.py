@@ -103,9 +103,10 @@ class ChainPlanner:
         found = None
         if self._given is None and budget >= TIGHT_BELOW * _largest_need(self._partial().options):
             found = self._partial().cheapest(budget)
-        if found is None:
-            found = self._full().cheapest(budget)
-        fitting = [s for s in (*self._known, found) if s is not None and s.peak <= budget]
+        pool: list[Solution] = [*self._known, *(self._all.walked.values() if self._all else ())]
+        if found is None:  # small budgets, where peaks do not rise evenly: look at everything
+            pool += self._full().all()
+        fitting: list[Solution] = [s for s in (*pool, found) if s is not None and s.peak <= budget]
         if fitting:
             return min(fitting, key=lambda s: (s.time, s.peak))
         least = min((*self._known, *self._full().all()), key=lambda s: (s.peak, s.time))

@@ -1,0 +1,47 @@
+"""What one answer promises, the next one keeps: the frontier's points can be planned, in any state of the process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import ZOO, case
+from torch import nn
+
+from rockmate import InfeasibleBudgetError, Rockmate, frontier
+from rockmate.gpt import GPT
+from rockmate.planning import Planner, make_planner
+
+NARROW = "gpt_narrow"
+
+
+def planner_of(name: str) -> Planner:
+    if name == NARROW:
+        torch.manual_seed(0)
+        return make_planner(GPT(2, 16, 2, 8, 32), (torch.zeros(2, 8, dtype=torch.int64),), {}, "flops", None)
+    args, kwargs = case(name).call(1)
+    return make_planner(case(name).model(), args, kwargs, "flops", None)
+
+
+@pytest.mark.parametrize("name", [*(c.name for c in ZOO), NARROW])
+def test_each_point_of_the_frontier_can_be_planned(name: str) -> None:
+    planner = planner_of(name)
+    for budget, overhead in planner.frontier().points:
+        assert planner.solve(budget).overhead <= overhead, budget
+
+
+@pytest.mark.parametrize("name", ["mlp", NARROW])
+def test_the_smallest_budget_named_by_the_error_is_feasible(name: str) -> None:
+    planner = planner_of(name)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        planner.solve(100)
+    assert planner.predicted_peak(planner.solve(error.value.min_budget)) <= error.value.min_budget
+
+
+def test_planning_after_a_forward_in_the_same_autocast() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)), torch.ones(8, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(x)  # autocast now holds a cast copy of each weight
+        rk = Rockmate(model, x, "1 MiB", costs="flops")
+        assert torch.equal(rk(x), expected)
+        assert frontier(model, x, costs="flops").min_budget > 0
