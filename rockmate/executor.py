@@ -77,7 +77,6 @@ class CallState:
         self.at = 0  # the next stage
         self.guard_kept = False  # the graph stays, or was left in part: what the forward kept, stays
         self.in_backward = False
-        self.unplanned = 0
         for t in self.sources.values():
             self.known[t.untyped_storage()._cdata] = -1
 
@@ -268,7 +267,6 @@ class CallState:
                 f"{self.program.s.nodes[owner].name} must run again for this backward, which the plan did not foresee "
                 "(a second backward, or one of a part of the graph). Call forward again before it."
             )
-        self.unplanned += 1
         self.run_again(owner)
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from solvers import ChainPlanner, Problem, all_baselines, walk
 
 
-def plot_frontier(
-    problem: Problem, measured: Sequence[tuple[int, float]], path: Path, planner: ChainPlanner | None = None
-) -> Path:
+def plot_frontier(problem: Problem, measured: Sequence[tuple[int, float]], path: Path) -> Path:
     """Write time against memory as PNG: ours predicted and measured, and the baselines, on the same problem.
 
     ``measured``: (peak in bytes, overhead as a fraction) of runs.
@@ -19,7 +17,7 @@ def plot_frontier(
     from matplotlib.figure import Figure
 
     mib = 2**20
-    frontier = (planner or ChainPlanner(problem)).frontier()
+    frontier = ChainPlanner(problem).frontier()
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -21,9 +21,13 @@ from solvers.text import format_bytes
 from solvers.walker import Walk, step_name, walk
 
 WALKS = 200
+"""Schedules walked per table at most."""
+
 NEIGHBOURS = 4
+"""Candidates looked at on both sides of where bisection ends."""
+
 TIGHT_BELOW = 2
-"""Schedules walked per table: about 1 s for 14 transformer layers, 4 s for 48."""
+"""Budgets below so many times the largest block's need get options with a limited peak."""
 
 
 @dataclass(frozen=True, slots=True)
