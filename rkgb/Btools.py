@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from rkgb.capture import preserved, record
-from rkgb.errors import TraceError, UnsupportedError
+from rkgb.capture import HostRead, Recorder, map_tensors, preserved, record
+from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Mode, Node, Ref, Source, Structure, refs
+from rkgb.guards import Guard
+from rkgb.trees import flatten, unflatten
 
 # Results that Python reads from a tensor's shape, not its data: their operations run when the graph is built.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
@@ -35,11 +36,6 @@ _INLINE = ("prim::ListConstruct", "prim::TupleConstruct")
 _UNPACK = ("prim::ListUnpack", "prim::TupleUnpack")
 
 
-def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a call, flattened: the graph's inputs, in order."""
-    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-
-
 def make_B(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> B_graph:
     """Trace ``model(*args, **kwargs)``; buffers, inputs and random state are as before afterwards. See ``trace``."""
     return trace(model, args, kwargs or {})[0]
@@ -49,41 +45,74 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The B graph of ``model(*args, **kwargs)``, and the outputs of the module itself on this sample.
 
     The module runs once, traced, with gradients on but nothing saved for backward; a second time where
-    it uses tensors that are neither inputs nor its own, which the trace must know of. Raises
-    ``TraceError`` where the module's Python reads data from tensors, ``UnsupportedError`` where torch.jit
-    cannot follow.
+    it uses tensors that are neither inputs nor its own, which the trace must know of. What its Python reads
+    from tensors becomes guards. Raises ``UnsupportedError`` where a trace cannot follow.
     """
-    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    leaves, in_spec = flatten((args, kwargs))
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     own = _named_tensors(model)
     structure: list[Structure] = []
+    notes: list[str] = []
 
     def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         feed = iter(tensors[: len(inputs)])
         filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        a, k = pytree.tree_unflatten(filled, in_spec)
-        results, out_spec = pytree.tree_flatten(model(*a, **k))
-        structure.append(Structure(in_spec, _constants(leaves), out_spec, _constants(results)))
-        return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+        a, k = unflatten(filled, in_spec)
+        before = State(model)
+        results, out_spec = flatten(model(*a, **k))
+        assigned, notes[:] = before.assigned(), before.notes()
+        structure.append(Structure(in_spec, _constants(leaves), out_spec, _constants(results), tuple(assigned)))
+        return [*(leaf for leaf in results if isinstance(leaf, torch.Tensor)), *assigned.values()]
 
     known = [*inputs, *own.values()]
-    with preserved(model, inputs):
-        graph, seen, results = record(run, known)
-    captured = [t for t in seen.captured if t.is_leaf]
-    if captured:
+    captured: list[torch.Tensor] = []
+    while True:
+        seen = Recorder([*known, *captured])
         with preserved(model, inputs):
-            graph, seen, results = record(run, [*known, *captured])
-    if seen.host_reads:
-        raise TraceError(
-            f"the module reads the value of a tensor while it runs ({seen.host_reads[0]}); a trace would keep the "
-            "value of the sample for ever. Wrap the submodules around that line instead of the whole module."
-        )
+            try:
+                graph, results = record(run, [*known, *captured], seen)
+            except UnsupportedError:
+                if not any(t.requires_grad for t in seen.captured):  # these the trace must know of beforehand
+                    raise
+        more = [t for t in seen.captured if t.is_leaf]
+        if not more or (captured and not any(t.requires_grad for t in more)):
+            break  # made anew in each run: constants
+        captured += more
     sources = [Source("input", k) for k in range(len(inputs))] + [
         Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
     ]
     sources += [Source("constant", t) for t in captured]
-    b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure[-1])
+    b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure[-1], seen.reads, notes)
     return b, [t.detach() for t in results]
+
+
+class State:
+    """What a module's attributes hold, to see afterwards what its forward assigned."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.buffers = [(n, m, k, b) for n, m in model.named_modules() for k, b in m._buffers.items()]
+        self.plain = [(n, m, dict(vars(m))) for n, m in model.named_modules()]
+
+    def assigned(self) -> dict[str, torch.Tensor]:
+        """Buffers that are other tensors now, by qualified name."""
+        now = [(f"{n}.{k}" if n else k, m._buffers.get(k), b) for n, m, k, b in self.buffers]
+        return {name: t for name, t, before in now if t is not before and t is not None}
+
+    def notes(self) -> list[str]:
+        """One note for each attribute that forward set: a plan does not set it."""
+        return [
+            f"forward sets the attribute {f'{name}.{key}' if name else key}; under a plan it is left as it is"
+            for name, module, before in self.plain
+            for key, value in vars(module).items()
+            if value is not before.get(key, _NOTHING) and not _plainly_equal(value, before.get(key, _NOTHING))
+        ]
+
+
+_NOTHING = object()
+
+
+def _plainly_equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(a, (int, float, str, tuple)) and bool(a == b)
 
 
 def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -108,14 +137,15 @@ class _Reader:
         for value, source in zip(graph.inputs(), sources, strict=True):
             self.sources[self._define(value, _source_name(source))] = source
 
-    def read(self, count: int, structure: Structure) -> B_graph:
+    def read(self, count: int, structure: Structure, reads: Sequence[HostRead], notes: Sequence[str]) -> B_graph:
         for node in self.graph.nodes():
             self._node(node)
         outputs = [self.env[v.debugName()] for v in self.graph.outputs()]
         flat = [i for out in outputs for i in refs(out)]
-        used = set(flat).union(*(n.reads() for n in self.nodes))
+        self._put_guards(reads, flat[len(flat) - sum(len(r.markers()) for r in reads) :])
+        used = set(flat[:count]).union(*(n.reads() for n in self.nodes))
         sources = {v: s for v, s in self.sources.items() if v in used or s.kind == "input"}
-        b = B_graph(tuple(self.names), sources, tuple(self.nodes), tuple(flat[:count]), structure)
+        b = B_graph(tuple(self.names), sources, tuple(self.nodes), tuple(flat[:count]), structure, tuple(notes))
         b.verify()
         return b
 
@@ -146,6 +176,22 @@ class _Reader:
             several = len(outputs) > 1
             made = tuple(self._define(v, name) for v in outputs)
             self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line))
+
+    def _put_guards(self, reads: Sequence[HostRead], marked: list[int]) -> None:
+        """The views that mark what Python read become guards, each at its place."""
+        maker = {v: n for n in self.nodes for v in n.outputs}
+        gone: dict[int, Node | None] = {}  # marking node -> the guard that takes its place, after the last one
+        left = iter(marked)
+        for read in reads:
+            markers = [maker[next(left)] for _ in read.markers()]
+            origin = iter([m.args[0] for m in markers])
+            args = map_tensors(read.args, lambda _: next(origin))  # noqa: B023 - called at once
+            kwargs = map_tensors(read.kwargs, lambda _: next(origin))  # noqa: B023
+            guard = Guard(read.function, read.name, read.value, read.line)
+            gone.update({id(m): None for m in markers})
+            mode = markers[-1].mode
+            gone[id(markers[-1])] = Node(guard, "guard", args, tuple(kwargs.items()), (), False, mode, read.line)
+        self.nodes = [n for node in self.nodes if (n := gone.get(id(node), node)) is not None]
 
     def _unpack(self, ref: Ref, outputs: list[Any]) -> None:
         """The operation that returned the list defines its elements instead."""

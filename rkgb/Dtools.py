@@ -11,19 +11,21 @@ from typing import Any
 
 import torch
 
-from rkgb.Btools import PRIMITIVES, tensors_of
+from rkgb.Btools import PRIMITIVES
 from rkgb.capture import drop_saved, preserved, random_state
 from rkgb.decompose import is_split, split
 from rkgb.errors import MismatchError, TraceError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
+from rkgb.guards import Guard, is_guard
 from rkgb.program import run_node, source_value
+from rkgb.trees import tensors_of
 
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
 
 
 def B_to_D(b: B_graph, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> D_graph:
     """Run ``b`` once on the sample and keep what it showed. Memory: that of inference."""
-    return probe(b, model, tensors_of(args, kwargs or {}))[0]
+    return probe(b, model, tensors_of((args, kwargs or {})))[0]
 
 
 def check_outputs(b: B_graph, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -95,8 +97,10 @@ class _Probe:
         reads = node.reads()
         if self._is_number(node, reads):
             self._fold(node)
-        elif node.name in PRIMITIVES and node.name != "data":
-            raise TraceError(f"the module reads the value of {self.b.names[reads[0]]} at {node.line} while it runs")
+        elif node.name in PRIMITIVES and node.name != "data":  # torch itself read a number from a tensor
+            self._fold(node)
+            guard = Guard(node.op, node.name, self.folded[node.outputs[0]], node.line)
+            self._run(dataclasses.replace(node, op=guard, name="guard", outputs=()))
         elif is_split(node, self.env.__getitem__):
             for part in split(node, self.env.__getitem__, self._new_value):
                 self._run(part)
@@ -117,6 +121,8 @@ class _Probe:
             return True
         if not reads or not all(v in self.folded for v in reads):
             return False
+        if is_guard(node):
+            return True
         return node.name in PRIMITIVES or any(isinstance(self.folded[v], torch.Tensor) for v in reads)
 
     def _fold(self, node: Node) -> None:
@@ -176,6 +182,7 @@ class _Probe:
             values,
             tuple(self.storages),
             tuple(self.facts),
+            b.notes,
         )
 
 
@@ -192,7 +199,7 @@ def _without_dead(d: D_graph) -> D_graph:
     keep = []
     for k in reversed(range(len(d.nodes))):
         node, facts = d.nodes[k], d.facts[k]
-        if needed & set(node.outputs) or facts.random or written & set(facts.writes):
+        if is_guard(node) or needed & set(node.outputs) or facts.random or written & set(facts.writes):
             keep.append(k)
             needed.update(node.reads())
             written.update(d.values[v].storage for v in (*node.reads(), *node.outputs))

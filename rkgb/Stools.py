@@ -13,6 +13,7 @@ from pathlib import Path
 import networkx as nx
 
 from rkgb.graphs import D_graph, S_graph, S_node, Saved
+from rkgb.guards import is_guard
 
 # These change their running statistics, but their results in training do not depend on them: they may run
 # again (on copies of the statistics). Any other change of a buffer happens once.
@@ -129,7 +130,7 @@ def _node(
         saved=Saved(tuple(s for s in known if s not in mine or s in storages), private),
         requires_grad=requires_grad,
         random=random,
-        fixed=once or pure,
+        fixed=once or pure or all(is_guard(d.nodes[op]) for op in ops),
     )
 
 

@@ -10,21 +10,29 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import Mode
+from rkgb.guards import shaped_by_data, shapes, snapshot
+from rkgb.patches import traceable
 
+# What Python reads from the data of tensors.
 _HOST_READS = frozenset(
     "Tensor." + name
-    for name in "__bool__ item __int__ __float__ __index__ tolist numpy __array__ __contains__ is_nonzero".split()
-) | {"torch.equal", "torch.allclose", "Tensor.equal"}
+    for name in "__bool__ item __int__ __float__ __complex__ __index__ tolist numpy __array__ __contains__".split()
+) | {"Tensor.is_nonzero", "torch.is_nonzero", "torch.equal", "torch.allclose", "Tensor.equal", "Tensor.allclose"}
+
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+# What people print of them: no decision follows.
+_PRINTED = frozenset({"Tensor.__repr__", "Tensor.__str__", "Tensor.__format__"})
 
 # Sizes are plain numbers in a trace: a call with other shapes is traced again.
 _SIZES = frozenset(
@@ -92,6 +100,22 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
             set_random_state(device, state)
 
 
+@dataclass(frozen=True, slots=True)
+class HostRead:
+    """Python read ``value`` by ``function(*args, **kwargs)``, whose tensors are the markers in the trace."""
+
+    function: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+    line: str
+
+    def markers(self) -> list[torch.Tensor]:
+        """Results of the trace that stand for the tensors read, in order."""
+        return list(tensors_in((self.args, self.kwargs)))
+
+
 class Recorder(TorchFunctionMode):
     """Sees every call of a traced run: leaf tensors that are nobody's, reads by Python, and random draws.
 
@@ -104,7 +128,7 @@ class Recorder(TorchFunctionMode):
         self._known = {id(t) for t in known}
         self._alive: list[torch.Tensor] = []  # identities stay given while these live
         self.captured: list[torch.Tensor] = []
-        self.host_reads: list[str] = []
+        self.reads: list[HostRead] = []
         self.kept: list[torch.Tensor] = []
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
         self.calls: dict[tuple[Mode, str], int] = {}
@@ -119,8 +143,16 @@ class Recorder(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
         if not name.endswith("__get__"):
             self._look_for_captured((args, kwargs))
-        if name in _HOST_READS and any(True for _ in tensors_in(args)):
-            self.host_reads.append(f"{name} at {user_line()}")
+        if name in _PRINTED:
+            with _untraced(tracing):
+                return func(*args, **(kwargs or {}))
+        if func in _GRADIENTS:
+            raise UnsupportedError(
+                f"{name} at {user_line()}: the module computes gradients inside its forward, which no plan can "
+                "foresee. Wrap the submodules that do not, instead of the whole module."
+            )
+        if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
+            return self._read(tracing, func, name.split(".")[-1].strip("_"), args, kwargs or {})
         before = _draws(tracing)
         tracing.push_scope(self.scope())
         try:
@@ -132,11 +164,25 @@ class Recorder(TorchFunctionMode):
         for t in tensors_in(result):
             if t.grad_fn is None:
                 self._remember(t)
+        if shaped_by_data(name.split(".")[-1], args):
+            self._read(tracing, shapes, "shape", tuple(tensors_in(result)), {})
         return result
 
     def scope(self) -> str:
         """A scope name that stands for the present mode and source line."""
         return f"@{self.calls.setdefault((current_mode(), user_line()), len(self.calls))}@"
+
+    def _read(self, tracing: Any, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Read outside the trace; a view of each tensor marks in the trace what was read, and where."""
+        tracing.push_scope(self.scope())
+        try:
+            marked = map_tensors(args, torch.Tensor.detach), map_tensors(kwargs, torch.Tensor.detach)
+        finally:
+            tracing.pop_scope()
+        with _untraced(tracing):
+            value = func(*args, **kwargs)
+            self.reads.append(HostRead(func, name, marked[0], marked[1], snapshot(value), user_line()))
+        return value
 
     def _look_for_captured(self, arguments: Any) -> None:
         for t in tensors_in(arguments):
@@ -148,6 +194,17 @@ class Recorder(TorchFunctionMode):
         if id(t) not in self._known:
             self._known.add(id(t))
             self._alive.append(t)
+
+
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``tree`` (nested lists, tuples and dicts) with ``function`` applied to its tensors."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(t, function) for t in tree)
+    if isinstance(tree, dict):
+        return {k: map_tensors(t, function) for k, t in tree.items()}
+    return tree
 
 
 def _call_name(func: Any) -> str:
@@ -205,53 +262,27 @@ def _functions_marked(seen: Recorder) -> Iterator[None]:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def _plain_checkpoint() -> Iterator[None]:
-    """Reentrant checkpoints run their function directly: we choose what is recomputed."""
-    cls = torch.utils.checkpoint.CheckpointFunction
-    cls.apply = staticmethod(lambda function, preserve, *args: function(*args))  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del cls.apply
-
-
-@contextlib.contextmanager
-def _transformers_as_eager() -> Iterator[None]:
-    """transformers builds other masks when it sees a trace; let it do what it does in eager mode."""
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    original = getattr(module, "is_jit_tracing", None)
-    if original is not None:
-        module.is_jit_tracing = lambda: False
-    try:
-        yield
-    finally:
-        if original is not None:
-            module.is_jit_tracing = original
-
-
 def record(
-    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
-) -> tuple[Any, Recorder, list[torch.Tensor]]:
-    """Trace ``function(*inputs)`` into a torch.jit graph whose inputs are ``inputs``.
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], seen: Recorder
+) -> tuple[Any, list[torch.Tensor]]:
+    """Trace ``function(*inputs)`` into a torch.jit graph whose inputs are ``inputs``; ``seen`` looks on.
 
-    Returns the graph, what was seen, and the function's results. The graph's outputs are these, then
-    results of random calls that nobody reads.
+    Returns the graph and the function's results. The graph's outputs are these, then
+    results of random calls that nobody reads, then the markers of ``Recorder.reads``.
     """
-    seen = Recorder(inputs)
     results: list[torch.Tensor] = []
 
     def traced(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with seen:
             results[:] = function(*args)
         known = {id(t) for t in results}
-        return (*results, *{id(t): t for t in seen.kept if id(t) not in known}.values())
+        kept = {id(t): t for t in seen.kept if id(t) not in known}.values()
+        return (*results, *kept, *(t for read in seen.reads for t in read.markers()))
 
     lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
     with (
         _functions_marked(seen),
-        _plain_checkpoint(),
-        _transformers_as_eager(),
+        traceable(),
         drop_saved(),
         warnings.catch_warnings(),
     ):
@@ -267,4 +298,4 @@ def record(
         finally:
             torch.set_autocast_cache_enabled(cached)
     torch._C._jit_pass_inline(graph)
-    return graph, seen, results
+    return graph, results

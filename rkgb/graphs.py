@@ -89,12 +89,16 @@ def substitute(arg: Any, put: Callable[[int], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Structure:
-    """How the module is called and what it returns (pytree specs; leaves that are no tensors are constants)."""
+    """How the module is called and what it returns (pytree specs; leaves that are no tensors are constants).
+
+    ``assigned``: buffers, by qualified name, that forward assigns anew; their values follow the outputs'.
+    """
 
     inputs: Any
     input_constants: tuple[tuple[int, Any], ...]
     outputs: Any
     output_constants: tuple[tuple[int, Any], ...]
+    assigned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class B_graph(Drawn):
     """The traced program as it was recorded.
 
     Invariants: run in order it reproduces the module; each value is defined once, by a source or by
-    one node before its first use; ``outputs`` lists the values returned.
+    one node before its first use; ``outputs`` lists the values returned. ``notes``: what people should
+    know of how the module was read.
     """
 
     names: tuple[str, ...]
@@ -110,6 +115,7 @@ class B_graph(Drawn):
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
     structure: Structure
+    notes: tuple[str, ...] = ()
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -173,7 +179,7 @@ class D_graph(Drawn):
     """The data-flow graph: every node is needed, sizes are folded to numbers, facts are known.
 
     Invariants: those of B; every node makes an output, a value that a later node reads, changes a
-    buffer or draws random numbers; every tensor value has its ``Value``, every node its ``Facts``.
+    buffer, draws random numbers or is a guard; every tensor value has its ``Value``, every node its ``Facts``.
     """
 
     names: tuple[str, ...]
@@ -184,6 +190,7 @@ class D_graph(Drawn):
     values: dict[int, Value]
     storages: tuple[Storage, ...]
     facts: tuple[Facts, ...]
+    notes: tuple[str, ...] = ()
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -191,7 +198,8 @@ class D_graph(Drawn):
         assert len(self.facts) == len(self.nodes)
         read = set(self.outputs).union(*(n.reads() for n in self.nodes))
         for node, facts in zip(self.nodes, self.facts, strict=True):
-            assert set(node.outputs) & read or facts.writes or facts.random, f"{node.name} is dead"
+            used = set(node.outputs) & read or facts.writes or facts.random
+            assert used or node.name == "guard", f"{node.name} is dead"
 
     def __str__(self) -> str:
         return format_program(self.names, self.nodes, self.outputs, self.values)
@@ -298,5 +306,6 @@ def format_program(
         if values and node.outputs and node.outputs[0] in values:
             v = values[node.outputs[0]]
             kind = f": {str(v.dtype)[6:]}{list(v.shape)}"
-        lines.append(f"{left}{kind} = {node.name}({', '.join(arguments)})" + (f"  # {node.line}" if node.line else ""))
+        name = str(node.op) if node.name == "guard" else node.name
+        lines.append(f"{left}{kind} = {name}({', '.join(arguments)})" + (f"  # {node.line}" if node.line else ""))
     return "\n".join([*lines, f"return {', '.join(names[v] for v in outputs)}"])

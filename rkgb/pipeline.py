@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from rkgb.Atools import classes
-from rkgb.Btools import tensors_of, trace
+from rkgb.Btools import trace
 from rkgb.Dtools import check_outputs, probe
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K
 from rkgb.measure import measure_nodes
 from rkgb.Stools import D_to_S, cut
+from rkgb.trees import tensors_of
 
 Sample = torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 
@@ -52,7 +53,7 @@ def make_all_graphs(
     from a model of the operations, the same on every run. ``phase`` is told the name of each phase as it starts.
     """
     args, kwargs = call_of(sample, sample_kwargs)
-    inputs = tensors_of(args, kwargs)
+    inputs = tensors_of((args, kwargs))
     phase("trace")
     with torch.enable_grad():
         b, expected = trace(model, args, kwargs)

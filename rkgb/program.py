@@ -48,9 +48,7 @@ def source_value(source: Source, model: torch.nn.Module, inputs: list[torch.Tens
         return constant
     module, _, name = source.key.rpartition(".")
     owner = model.get_submodule(module)
-    tensor: torch.Tensor | None = owner._parameters.get(name)
-    if tensor is None:
-        tensor = owner._buffers.get(name)
-    if tensor is None:
+    tensor: torch.Tensor | None = getattr(owner, name, None)
+    if not isinstance(tensor, torch.Tensor):
         raise KeyError(f"the module no longer has the {source.kind} {source.key!r} that it had when it was planned")
     return tensor

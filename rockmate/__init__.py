@@ -2,7 +2,7 @@
 
 from rkgb.errors import GraphError, MismatchError, TraceError, UnsupportedError
 from rkgb.memory import measure_peak
-from rockmate.errors import BudgetError, InfeasibleBudgetError, InputError, RockmateError
+from rockmate.errors import BudgetError, InfeasibleBudgetError, InputError, RockmateError, VariantLimitError
 from rockmate.module import Rockmate, frontier
 from rockmate.planning import Plan
 
@@ -17,6 +17,7 @@ __all__ = [
     "RockmateError",
     "TraceError",
     "UnsupportedError",
+    "VariantLimitError",
     "frontier",
     "measure_peak",
 ]

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from rkgb.capture import random_state
 from rkgb.graphs import Mode, Node, S_graph
+from rkgb.guards import is_guard
 from rkgb.Ktools import K_graph
 from rkgb.Stools import STATISTICS
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule
@@ -39,6 +41,39 @@ class NodeCode:
 
 
 @dataclass(frozen=True)
+class Undo:
+    """What a call must put back if a guard fails: generators and sources changed before the last guard.
+
+    ``last``: the node of the last guard, -1 if there is none.
+    """
+
+    last: int = -1
+    devices: tuple[torch.device, ...] = ()
+    sources: tuple[int, ...] = ()
+
+    @property
+    def needed(self) -> bool:
+        return bool(self.devices or self.sources)
+
+
+def undo_of(s: S_graph) -> Undo:
+    """What the guards of ``s`` make necessary."""
+    last = max((i for i, n in enumerate(s.nodes) if any(is_guard(s.d.nodes[op]) for op in n.ops)), default=-1)
+    before = s.nodes[: last + 1]
+    written = {x for n in before for op in n.ops for x in s.d.facts[op].writes}
+    sources = tuple(v for v in s.d.sources if s.d.values[v].storage in written)
+    devices = dict.fromkeys(s.d.values[v].device for n in before if n.random for v in (*n.makes, *n.reads)[:1])
+    return Undo(last, tuple(devices), sources)
+
+
+def undo_bytes(s: S_graph) -> int:
+    """What the copies of an ``Undo`` take."""
+    undo = undo_of(s)
+    states = [random_state(d).nbytes for d in undo.devices if d.type == "cpu"]
+    return sum(states) + sum(s.d.values[v].bytes for v in undo.sources)
+
+
+@dataclass(frozen=True)
 class Program:
     """The executable form of one plan.
 
@@ -61,6 +96,7 @@ class Program:
     owner: tuple[int, ...]
     mode: Mode
     segments: tuple[tuple[bool, int, int], ...]
+    undo: Undo
 
 
 def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
@@ -111,6 +147,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         tuple(data.owner for data in k.data),
         _usual_mode(s),
         tuple(_segments(nodes)),
+        undo_of(s),
     )
 
 

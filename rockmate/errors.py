@@ -18,6 +18,10 @@ class BudgetError(InputError):
     """The budget is no number of bytes."""
 
 
+class VariantLimitError(RockmateError):
+    """The module's Python reads a value from tensors that is another one at every call."""
+
+
 class InfeasibleBudgetError(RockmateError):
     """No plan fits the budget. ``min_budget``: the smallest that can be planned (bytes)."""
 
@@ -26,4 +30,12 @@ class InfeasibleBudgetError(RockmateError):
         self.min_budget = min_budget
 
 
-__all__ = ["BudgetError", "GraphError", "InfeasibleBudgetError", "InputError", "RockmateError", "SolverError"]
+__all__ = [
+    "BudgetError",
+    "GraphError",
+    "InfeasibleBudgetError",
+    "InputError",
+    "RockmateError",
+    "SolverError",
+    "VariantLimitError",
+]

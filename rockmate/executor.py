@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.capture import random_state, set_random_state
 from rkgb.graphs import Node, substitute
+from rkgb.guards import GuardFailed
 from rkgb.program import in_mode, source_value
 from rockmate.compiled import NodeCode, Program
 from solvers.schedule import Del
@@ -77,25 +78,51 @@ class CallState:
         self.at = 0  # the next stage
         self.guard_kept = False  # the graph stays, or was left in part: what the forward kept, stays
         self.in_backward = False
+        self.states: list[tuple[torch.device, torch.Tensor]] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for t in self.sources.values():
             self.known[t.untyped_storage()._cdata] = -1
 
     # -------------------------------------------------------------------------------------- forward
 
     def forward(self) -> list[torch.Tensor]:
-        """The program's outputs, in autograd's graph."""
+        """The program's outputs, in autograd's graph.
+
+        Raises ``GuardFailed``, with generators, buffers and inputs as they were, where the program is not for these
+        values.
+        """
         p = self.program
         env = dict(self.sources)
         hooks = saved_tensors_hooks(self.pack, unpack)
-        with in_mode(p.mode):
-            for native, start, stop in p.segments:
-                with contextlib.nullcontext() if native else hooks:
-                    for i in range(start, stop):
-                        self.run_first(i, env)
+        self.remember()
+        try:
+            with in_mode(p.mode):
+                for native, start, stop in p.segments:
+                    with contextlib.nullcontext() if native else hooks:
+                        for i in range(start, stop):
+                            self.run_first(i, env)
+        except GuardFailed:
+            self.restore()
+            raise
         return [env[v] for v in p.s.d.outputs]
+
+    def remember(self) -> None:
+        """Keep what a failing guard must put back."""
+        undo = self.program.undo
+        self.states = [(d, random_state(d)) for d in undo.devices]
+        self.copies = [(self.sources[v], self.sources[v].detach().clone()) for v in undo.sources]
+
+    def restore(self) -> None:
+        for device, state in self.states:
+            set_random_state(device, state)
+        with torch.no_grad():
+            for t, copy in self.copies:
+                t.copy_(copy)
 
     def run_first(self, i: int, env: dict[int, torch.Tensor]) -> None:
         p, code = self.program, self.program.nodes[i]
+        if i == p.undo.last + 1:
+            self.states, self.copies = [], []
         if code.random is not None:
             self.random[i] = random_state(code.random)
         for op in code.ops:

@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from rkgb.Btools import tensors_of
 from rkgb.capture import current_mode
 from rkgb.graphs import Structure
+from rkgb.guards import GuardFailed
 from rkgb.pipeline import Sample, call_of
+from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate.budget import parse_budget
 from rockmate.compiled import Program, compile_schedule
-from rockmate.errors import InputError
+from rockmate.errors import InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.planning import Plan, Planner, make_planner
 from solvers import Frontier
+
+# Plans for calls that differ only in what the module's Python reads from tensors.
+MAX_VARIANTS = 16
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class _Variant:
     variables would hold tensors beyond the prediction.
     """
 
+    planner: Planner
     plan: Plan
     program: Program
     structure: Structure
@@ -69,17 +73,35 @@ class Rockmate(torch.nn.Module):
         self.__dict__["_original"] = model
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
-        self.budget = parse_budget(budget)
+        self._budget = parse_budget(budget)
         self.plans_made = 0
         self._costs, self._loss_memory = costs, loss_memory
-        self._variants: dict[tuple[Hashable, frozenset[str]], _Variant] = {}
-        self.plan: Plan = self._variant(args, kwargs).plan
+        self._variants: dict[tuple[Hashable, frozenset[str]], list[_Variant]] = {}
+        self._last = self._planned(args, kwargs)[0]
+        self.plan: Plan = self._last.plan
 
     @property
     def original(self) -> torch.nn.Module:
         """The module that was given."""
         found: torch.nn.Module = self.__dict__["_original"]
         return found
+
+    @property
+    def budget(self) -> int:
+        """Bytes that one forward and its backward may allocate. When it is set, only the solver runs again."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: int | float | str) -> None:
+        self._budget = parse_budget(budget)
+        variant = make_variant(self._last.planner, self._budget)
+        for variants in self._variants.values():
+            variants[:] = [variant] if self._last in variants else []  # others are made again when they are needed
+        self._last, self.plan = variant, variant.plan
+
+    def frontier(self) -> Frontier:
+        """Time against memory for the last kind of call, as ``rockmate.frontier``."""
+        return self._last.planner.frontier()
 
     def train(self, mode: bool = True) -> Rockmate:
         """Set the mode of the model, as ``nn.Module.train``."""
@@ -91,32 +113,72 @@ class Rockmate(torch.nn.Module):
         """What the model returns for these arguments."""
         if not (self.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
-        variant = self._variant(args, kwargs)
-        self.plan = variant.plan
-        outputs = iter(CallState(variant.program, self.original, tensors_of(args, kwargs)).forward())
-        structure = variant.structure
+        inputs = tensors_of((args, kwargs))
+        variants = self._planned(args, kwargs)
+        failed: list[str] = []
+        for variant in list(variants):
+            try:
+                outputs = CallState(variant.program, self.original, inputs).forward()
+            except GuardFailed as guard:
+                failed.append(str(guard))
+                continue
+            variants.remove(variant)
+            break
+        else:
+            if len(variants) >= MAX_VARIANTS:
+                raise VariantLimitError(
+                    f"{MAX_VARIANTS} plans were made for calls of this kind, and none is for the values that the "
+                    f"module's Python reads from tensors now: {failed[0]}. Wrap the submodules around that line "
+                    "instead."
+                )
+            variant = self._make_variant(args, kwargs)
+            outputs = self._run_new(variant, inputs)
+        variants.insert(0, variant)  # the last one used is tried first
+        self._last, self.plan = variant, variant.plan
+        return self._returned(variant.structure, outputs)
+
+    def _run_new(self, variant: _Variant, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        try:
+            return CallState(variant.program, self.original, inputs).forward()
+        except GuardFailed as guard:
+            raise VariantLimitError(
+                f"what the module's Python reads from a tensor changed between two runs on the same input: {guard}"
+            ) from guard
+
+    def _returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
+        """What forward returns, from the program's outputs; buffers that it assigns are assigned."""
+        results = iter(outputs)
         constants = dict(structure.output_constants)
-        leaves = [constants[k] if k in constants else next(outputs) for k in range(structure.outputs.num_leaves)]
-        return pytree.tree_unflatten(leaves, structure.outputs)
+        leaves = [constants[k] if k in constants else next(results) for k in range(structure.outputs.num_leaves)]
+        for name, tensor in zip(structure.assigned, results, strict=True):
+            module, _, key = name.rpartition(".")
+            self.original.get_submodule(module)._buffers[key] = tensor
+        return unflatten(leaves, structure.outputs)
 
     def backward(self) -> None:
         """Nothing: ``loss.backward()`` has done it. Kept for scripts of the first Rockmate, which call it."""
 
-    def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Variant:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Variant]:
+        """The variants for calls of this kind, the last one used first; one is made if there is none."""
         key = _call_key(self.original, args, kwargs)
-        missing = frozenset(name for name, p in self.original.named_parameters() if p.requires_grad and p.grad is None)
-        for (known, planned_missing), variant in self._variants.items():
+        missing = self._missing()
+        for (known, planned_missing), variants in self._variants.items():
             if known == key and missing <= planned_missing:  # gradients that are there need no memory
-                return variant
+                return variants
+        variants = self._variants[key, missing] = [self._make_variant(args, kwargs)]
+        return variants
+
+    def _missing(self) -> frozenset[str]:
+        return frozenset(name for name, p in self.original.named_parameters() if p.requires_grad and p.grad is None)
+
+    def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Variant:
         planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory)
-        variant = make_variant(planner, self.budget)
-        self._variants[key, missing] = variant
         self.plans_made += 1
-        return variant
+        return make_variant(planner, self._budget)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles plan again at their first call: plans hold operators, which have no pickled form."""
-        return {**self.__dict__, "_variants": {}, "plan": None}
+        return {**self.__dict__, "_variants": {}, "_last": None, "plan": None}
 
     def extra_repr(self) -> str:
         return f"budget={self.budget} bytes"
@@ -136,7 +198,7 @@ def make_variant(planner: Planner, budget: int) -> _Variant:
         solution.source,
         dict(planner.seconds),
     )
-    return _Variant(plan, compile_schedule(k, plan.schedule), k.s.d.structure)
+    return _Variant(planner, plan, compile_schedule(k, plan.schedule), k.s.d.structure)
 
 
 def frontier(
@@ -163,7 +225,7 @@ def _checked_call(
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     args, kwargs = call_of(sample, sample_kwargs)
-    inputs = tensors_of(args, kwargs)
+    inputs = tensors_of((args, kwargs))
     parameters = list(model.named_parameters())
     if not any(p.requires_grad for _, p in parameters) and not any(t.requires_grad for t in inputs):
         raise InputError(
@@ -182,7 +244,7 @@ def _checked_call(
 
 def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Calls with equal keys run the same graph."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     described = tuple(
         (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
         if isinstance(x, torch.Tensor)

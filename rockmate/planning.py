@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from rkgb.Btools import tensors_of
 from rkgb.capture import preserved
 from rkgb.errors import GraphError
+from rkgb.guards import is_guard
 from rkgb.Ktools import K_graph
 from rkgb.pipeline import Graphs, Sample, call_of, make_all_graphs
+from rkgb.trees import tensors_of
 from rockmate.budget import show_bytes
+from rockmate.compiled import undo_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError
 from solvers import (
     Backward,
@@ -74,6 +76,11 @@ class Planner:
     seconds: dict[str, float] = field(default_factory=dict)
     _chain: ChainPlanner | None = None
 
+    @property
+    def reserved(self) -> int:
+        """Bytes taken off every budget: for the numbers of the loss, and for what a failing guard must put back."""
+        return SCALARS + undo_bytes(self.graphs.S)
+
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""
         if self._chain is None:
@@ -89,28 +96,30 @@ class Planner:
             self.seconds["solve"] = time.perf_counter() - start
 
     def _solve(self, budget: int) -> Solution:
-        room = budget - SCALARS
+        room = budget - self.reserved
         if walk(self.problem, keep_everything(self.problem)).peak <= room:
             return solve_chain(self.problem, room)
         try:
             return self.chain().solve(room)
         except InfeasibleError as error:
+            least = error.min_budget + self.reserved
             message = (
                 f"a budget of {show_bytes(budget)} is too small: the smallest that can be planned is "
-                f"{show_bytes(error.min_budget + SCALARS)} ({error.min_budget + SCALARS} bytes), set by {error.step}. "
+                f"{show_bytes(least)} ({least} bytes), set by {error.step}. "
                 "Raise the budget or make the batch smaller."
             )
-            raise InfeasibleBudgetError(message, error.min_budget + SCALARS) from error
+            raise InfeasibleBudgetError(message, least) from error
 
     def frontier(self) -> Frontier:
         """Time against memory, with room for the loss in every budget."""
         found = self.chain().frontier()
-        points = tuple((budget + SCALARS, overhead) for budget, overhead in found.points)
-        return Frontier(found.min_budget + SCALARS, found.max_budget + SCALARS, points)
+        points = tuple((budget + self.reserved, overhead) for budget, overhead in found.points)
+        return Frontier(found.min_budget + self.reserved, found.max_budget + self.reserved, points)
 
     def predicted_peak(self, solution: Solution) -> int:
         """The peak of ``solution`` with the usual loss (or the one given)."""
-        return walk(dataclasses.replace(self.problem, loss=self.usual_loss), solution.schedule).peak
+        peak = walk(dataclasses.replace(self.problem, loss=self.usual_loss), solution.schedule).peak
+        return peak + undo_bytes(self.graphs.S)
 
 
 def make_planner(
@@ -149,7 +158,7 @@ def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str,
     """After tracing failed: ``InputError`` if the model itself cannot be called with the sample."""
     args, kwargs = call_of(sample, sample_kwargs)
     try:
-        with torch.no_grad(), preserved(model, tensors_of(args, kwargs)):
+        with torch.enable_grad(), preserved(model, tensors_of((args, kwargs))):
             model(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as own:
         raise InputError(
@@ -172,6 +181,16 @@ class Plan:
     setup_seconds: dict[str, float]
 
     @property
+    def guards(self) -> tuple[str, ...]:
+        """Values that the module's Python read from tensors; a call that finds others is planned anew."""
+        return tuple(f"{n.op} at {n.line}" for n in self.graph.s.d.nodes if is_guard(n))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of how the module was read."""
+        return self.graph.s.d.notes
+
+    @property
     def recomputed(self) -> int:
         """How many times a node runs again."""
         return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
@@ -183,6 +202,7 @@ class Plan:
     def __str__(self) -> str:
         seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         kinds = len({b.kind for b in self.problem.blocks})
+        notes = [f"guard               {g}" for g in self.guards] + [f"note                {n}" for n in self.notes]
         return "\n".join(
             [
                 f"budget              {show_bytes(self.budget)}",
@@ -192,5 +212,6 @@ class Plan:
                 f"blocks              {len(self.problem.blocks)} of {kinds} kinds",
                 f"found by            {self.solver}",
                 f"set-up seconds      {seconds}",
+                *notes,
             ]
         )

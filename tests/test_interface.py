@@ -8,7 +8,7 @@ from models import case
 from torch import nn
 
 import rockmate
-from rockmate import InfeasibleBudgetError, InputError, Rockmate, TraceError, frontier, measure_peak
+from rockmate import InfeasibleBudgetError, InputError, Rockmate, frontier, measure_peak
 from rockmate.budget import parse_budget
 from rockmate.demo import main as demo
 from rockmate.errors import BudgetError
@@ -20,19 +20,6 @@ def mlp() -> nn.Sequential:
 
 
 X = torch.ones(128, 16)
-
-
-class Reader(nn.Module):
-    """Its path depends on data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 0:
-            return self.a(x)
-        return self.a(-x)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +68,6 @@ def test_not_a_module_and_unknown_costs() -> None:
         Rockmate(lambda x: x, X, "1 MiB")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="choose"):
         Rockmate(mlp(), X, "1 MiB", costs="guessed")
-
-
-def test_a_path_that_depends_on_data_is_refused_by_line() -> None:
-    with pytest.raises(TraceError, match=r"test_interface\.py:\d+"):
-        Rockmate(Reader(), X, "1 MiB")
 
 
 def test_ways_to_give_the_sample() -> None:

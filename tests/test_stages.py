@@ -88,9 +88,10 @@ def test_text_of_each_stage(name: str) -> None:
     torch.manual_seed(0)
     model, x = make(), randn(*shape, seed=1)
     graphs = graphs_of(model, x)
-    least = frontier(model, x, costs="flops").min_budget
-    plan = Rockmate(model, x, least, costs="flops").plan
-    stages = {"B": graphs.B, "D": graphs.D, "S": graphs.S, "K": graphs.K, "schedule": plan.program()}
+    stages = {"B": graphs.B, "D": graphs.D, "S": graphs.S, "K": graphs.K}
+    if name != "residual":  # the temporary memory of convolutions, and so the plan, depends on the processor
+        least = frontier(model, x, costs="flops").min_budget
+        stages["schedule"] = Rockmate(model, x, least, costs="flops").plan.program()
     check_golden(f"{name}.txt", text(stages))
 
 

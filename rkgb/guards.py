@@ -1,0 +1,95 @@
+"""Guards: what the module's Python read from tensors while it was traced decides what the trace is.
+
+The read stays in the graph as a node. It is made again at every call, at the same place; another value than
+the one seen raises ``GuardFailed``, and the caller traces anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rkgb.graphs import Node
+
+try:
+    import numpy
+except ImportError:  # pragma: no cover - torch itself then offers no arrays
+    numpy = None  # type: ignore[assignment]
+
+
+class GuardFailed(Exception):
+    """A tensor no longer has the value that the module's Python read from it when it was traced."""
+
+    def __init__(self, guard: Guard, found: Any) -> None:
+        super().__init__(f"{guard} at {guard.line} found {found!r}")
+        self.guard, self.found = guard, found
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Guard:
+    """The operation of a guard node: ``read(*args)`` must give ``expected`` again. Returns nothing.
+
+    ``name``: what is read, for people ("bool", "item", "shape"). ``line``: the user's source line.
+    """
+
+    read: Callable[..., Any]
+    name: str
+    expected: Any
+    line: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        found = self.read(*args, **kwargs)
+        if not same(found, self.expected):
+            raise GuardFailed(self, found)
+
+    def __repr__(self) -> str:
+        return f"guard[{self.name} == {self.expected!r}]"
+
+
+def snapshot(value: Any) -> Any:
+    """``value`` as it is now, whatever happens to the memory it was read from."""
+    return value.copy() if numpy is not None and isinstance(value, numpy.ndarray) else value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values read by Python are the same; NaN is the same as NaN."""
+    if type(a) is not type(b):
+        return False
+    if numpy is not None and isinstance(a, numpy.ndarray):
+        return a.dtype == b.dtype and numpy.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float) and math.isnan(a):
+        return math.isnan(b)
+    return bool(a == b)
+
+
+def is_guard(node: Node) -> bool:
+    """Whether the node only checks."""
+    return isinstance(node.op, Guard)
+
+
+# Calls whose results are shaped by what their arguments hold.
+_SHAPED_BY_DATA = frozenset(
+    "nonzero argwhere masked_select repeat_interleave bincount combinations one_hot unique unique_consecutive "
+    "_unique _unique2 _pack_padded_sequence _pad_packed_sequence tensor_split".split()
+)
+
+
+def shaped_by_data(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of what the call ``name(*args)`` returns depends on what its arguments hold."""
+    if name == "where":
+        return len(args) == 1
+    if name == "__getitem__":
+        return any(t.dtype in (torch.bool, torch.uint8) for t in pytree.tree_leaves(args[1:]) if torch.is_tensor(t))
+    return name in _SHAPED_BY_DATA
+
+
+def shapes(*results: torch.Tensor) -> list[tuple[int, ...]]:
+    """What a guard of shapes reads."""
+    return [tuple(t.shape) for t in results]

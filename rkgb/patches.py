@@ -1,0 +1,86 @@
+"""Changes to PyTorch and to libraries that hold only while a module is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from rkgb.errors import UnsupportedError
+from rkgb.scripted import run_scripted
+
+
+@contextlib.contextmanager
+def traceable() -> Iterator[None]:
+    """The module runs as in eager mode, but so that a trace sees all of it."""
+    with _plain_checkpoint(), _scripts_as_python(), _no_other_randomness(), _transformers_as_eager():
+        yield
+
+
+@contextlib.contextmanager
+def _plain_checkpoint() -> Iterator[None]:
+    """Reentrant checkpoints run their function directly: we choose what is recomputed."""
+    cls = torch.utils.checkpoint.CheckpointFunction
+    cls.apply = staticmethod(lambda function, preserve, *args: function(*args))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del cls.apply
+
+
+@contextlib.contextmanager
+def _scripts_as_python() -> Iterator[None]:
+    """Scripted functions run the Python they were made from, scripted modules their graphs: a trace sees inside."""
+    function: Any = torch.jit.ScriptFunction
+    module: Any = torch.jit.ScriptModule
+    original = function.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        python = getattr(self, "_torchdynamo_inline", None)
+        return original(self, *args, **kwargs) if python is None else python(*args, **kwargs)
+
+    function.__call__ = call
+    module.__call__ = lambda self, *args, **kwargs: run_scripted(self, args, kwargs)
+    try:
+        yield
+    finally:
+        function.__call__ = original
+        del module.__call__
+
+
+@contextlib.contextmanager
+def _no_other_randomness() -> Iterator[None]:
+    """Refuse a run that draws from Python's or NumPy's generators: a plan would repeat the sample's draws."""
+    before = random.getstate(), _numpy_state()
+    yield
+    after = random.getstate(), _numpy_state()
+    for library, a, b in zip(("Python's random module", "NumPy's random module"), before, after, strict=True):
+        if a != b:
+            raise UnsupportedError(
+                f"the module draws from {library} while it runs; a plan would repeat the sample's draw for ever. "
+                "Draw with torch instead (torch.rand(()) < p), or wrap the submodules that do not draw."
+            )
+
+
+def _numpy_state() -> str:
+    numpy = sys.modules.get("numpy")
+    return "" if numpy is None else repr([numpy.asarray(x).tolist() for x in numpy.random.get_state()])
+
+
+@contextlib.contextmanager
+def _transformers_as_eager() -> Iterator[None]:
+    """transformers builds other masks when it sees a trace; let it do what it does in eager mode."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(module, "is_jit_tracing", None)
+    if original is not None:
+        module.is_jit_tracing = lambda: False
+    try:
+        yield
+    finally:
+        if original is not None:
+            module.is_jit_tracing = original

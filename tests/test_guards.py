@@ -1,0 +1,235 @@
+"""What a module's Python reads from tensors is checked at every call; what cannot be kept is refused by line."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from rkgb.trees import tensors_of
+from rockmate import GraphError, Rockmate, VariantLimitError
+
+
+class Layers(nn.Module):
+    """Six layers, whose forward is the function given."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.function = function
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def inputs(seed: int = 0, rows: int = 31) -> torch.Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def tight(model: nn.Module, *sample: Any) -> Rockmate:
+    """Under a budget that makes something run again."""
+    rk = Rockmate(model, sample, "1 GiB", costs="flops")
+    found = rk.frontier()
+    rk.budget = (found.min_budget + found.max_budget) // 2
+    assert rk.plan.recomputed
+    return rk
+
+
+def assert_equal_step(rk: Rockmate, eager: nn.Module, *args: Any) -> None:
+    """One step of both: outputs, gradients, buffers and generator state are the same."""
+    results = []
+    for call, model in ((rk, rk.original), (eager, eager)):
+        model.zero_grad()
+        torch.manual_seed(3)
+        outputs = tensors_of(call(*copy.deepcopy(args)))
+        sum(t.sum() for t in outputs if t.requires_grad).backward()  # type: ignore[union-attr]
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([*outputs, *grads, *model.buffers(), torch.get_rng_state()])
+    assert len(results[0]) == len(results[1])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def branch(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    y = m.run(nn.functional.dropout(m.norm(x), 0.3))
+    return y * 2 if x.sum() > 0 else m.run(y)
+
+
+def scaled(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    return m.run(m.norm(x)) * int(x.abs().max() + 0.5)
+
+
+def chosen_rows(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    return m.run(x[x[:, 0] > 0]) / (x[:, 0] > 0).nonzero().shape[0]
+
+
+def listed(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([m.run(x)[k:] for k in (x[:3, 0] > 0).tolist()])
+
+
+@pytest.mark.parametrize("function", [branch, scaled, chosen_rows, listed])
+def test_another_value_is_another_plan(function: Callable[..., Any]) -> None:
+    model = Layers(function)
+    eager = copy.deepcopy(model)
+    x, y = inputs(1), -2.5 * inputs(1)
+    rk = tight(model, x)
+    assert rk.plan.guards
+    for given in (x, y, x, y):
+        assert_equal_step(rk, eager, given)
+    assert rk.plans_made == 2
+
+
+def test_a_late_guard_leaves_no_trace_of_the_call_that_failed() -> None:
+    """Dropout and batch norm came first: generator and statistics are put back before the other plan runs."""
+    model = Layers(
+        lambda m, x: (y := m.run(nn.functional.dropout(m.norm(x), 0.3))) * (2 if x.sum() > 0 * y[0, 0] else 3)
+    )
+    eager = copy.deepcopy(model)
+    rk = tight(model, inputs(1))
+    for seed in range(6):
+        assert_equal_step(rk, eager, inputs(1) * (-1) ** seed)
+    assert rk.plans_made == 2
+
+
+def test_a_value_that_never_comes_again_is_refused_by_line() -> None:
+    rk = Rockmate(Layers(lambda m, x: m.run(x) * x.sum().item()), inputs(), "1 GiB", costs="flops")
+    with pytest.raises(VariantLimitError, match=r"guard\[item == .*test_guards\.py:\d+"):
+        for seed in range(100):
+            rk(inputs(seed))
+
+
+def test_arrays_read_are_guards() -> None:
+    def function(m: Layers, x: torch.Tensor) -> torch.Tensor:
+        return m.run(x) * torch.from_numpy(numpy.sign(x[0].numpy()))
+
+    model = Layers(function)
+    eager = copy.deepcopy(model)
+    rk = tight(model, inputs(1))
+    assert_equal_step(rk, eager, inputs(1))
+    assert_equal_step(rk, eager, inputs(2))
+    assert rk.plans_made == 2
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_draws_that_a_plan_would_repeat_are_refused(draw: Callable[[], float]) -> None:
+    with pytest.raises(GraphError, match="random module"):
+        Rockmate(Layers(lambda m, x: m.run(x) if draw() < 2 else x), inputs(), "1 GiB")
+
+
+def test_gradients_inside_forward_are_refused_by_line() -> None:
+    def function(m: Layers, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        return torch.autograd.grad(m.run(x).sum(), x, create_graph=True)[0]
+
+    with pytest.raises(GraphError, match=r"grad at test_guards\.py:\d+"):
+        Rockmate(Layers(function), inputs(), "1 GiB")
+
+
+@dataclass
+class Pair:
+    """A dataclass that nobody has registered."""
+
+    first: torch.Tensor
+    rest: dict[str, Any]
+    label: str = "pair"
+
+
+class Cache:
+    """Neither a container nor a dataclass."""
+
+    def __init__(self) -> None:
+        self.entries: list[Pair] = []
+
+
+def test_dataclasses_and_other_objects_go_in_and_out() -> None:
+    def function(m: Layers, pair: Pair) -> tuple[Pair, Cache]:
+        y = m.run(pair.first * pair.rest["scale"])
+        cache = Cache()
+        cache.entries.append(Pair(y * 2, {}, "kept"))
+        return Pair(y, {"again": [y + 1, None]}, pair.label + "!"), cache
+
+    model = Layers(function)
+    eager = copy.deepcopy(model)
+    pair = Pair(inputs(), {"scale": torch.tensor(2.0)})
+    rk = tight(model, pair)
+    assert_equal_step(rk, eager, pair)
+    made, cache = rk(pair)
+    assert (type(made), made.label, made.rest["again"][1]) == (Pair, "pair!", None)
+    assert (type(cache), type(cache.entries[0]), cache.entries[0].label) == (Cache, Pair, "kept")
+
+
+def test_a_buffer_that_forward_assigns_is_assigned() -> None:
+    def function(m: Layers, x: torch.Tensor) -> torch.Tensor:
+        m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
+        return m.run(x - m.mean)
+
+    model = Layers(function)
+    eager = copy.deepcopy(model)
+    rk = tight(model, inputs())
+    for seed in range(3):
+        assert_equal_step(rk, eager, inputs(seed))
+
+
+def test_an_attribute_that_forward_sets_is_noted() -> None:
+    def function(m: Layers, x: torch.Tensor) -> torch.Tensor:
+        m.calls = getattr(m, "calls", 0) + 1
+        return m.run(x)
+
+    rk = Rockmate(Layers(function), inputs(), "1 GiB", costs="flops")
+    assert "forward sets the attribute calls" in str(rk.plan)
+
+
+class Scripted(nn.Module):
+    """Loops and branches, on numbers, on shapes and on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, times: int = 3) -> torch.Tensor:
+        for k in range(times):
+            x = torch.tanh(self.layer(x)) if k % 2 == 0 else torch.sigmoid(x) * 2
+        if x.shape[0] > 4 and bool(x.sum() > 0):
+            x = x * 2
+        return x
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.shape[1] == 8 else x
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is not supported in Python 3.14:DeprecationWarning")
+def test_scripted_parts_are_seen_through() -> None:
+    function = torch.jit.script(twice)
+
+    class Holder(Layers):
+        def __init__(self, script: Callable[..., Any]) -> None:
+            super().__init__(lambda m, x: function(m.scripted(m.run(x))))
+            self.scripted = script(Scripted())
+
+    model, eager = Holder(torch.jit.script), Holder(lambda m: m)  # a scripted module's own executor rounds otherwise
+    rk = tight(model, inputs())
+    assert "tanh" in str(rk.plan.graph.s.d)
+    assert_equal_step(rk, eager, inputs())
+    assert_equal_step(rk, eager, inputs(3))
+
+
+def test_printing_a_tensor_is_no_decision() -> None:
+    rk = Rockmate(Layers(lambda m, x: (f"{x} {x.sum():.2f}", m.run(x))[1]), inputs(), "1 GiB", costs="flops")
+    assert not rk.plan.guards
