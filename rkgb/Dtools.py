@@ -14,10 +14,10 @@ import torch
 from rkgb.Btools import PRIMITIVES
 from rkgb.capture import drop_saved, preserved, random_state
 from rkgb.decompose import is_split, split
-from rkgb.errors import MismatchError, TraceError
+from rkgb.errors import MismatchError, TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
 from rkgb.guards import Guard, is_guard
-from rkgb.program import run_node, source_value
+from rkgb.program import memory_of, run_node, source_value
 from rkgb.trees import tensors_of
 
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
@@ -83,14 +83,16 @@ class _Probe:
 
     def _define(self, v: int, t: torch.Tensor, owner: int | None) -> int:
         self.env[v] = t
-        address = t.untyped_storage()._cdata
+        memory = memory_of(t)
+        address = memory._cdata
         if address not in self.live:
             self.live[address] = len(self.storages)
-            self.storages.append(Storage(t.untyped_storage().nbytes(), owner))
+            self.storages.append(Storage(memory.nbytes(), owner))
         s = self.live[address]
         self.holders.setdefault(s, set()).add(v)
         size = t.numel() * t.element_size()
-        self.values[v] = Value(tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad, s, size)
+        stride = tuple(t.stride()) if t.layout == torch.strided else ()
+        self.values[v] = Value(tuple(t.shape), stride, t.dtype, t.device, t.requires_grad, s, size)
         return s
 
     def node(self, index: int, node: Node) -> None:
@@ -136,13 +138,13 @@ class _Probe:
         )
         reads = fixed.reads()
         versions = {v: self.env[v]._version for v in reads}
-        contents = {v: self.env[v].clone() for v in reads if v in self.buffers}
+        contents = {v: self.env[v].clone() for v in reads if v in self.buffers and self.values[v].stride}
         devices = {torch.device("cpu")} | {self.env[v].device for v in reads}
         states = [random_state(d) for d in devices]
         packed: list[torch.UntypedStorage] = []  # held until the node is done, so that addresses tell them apart
 
         def pack(t: torch.Tensor) -> None:
-            packed.append(t.untyped_storage())
+            packed.append(memory_of(t))
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
             results = run_node(fixed, self.env.__getitem__)
@@ -156,16 +158,25 @@ class _Probe:
             self._define(v, t, index)
         known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
         private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
+        for v, t in zip(fixed.outputs, results, strict=True):
+            if t.layout != torch.strided:
+                raise UnsupportedError(f"{node.name} at {node.line} makes a sparse tensor, which no plan can keep or drop")
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
+        self._gradients_written(writes)
         self.nodes.append(fixed)
         self.facts.append(Facts(writes, random, Saved(known, private)))
+
+    def _gradients_written(self, writes: tuple[int, ...]) -> None:
+        """What was written into memory without gradients may bring some."""
+        for v in (v for s in writes for v in self.holders[s]):
+            self.values[v] = dataclasses.replace(self.values[v], requires_grad=self.env[v].requires_grad)
 
     def _put_numbers(self, arg: Any) -> Any:
         return substitute(arg, lambda v: self.folded[v] if v in self.folded else Ref(v))
 
     def _free(self, v: int) -> None:
         s = self.values[v].storage
-        address = self.env.pop(v).untyped_storage()._cdata
+        address = memory_of(self.env.pop(v))._cdata
         self.holders[s].discard(v)
         if not self.holders[s]:
             del self.live[address]

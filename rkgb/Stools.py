@@ -24,7 +24,10 @@ STATISTICS = frozenset(
 
 def D_to_S(d: D_graph) -> S_graph:
     """Group the nodes of ``d``; the graph is one block until ``cut``."""
-    groups = _ordered(d, _groups(d))
+    together = _groups(d)
+    groups = _ordered(d, together)
+    if late := _late_views(d, groups):
+        groups = _ordered(d, [*([k for k in ops if k not in late] for ops in together), *_chains(d, sorted(late))])
     uses: dict[int, set[int]] = {v: {-1} for v in d.outputs}
     for index, ops in enumerate(groups):
         for op in ops:
@@ -80,6 +83,58 @@ def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
     return [members[c] for c in order]
 
 
+def _late_views(d: D_graph, groups: list[list[int]]) -> set[int]:
+    """Views that must stay where the program takes them, for gradients to be added in eager mode's order.
+
+    Autograd adds the gradients of a value's uses in the reverse of their order; the order decides how sums are rounded
+    (of three) and how they lie in memory (of two). So a view, of a value with other uses, that is taken later than the
+    groups behind begin is not moved to its base.
+    """
+    uses: dict[int, int] = dict.fromkeys(d.outputs, 1)
+    written: dict[int, int] = {}  # storage -> the last write
+    for k, node in enumerate(d.nodes):
+        written.update(dict.fromkeys(d.facts[k].writes, k))
+        if _differentiable(d, k):
+            for v in node.reads():
+                uses[v] = uses.get(v, 0) + 1
+    late: set[int] = set()
+    made_late: set[int] = set()
+    begins = len(d.nodes)  # the first operation of the groups behind
+    for ops in reversed(groups):
+        for k in ops:
+            node = d.nodes[k]
+            if _is_view(d, k) and written.get(d.values[node.outputs[0]].storage, -1) < k:
+                base = node.reads()[0]
+                if base in made_late or (begins < k and uses[base] >= 2 and d.values[base].storage not in d.sources):
+                    late.add(k)
+                    made_late.update(node.outputs)
+        begins = min([begins, *(k for k in ops if _differentiable(d, k))])
+    return late
+
+
+def _differentiable(d: D_graph, k: int) -> bool:
+    return any(d.values[v].requires_grad for v in d.nodes[k].outputs)
+
+
+def _is_view(d: D_graph, k: int) -> bool:
+    """Whether D node k only looks at memory of an earlier node, and carries gradients."""
+    outputs = d.nodes[k].outputs
+    owners = {d.storages[d.values[v].storage].owner for v in outputs}
+    return _differentiable(d, k) and not d.facts[k].writes and len(owners) == 1 and not owners & {k, None}
+
+
+def _chains(d: D_graph, views: list[int]) -> list[list[int]]:
+    """Views of one another, taken one after the other, in one group."""
+    chains: list[list[int]] = []
+    for k in views:
+        before = d.nodes[chains[-1][-1]].outputs if chains and chains[-1][-1] == k - 1 else ()
+        if set(d.nodes[k].reads()) & set(before):
+            chains[-1].append(k)
+        else:
+            chains.append([k])
+    return chains
+
+
 def _position(d: D_graph, ops: list[int]) -> int:
     """Where a group wants to stand in the program: at its first operation that is not a mere view.
 
@@ -130,7 +185,7 @@ def _node(
         saved=Saved(tuple(s for s in known if s not in mine or s in storages), private),
         requires_grad=requires_grad,
         random=random,
-        fixed=once or pure or all(is_guard(d.nodes[op]) for op in ops),
+        fixed=once or pure or (not mine and all(_is_view(d, op) for op in ops)) or all(is_guard(d.nodes[op]) for op in ops),
     )
 
 

@@ -86,7 +86,7 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
     states = [(d, random_state(d)) for d in devices]
     buffers = dict(model.named_buffers())
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
-    copies = [(t, t.detach().clone()) for t in (*buffers.values(), *inputs)]
+    copies = [(t, t.detach().clone()) for t in (*buffers.values(), *inputs) if t.layout == torch.strided]
     try:
         yield
     finally:

@@ -207,7 +207,8 @@ class D_graph(Drawn):
 
 @dataclass(frozen=True, slots=True)
 class S_node:
-    """One real operation with its body: the views and in-place operations on its result.
+    """One real operation with its body: the views and in-place operations on its result; or a guard; or a view of
+    another node's result that is taken much later.
 
     ``ops``: indices of D nodes, in the order of the program. ``reads``: values of other nodes or
     sources; ``makes``: values that other nodes read or that are outputs. ``storages``: those of

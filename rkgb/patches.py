@@ -18,7 +18,7 @@ from rkgb.scripted import run_scripted
 @contextlib.contextmanager
 def traceable() -> Iterator[None]:
     """The module runs as in eager mode, but so that a trace sees all of it."""
-    with _plain_checkpoint(), _scripts_as_python(), _no_other_randomness(), _transformers_as_eager():
+    with _plain_checkpoint(), _scripts_as_python(), _no_other_randomness(), _libraries_as_eager():
         yield
 
 
@@ -73,14 +73,15 @@ def _numpy_state() -> str:
 
 
 @contextlib.contextmanager
-def _transformers_as_eager() -> Iterator[None]:
-    """transformers builds other masks when it sees a trace; let it do what it does in eager mode."""
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    original = getattr(module, "is_jit_tracing", None)
-    if original is not None:
-        module.is_jit_tracing = lambda: False
+def _libraries_as_eager() -> Iterator[None]:
+    """transformers and torchvision take other paths when they see a trace; let them do what they do in eager mode."""
+    questions = (("transformers.utils.import_utils", "is_jit_tracing"), ("torchvision", "_is_tracing"))
+    asked = [(sys.modules[module], name) for module, name in questions if hasattr(sys.modules.get(module), name)]
+    originals = [getattr(module, name) for module, name in asked]
+    for module, name in asked:
+        setattr(module, name, lambda: False)
     try:
         yield
     finally:
-        if original is not None:
-            module.is_jit_tracing = original
+        for (module, name), original in zip(asked, originals, strict=True):
+            setattr(module, name, original)

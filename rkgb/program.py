@@ -12,6 +12,13 @@ from rkgb.capture import current_mode
 from rkgb.graphs import Mode, Node, Source, substitute
 
 
+def memory_of(t: torch.Tensor) -> torch.UntypedStorage:
+    """The allocation that a tensor lies in; of a sparse tensor, that of its values."""
+    if t.layout == torch.strided:
+        return t.untyped_storage()
+    return (t._values() if t.layout == torch.sparse_coo else t.values()).untyped_storage()
+
+
 def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
     """Run in ``mode`` (grad mode and autocast; the cache of cast weights stays off)."""
     return contextlib.nullcontext() if mode == current_mode() else _switched(mode)

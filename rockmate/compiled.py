@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rkgb.capture import random_state
-from rkgb.graphs import Mode, Node, S_graph
+from rkgb.graphs import Mode, Node, S_graph, S_node
 from rkgb.guards import is_guard
 from rkgb.Ktools import K_graph
 from rkgb.Stools import STATISTICS
@@ -20,8 +20,9 @@ class NodeCode:
     """One S node for the executor.
 
     ``made``: (value, data) of results in memory of the node's own, of data that are tracked (see
-    ``Program``); ``aliases``: results in memory of a source; ``temporary``: values that nobody else
-    reads. ``private``: the data of what only its backward reads, or None. ``native``: all that its
+    ``Program``); ``joins``: results in memory of another node, likewise; ``aliases``: results in memory of a source;
+    ``temporary``: values that nobody else reads. ``again``, ``remade``: what to run for a second run, and what it
+    makes, views that other nodes take of the results among it. ``private``: the data of what only its backward reads, or None. ``native``: all that its
     backward reads stays from the forward on, so autograd keeps it itself. ``statistics``: source
     values that it changes, which a second run must leave alone. ``random``: it runs again, from the
     same random state; the generator is that of this device.
@@ -30,6 +31,9 @@ class NodeCode:
     ops: tuple[Node, ...]
     reads: tuple[int, ...]
     made: tuple[tuple[int, int], ...]
+    joins: tuple[tuple[int, int], ...]
+    again: tuple[Node, ...]
+    remade: tuple[tuple[int, int], ...]
     aliases: tuple[int, ...]
     temporary: tuple[int, ...]
     data: tuple[int, ...]
@@ -129,7 +133,8 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
             last_run[step.node] = len(stages)
             dropped.update(k.nodes[step.node].makes)
     tracked = _tracked(k, again, native)
-    data_of = {v: d for d, data in enumerate(k.data) if data.storage is not None for v in _values_in(s, data.storage)}
+    of_storage = {data.storage: d for d, data in enumerate(k.data) if data.storage is not None}
+    data_of = {v: of_storage[x] for n in s.nodes for v in n.makes if (x := s.d.values[v].storage) in of_storage}
     values_of: list[list[int]] = [[] for _ in k.data]
     for v, d in data_of.items():
         values_of[d].append(v)
@@ -187,22 +192,23 @@ def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, int, int]]:
     return found
 
 
-def _values_in(s: S_graph, storage: int) -> list[int]:
-    """The results that lie in ``storage``, in the order in which their node makes them."""
-    owner = next(n for n in s.nodes if storage in n.storages)
-    return [v for v in owner.makes if s.d.values[v].storage == storage]
-
-
 def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native: bool, tracked: set[int]) -> NodeCode:
     s, node = k.s, k.s.nodes[i]
     ops = tuple(s.d.nodes[op] for op in node.ops)
     written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
     device = s.d.values[(*node.makes, *node.reads)[0]].device if node.makes or node.reads else torch.device("cpu")
     makes = k.nodes[i].makes
+    kept = tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked)
+    made = tuple((v, datum) for v, datum in kept if datum in makes)
+    views = _views_elsewhere(s, i) if again else ()
+    seen = tuple((v, data_of[v]) for n in views for v in n.makes if data_of[v] in tracked)
     return NodeCode(
         ops=ops,
         reads=node.reads,
-        made=tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked),
+        made=made,
+        joins=tuple((v, datum) for v, datum in kept if datum not in makes),
+        again=(*ops, *(s.d.nodes[op] for n in views for op in n.ops)),
+        remade=(*made, *seen),
         aliases=tuple(v for v in node.makes if v not in data_of),
         temporary=tuple(v for op in ops for v in op.outputs if v not in node.makes),
         data=tuple(d for d in makes if d in tracked),
@@ -211,6 +217,16 @@ def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native:
         statistics=tuple(v for v in node.reads if s.d.values[v].storage in written),
         random=device if node.random and again else None,
         rerun=k.nodes[i].rerun,
+    )
+
+
+def _views_elsewhere(s: S_graph, i: int) -> tuple[S_node, ...]:
+    """The nodes that only look at results of node i."""
+    mine = set(s.nodes[i].storages)
+    return tuple(
+        n
+        for n in s.nodes[i + 1 :]
+        if n.makes and not n.storages and all(s.d.values[v].storage in mine for v in (*n.makes, *n.reads))
     )
 
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rkgb.capture import random_state, set_random_state
 from rkgb.graphs import Node, substitute
 from rkgb.guards import GuardFailed
-from rkgb.program import in_mode, source_value
+from rkgb.program import in_mode, memory_of, source_value
 from rockmate.compiled import NodeCode, Program
 from solvers.schedule import Del
 
@@ -81,7 +81,7 @@ class CallState:
         self.states: list[tuple[torch.device, torch.Tensor]] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for t in self.sources.values():
-            self.known[t.untyped_storage()._cdata] = -1
+            self.known[memory_of(t)._cdata] = -1
 
     # -------------------------------------------------------------------------------------- forward
 
@@ -128,9 +128,11 @@ class CallState:
         for op in code.ops:
             _run(op, env, p)
         if code.data:
-            self.keep_results(code, env)
+            self.keep_results(code, code.made, env)
             for v, datum in code.made:
                 self.known[env[v].untyped_storage()._cdata] = datum
+        for v, datum in code.joins:
+            self.live[datum][v] = env[v].detach()
         if self.pending:
             self.settle(code)
         for v in code.aliases:
@@ -148,7 +150,7 @@ class CallState:
     def pack(self, t: torch.Tensor) -> Slot:
         """Autograd wants to keep ``t``: note which datum it is."""
         slot = Slot(self)
-        address = t.untyped_storage()._cdata
+        address = memory_of(t)._cdata
         datum = self.known.get(address)
         if datum is None:  # of the node that runs now: settled when it is done
             self.pending.append((slot, t.detach(), address))
@@ -172,12 +174,12 @@ class CallState:
                 slot.held, slot.version = t, t._version
         self.pending.clear()
 
-    def keep_results(self, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
+    def keep_results(self, code: NodeCode, made: tuple[tuple[int, int], ...], env: dict[int, torch.Tensor]) -> None:
         for datum in code.data:
             self.live[datum] = {}
         if code.private is not None:
             self.live[code.private] = []
-        for v, datum in code.made:
+        for v, datum in made:
             self.live[datum][v] = env[v].detach()
 
     def drop(self, datum: int) -> None:
@@ -242,12 +244,12 @@ class CallState:
             env[v] = t.detach().requires_grad_(True) if needs else t.detach()
         for v in code.statistics:
             env[v] = env[v].clone()
-        known = {env[v].untyped_storage()._cdata for v in code.reads}
+        known = {memory_of(env[v])._cdata for v in code.reads}
         known.update(t.untyped_storage()._cdata for t in (self.sources[v] for v in code.statistics))
         packed: list[tuple[torch.Tensor, int]] = []
 
         def pack(t: torch.Tensor) -> None:
-            address = t.untyped_storage()._cdata
+            address = memory_of(t)._cdata
             if address not in known:
                 packed.append((t.detach(), address))
 
@@ -258,12 +260,12 @@ class CallState:
             set_random_state(code.random, state)
         try:
             with in_mode(p.mode), saved_tensors_hooks(pack, unpack):
-                for op in code.ops:
+                for op in code.again:
                     _run(op, env, p)
         finally:
             if outer is not None and code.random is not None:
                 set_random_state(code.random, outer)
-        self.keep_results(code, env)
+        self.keep_results(code, code.remade, env)
         own = {env[v].untyped_storage()._cdata for v, _ in code.made}
         if code.private is not None:
             self.live[code.private] = [t for t, address in packed if address not in own]

@@ -246,7 +246,7 @@ def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Calls with equal keys run the same graph."""
     leaves, spec = flatten((args, kwargs))
     described = tuple(
-        (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
+        (tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device, x.requires_grad)
         if isinstance(x, torch.Tensor)
         else (type(x).__name__, repr(x))
         for x in leaves
