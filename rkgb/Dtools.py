@@ -160,7 +160,9 @@ class _Probe:
         private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
         for v, t in zip(fixed.outputs, results, strict=True):
             if t.layout != torch.strided:
-                raise UnsupportedError(f"{node.name} at {node.line} makes a sparse tensor, which no plan can keep or drop")
+                raise UnsupportedError(
+                    f"{node.name} at {node.line} makes a sparse tensor, which no plan can keep or drop"
+                )
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
         self.nodes.append(fixed)

@@ -191,8 +191,8 @@ class _Buffers:
         peak = before + cost.backward_peak - cost.incoming
         incoming = [self.holds.pop(node.makes[k], None) for k in cost.results]
         arrived: dict[int, int] = {}  # position in reads -> memory
-        for position, gradient in enumerate(cost.inputs):
-            if gradient is None:
+        for position, gradient in sorted(enumerate(cost.inputs), key=lambda item: node.reads[item[0]] in self.uses):
+            if gradient is None:  # parameters come last, as they were measured
                 continue
             kind, k = gradient.shares or ("", 0)
             shared = incoming[k] if kind == "result" else arrived[k] if kind == "input" else None
@@ -200,6 +200,8 @@ class _Buffers:
         waiting = dict(arrived)
         for position, memory in arrived.items():
             v = node.reads[position]
+            if v in self.uses:
+                continue
             del waiting[position]
             first = self.holds.get(v)
             if first is None:
@@ -212,11 +214,11 @@ class _Buffers:
                 self.holds[v] = self._new(max(self.size[first], self.size[memory]))
                 self.views.discard(v)
             peak = max(peak, sum(self.size[m] for m in {*self.holds.values(), *others, first}))
-        peak = max(peak, self._parameters(node.reads, cost.views))
+        peak = max(peak, self._parameters(node.reads, cost.views, arrived))
         after = self._live()
         return before, max(peak, before, after), after
 
-    def _parameters(self, reads: tuple[int, ...], views: frozenset[int]) -> int:
+    def _parameters(self, reads: tuple[int, ...], views: frozenset[int], arrived: dict[int, int]) -> int:
         """Contributions to parameters; returns the most bytes of gradients while they are added."""
         peak = 0
         for position, v in enumerate(reads):
@@ -225,11 +227,12 @@ class _Buffers:
             self.uses[v] -= 1
             size = self.s.d.values[v].bytes
             if v not in self.holds:
-                self.holds[v] = self._new(size)
+                self.holds[v] = arrived[position] if position in arrived else self._new(size)
                 if position in views:
                     self.views.add(v)
             elif v in self.views:
                 peak = max(peak, self._live() + 2 * size)
+                self.holds[v] = self._new(size)
                 self.views.discard(v)
             if not self.uses[v] and v not in self.missing:
                 del self.holds[v]

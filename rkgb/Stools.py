@@ -185,7 +185,10 @@ def _node(
         saved=Saved(tuple(s for s in known if s not in mine or s in storages), private),
         requires_grad=requires_grad,
         random=random,
-        fixed=once or pure or (not mine and all(_is_view(d, op) for op in ops)) or all(is_guard(d.nodes[op]) for op in ops),
+        fixed=once
+        or pure
+        or (not mine and all(_is_view(d, op) for op in ops))
+        or all(is_guard(d.nodes[op]) for op in ops),
     )
 
 

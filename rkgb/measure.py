@@ -21,12 +21,15 @@ from rkgb.Atools import nodes_key
 from rkgb.capture import drop_saved, preserved
 from rkgb.graphs import D_graph, S_graph, S_node
 from rkgb.memory import measure_memory
-from rkgb.program import run_node, source_value
+from rkgb.program import memory_of, run_node, source_value
 
 
 @dataclass(frozen=True, slots=True)
 class InputGradient:
     """The gradient that a backward gives to one input: ``bytes`` of new memory, or the memory of another gradient.
+
+    A parameter's becomes its ``.grad`` as it is, a view of larger memory keeping all of that, unless it lies otherwise
+    than the parameter; then ``.grad`` is a copy.
 
     ``shares``: ("result", k) for the incoming gradient of the k-th result, ("input", k) for that of an
     earlier input, None for new memory.
@@ -194,9 +197,8 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
     came: list[Any] = []
     fed: list[Any] = []
     views: set[int] = set()
-    watches = [
-        leaf.register_hook(partial(_note_view, views, run.node.reads.index(v))) for v, leaf in run.leaves.items()
-    ]
+    to_leaves: dict[int, torch.Tensor] = {}
+    watches = [leaf.register_hook(partial(to_leaves.__setitem__, v)) for v, leaf in run.leaves.items()]
     results = run.forward(came.append)
     _Feed.apply(fed.append, *run.ends(results)).backward()
     for watch in watches:
@@ -205,22 +207,20 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
     for k, g in enumerate(fed[0]):
         places[g.untyped_storage()._cdata] = ("result", k)
     found: dict[int, InputGradient | None] = {}
-    for v, g in zip(run.tapped, came[0] if came else [None] * len(run.tapped), strict=True):
+    arrived = dict(zip(run.tapped, came[0], strict=True)) if came else {}
+    for v, g in (arrived | to_leaves).items():
         if g is None:
-            found[v] = None
             continue
+        position = run.node.reads.index(v)
         if g._is_view():
-            views.add(run.node.reads.index(v))
-        address = g.untyped_storage()._cdata
-        shares = places.get(address)
-        found[v] = InputGradient(g.untyped_storage().nbytes(), shares)
-        places.setdefault(address, ("input", run.node.reads.index(v)))
+            views.add(position)
+        if v in to_leaves and g.stride() != run.leaves[v].stride():
+            found[v] = InputGradient(g.numel() * g.element_size(), None)
+            continue
+        memory = memory_of(g)
+        found[v] = InputGradient(memory.nbytes(), places.get(memory._cdata))
+        places.setdefault(memory._cdata, ("input", position))
     return tuple(found.get(v) for v in run.node.reads), frozenset(views)
-
-
-def _note_view(views: set[int], position: int, gradient: torch.Tensor) -> None:
-    if gradient._is_view():
-        views.add(position)
 
 
 def _backward_memory(run: NodeRun) -> tuple[int, int]:
