@@ -158,7 +158,7 @@ class _Probe:
             self._define(v, t, index)
         known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
         private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
-        for v, t in zip(fixed.outputs, results, strict=True):
+        for t in results:
             if t.layout != torch.strided:
                 raise UnsupportedError(
                     f"{node.name} at {node.line} makes a sparse tensor, which no plan can keep or drop"

@@ -19,13 +19,13 @@ from solvers.schedule import Bwd, Del, Loss, Run, Schedule
 class NodeCode:
     """One S node for the executor.
 
-    ``made``: (value, data) of results in memory of the node's own, of data that are tracked (see
-    ``Program``); ``joins``: results in memory of another node, likewise; ``aliases``: results in memory of a source;
-    ``temporary``: values that nobody else reads. ``again``, ``remade``: what to run for a second run, and what it
-    makes, views that other nodes take of the results among it. ``private``: the data of what only its backward reads, or None. ``native``: all that its
-    backward reads stays from the forward on, so autograd keeps it itself. ``statistics``: source
-    values that it changes, which a second run must leave alone. ``random``: it runs again, from the
-    same random state; the generator is that of this device.
+    ``made``: (value, data) of results in memory of the node's own, of data that are tracked (see ``Program``);
+    ``joins``: results in memory of another node, likewise; ``aliases``: results in memory of a source;
+    ``temporary``: values that nobody else reads. ``again``, ``remade``: what a second run runs and makes, the views
+    that other nodes take of its results among it. ``private``: the data of what only its backward reads, or None.
+    ``native``: all that its backward reads stays from the forward on, so autograd keeps it itself. ``statistics``:
+    source values that it changes, which a second run must leave alone. ``random``: it runs again, from the same random
+    state; the generator is that of this device.
     """
 
     ops: tuple[Node, ...]

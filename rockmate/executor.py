@@ -127,17 +127,9 @@ class CallState:
             self.random[i] = random_state(code.random)
         for op in code.ops:
             _run(op, env, p)
-        if code.data:
-            self.keep_results(code, code.made, env)
-            for v, datum in code.made:
-                self.known[env[v].untyped_storage()._cdata] = datum
-        for v, datum in code.joins:
-            self.live[datum][v] = env[v].detach()
+        self.note_results(code, env)
         if self.pending:
             self.settle(code)
-        for v in code.aliases:
-            self.aliases[v] = env[v].detach()
-            self.versions[v] = env[v]._version
         if i in self.stage:
             self.hook(i, [env[v] for v in p.s.nodes[i].makes])
         for v in code.temporary:
@@ -146,6 +138,18 @@ class CallState:
             self.drop(datum)
             for v in p.values_of[datum]:
                 env.pop(v, None)
+
+    def note_results(self, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
+        """Keep what will be read again, and know it by its memory."""
+        if code.data:
+            self.keep_results(code, code.made, env)
+            for v, datum in code.made:
+                self.known[env[v].untyped_storage()._cdata] = datum
+        for v, datum in code.joins:
+            self.live[datum][v] = env[v].detach()
+        for v in code.aliases:
+            self.aliases[v] = env[v].detach()
+            self.versions[v] = env[v]._version
 
     def pack(self, t: torch.Tensor) -> Slot:
         """Autograd wants to keep ``t``: note which datum it is."""
