@@ -2,12 +2,20 @@
 
 from rkgb.errors import GraphError, MismatchError, TraceError, UnsupportedError
 from rkgb.memory import measure_peak
-from rockmate.errors import BudgetError, InfeasibleBudgetError, InputError, RockmateError, VariantLimitError
+from rockmate.errors import (
+    BudgetError,
+    BudgetWarning,
+    InfeasibleBudgetError,
+    InputError,
+    RockmateError,
+    VariantLimitError,
+)
 from rockmate.module import Rockmate, frontier
 from rockmate.planning import Plan
 
 __all__ = [
     "BudgetError",
+    "BudgetWarning",
     "GraphError",
     "InfeasibleBudgetError",
     "InputError",

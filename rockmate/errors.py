@@ -22,6 +22,10 @@ class VariantLimitError(RockmateError):
     """The module's Python reads a value from tensors that is another one at every call."""
 
 
+class BudgetWarning(UserWarning):
+    """For this call the budget is not promised; results are right all the same."""
+
+
 class InfeasibleBudgetError(RockmateError):
     """No plan fits the budget. ``min_budget``: the smallest that can be planned (bytes)."""
 
@@ -32,6 +36,7 @@ class InfeasibleBudgetError(RockmateError):
 
 __all__ = [
     "BudgetError",
+    "BudgetWarning",
     "GraphError",
     "InfeasibleBudgetError",
     "InputError",

@@ -11,6 +11,7 @@ accumulation into ``.grad``, ``retain_graph`` and double backward are therefore 
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from rkgb.graphs import Node, substitute
 from rkgb.guards import GuardFailed
 from rkgb.program import in_mode, memory_of, source_value
 from rockmate.compiled import NodeCode, Program
+from rockmate.errors import BudgetWarning
 from solvers.schedule import Del
 
 _CHANGED = (
@@ -33,12 +35,12 @@ _CHANGED = (
 
 
 class Slot:
-    """What autograd keeps in place of a saved tensor: which datum, and how the tensor lies in it."""
+    """What autograd keeps in place of a tensor that node ``node`` saves: which datum, and how the tensor lies in it."""
 
-    __slots__ = ("__weakref__", "data", "form", "held", "index", "state", "version")
+    __slots__ = ("__weakref__", "data", "form", "held", "index", "node", "state", "version")
 
-    def __init__(self, state: CallState) -> None:
-        self.state = state
+    def __init__(self, state: CallState, node: int) -> None:
+        self.state, self.node = state, node
         self.data = -1  # -1: ``held`` is the tensor itself
         self.index = -1  # position among the private tensors, -1: a view of the datum's storage
         self.form: Any = None
@@ -70,16 +72,20 @@ class CallState:
         self.versions = {v: t._version for v, t in self.sources.items()}
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
         self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
+        self.made_at = [0] * len(program.owner)  # version of each datum when it was made
         self.known: dict[int, int] = {}  # address of a live storage -> its datum, -1 for a source
         self.random: dict[int, torch.Tensor] = {}
         self.slots: list[weakref.ref[Slot]] = []
         self.pending: list[tuple[Slot, torch.Tensor, int]] = []
         self.stage = {node: k for k, node in enumerate(program.stages)}
+        self.running = -1  # the node whose operations run
         self.at = 0  # the next stage
-        self.guard_kept = False  # the graph stays, or was left in part: what the forward kept, stays
-        self.in_backward = False
         self.states: list[tuple[torch.device, torch.Tensor]] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.task = -1  # the backward that was here last, while it runs
+        self.retained = False  # the graph stays: what the forward kept, stays
+        self.skipped = False  # a part of the graph was left out: what it needs, stays
+        self.warned = False
         for t in self.sources.values():
             self.known[memory_of(t)._cdata] = -1
 
@@ -123,6 +129,7 @@ class CallState:
         p, code = self.program, self.program.nodes[i]
         if i == p.undo.last + 1:
             self.states, self.copies = [], []
+        self.running = i
         if code.random is not None:
             self.random[i] = random_state(code.random)
         for op in code.ops:
@@ -153,7 +160,7 @@ class CallState:
 
     def pack(self, t: torch.Tensor) -> Slot:
         """Autograd wants to keep ``t``: note which datum it is."""
-        slot = Slot(self)
+        slot = Slot(self, self.running)
         address = memory_of(t)._cdata
         datum = self.known.get(address)
         if datum is None:  # of the node that runs now: settled when it is done
@@ -185,6 +192,7 @@ class CallState:
             self.live[code.private] = []
         for v, datum in made:
             self.live[datum][v] = env[v].detach()
+            self.made_at[datum] = env[v]._version
 
     def drop(self, datum: int) -> None:
         held = self.live[datum]
@@ -205,28 +213,68 @@ class CallState:
 
     def reach(self, i: int) -> None:
         """The backward of node i is next: take the schedule's steps up to it."""
-        if not self.in_backward:
-            self.in_backward = True
+        task = torch._C._current_graph_task_id()
+        if task != self.task:
+            if self.task >= 0:  # an error ended that one, or this one runs inside it
+                self.end()
+            self.task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
         k = self.stage[i]
         if k < self.at:
             return
-        self.guard_kept = self.guard_kept or k > self.at or _graph_is_retained()
+        if not self.retained and _graph_is_retained():
+            self.retained = True
+            self.leave_schedule("backward was called with retain_graph=True (or create_graph=True)")
+        self.skipped = self.skipped or k > self.at
         p = self.program
+        staying = self.staying(i)
         for j in range(self.at, k + 1):
             for step in p.before[j]:
                 if isinstance(step, Del):
-                    if not (self.guard_kept and step.data in p.kept):
+                    if step.data not in staying:
                         self.drop(step.data)
                 elif j == k:
                     self.run_again(step.node)
-                    if not self.guard_kept and (k, step.node) in p.final:
+                    if not (self.retained or self.skipped) and (k, step.node) in p.final:
                         self.random.pop(step.node, None)
         self.at = k + 1
 
+    def staying(self, i: int) -> frozenset[int] | set[int]:
+        """What the forward kept and a backward later than this one may need, when node i is reached."""
+        p = self.program
+        if self.retained:
+            return p.kept
+        if not self.skipped:
+            return frozenset()
+        needed: set[int] = set()
+        slots = (ref() for ref in self.slots)
+        left = [slot.data for slot in slots if slot is not None and slot.node > i and slot.data >= 0]
+        while left:
+            datum = left.pop()
+            if datum not in needed:
+                needed.add(datum)
+                if datum not in p.kept:
+                    left += self.read_by(p.owner[datum])
+        return needed & p.kept
+
+    def read_by(self, i: int) -> list[int]:
+        """The data that node i reads."""
+        p = self.program
+        return [p.data_of[v] for v in p.nodes[i].reads if v in p.data_of]
+
+    def leave_schedule(self, why: str) -> None:
+        """Say once that the budget is not promised for this call."""
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"{why}: results are right, but what is kept or computed again for it may exceed the memory budget",
+                BudgetWarning,
+                stacklevel=2,
+            )
+
     def end(self) -> None:
         """A backward is over: if the graph is spent nothing is needed, else all that the forward kept."""
-        self.in_backward = False
+        self.task = -1
         self.at = 0
         spent = all(ref() is None for ref in self.slots)
         for datum in range(len(self.live)):
@@ -287,20 +335,31 @@ class CallState:
         datum = self.program.data_of[v]
         self.need(datum)
         tensor: torch.Tensor = self.live[datum][v]
+        if tensor._version != self.made_at[datum]:
+            name = self.program.s.d.names[v]
+            raise RuntimeError(_CHANGED.format(what=name, now=tensor._version, then=self.made_at[datum]))
         return tensor
 
     def need(self, datum: int) -> None:
         """Make ``datum`` live, outside the schedule if it is not (second backwards, backwards of a part)."""
         if self.live[datum] is not None:
             return
-        owner = self.program.owner[datum]
-        code = self.program.nodes[owner]
-        if not code.rerun or (self.program.s.nodes[owner].random and owner not in self.random):
-            raise RuntimeError(
-                f"{self.program.s.nodes[owner].name} must run again for this backward, which the plan did not foresee "
-                "(a second backward, or one of a part of the graph). Call forward again before it."
-            )
-        self.run_again(owner)
+        self.leave_schedule("a backward of a part of the graph, or a second one, computes again what the plan dropped")
+        missing: set[int] = set()
+        left = [datum]
+        while left:
+            owner = self.program.owner[left.pop()]
+            if owner in missing:
+                continue
+            missing.add(owner)
+            if not self.program.nodes[owner].rerun or (self.program.s.nodes[owner].random and owner not in self.random):
+                raise RuntimeError(
+                    f"{self.program.s.nodes[owner].name} must run again for this backward, which the plan did not "
+                    "foresee (a second backward, or one of a part of the graph). Call forward again before it."
+                )
+            left += [d for d in self.read_by(owner) if self.live[d] is None]
+        for i in sorted(missing):
+            self.run_again(i)
 
 
 def _graph_is_retained() -> bool:
@@ -320,10 +379,11 @@ def unpack(slot: Slot) -> torch.Tensor:
         return slot.held
     state.need(slot.data)
     held = state.live[slot.data]
-    if slot.index >= 0:
-        private: torch.Tensor = held[slot.index]
-        return private
-    return _in_form(next(iter(held.values())), slot.form)
+    t: torch.Tensor = held[slot.index] if slot.index >= 0 else next(iter(held.values()))
+    if t._version != slot.version:
+        what = state.program.s.d.names[next(iter(held))] if slot.index < 0 else f"a tensor of shape {list(t.shape)}"
+        raise RuntimeError(_CHANGED.format(what=what, now=t._version, then=slot.version))
+    return t if slot.index >= 0 else _in_form(t, slot.form)
 
 
 def _run(op: Node, env: dict[int, torch.Tensor], p: Program) -> None:

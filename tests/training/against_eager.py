@@ -1,0 +1,97 @@
+"""Train a model under a budget that forces recomputation, and as it is, and compare everything, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from models import Case, outputs_of, square_loss
+from torch import nn
+
+from rockmate import Rockmate, measure_peak
+from rockmate.planning import SCALARS, make_planner
+from solvers import all_baselines, walk
+
+Train = Callable[[nn.Module, nn.Module], Iterable[Any]]
+"""``train(model, call)``: runs steps, ``call`` in the place of ``model``, and yields what must be equal."""
+
+
+def tight_budget(model: nn.Module, args: Any, kwargs: dict[str, Any] | None = None, fraction: float = 0.3) -> int:
+    """Between the least peak of what needs no optimiser (checkpoints, all recomputed) and that of no recomputation."""
+    planner = make_planner(copy.deepcopy(model), args, kwargs, "flops", None)
+    peaks = [walk(planner.problem, schedule).peak for schedule in all_baselines(planner.problem).values()]
+    return SCALARS + min(peaks) + round(fraction * (max(peaks) - min(peaks)))
+
+
+def under_budget(model: nn.Module, *args: Any, fraction: float = 0.3, **kwargs: Any) -> Rockmate:
+    """``model`` under a budget with which something runs again."""
+    rk = Rockmate(model, args, tight_budget(model, args, kwargs, fraction), sample_kwargs=kwargs, costs="flops")
+    assert rk.plan.recomputed > 0, "the budget forces nothing"
+    return rk
+
+
+@cache
+def _case_budget(c: Case) -> int:
+    args, kwargs = c.call(0)
+    return tight_budget(c.model(), args, kwargs)
+
+
+def planned(c: Case) -> tuple[nn.Module, Rockmate]:
+    """The model of ``c`` twice: as it is, and under a budget with which something runs again."""
+    args, kwargs = c.call(0)
+    rk = Rockmate(c.model(), args, _case_budget(c), sample_kwargs=kwargs, costs="flops")
+    assert rk.plan.recomputed > 0, "the budget forces nothing"
+    return c.model(), rk
+
+
+def assert_same(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
+    """Equal tensors (bit for bit), Nones and values, item by item."""
+    for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if isinstance(b, torch.Tensor):
+            assert isinstance(a, torch.Tensor), f"item {k} is {a!r}"
+            assert a.dtype == b.dtype, f"item {k}: {a.dtype} and {b.dtype}"
+            assert torch.equal(a, b), f"item {k} differs by {float((a - b).abs().max()):.3g}"
+        else:
+            assert a == b, f"item {k}: {a!r} and {b!r}"
+
+
+def snapshot(model: nn.Module, *tensors: torch.Tensor) -> Iterator[Any]:
+    """Copies of parameters, their gradients, buffers, gradients of ``tensors``, and the generator's state."""
+    for t in (*model.parameters(), *tensors):
+        yield t.detach().clone()
+        yield None if t.grad is None else t.grad.clone()
+    yield from (b.clone() for b in model.buffers())
+    yield torch.get_rng_state()
+
+
+def assert_trains_as_eager(eager: nn.Module, rk: Rockmate, train: Train) -> None:
+    """``train`` yields the same for both, and both are in the same state afterwards."""
+    results = []
+    for model, call in ((eager, eager), (rk.original, rk)):
+        torch.manual_seed(5)
+        results.append([*train(model, call), *snapshot(model)])
+    assert_same(results[1], results[0])
+
+
+def step(call: nn.Module, args: Iterable[Any], kwargs: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    """Forward and backward of ``square_loss``; the outputs, detached copies."""
+    result = call(*args, **(kwargs or {}))
+    square_loss(result).backward()
+    return [t.detach().clone() for t in outputs_of(result)]
+
+
+def assert_in_budget(rk: Rockmate, function: Callable[[], Any], grads: Iterable[torch.Tensor] = ()) -> None:
+    """The measured peak of ``function`` is at most the budget; gradients are None when it starts."""
+
+    def fresh() -> None:
+        for t in (*rk.original.parameters(), *grads):
+            t.grad = None
+
+    fresh()
+    function()
+    fresh()
+    peak = measure_peak(function, "cpu")
+    assert peak <= rk.budget, f"peak {peak}, budget {rk.budget}"

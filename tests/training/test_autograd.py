@@ -1,0 +1,286 @@
+"""What people do with autograd around a model, under a budget that forces recomputation, against eager mode."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
+from models import case, randn, square_loss
+from torch import nn
+from torch.nn import functional as F
+
+from rockmate import BudgetWarning, Rockmate
+
+
+def smooth(inside: int, outside: int, width: int = 32) -> nn.Sequential:
+    """Can be differentiated as often as one likes."""
+    layers = [m for _ in range(3) for m in (nn.Linear(width, width), nn.GELU(), nn.Tanh())]
+    return nn.Sequential(nn.Linear(inside, width), nn.Tanh(), *layers, nn.Linear(width, outside))
+
+
+@pytest.mark.parametrize("name", ["gpt", "two_in_two_out"])
+def test_autograd_grad(name: str) -> None:
+    c = case(name)
+    eager, rk = planned(c)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        args, _ = c.call(1)
+        inputs = [t for t in args if t.requires_grad]
+        yield from torch.autograd.grad(square_loss(call(*args)), [*model.parameters(), *inputs])
+        some = list(model.parameters())[::2]
+        yield from torch.autograd.grad(square_loss(call(*args)), some)
+
+    assert_trains_as_eager(eager, rk, train)
+    args, _ = c.call(2)
+    assert_in_budget(rk, lambda: torch.autograd.grad(square_loss(rk(*args)), list(rk.parameters())))
+
+
+def test_backward_with_inputs() -> None:
+    """Gradients for some tensors only: of parameters in the middle, and of an input."""
+    c = case("two_in_two_out")
+    eager, rk = planned(c)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        args, _ = c.call(1)
+        square_loss(call(*args)).backward(inputs=[model.join.weight, args[0]])
+        yield args[0].grad
+
+    assert_trains_as_eager(eager, rk, train)
+
+    def some() -> None:
+        square_loss(rk(*args)).backward(inputs=[rk.original.join.weight, args[0]])
+
+    args, _ = c.call(2)
+    assert_in_budget(rk, some, args[:1])
+
+
+def test_hooks_of_tensors_and_parameters() -> None:
+    c = case("two_in_two_out")
+    eager, rk = planned(c)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        seen: list[torch.Tensor] = []
+        args, _ = c.call(1)
+
+        def note(g: torch.Tensor) -> torch.Tensor:
+            seen.append(g.clone())
+            return g * 0.5
+
+        out = call(*args)
+        handles = [p.register_hook(note) for p in model.parameters()]
+        handles += [p.register_post_accumulate_grad_hook(lambda q: seen.append(q.grad * 2)) for p in model.parameters()]
+        handles += [t.register_hook(note) for t in (*out, args[0])]
+        square_loss(out).backward()
+        for handle in handles:
+            handle.remove()
+        yield from seen
+        yield args[0].grad
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+def test_the_optimizer_steps_in_the_backward() -> None:
+    """Parameters change while the backward still runs; gradients are freed at once, which the budget then allows."""
+    c = case("gpt")
+    eager, rk = planned(c)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        optimizers = {p: torch.optim.AdamW([p], foreach=False) for p in model.parameters()}
+
+        def update(p: torch.Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+        for k in range(3):
+            yield from step(call, *c.call(k))
+        for handle in handles:
+            handle.remove()
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+def test_anomaly_mode() -> None:
+    c = case("gpt")
+    eager, rk = planned(c)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        torch.autograd.set_detect_anomaly(True)
+        try:
+            yield from step(call, *c.call(1))
+        finally:
+            torch.autograd.set_detect_anomaly(False)
+
+    assert_trains_as_eager(eager, rk, train)
+    assert_in_budget(rk, lambda: list(train(rk.original, rk)))
+
+
+class BadRoot(nn.Module):
+    """The gradient of its square root at 0 times 0 is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = smooth(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(torch.tanh(self.up(x)))
+        return self.down(h + torch.sqrt(h * 0) * 0)
+
+
+def test_anomaly_mode_finds_the_function() -> None:
+    torch.manual_seed(0)
+    model, x = BadRoot(), randn(64, 16, seed=0)
+    messages = []
+    for call in (model, under_budget(model, x)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of anomaly mode itself
+            with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="SqrtBackward0") as error:
+                square_loss(call(x)).backward()
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_retain_graph() -> None:
+    c = case("gpt")
+    eager, rk = planned(c)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        loss = square_loss(call(*c.call(1)[0]))
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time") as error:
+            loss.backward()
+        yield str(error.value)
+
+    with pytest.warns(BudgetWarning, match=r"retain_graph"):
+        assert_trains_as_eager(eager, rk, train)
+
+
+def test_create_graph() -> None:
+    """The penalty of WGAN-GP: the norm of the gradient of the inputs is part of the loss."""
+    c = case("mlp")
+    eager, rk = planned(c)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        args, _ = c.call(1)
+        loss = square_loss(call(*args))
+        (g,) = torch.autograd.grad(loss, args, create_graph=True)
+        (loss + (g.norm(dim=1) - 1).square().mean()).backward()
+        yield args[0].grad
+
+    with pytest.warns(BudgetWarning, match="retain_graph"):
+        assert_trains_as_eager(eager, rk, train)
+
+
+def test_third_derivatives() -> None:
+    torch.manual_seed(0)
+    eager, x = smooth(4, 1), randn(256, 4, seed=0, requires_grad=True)
+    rk = under_budget(copy.deepcopy(eager), x)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        y = call(x).sum()
+        for _ in range(2):
+            (g,) = torch.autograd.grad(y, x, create_graph=True)
+            y = g.square().sum()
+        yield y.detach()
+        y.backward()
+
+    with pytest.warns(BudgetWarning, match="retain_graph"):
+        assert_trains_as_eager(eager, rk, train)
+
+
+def test_random_operations_in_a_second_backward() -> None:
+    c = case("dropout_mlp")
+    eager, rk = planned(c)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        args, _ = c.call(1)
+        loss = square_loss(call(*args))
+        loss.backward(retain_graph=True)
+        yield torch.rand(3)
+        loss.backward()
+        yield args[0].grad
+
+    with pytest.warns(BudgetWarning, match="retain_graph"):
+        assert_trains_as_eager(eager, rk, train)
+
+
+def test_backwards_of_parts() -> None:
+    """Two losses, each of an output of its own, one backward after the other."""
+    c = case("two_in_two_out")
+    eager, rk = planned(c)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        args, _ = c.call(1)
+        first, second = call(*args)
+        first.square().mean().backward(retain_graph=True)
+        second.square().mean().backward()
+        yield args[0].grad
+
+    with pytest.warns(BudgetWarning, match="retain_graph"):
+        assert_trains_as_eager(eager, rk, train)
+
+
+def test_a_backward_within_a_hook() -> None:
+    """Another call's backward runs inside this one's."""
+    c = case("mlp")
+    eager, rk = planned(c)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        inner = square_loss(call(*c.call(2)[0]))
+        out = call(*c.call(1)[0])
+        out.register_hook(lambda g: inner.backward())
+        square_loss(out).backward()
+        yield out.detach()
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+def test_one_warning_a_call(recwarn: pytest.WarningsRecorder) -> None:
+    c = case("mlp")
+    _, rk = planned(c)
+    warnings.simplefilter("always")
+    loss = square_loss(rk(*c.call(1)[0]))
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+    assert [w.category for w in recwarn] == [BudgetWarning]
+
+
+def test_outputs_may_be_changed_where_eager_allows_it() -> None:
+    c = case("mlp")  # ends in a linear layer, which does not need its result
+    eager, rk = planned(c)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        out = call(*c.call(1)[0])
+        out.mul_(2)
+        square_loss(out).backward()
+        yield out.detach()
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+def test_outputs_that_the_backward_reads_may_not_be_changed() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(smooth(16, 64), nn.Tanh()), randn(64, 16, seed=0)
+    rk: Rockmate = under_budget(model, x, fraction=0.0)
+    for call in (model, rk):
+        out = call(x)
+        with torch.no_grad():
+            out.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            square_loss(out).backward()
+
+
+def test_gradients_of_gradients_match_numbers() -> None:
+    """torch's own check against finite differences, in double precision."""
+    torch.manual_seed(0)
+    x = randn(16, 2, seed=0).double().requires_grad_()
+    rk = under_budget(smooth(2, 2, width=8).double(), x)
+    with pytest.warns(BudgetWarning, match="retain_graph"):
+        assert torch.autograd.gradcheck(rk, (x,))
+    assert_same([rk.plans_made], [1])

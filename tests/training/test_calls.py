@@ -1,0 +1,231 @@
+"""Every way in which a module is called, under a budget that forces recomputation, against eager mode."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
+from models import case, randn, square_loss
+from torch import nn
+from torch.nn import functional as F
+
+from rkgb.memory import measure_memory
+
+
+class Nested(nn.Module):
+    """Takes a dict of lists beside a keyword, returns tuples in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.middle, self.down = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, batch: dict[str, list[torch.Tensor]], *, scale: float = 1.0) -> dict[str, Any]:
+        h = torch.tanh(self.up(batch["x"][0]) * scale)
+        for shift in batch["shifts"]:
+            h = F.gelu(self.middle(h) + shift) * h
+        return {"out": (self.down(h), h.mean()), "none": None}
+
+
+def nested_batch(seed: int) -> dict[str, list[torch.Tensor]]:
+    return {"x": [randn(32, 16, seed=seed)], "shifts": [randn(32, seed=seed + k, requires_grad=True) for k in (1, 2)]}
+
+
+def test_nested_inputs_and_outputs() -> None:
+    torch.manual_seed(0)
+    eager = Nested()
+    torch.manual_seed(0)
+    rk = under_budget(Nested(), nested_batch(0), scale=2.0)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        batch = nested_batch(1)
+        yield from step(call, (batch,), {"scale": 2.0})
+        yield from (t.grad for t in batch["shifts"])
+        result = call(batch, scale=2.0)
+        yield list(result)
+        yield type(result["out"])
+
+    assert_trains_as_eager(eager, rk, train)
+    batch = nested_batch(2)
+    assert_in_budget(rk, lambda: step(rk, (batch,), {"scale": 2.0}), batch["shifts"])
+
+
+def test_the_output_as_the_next_input() -> None:
+    """The same module twice in one graph."""
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU())))  # noqa: E731
+    eager = make()
+    rk = under_budget(make(), randn(32, 32, seed=0))
+    rk.load_state_dict(eager.state_dict())
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        y = call(call(randn(32, 32, seed=1)))
+        yield y.detach().clone()
+        square_loss(y).backward()
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+def test_forwards_before_backwards_in_any_order() -> None:
+    eager, rk = planned(case("dropout_mlp"))
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        losses = [square_loss(call(randn(32, 16, seed=k))) for k in range(3)]
+        for k in (1, 2, 0):
+            losses[k].backward()
+        total = sum(square_loss(call(randn(32, 16, seed=k))) for k in range(2))
+        total.backward()
+        yield total.detach()
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+@pytest.mark.parametrize("allocated", [False, True], ids=["grads_none", "grads_present"])
+def test_accumulation(allocated: bool) -> None:
+    c = case("gpt")
+    eager, rk = planned(c)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        model.zero_grad(set_to_none=not allocated)
+        for k in range(3):
+            yield from step(call, *c.call(k))
+
+    assert_trains_as_eager(eager, rk, train)
+    args, kwargs = c.call(0)
+    if allocated:
+        step(rk, args, kwargs)
+        _, peak, _ = measure_memory(lambda: step(rk, args, kwargs), torch.device("cpu"))
+        assert peak <= rk.budget
+    else:
+        assert_in_budget(rk, lambda: step(rk, args, kwargs))
+
+
+def test_smaller_batches_and_other_lengths_are_planned_once_each() -> None:
+    c = case("gpt")
+    eager, rk = planned(c)
+    ids = c.call(1)[0][0]
+    shapes = [ids, ids[:1], ids[:, :12], ids[:1], ids[:, :12], ids]
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        for x in shapes:
+            yield from step(call, (x,))
+
+    assert_trains_as_eager(eager, rk, train)
+    assert rk.plans_made == 3
+    for x in shapes[:3]:
+        assert_in_budget(rk, lambda x=x: step(rk, (x,)))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_outputs_used_partly(used: int) -> None:
+    c = case("two_in_two_out")
+    eager, rk = planned(c)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        args, _ = c.call(1)
+        results = call(*args)
+        square_loss(results[used]).backward()
+        yield from (t.detach() for t in results)
+        yield from (t.grad for t in args)
+
+    assert_trains_as_eager(eager, rk, train)
+    args, _ = c.call(2)
+
+    def part() -> None:
+        square_loss(rk(*args)[used]).backward()
+
+    assert_in_budget(rk, part, args[:1])
+
+
+def test_backward_from_a_thread() -> None:
+    c = case("gpt")
+    eager, rk = planned(c)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        loss = square_loss(call(*c.call(1)[0]))
+        worker = threading.Thread(target=loss.backward)
+        worker.start()
+        worker.join()
+        yield loss.detach()
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+def test_forward_and_backward_in_many_threads() -> None:
+    """Data parallel in one process: each thread has its own call."""
+    c = case("mlp")
+    eager, rk = planned(c)
+    expected = []
+    for k in range(4):
+        expected.append(torch.autograd.grad(square_loss(eager(*c.call(k)[0])), list(eager.parameters())))
+    found: dict[int, Any] = {}
+
+    def work(k: int) -> None:
+        found[k] = torch.autograd.grad(square_loss(rk(*c.call(k)[0])), list(rk.parameters()))
+
+    workers = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    for k in range(4):
+        assert_same(found[k], expected[k])
+
+
+def test_without_gradients_the_model_itself_runs() -> None:
+    c = case("dropout_mlp")
+    eager, rk = planned(c)
+    x = randn(32, 16, seed=3)
+    calls = []
+    rk.original.register_forward_hook(lambda *_: calls.append(1))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.manual_seed(1)
+            ours = rk(x)
+            torch.manual_seed(1)
+            assert torch.equal(ours, eager(x))
+            assert ours.is_inference() == (mode is torch.inference_mode)
+    assert torch.equal(rk.eval()(x), eager.eval()(x))
+    assert len(calls) == 3
+    assert rk.plans_made == 1
+    assert_same(rk.buffers(), eager.buffers())
+
+
+def test_an_exception_in_the_loss_leaves_nothing_allocated() -> None:
+    c = case("gpt")
+    _, rk = planned(c)
+    args, kwargs = c.call(1)
+    step(rk, args, kwargs)
+
+    class Failure(Exception):
+        pass
+
+    def fail() -> None:
+        out = rk(*args, **kwargs)
+        loss = square_loss(out)
+        raise Failure(loss)
+
+    def run() -> None:
+        with pytest.raises(Failure):
+            fail()
+
+    _, peak, net = measure_memory(run, torch.device("cpu"))
+    assert peak > 0
+    assert net == 0
+
+
+def test_outputs_dropped_without_a_backward_free_everything() -> None:
+    c = case("gpt")
+    _, rk = planned(c)
+    args, kwargs = c.call(1)
+
+    def run() -> None:
+        out = rk(*args, **kwargs)
+        del out
+
+    run()
+    _, peak, net = measure_memory(run, torch.device("cpu"))
+    assert peak > 0
+    assert net == 0
