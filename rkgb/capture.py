@@ -288,14 +288,14 @@ def record(
     ):
         # What Python reads from data, the recorder sees.
         warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
-        cached = torch.is_autocast_cache_enabled()
-        torch.clear_autocast_cache()  # a weight cast before the trace would be a tensor from nowhere
-        torch.set_autocast_cache_enabled(False)
+        # A weight that was cast before would be a tensor from nowhere. Within the trace the cache does what it does in
+        # eager mode: a weight used twice is cast once, and the gradients of both uses are added before they are cast.
+        torch.clear_autocast_cache()
         try:
             graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)
         except RuntimeError as error:
             raise UnsupportedError(f"torch.jit could not trace the module: {error}") from error
         finally:
-            torch.set_autocast_cache_enabled(cached)
+            torch.clear_autocast_cache()
     torch._C._jit_pass_inline(graph)
     return graph, results

@@ -59,11 +59,17 @@ def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
         for n in k.nodes
     )
     blocks = tuple(Block(a, b, kind) for (a, b), kind in zip(k.s.blocks, graphs.classes, strict=True))
-    loss = k.output_bytes + (3 * k.output_bytes if loss_memory is None else loss_memory)
+    loss = k.output_bytes + 3 * _in_float(k) if loss_memory is None else k.output_bytes + loss_memory
     data = tuple(Data(d.name, d.bytes, d.owner) for d in k.data)
     problem = Problem(nodes, data, frozenset(k.outputs), loss, blocks)
     problem.verify()
     return problem
+
+
+def _in_float(k: K_graph) -> int:
+    """Bytes of the outputs that carry gradients, in single precision at least, as losses compute with them."""
+    carried = [k.s.d.values[v] for v in dict.fromkeys(k.s.d.outputs) if k.s.d.values[v].requires_grad]
+    return sum(v.bytes * max(1, 4 // v.dtype.itemsize) for v in carried)
 
 
 @dataclass
@@ -150,7 +156,7 @@ def make_planner(
         raise
     phase("solve")
     problem = problem_of(graphs, loss_memory)
-    usual = 3 * graphs.K.output_bytes if loss_memory is None else problem.loss
+    usual = 3 * _in_float(graphs.K) if loss_memory is None else problem.loss
     return Planner(graphs, problem, usual, seconds)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -131,102 +129,6 @@ def half(name: str = "gpt") -> tuple[Case, torch.nn.Module, torch.nn.Module, Roc
     return c, model, eager, rk
 
 
-def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    return [p.grad for p in model.parameters()]
-
-
-def test_two_forwards_before_their_backwards() -> None:
-    c, model, eager, rk = half()
-    for call in (rk, eager):
-        torch.manual_seed(5)
-        first, second = (square_loss(call(*c.call(k)[0])) for k in (1, 2))
-        first.backward()
-        second.backward()
-    assert_same(gradients(model), gradients(eager))
-
-
-def test_accumulation_with_and_without_gradients() -> None:
-    c, model, eager, rk = half()
-    for k in range(3):
-        assert_same(step(c, model, rk, k), step(c, eager, eager, k))
-    assert rk.plans_made == 1  # gradients that are there need no plan of their own
-
-
-def test_retain_graph_and_the_error_without_it() -> None:
-    c, model, eager, rk = half()
-    messages = []
-    for call in (rk, eager):
-        torch.manual_seed(5)
-        loss = square_loss(call(*c.call(1)[0]))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        with pytest.raises(RuntimeError) as error:
-            loss.backward()
-        messages.append(str(error.value))
-    assert_same(gradients(model), gradients(eager))
-    assert messages[0] == messages[1]
-
-
-def test_double_backward() -> None:
-    c, model, eager, rk = half()
-    for m, call in ((model, rk), (eager, eager)):
-        torch.manual_seed(5)
-        loss = square_loss(call(*c.call(1)[0]))
-        grads = torch.autograd.grad(loss, list(m.parameters()), create_graph=True)
-        torch.stack([g.square().sum() for g in grads]).sum().backward()
-    assert_same(gradients(model), gradients(eager))
-
-
-def test_backward_of_parts() -> None:
-    c, model, eager, rk = half()
-    for call in (rk, eager):
-        torch.manual_seed(5)
-        out = call(*c.call(1)[0])
-        out[0].sum().backward(retain_graph=True)
-        out[1].square().sum().backward()
-    assert_same(gradients(model), gradients(eager))
-
-
-def test_hooks_see_what_they_see_in_eager() -> None:
-    c, model, eager, rk = half()
-    seen: list[list[torch.Tensor]] = []
-    for m, call in ((model, rk), (eager, eager)):
-        notes: list[torch.Tensor] = []
-        for p in m.parameters():
-            p.register_post_accumulate_grad_hook(lambda q, notes=notes: notes.append(q.grad.clone()))
-        torch.manual_seed(5)
-        out = call(*c.call(1)[0])
-        out.register_hook(lambda g, notes=notes: notes.append(g.clone()))
-        square_loss(out).backward()
-        seen.append(notes)
-    assert_same(*seen)
-
-
-def test_eval_and_no_grad_call_the_model() -> None:
-    c, model, eager, rk = half()
-    x = c.call(1)[0][0]
-    rk.eval()
-    assert not model.training
-    assert torch.equal(rk(x), eager.eval()(x))
-    rk.train()
-    assert model.training
-    with torch.no_grad():
-        assert rk(x).grad_fn is None
-
-
-def test_other_shapes_are_planned_once_each() -> None:
-    c, model, eager, rk = half()
-    eager.train()
-    for batch in (1, 2, 1, 1):
-        x = c.call(1)[0][0][:batch]
-        for m, call in ((model, rk), (eager, eager)):
-            m.zero_grad()
-            torch.manual_seed(5)
-            square_loss(call(x)).backward()
-        assert_same(gradients(model), gradients(eager))
-    assert rk.plans_made == 2
-
-
 def test_nothing_stays_allocated() -> None:
     c, _, _, rk = half()
 
@@ -241,24 +143,6 @@ def test_nothing_stays_allocated() -> None:
     loss = square_loss(rk(*c.call(1)[0]))
     loss.backward()
     assert all(held is None for state in states() for held in state.live)
-
-
-def test_a_parameter_changed_before_backward_is_an_error() -> None:
-    c, model, _, rk = half()
-    loss = square_loss(rk(*c.call(1)[0]))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_copies_and_pickles_train() -> None:
-    c, model, _, rk = half()
-    for other in (copy.deepcopy(rk), pickle.loads(pickle.dumps(rk))):
-        reference = c.model()
-        assert other.original is not model
-        assert_same(step(c, other.original, other, 3), step(c, reference, reference, 3))
 
 
 def test_a_plan_for_each_budget_from_one_planner() -> None:

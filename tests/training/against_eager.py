@@ -84,7 +84,7 @@ def step(call: nn.Module, args: Iterable[Any], kwargs: dict[str, Any] | None = N
 
 
 def assert_in_budget(rk: Rockmate, function: Callable[[], Any], grads: Iterable[torch.Tensor] = ()) -> None:
-    """The measured peak of ``function`` is at most the budget; gradients are None when it starts."""
+    """The measured peak of ``function`` (which makes no inputs) is at most the budget, gradients being None before."""
 
     def fresh() -> None:
         for t in (*rk.original.parameters(), *grads):
