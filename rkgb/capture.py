@@ -34,6 +34,8 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 # What people print of them: no decision follows.
 _PRINTED = frozenset({"Tensor.__repr__", "Tensor.__str__", "Tensor.__format__"})
 
+_HOOKS = frozenset({"Tensor.register_hook", "Tensor.register_post_accumulate_grad_hook"})
+
 # Sizes are plain numbers in a trace: a call with other shapes is traced again.
 _SIZES = frozenset(
     {"Tensor.size", "Tensor.stride", "Tensor.numel", "Tensor.nelement", "Tensor.__len__", "shape.__get__"}
@@ -138,6 +140,11 @@ class Recorder(TorchFunctionMode):
         if tracing is None or self.inside_function:
             return func(*args, **(kwargs or {}))
         name = _call_name(func)
+        if name in _HOOKS:
+            raise UnsupportedError(
+                f"forward registers a hook on a tensor ({name} at {user_line()}), which a plan would not do again. "
+                "Use an autograd.Function for what the hook does to the gradient."
+            )
         if name in _SIZES:
             with _untraced(tracing):
                 return func(*args, **(kwargs or {}))

@@ -5,6 +5,7 @@ from rkgb.memory import measure_peak
 from rockmate.errors import (
     BudgetError,
     BudgetWarning,
+    HookError,
     InfeasibleBudgetError,
     InputError,
     RockmateError,
@@ -17,6 +18,7 @@ __all__ = [
     "BudgetError",
     "BudgetWarning",
     "GraphError",
+    "HookError",
     "InfeasibleBudgetError",
     "InputError",
     "MismatchError",

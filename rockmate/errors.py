@@ -22,6 +22,10 @@ class VariantLimitError(RockmateError):
     """The module's Python reads a value from tensors that is another one at every call."""
 
 
+class HookError(RockmateError):
+    """A hook of a submodule would not be called under a plan."""
+
+
 class BudgetWarning(UserWarning):
     """For this call the budget is not promised; results are right all the same."""
 
@@ -38,6 +42,7 @@ __all__ = [
     "BudgetError",
     "BudgetWarning",
     "GraphError",
+    "HookError",
     "InfeasibleBudgetError",
     "InputError",
     "RockmateError",

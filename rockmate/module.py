@@ -17,7 +17,9 @@ from rockmate.budget import parse_budget
 from rockmate.compiled import Program, compile_schedule
 from rockmate.errors import InputError, VariantLimitError
 from rockmate.executor import CallState
+from rockmate.facade import Facade, signed_as_original
 from rockmate.planning import Plan, Planner, make_planner
+from rockmate.state import module_key, watched_hooks
 from solvers import Frontier
 
 # Plans for calls that differ only in what the module's Python reads from tensors.
@@ -38,7 +40,7 @@ class _Variant:
     structure: Structure
 
 
-class Rockmate(torch.nn.Module):
+class Rockmate(Facade):
     """``model`` under a memory budget: same outputs, gradients and buffer updates, peak at most ``budget``.
 
     ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as ``model`` is
@@ -67,24 +69,14 @@ class Rockmate(torch.nn.Module):
         costs: str = "measured",
         loss_memory: int | None = None,
     ) -> None:
-        super().__init__()
         args, kwargs = _checked_call(model, sample, sample_kwargs)
-        # The very dicts of the model: names, values and changes of parameters and submodules are the model's.
-        self.__dict__["_original"] = model
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self.training = model.training
+        super().__init__(model)
         self._budget = parse_budget(budget)
         self.plans_made = 0
         self._costs, self._loss_memory = costs, loss_memory
         self._variants: dict[tuple[Hashable, frozenset[str]], list[_Variant]] = {}
         self._last = self._planned(args, kwargs)[0]
         self.plan: Plan = self._last.plan
-
-    @property
-    def original(self) -> torch.nn.Module:
-        """The module that was given."""
-        found: torch.nn.Module = self.__dict__["_original"]
-        return found
 
     @property
     def budget(self) -> int:
@@ -103,12 +95,7 @@ class Rockmate(torch.nn.Module):
         """Time against memory for the last kind of call, as ``rockmate.frontier``."""
         return self._last.planner.frontier()
 
-    def train(self, mode: bool = True) -> Rockmate:
-        """Set the mode of the model, as ``nn.Module.train``."""
-        self.original.train(mode)
-        self.training = mode
-        return self
-
+    @signed_as_original
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
         if not (self.training and torch.is_grad_enabled()):
@@ -172,7 +159,8 @@ class Rockmate(torch.nn.Module):
         return frozenset(name for name, p in self.original.named_parameters() if p.requires_grad and p.grad is None)
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Variant:
-        planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory)
+        with watched_hooks(self.original):
+            planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory)
         self.plans_made += 1
         return make_variant(planner, self._budget)
 
@@ -251,6 +239,4 @@ def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         else (type(x).__name__, repr(x))
         for x in leaves
     )
-    modes = tuple(m.training for m in model.modules())
-    needs = tuple(p.requires_grad for p in model.parameters())
-    return (str(spec), described, current_mode(), modes, needs)
+    return (str(spec), described, current_mode(), module_key(model))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rkgb.capture import preserved
+from rkgb.capture import drop_saved, preserved
 from rkgb.errors import GraphError
 from rkgb.guards import is_guard
 from rkgb.Ktools import K_graph
@@ -164,7 +164,7 @@ def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str,
     """After tracing failed: ``InputError`` if the model itself cannot be called with the sample."""
     args, kwargs = call_of(sample, sample_kwargs)
     try:
-        with torch.enable_grad(), preserved(model, tensors_of((args, kwargs))):
+        with torch.enable_grad(), drop_saved(), preserved(model, tensors_of((args, kwargs))):
             model(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as own:
         raise InputError(

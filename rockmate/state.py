@@ -1,0 +1,85 @@
+"""What of a module decides which graph a call runs, beside the values of tensors: modes, attributes, ties."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+from rockmate.errors import HookError
+
+_PLAIN = (bool, int, float, str, type(None))
+
+# Hooks of torch's own compute weights from others (spectral_norm, weight_norm); transformers' collect outputs.
+_TRACED = ("torch.nn.utils.", "transformers.")
+
+
+def module_key(model: torch.nn.Module) -> Hashable:
+    """Modules with equal keys run the same graph on equal calls.
+
+    Counts: the mode and the plain attributes of every submodule (numbers, texts, None), its forward hooks, and of every
+    parameter and buffer the name, form, and which other names are the same tensor.
+    """
+    modules: list[Hashable] = []
+    tensors: list[Hashable] = []
+    first: dict[int, int] = {}
+    for name, m in model.named_modules():
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise _refused(name, m, next(iter((*m._backward_hooks.values(), *m._backward_pre_hooks.values()))))
+        plain = tuple((k, v) for k, v in m.__dict__.items() if isinstance(v, _PLAIN))
+        modules.append((name, plain, tuple(m._forward_hooks), tuple(m._forward_pre_hooks)))
+        for held in (m._parameters, m._buffers):
+            for key, t in held.items():
+                if t is not None:
+                    tied = first.setdefault(id(t), len(tensors))
+                    tensors.append((key, tied, t.requires_grad, t.dtype, tuple(t.shape), t.device))
+    return tuple(modules), tuple(tensors)
+
+
+@contextlib.contextmanager
+def watched_hooks(model: torch.nn.Module) -> Iterator[None]:
+    """While the module is traced: hooks that change what they are given become part of the plan, others are refused.
+
+    A plan runs the operations that were traced, so a hook that only looks on would be called once and never again.
+    Raises ``HookError``, naming it.
+    """
+    put_back: list[tuple[dict[int, Any], int, Any]] = []
+    silent: list[tuple[str, torch.nn.Module, Any]] = []
+    for name, m in model.named_modules():
+        for hooks in (m._forward_hooks, m._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if not str(getattr(hook, "__module__", type(hook).__module__)).startswith(_TRACED):
+                    put_back.append((hooks, key, hook))
+                    hooks[key] = _Watch(hook, lambda m=m, name=name, hook=hook: silent.append((name, m, hook)))  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        for hooks, key, hook in put_back:
+            hooks[key] = hook
+    for name, m, hook in silent:
+        raise _refused(name, m, hook)
+
+
+class _Watch:
+    """Calls a hook, and ``note`` if it returned nothing."""
+
+    def __init__(self, hook: Callable[..., Any], note: Callable[[], None]) -> None:
+        self.hook, self.note = hook, note
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.hook(*args, **kwargs)
+        if result is None:
+            self.note()
+        return result
+
+
+def _refused(name: str, module: torch.nn.Module, hook: Any) -> HookError:
+    where = f"{type(module).__name__} {name!r}" if name else f"the model itself ({type(module).__name__})"
+    called = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return HookError(
+        f"the hook {called} of {where} would not be called under a plan, which runs operations and not modules. "
+        "Remove it (handle.remove()), register it on the Rockmate, or plan the submodules on both sides of it. "
+        "Hooks of tensors and parameters, and forward hooks that return a changed value, work."
+    )
