@@ -7,6 +7,8 @@ unannounced), so the run decides: storages, version counters, contents of buffer
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -73,11 +75,15 @@ class _Probe:
         self.facts: list[Facts] = []
         self.last_use = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
         self.last_use.update(dict.fromkeys(b.outputs, len(b.nodes)))
+        self.dying: dict[int, list[int]] = defaultdict(list)
+        for v, k in self.last_use.items():
+            if v not in b.sources:
+                self.dying[k].append(v)
+        self.taken = Counter(re.sub(r"_\d+$", "", name) for name in b.names)
 
     def define_source(self, v: int, tensor: torch.Tensor, buffer: bool) -> None:
         s = self._define(v, tensor, None)
         self.storages[s] = dataclasses.replace(self.storages[s], source=v)
-        self.last_use[v] = len(self.b.nodes)
         if buffer:
             self.buffers.add(v)
 
@@ -106,14 +112,19 @@ class _Probe:
         elif is_split(node, self.env.__getitem__):
             for part in split(node, self.env.__getitem__, self._new_value):
                 self._run(part)
-                self.last_use.update((v, index) for v in (*part.reads(), *part.outputs) if v >= len(self.b.names))
+                self.dying[index] += [v for v in part.outputs if v >= len(self.b.names)]
         else:
             self._run(node)
-        for v in [v for v in self.env if self.last_use.get(v, index) <= index]:
-            self._free(v)
+        for v in self.dying.pop(index, []):
+            if v in self.env:
+                self._free(v)
+        for v in node.outputs:  # nobody reads them
+            if v in self.env and v not in self.last_use:
+                self._free(v)
 
     def _new_value(self, name: str) -> int:
-        count = sum(n == name or n.startswith(name + "_") for n in self.names)
+        count = self.taken[name]
+        self.taken[name] += 1
         self.names.append(f"{name}_{count}" if count else name)
         return len(self.names) - 1
 

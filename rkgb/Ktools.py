@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rkgb.capture import random_state
-from rkgb.graphs import S_graph, first_value
+from rkgb.graphs import S_graph
 from rkgb.measure import Cost, measure_nodes
 from rkgb.render_notebook import Drawn
 
@@ -98,7 +98,7 @@ def S_to_K(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], costs
     for i, node in enumerate(s.nodes):
         for storage in node.storages:
             of_storage[storage] = len(data)
-            data.append(K_data(s.d.names[first_value(s.d, storage)], s.d.storages[storage].bytes, i, storage))
+            data.append(K_data(s.d.names[s.d.first_value[storage]], s.d.storages[storage].bytes, i, storage))
         if node.saved.private and costs[i].results:
             private[i] = len(data)
             name = s.d.names[node.makes[0]] if node.makes else node.name
@@ -167,6 +167,8 @@ class _Buffers:
         self.s, self.costs, self.missing = s, costs, missing
         self.size: dict[int, int] = {}  # memory -> bytes
         self.holds: dict[int, int] = {}  # value -> memory
+        self.holders: dict[int, int] = {}  # memory -> how many values it holds
+        self.live = 0  # bytes of all memory that holds something
         self.uses: dict[int, int] = {}  # source -> backwards still to contribute
         self.views: set[int] = set()  # values whose gradient so far is a view
         for i, cost in enumerate(costs):
@@ -175,21 +177,35 @@ class _Buffers:
                     self.uses[v] = self.uses.get(v, 0) + 1
         for v in dict.fromkeys(s.d.outputs):
             if s.d.values[v].requires_grad:
-                self.holds[v] = self._new(s.d.values[v].bytes)
+                self._hold(v, self._new(s.d.values[v].bytes))
 
     def _new(self, size: int) -> int:
         self.size[len(self.size)] = size
         return len(self.size) - 1
 
-    def _live(self) -> int:
-        return sum(self.size[m] for m in set(self.holds.values()))
+    def _hold(self, v: int, memory: int) -> None:
+        self._release(v)
+        self.holds[v] = memory
+        self.holders[memory] = self.holders.get(memory, 0) + 1
+        self.live += self.size[memory] if self.holders[memory] == 1 else 0
+
+    def _release(self, v: int) -> int | None:
+        memory = self.holds.pop(v, None)
+        if memory is not None:
+            self.holders[memory] -= 1
+            self.live -= 0 if self.holders[memory] else self.size[memory]
+        return memory
+
+    def _with(self, others: set[int]) -> int:
+        """Bytes of all memory that holds something, and of ``others``."""
+        return self.live + sum(self.size[m] for m in others if not self.holders.get(m))
 
     def backward(self, i: int) -> tuple[int, int, int]:
         """Bytes of gradients before, at the worst moment of, and after the backward of node i."""
         node, cost = self.s.nodes[i], self.costs[i]
-        before = self._live()
+        before = self.live
         peak = before + cost.backward_peak - cost.incoming
-        incoming = [self.holds.pop(node.makes[k], None) for k in cost.results]
+        incoming = [self._release(node.makes[k]) for k in cost.results]
         arrived: dict[int, int] = {}  # position in reads -> memory
         for position, gradient in sorted(enumerate(cost.inputs), key=lambda item: node.reads[item[0]] in self.uses):
             if gradient is None:  # parameters come last, as they were measured
@@ -205,17 +221,17 @@ class _Buffers:
             del waiting[position]
             first = self.holds.get(v)
             if first is None:
-                self.holds[v] = memory
+                self._hold(v, memory)
                 if position in cost.views:
                     self.views.add(v)
                 continue
-            others = [*(m for u, m in self.holds.items() if u != v), *waiting.values(), memory]
-            if first in others or v in self.views:
-                self.holds[v] = self._new(max(self.size[first], self.size[memory]))
+            others = {*waiting.values(), memory}
+            if self.holders[first] > 1 or first in others or v in self.views:
+                self._hold(v, self._new(max(self.size[first], self.size[memory])))
                 self.views.discard(v)
-            peak = max(peak, sum(self.size[m] for m in {*self.holds.values(), *others, first}))
+            peak = max(peak, self._with(others | {first}))
         peak = max(peak, self._parameters(node.reads, cost.views, arrived))
-        after = self._live()
+        after = self.live
         return before, max(peak, before, after), after
 
     def _parameters(self, reads: tuple[int, ...], views: frozenset[int], arrived: dict[int, int]) -> int:
@@ -227,13 +243,13 @@ class _Buffers:
             self.uses[v] -= 1
             size = self.s.d.values[v].bytes
             if v not in self.holds:
-                self.holds[v] = arrived[position] if position in arrived else self._new(size)
+                self._hold(v, arrived[position] if position in arrived else self._new(size))
                 if position in views:
                     self.views.add(v)
             elif v in self.views:
-                peak = max(peak, self._live() + 2 * size)
-                self.holds[v] = self._new(size)
+                peak = max(peak, self.live + 2 * size)
+                self._hold(v, self._new(size))
                 self.views.discard(v)
             if not self.uses[v] and v not in self.missing:
-                del self.holds[v]
+                self._release(v)
         return peak

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -192,6 +193,14 @@ class D_graph(Drawn):
     facts: tuple[Facts, ...]
     notes: tuple[str, ...] = ()
 
+    @cached_property
+    def first_value(self) -> dict[int, int]:
+        """The first value that lies in each storage: its name stands for the storage."""
+        found: dict[int, int] = {}
+        for v, info in sorted(self.values.items()):
+            found.setdefault(info.storage, v)
+        return found
+
     def verify(self) -> None:
         """Assert the invariants."""
         B_graph(self.names, self.sources, self.nodes, self.outputs, self.structure).verify()
@@ -271,18 +280,13 @@ class S_graph(Drawn):
             flags = "".join(f"  [{flag}]" for flag in ("random", "fixed") if getattr(node, flag)) + (
                 "" if node.requires_grad else "  [no grad]"
             )
-            saved = [names[first_value(self.d, s)] for s in node.saved.storages]
+            saved = [names[self.d.first_value[s]] for s in node.saved.storages]
             private = [f"{b} bytes" for b in node.saved.private]
             makes, reads = (", ".join(names[v] for v in values) for values in (node.makes, node.reads))
             lines.append(
                 f"{makes or '()'} = {node.name}({reads})  # saves {', '.join(saved + private) or 'nothing'}{flags}"
             )
         return "\n".join([*lines, f"return {', '.join(self.d.names[v] for v in self.d.outputs)}"])
-
-
-def first_value(d: D_graph, storage: int) -> int:
-    """The first value that lies in ``storage``: its name stands for the storage."""
-    return next(v for v, info in sorted(d.values.items()) if info.storage == storage)
 
 
 def format_program(
