@@ -15,8 +15,9 @@ import torch
 
 from rkgb.Btools import PRIMITIVES
 from rkgb.capture import drop_saved, preserved, random_state
+from rkgb.check import same
 from rkgb.decompose import is_split, split
-from rkgb.errors import MismatchError, TraceError, UnsupportedError
+from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
 from rkgb.guards import Guard, is_guard
 from rkgb.program import memory_of, run_node, source_value
@@ -28,20 +29,6 @@ _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", 
 def B_to_D(b: B_graph, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> D_graph:
     """Run ``b`` once on the sample and keep what it showed. Memory: that of inference."""
     return probe(b, model, tensors_of((args, kwargs or {})))[0]
-
-
-def check_outputs(b: B_graph, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Raise ``MismatchError`` if the program's outputs are not the module's, bit for bit."""
-    for k, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        if mine.shape != other.shape or mine.dtype != other.dtype or not _same(mine, other):
-            raise MismatchError(
-                f"output {k} ({b.names[b.outputs[k]]}) of the traced program differs from the module's on the sample: "
-                "the module does something that a trace does not show. Wrap its submodules instead, or report the case."
-            )
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[D_graph, list[torch.Tensor]]:
@@ -163,7 +150,7 @@ class _Probe:
             raise TraceError(f"{node.name} at {node.line} returns {results}, which is no tensor")
         random = any(not torch.equal(a, random_state(d)) for a, d in zip(states, devices, strict=True))
         changed = {v for v in reads if self.env[v]._version != versions[v]}
-        changed |= {v for v, before in contents.items() if not _same(before, self.env[v])}
+        changed |= {v for v, before in contents.items() if not same(before, self.env[v])}
         index = len(self.nodes)
         for v, t in zip(fixed.outputs, results, strict=True):
             self._define(v, t, index)

@@ -102,6 +102,20 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
             set_random_state(device, state)
 
 
+@contextlib.contextmanager
+def attributes_preserved(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards the modules have the attributes that they had, whatever forward sets."""
+    before = [(m, dict(vars(m))) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            now = vars(module)
+            for name in [name for name in now if name not in attributes]:
+                del now[name]
+            now.update({name: value for name, value in attributes.items() if now.get(name) is not value})
+
+
 @dataclass(frozen=True, slots=True)
 class HostRead:
     """Python read ``value`` by ``function(*args, **kwargs)``, whose tensors are the markers in the trace."""

@@ -10,7 +10,9 @@ import torch
 
 from rkgb.Atools import classes
 from rkgb.Btools import trace
-from rkgb.Dtools import check_outputs, probe
+from rkgb.capture import attributes_preserved
+from rkgb.check import check_other_values, check_outputs
+from rkgb.Dtools import probe
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K
 from rkgb.measure import measure_nodes
@@ -52,13 +54,20 @@ def make_all_graphs(
     ``costs``: "measured", or "flops" for times
     from a model of the operations, the same on every run. ``phase`` is told the name of each phase as it starts.
     """
-    args, kwargs = call_of(sample, sample_kwargs)
+    with attributes_preserved(model):
+        return _make(model, *call_of(sample, sample_kwargs), costs, phase)
+
+
+def _make(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], costs: str, phase: Callable[[str], None]
+) -> Graphs:
     inputs = tensors_of((args, kwargs))
     phase("trace")
     with torch.enable_grad():
         b, expected = trace(model, args, kwargs)
     d, outputs = probe(b, model, inputs)
-    check_outputs(b, outputs, expected)
+    check_outputs(b, model, (args, kwargs), outputs, expected)
+    check_other_values(b, model, (args, kwargs))
     phase("simplify")
     s = cut(D_to_S(d))
     phase("measure")

@@ -152,7 +152,8 @@ def make_planner(
     try:
         graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, phase=phase)
     except (GraphError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        _check_call(model, sample, sample_kwargs, error)
+        if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
+            _check_call(model, sample, sample_kwargs, error)
         raise
     phase("solve")
     problem = problem_of(graphs, loss_memory)

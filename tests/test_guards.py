@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rkgb.trees import tensors_of
-from rockmate import GraphError, Rockmate, VariantLimitError
+from rockmate import GraphError, MismatchError, Rockmate, VariantLimitError
 
 
 class Layers(nn.Module):
@@ -183,6 +183,17 @@ def test_a_buffer_that_forward_assigns_is_assigned() -> None:
     rk = tight(model, inputs())
     for seed in range(3):
         assert_equal_step(rk, eager, inputs(seed))
+
+
+def test_what_a_trace_does_not_show_is_refused_by_line() -> None:
+    def function(m: Layers, x: torch.Tensor) -> torch.Tensor:
+        m.calls = getattr(m, "calls", 0) + 1
+        return m.run(x) * m.calls
+
+    model = Layers(function)
+    with pytest.raises(MismatchError, match=r"from mul at test_guards\.py:\d+ on"):
+        Rockmate(model, inputs(), "1 GiB")
+    assert not hasattr(model, "calls")
 
 
 def test_an_attribute_that_forward_sets_is_noted() -> None:
