@@ -17,6 +17,7 @@ from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K
 from rkgb.measure import measure_nodes
 from rkgb.Stools import D_to_S, cut
+from rkgb.summary import Summary, summarize
 from rkgb.trees import tensors_of
 
 Sample = torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
@@ -31,6 +32,10 @@ class Graphs:
     S: S_graph
     classes: tuple[int, ...]
     K: K_graph
+
+    def summary(self) -> Summary:
+        """How large the graphs are; prints as one line."""
+        return summarize(self.D, self.S, self.classes)
 
 
 def call_of(sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,8 +22,6 @@ from rkgb.render_parts import (
     add_data,
     counted,
     data_label,
-    format_bytes,
-    format_time,
     label,
     new_block,
     new_picture,
@@ -46,6 +44,8 @@ from rkgb.render_stages import (
     whole_S,
 )
 from rkgb.Stools import D_to_S, cut
+from rkgb.summary import interfaces
+from rkgb.units import format_bytes, format_time
 
 Graph = B_graph | D_graph | S_graph | K_graph
 
@@ -111,22 +111,20 @@ def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str) -
 def _overview(s: S_graph, numbers: Sequence[int], k: K_graph | None) -> Any:
     """One box for each block: its class, size and times, and the bytes that it and those before pass on."""
     chain = new_block("chain", "the chain of blocks", len(CLASSES) - 1)
-    for b, ((start, stop), number) in enumerate(zip(s.blocks, numbers, strict=True)):
+    for b, ((start, stop), number, passed_on) in enumerate(zip(s.blocks, numbers, interfaces(s), strict=True)):
         frame, background = CLASSES[number % len(CLASSES)]
         times = "forward {}, backward {}".format(*map(format_time, times_of(k, start, stop))) if k else ""
-        passed = f"{format_bytes(_crossing(s, stop))} to later blocks" if stop < len(s.nodes) else ""
+        passed = (
+            f"{format_bytes(sum(s.d.storages[x].bytes for x in passed_on))} to later blocks"
+            if stop < len(s.nodes)
+            else ""
+        )
         text = label(f"block {b}, class {number}", f"{stop - start} nodes", times, passed)
         tooltip = ", ".join(node.name for node in s.nodes[start:stop])
         add_box(chain, f"chain{b}", text, tooltip, background, color=frame, penwidth="1.5")
         if b:
             chain.edge(f"chain{b - 1}", f"chain{b}")
     return chain
-
-
-def _crossing(s: S_graph, position: int) -> int:
-    """Bytes made before node ``position`` and read at or after it."""
-    read = {s.d.values[v].storage for node in s.nodes[position:] for v in node.reads}
-    return sum(s.d.storages[x].bytes for node in s.nodes[:position] for x in node.storages if x in read)
 
 
 def _K_block(picture: Any, k: K_graph, s: S_graph, b: int, title: str) -> tuple[list[str], str]:

@@ -14,6 +14,7 @@ from typing import Any
 import graphviz
 
 from rkgb.graphs import B_graph, D_graph, Node, Value, format_program
+from rkgb.units import format_bytes
 
 FORWARD, BACKWARD, CALM, DATA = "#d6e6f7", "#fbdcc4", "#e9e9e9", "#ffffff"
 SOURCES = {"input": "#bfe6c2", "parameter": "#fff2b8", "buffer": "#ece0f5", "constant": "#ece0f5"}
@@ -29,24 +30,6 @@ CLASSES = (
     ("#8a7a2a", "#fbf9ec"),
     ("#666666", "#f6f6f6"),
 )
-
-
-def format_bytes(size: int) -> str:
-    """``size`` in bytes as text: "512 B", "2.0 MiB"."""
-    scaled, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(scaled) >= 1024 and len(units) > 1:
-        scaled /= 1024
-        del units[0]
-    return f"{size} B" if units[0] == "B" else f"{scaled:.1f} {units[0]}"
-
-
-def format_time(time: int) -> str:
-    """``time`` in nanoseconds as text: "340 ns", "1.5 ms"."""
-    scaled, units = float(time), ["ns", "us", "ms", "s"]
-    while abs(scaled) >= 1000 and len(units) > 1:
-        scaled /= 1000
-        del units[0]
-    return f"{time} ns" if units[0] == "ns" else f"{scaled:.1f} {units[0]}"
 
 
 def counted(names: Iterable[str], limit: int = 4) -> str:

@@ -26,14 +26,13 @@ from rkgb.render_parts import (
     add_data,
     counted,
     data_label,
-    format_bytes,
-    format_time,
     label,
     new_block,
     new_picture,
     node_box,
     program_text,
 )
+from rkgb.units import format_bytes, format_time
 
 LEGEND = "box: operation · ellipse: input (green), parameter (yellow), buffer or constant (violet)"
 LEGEND_S = f"{LEGEND} · grey: no gradient, dashed: runs once · frame: block, colour: class"

@@ -12,8 +12,9 @@ from torch import nn
 
 import rkgb
 from rkgb import Graphs, RenderWarning, make_all_graphs, print_all_graphs, print_graph, render_draw
-from rkgb.render_parts import counted, format_bytes, format_time
+from rkgb.render_parts import counted
 from rkgb.Stools import print_S_graph
+from rkgb.units import format_bytes, format_time
 from rockmate.gpt import GPT
 
 dot = pytest.mark.skipif(shutil.which("dot") is None, reason="the program dot (Graphviz) is not installed")
