@@ -232,7 +232,7 @@ def _call_name(func: Any) -> str:
     return ".".join((resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-2:])
 
 
-_INSIDE = (os.path.dirname(__file__), contextlib.__file__, str(torch.__path__[0]))
+_INSIDE = (os.path.dirname(__file__) + os.sep, contextlib.__file__, str(torch.__path__[0]) + os.sep)
 
 
 def user_line() -> str:
