@@ -16,6 +16,7 @@ from rkgb.Dtools import probe
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K
 from rkgb.measure import measure_nodes
+from rkgb.render_notebook import Drawn
 from rkgb.Stools import D_to_S, cut
 from rkgb.summary import Summary, summarize
 from rkgb.trees import tensors_of
@@ -23,9 +24,12 @@ from rkgb.trees import tensors_of
 Sample = torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Graphs:
-    """Every stage of one module: ``S`` is cut into blocks; ``classes`` numbers the distinct ones."""
+@dataclass(frozen=True, repr=False)
+class Graphs(Drawn):
+    """Every stage of one module: ``S`` is cut into blocks; ``classes`` numbers the distinct ones.
+
+    In a notebook it shows the chain of blocks; each stage shows itself.
+    """
 
     B: B_graph
     D: D_graph
@@ -36,6 +40,9 @@ class Graphs:
     def summary(self) -> Summary:
         """How large the graphs are; prints as one line."""
         return summarize(self.D, self.S, self.classes)
+
+    def __repr__(self) -> str:
+        return f"<Graphs: {self.summary()}>"
 
 
 def call_of(sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:

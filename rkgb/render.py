@@ -10,7 +10,7 @@ import torch
 
 from rkgb.errors import RenderWarning
 from rkgb.pipeline import Graphs, Sample, make_all_graphs
-from rkgb.render_draw import Graph, draw
+from rkgb.render_draw import Graph, draw, draw_chain
 
 FORMATS = ("svg", "pdf", "png", "text")
 
@@ -107,11 +107,11 @@ vars(test_rkgb)["__test__"] = False  # pytest must not collect it from a file th
 
 
 def to_svg(g: object) -> str | None:
-    """The picture of a graph as SVG; None where the ``dot`` program is missing or fails."""
-    if not isinstance(g, Graph):
+    """The picture of a graph, or of the chain of blocks, as SVG; None where the ``dot`` program is missing or fails."""
+    if not isinstance(g, Graph | Graphs):
         return None
     try:
-        svg: str = draw(g).pipe("svg", encoding="utf-8")
+        svg: str = (draw_chain(g.K) if isinstance(g, Graphs) else draw(g)).pipe("svg", encoding="utf-8")
     except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):
         return None
     return svg

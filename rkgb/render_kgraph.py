@@ -1,6 +1,5 @@
-"""The pictures of small graphs: B, D and S as programs, K as three columns.
+"""K as three columns: forwards on the left, going down; the data they make; backwards on the right, going up.
 
-The columns of K: forwards on the left, going down; the data they make; backwards on the right, going up.
 Times and bytes are those of the graph's costs.
 """
 
@@ -10,79 +9,17 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from rkgb import render_parts as parts
 from rkgb.Atools import classes
-from rkgb.graphs import B_graph, D_graph, S_graph
+from rkgb.graphs import S_graph
 from rkgb.Ktools import K_graph
-from rkgb.render_parts import (
-    BACKWARD,
-    CALM,
-    DATA,
-    FORWARD,
-    OUTPUT,
-    Box,
-    Program,
-    Section,
-    add_box,
-    add_data,
-    counted,
-    data_label,
-    label,
-    new_block,
-    new_picture,
-    node_box,
-    program_text,
-)
 from rkgb.units import format_bytes, format_time
 
-LEGEND = "box: operation · ellipse: input (green), parameter (yellow), buffer or constant (violet)"
-LEGEND_S = f"{LEGEND} · grey: no gradient, dashed: runs once · frame: block, colour: class"
-LEGEND_K = "blue: forward, downwards (grey: runs once) · white: data · orange: backward, upwards; dashed: gradients"
-
-
-def whole_program(g: B_graph | D_graph) -> Any:
-    """All operations of a B or D graph."""
-    stage = "B" if isinstance(g, B_graph) else "D"
-    picture = new_picture(f"{stage} graph: {len(g.nodes)} operations", LEGEND)
-    program = Program(g, picture, values={} if isinstance(g, B_graph) else g.values)
-    program.draw([Section(tuple(node_box(n, program, k) for k, n in enumerate(g.nodes)))], g.outputs)
-    return picture
-
-
-def whole_S(s: S_graph) -> Any:
-    """All nodes of an S graph, block below block."""
-    blocks = s.blocks or ((0, len(s.nodes)),)
-    picture = new_picture(f"S graph: {len(s.nodes)} nodes, blocks: {len(blocks)}", LEGEND_S)
-    program = Program(s.d, picture, values=s.d.values)
-    sections = [
-        Section(tuple(S_box(s, i, program) for i in range(*block)), f"block {b}, class {number}", number)
-        for b, (block, number) in enumerate(zip(blocks, classes(s.with_blocks(blocks)), strict=True))
-    ]
-    program.draw(sections, s.d.outputs)
-    return picture
-
-
-def S_box(s: S_graph, i: int, program: Program) -> Box:
-    """The box of S node ``i``."""
-    node = s.nodes[i]
-    body = [s.d.nodes[op].name for op in node.ops]
-    if node.name in body:
-        body.remove(node.name)
-    own = [s.d.storages[x].bytes for x in node.storages]
-    saved = sum(s.d.storages[x].bytes for x in node.saved.storages if s.d.storages[x].owner is not None)
-    saved += sum(node.saved.private)
-    text = label(
-        node.name,
-        f"+ {counted(body)}" if body else "",
-        f"makes {format_bytes(sum(own))}" if own else "",
-        f"saves {format_bytes(saved)}" if saved else "",
-        "random" if node.random else "",
-    )
-    fill = FORWARD if node.requires_grad else CALM
-    style = "filled,rounded,dashed" if node.fixed else "filled,rounded"
-    return Box(text, program_text(s.d, node.ops), node.reads, node.makes, fill, style)
-
-
-# ------------------------------------------------------------------------------------------------ K
+LEGEND_K = (
+    "blue: forward, downwards (grey: runs once) · white: data · orange: backward, upwards, "
+    "with the most that gradients take meanwhile · dashed: gradients"
+)
+_READ, _SAVED = "#4878a8", "#c06a2b"
 
 
 def whole_K(k: K_graph) -> Any:
@@ -90,37 +27,43 @@ def whole_K(k: K_graph) -> Any:
     forward, backward = times_of(k, 0, len(k.nodes))
     backwards = sum(n.backward is not None for n in k.nodes)
     title = f"K graph: {len(k.nodes)} forwards, {format_time(forward)}; {backwards} backwards, {format_time(backward)}"
-    picture = new_picture(title, LEGEND_K)
+    picture = parts.new_picture(title, LEGEND_K)
     blocks = k.s.blocks or ((0, len(k.nodes)),)
     for b, ((start, stop), number) in enumerate(zip(blocks, classes(k.s.with_blocks(blocks)), strict=True)):
         times = times_of(k, start, stop)
         title = f"block {b}, class {number} · forward {format_time(times[0])}, backward {format_time(times[1])}"
-        block = new_block(str(b), title, number)
-        add_rows(block, k, start, stop, "")
+        block = parts.new_block(str(b), title, number)
+        _add_rows(block, k, start, stop, "")
         picture.subgraph(block)
-    add_edges(picture, k, 0, len(k.nodes), "")
-    keep_columns(picture, range(len(k.nodes)), "")
-    add_box(picture, "loss", label("loss"), "the gradients of the outputs arrive", "#f6c6c6")
-    for d in k.outputs:
-        picture.edge(f"d{d}", "loss")
-    for i, node in enumerate(k.nodes):
-        if node.backward and set(k.s.nodes[i].makes) & set(k.s.d.outputs):
-            picture.edge(f"b{i}", "loss", dir="back", style="dashed", color="#c06a2b")
+    _add_edges(picture, k, 0, len(k.nodes), "")
+    _keep_columns(picture, range(len(k.nodes)), "")
+    returned = [f"d{d}" for d in k.outputs]
+    last = [f"b{i}" for i, n in enumerate(k.nodes) if n.backward and set(k.s.nodes[i].makes) & set(k.s.d.outputs)]
+    _add_loss(picture, "loss", returned, last)
     return picture
 
 
-def add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str) -> None:
+def _add_loss(picture: Any, key: str, outputs: Sequence[str], backwards: Sequence[str]) -> None:
+    """The turn from forward to backward: it reads the outputs and gives the first backwards their gradients."""
+    parts.add_box(picture, key, parts.label("loss"), "the gradients of the outputs arrive", parts.LOSS)
+    for each in outputs:
+        picture.edge(each, key, color=_READ)
+    for each in backwards:
+        picture.edge(each, key, dir="back", style="dashed", color=_SAVED)
+
+
+def _add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str) -> None:
     """One row for each node: its forward, what it makes, its backward."""
     for i in range(start, stop):
         node, source = k.nodes[i], k.s.nodes[i]
-        program = program_text(k.s.d, source.ops)
+        program = parts.program_text(k.s.d, source.ops)
         with block.subgraph() as row:
             row.attr(rank="same")
-            text = label(source.name, f"{format_time(node.time)} · peak {format_bytes(node.peak)}")
-            fill = FORWARD if node.rerun else CALM
-            add_box(row, f"{prefix}f{i}", text, f"forward\n{program}", fill, group=f"{prefix}forward")
+            text = parts.label(source.name, f"{format_time(node.time)} · peak {format_bytes(node.peak)}")
+            fill = parts.FORWARD if node.rerun else parts.CALM
+            parts.add_box(row, f"{prefix}f{i}", text, f"forward\n{program}", fill, group=f"{prefix}forward")
             for d in node.makes:
-                add_K_data(row, k, d, prefix, start, stop)
+                _add_data(row, k, d, prefix, start, stop)
             _add_backward(row, k, i, prefix, program)
             order = [f"{prefix}f{i}", *(f"{prefix}d{d}" for d in node.makes), f"{prefix}b{i}"]
             for a, b in itertools.pairwise(order):
@@ -135,46 +78,49 @@ def _add_backward(row: Any, k: K_graph, i: int, prefix: str, program: str) -> No
     gradients = (
         f"{format_bytes(found.before)} before, {format_bytes(found.peak)} at most, {format_bytes(found.after)} after"
     )
-    text = label(f"{k.s.nodes[i].name} backward", f"{format_time(found.time)} · peak {format_bytes(found.peak)}")
-    add_box(row, key, text, f"backward; gradients take {gradients}\n{program}", BACKWARD, group=group)
+    text = parts.label(
+        f"{k.s.nodes[i].name} backward", f"{format_time(found.time)} · gradients {format_bytes(found.peak)}"
+    )
+    tooltip = f"backward; gradients and its own temporary memory take {gradients}\n{program}"
+    parts.add_box(row, key, text, tooltip, parts.BACKWARD, group=group)
 
 
-def add_K_data(where: Any, k: K_graph, d: int, prefix: str, start: int, stop: int) -> None:
+def _add_data(where: Any, k: K_graph, d: int, prefix: str, start: int, stop: int) -> None:
     """One datum: a dashed line if made before ``start``, thick if read at ``stop`` or later, double if returned."""
     data = k.data[d]
     kind = "saved for the backward only" if data.storage is None else "result"
-    text = data_label(data.name, format_bytes(data.bytes))
+    text = parts.data_label(data.name, format_bytes(data.bytes))
     more = {"peripheries": "2"} if d in k.outputs else {}
     if any(d in n.reads for n in k.nodes[stop:]):
         more["penwidth"] = "2"
     if data.owner < start:
         more["style"] = "filled,dashed"
-    fill = OUTPUT if d in k.outputs else DATA
-    add_data(where, f"{prefix}d{d}", text, f"{data.name}: {kind}, {format_bytes(data.bytes)}", fill, **more)
+    fill = parts.OUTPUT if d in k.outputs else parts.DATA
+    parts.add_data(where, f"{prefix}d{d}", text, f"{data.name}: {kind}, {format_bytes(data.bytes)}", fill, **more)
 
 
-def add_edges(picture: Any, k: K_graph, start: int, stop: int, prefix: str) -> None:
+def _add_edges(picture: Any, k: K_graph, start: int, stop: int, prefix: str) -> None:
     """Reads, makes and the flow of gradients of nodes ``start`` to ``stop``; what they read must be drawn."""
     maker = {v: i for i in range(start, stop) for v in k.s.nodes[i].makes}
     for i in range(start, stop):
         node = k.nodes[i]
         for d in node.makes:
-            picture.edge(f"{prefix}f{i}", f"{prefix}d{d}", color="#4878a8")
+            picture.edge(f"{prefix}f{i}", f"{prefix}d{d}", color=_READ)
         for d in node.reads:
-            picture.edge(f"{prefix}d{d}", f"{prefix}f{i}", color="#4878a8")
+            picture.edge(f"{prefix}d{d}", f"{prefix}f{i}", color=_READ)
         if node.backward is None:
             continue
         for d in node.backward.reads:
-            picture.edge(f"{prefix}d{d}", f"{prefix}b{i}", color="#c06a2b")
+            picture.edge(f"{prefix}d{d}", f"{prefix}b{i}", color=_SAVED)
         values = [v for v in k.s.nodes[i].reads if v in maker and k.s.d.values[v].requires_grad]
         for j in dict.fromkeys(maker[v] for v in values if k.nodes[maker[v]].backward):
             # Drawn against its direction, so that a backward stands beside its forward.
-            picture.edge(f"{prefix}b{j}", f"{prefix}b{i}", dir="back", style="dashed", color="#c06a2b")
+            picture.edge(f"{prefix}b{j}", f"{prefix}b{i}", dir="back", style="dashed", color=_SAVED)
 
 
-def keep_columns(picture: Any, nodes: Sequence[int], prefix: str) -> None:
+def _keep_columns(picture: Any, rows: Sequence[int], prefix: str) -> None:
     """Keep forwards, and backwards, straight below each other and in their order."""
-    for i, j in itertools.pairwise(nodes):
+    for i, j in itertools.pairwise(rows):
         picture.edge(f"{prefix}f{i}", f"{prefix}f{j}", style="invis", weight="20")
         picture.edge(f"{prefix}b{i}", f"{prefix}b{j}", style="invis", weight="20")
 
@@ -183,3 +129,53 @@ def times_of(k: K_graph, start: int, stop: int) -> tuple[int, int]:
     """Forward and backward time in ns of nodes ``start`` to ``stop``."""
     nodes = k.nodes[start:stop]
     return sum(n.time for n in nodes), sum(n.backward.time for n in nodes if n.backward)
+
+
+def K_block(picture: Any, k: K_graph, s: S_graph, b: int, title: str) -> tuple[list[str], str]:
+    """The rows of block ``b``, under the data that enter it; returns what is at its top and at its end."""
+    prefix, (start, stop) = f"block{b}_", s.blocks[b]
+    block = parts.new_block(prefix, f"{title} · {stop - start} nodes", classes(s)[b])
+    nodes = k.nodes[start:stop]
+    read = {d for n in nodes for d in (*n.reads, *(n.backward.reads if n.backward else ()))}
+    entering = sorted(d for d in read if not start <= k.data[d].owner < stop)
+    with block.subgraph() as row:
+        row.attr(rank="same")
+        for d in entering:
+            _add_data(row, k, d, prefix, start, stop)
+    _add_rows(block, k, start, stop, prefix)
+    tops = [f"{prefix}d{d}" for d in entering]
+    for top in tops:
+        parts.put_below(block, top, [f"{prefix}f{start}"])
+    _add_edges(block, k, start, stop, prefix)
+    _keep_columns(block, range(start, stop), prefix)
+    picture.subgraph(block)
+    return tops or [f"{prefix}f{start}"], f"{prefix}f{stop - 1}"
+
+
+def K_overview(k: K_graph, s: S_graph, numbers: Sequence[int]) -> Any:
+    """The blocks of ``s`` as one row each: forward, what it makes that backwards read, backward; the loss below."""
+    chain = parts.new_block("chain", "the chain of blocks, and what backwards read", len(parts.CLASSES) - 1)
+    saved = {d for n in k.nodes if n.backward for d in n.backward.reads}
+    for b, ((start, stop), number) in enumerate(zip(s.blocks, numbers, strict=True)):
+        frame, background = parts.CLASSES[number % len(parts.CLASSES)]
+        kept = sum(k.data[d].bytes for n in k.nodes[start:stop] for d in n.makes if d in saved)
+        forward, backward = map(format_time, times_of(k, start, stop))
+        tooltip = ", ".join(node.name for node in s.nodes[start:stop])
+        look = {"color": frame, "penwidth": "1.5"}
+        with chain.subgraph() as row:
+            row.attr(rank="same")
+            title = parts.label(f"block {b}, class {number}", f"{stop - start} nodes · forward {forward}")
+            parts.add_box(row, f"f_chain{b}", title, tooltip, background, group="chain_forward", **look)
+            parts.add_data(
+                row, f"d_chain{b}", parts.data_label(format_bytes(kept)), "kept if nothing is run again", parts.DATA
+            )
+            title = parts.label(f"block {b} backward", backward)
+            parts.add_box(row, f"b_chain{b}", title, tooltip, parts.BACKWARD, group="chain_backward", **look)
+            row.edge(f"f_chain{b}", f"d_chain{b}", color=_READ)
+            row.edge(f"d_chain{b}", f"b_chain{b}", color=_SAVED)
+        if b:
+            chain.edge(f"f_chain{b - 1}", f"f_chain{b}", color=_READ, weight="20")
+            chain.edge(f"b_chain{b - 1}", f"b_chain{b}", dir="back", style="dashed", color=_SAVED, weight="20")
+    last = len(s.blocks) - 1
+    _add_loss(chain, "loss_chain", [f"f_chain{last}"], [f"b_chain{last}"])
+    return chain

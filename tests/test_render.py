@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 
 import rkgb
 from rkgb import Graphs, RenderWarning, make_all_graphs, print_all_graphs, print_graph, render_draw
-from rkgb.render_parts import counted
+from rkgb.capture import user_line
+from rkgb.render_parts import counted, tip
 from rkgb.Stools import print_S_graph
 from rkgb.units import format_bytes, format_time
 from rockmate.gpt import GPT
@@ -100,16 +102,19 @@ def test_large_graphs_are_drawn_by_their_distinct_blocks(
     assert "by source line" in by_line.read_text(encoding="utf-8")
     lines = {node.line for node in gpt.B.nodes}
     assert sum(name.startswith("line") for name in drawn(by_line, "node")) == len(lines)
-    for path in paths:
+    blocks = range(len(gpt.S.blocks))
+    columns = {f"{column}_chain{b}" for column in "fdb" for b in blocks} | {"loss_chain"}
+    for path, expected in zip(paths, [{f"chain{b}" for b in blocks}] * 2 + [columns], strict=True):
         names, text = drawn(path, "node"), path.read_text(encoding="utf-8")
-        assert sum(name.startswith("chain") for name in names) == len(gpt.S.blocks)
+        assert {name for name in names if "chain" in name} == expected
         assert len(drawn(path, "cluster")) == len(set(gpt.classes)) + 1
-        assert "and 1 more like it" in text and "4.0 KiB to later blocks" in text
+        assert "and 1 more like it" in text
         assert ">softmax<" in text and "gpt.py:34" in text
+    assert "4.0 KiB to later blocks" in paths[0].read_text(encoding="utf-8")
     start, stop = gpt.S.blocks[1]
     names = drawn(paths[-1], "node")
     assert sum(name.startswith("block1_f") for name in names) == stop - start
-    assert re.search(r"forward \d+ ns, backward \d+ ns", paths[-1].read_text(encoding="utf-8"))
+    assert re.search(r"26 nodes · forward \d+ ns", paths[-1].read_text(encoding="utf-8"))
 
 
 @dot
@@ -157,6 +162,47 @@ def test_open_shows_the_file(tiny: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr("rkgb.render.graphviz.view", fail)
     with pytest.warns(RenderWarning, match="no viewer"):
         assert print_graph(tiny.S, open=True, render_format="text", directory=tmp_path) == path
+
+
+@dot
+def test_parameters_of_one_operation_stand_together(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    graphs = make_all_graphs(model, torch.randn(3, 4), costs="flops")
+    text = print_graph(graphs.S, directory=tmp_path).read_text(encoding="utf-8")
+    for line in (
+        "weight [6, 4], bias [6]",
+        "weight [6], bias [6]",
+        "running_mean [6], running_var [6]",
+        "120 B",
+        "96 B",
+    ):
+        assert f">{line}<" in text
+    assert "parameter 1.weight: float32[6], 24 B&#10;parameter 1.bias" in text  # the tooltip has each
+    tied = nn.Linear(4, 4, bias=False)
+    shared = make_all_graphs(nn.Sequential(tied, nn.ReLU(), tied), torch.randn(3, 4), costs="flops")
+    assert drawn(print_graph(shared.S, directory=tmp_path), "node").count("v1") == 1  # read twice, so on its own
+
+
+def test_tooltips_are_no_longer_than_graphviz_takes() -> None:
+    text = tip("\n".join(["x" * 1000] * 100))
+    assert len(text) < 16384 and text.endswith("… and 75 more")
+    assert tip("a\nb") == "a\nb"
+
+
+def test_source_lines_of_libraries_beside_torch_are_shown() -> None:
+    names: dict[str, Callable[[], str]] = {"user_line": user_line}  # type: ignore[dict-item]
+    code = "def line() -> str:\n    return user_line()\n"
+    exec(compile(code, torch.__path__[0] + "vision/models/resnet.py", "exec"), names)
+    assert names["line"]() == "resnet.py:2"
+    exec(compile(code, torch.__path__[0] + "/nn/functional.py", "exec"), names)
+    assert names["line"]().startswith("test_render.py:")
+
+
+@dot
+def test_graphs_show_their_chain_of_blocks(gpt: Graphs) -> None:
+    shown = gpt._repr_mimebundle_()
+    assert shown["text/plain"] == str(gpt) == f"<Graphs: {gpt.summary()}>"
+    assert all(f"block {b} backward" in shown["image/svg+xml"] for b in range(len(gpt.S.blocks)))
 
 
 @dot
