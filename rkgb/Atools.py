@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
-from rkgb.graphs import D_graph, Ref, S_graph, S_node
+from rkgb.graphs import D_graph, Ref, S_graph, S_node, Source, Storage, Structure
+from rkgb.sample import Sample, call_of
+
+if TYPE_CHECKING:
+    from rkgb.Ktools import K_graph
+    from rkgb.measure import Cost
 
 
 def block_keys(s: S_graph) -> list[Hashable]:
@@ -57,3 +64,92 @@ def _description(d: D_graph, v: int) -> tuple[Hashable, ...]:
     form = (value.shape, value.stride, str(value.dtype), str(value.device), value.requires_grad)
     # A source that several nodes read is told apart from one that is the block's alone by its use, not its name.
     return (*form, source.kind if source else "")
+
+
+class Blocks(NamedTuple):
+    """The blocks of a module: ``classes`` lists the blocks of each class, ``K`` has one graph a block, and the same
+    one for blocks that are equal, ``S`` one graph a class: its first block, on its own."""
+
+    classes: list[list[int]]
+    K: list[K_graph]
+    S: list[S_graph]
+
+
+def S_list_to_K_list_eco(
+    s: S_graph, model: torch.nn.Module, sample: Sample, costs: Sequence[Cost] | None = None
+) -> Blocks:
+    """Differentiate the blocks of ``s`` (see ``Stools.cut``), each on its own and equal ones once.
+
+    Bytes and times are those of the block alone: its outputs have their gradients when its backward begins,
+    and the gradients of what it reads stay. ``costs``, one a node of ``s``, are measured on ``sample`` unless given.
+    """
+    from rkgb.Ktools import S_to_K
+    from rkgb.measure import measure_nodes
+    from rkgb.trees import tensors_of
+
+    if costs is None:
+        costs = measure_nodes(s, model, tensors_of(call_of(sample)))
+    numbers = classes(s)
+    of_class: list[list[int]] = [[] for _ in set(numbers)]
+    known: dict[Hashable, K_graph] = {}
+    graphs: list[K_graph] = []
+    for b, ((start, stop), number) in enumerate(zip(s.blocks, numbers, strict=True)):
+        of_class[number].append(b)
+        key = (number, _surroundings(s, b, model), tuple(cost.results for cost in costs[start:stop]))
+        if key not in known:
+            known[key] = S_to_K(block_graph(s, b), model, [], costs[start:stop])
+        graphs.append(known[key])
+    return Blocks(of_class, graphs, [block_graph(s, members[0]) for members in of_class])
+
+
+def _surroundings(s: S_graph, b: int, model: torch.nn.Module) -> Hashable:
+    """What the K graph of a block depends on beside its class: what leaves it, which gradients are there already."""
+    start, stop = s.blocks[b]
+    nodes, after = s.nodes[start:stop], _read_from(s, stop)
+    leaving = tuple((i, k) for i, n in enumerate(nodes) for k, v in enumerate(n.makes) if v in after)
+    own = dict(model.named_parameters())
+    parameters = (s.d.sources[v].key for n in nodes for v in n.reads if v in s.d.sources)
+    return leaving, tuple(own[p].grad is not None for p in parameters if isinstance(p, str) and p in own)
+
+
+def _read_from(s: S_graph, position: int) -> set[int]:
+    """Values that nodes from ``position`` on read, and the module's outputs."""
+    return {v for node in s.nodes[position:] for v in node.reads} | set(s.d.outputs)
+
+
+def block_graph(s: S_graph, b: int) -> S_graph:
+    """Block ``b`` as a graph of its own: what it reads of earlier blocks are inputs, what later ones read, outputs."""
+    d, (start, stop) = s.d, s.blocks[b]
+    nodes, after = s.nodes[start:stop], _read_from(s, stop)
+    ops = sorted(op for node in nodes for op in node.ops)
+    at = {op: k for k, op in enumerate(ops)}
+    made = dict.fromkeys(v for op in ops for v in d.nodes[op].outputs)
+    read = dict.fromkeys(v for node in nodes for v in node.reads if v not in made)
+    inputs = [v for v in read if v not in d.sources or d.sources[v].kind == "input"]
+    outputs = tuple(v for node in nodes for v in node.makes if v in after)
+    home = {d.values[v].storage: v for v in reversed(read)}
+    structure = Structure(_flat(len(inputs)), (), _flat(len(outputs)), ())
+    own = D_graph(
+        names=d.names,
+        sources={v: d.sources[v] for v in read if v in d.sources}
+        | {v: Source("input", k) for k, v in enumerate(inputs)},
+        nodes=tuple(d.nodes[op] for op in ops),
+        outputs=outputs,
+        structure=structure,
+        values={v: d.values[v] for v in (*read, *made) if v in d.values},
+        storages=tuple(
+            Storage(x.bytes, None if x.owner is None else at.get(x.owner), home.get(k))
+            for k, x in enumerate(d.storages)
+        ),
+        facts=tuple(d.facts[op] for op in ops),
+    )
+    moved = tuple(dataclasses.replace(node, ops=tuple(at[op] for op in node.ops)) for node in nodes)
+    block = S_graph(own, moved, ((0, len(moved)),))
+    own.verify()
+    block.verify()
+    return block
+
+
+def _flat(count: int) -> pytree.TreeSpec:
+    """The structure of a call with ``count`` positional tensors, or of so many results."""
+    return pytree.tree_structure(((0,) * count, {}))

@@ -16,6 +16,7 @@ from rkgb.capture import HostRead, Recorder, map_tensors, preserved, record
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Mode, Node, Ref, Source, Structure, refs
 from rkgb.guards import Guard
+from rkgb.sample import Sample, call_of
 from rkgb.trees import flatten, unflatten
 
 # Results that Python reads from a tensor's shape, not its data: their operations run when the graph is built.
@@ -36,9 +37,9 @@ _INLINE = ("prim::ListConstruct", "prim::TupleConstruct")
 _UNPACK = ("prim::ListUnpack", "prim::TupleUnpack")
 
 
-def make_B(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> B_graph:
-    """Trace ``model(*args, **kwargs)``; buffers, inputs and random state are as before afterwards. See ``trace``."""
-    return trace(model, args, kwargs or {})[0]
+def make_B(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> B_graph:
+    """Trace ``model`` on ``sample``; buffers, inputs and random state are as before afterwards. See ``trace``."""
+    return trace(model, *call_of(sample, sample_kwargs))[0]
 
 
 def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[B_graph, list[torch.Tensor]]:

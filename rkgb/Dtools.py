@@ -21,14 +21,15 @@ from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
 from rkgb.guards import Guard, is_guard
 from rkgb.program import memory_of, run_node, source_value
+from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
 
 
-def B_to_D(b: B_graph, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> D_graph:
+def B_to_D(b: B_graph, model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> D_graph:
     """Run ``b`` once on the sample and keep what it showed. Memory: that of inference."""
-    return probe(b, model, tensors_of((args, kwargs or {})))[0]
+    return probe(b, model, tensors_of(call_of(sample, sample_kwargs)))[0]
 
 
 def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[D_graph, list[torch.Tensor]]:

@@ -7,6 +7,7 @@ order. It is therefore computed here once, by following autograd's rules for gra
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from rkgb.capture import random_state
 from rkgb.graphs import S_graph
 from rkgb.measure import Cost, measure_nodes
 from rkgb.render_notebook import Drawn
+from rkgb.sample import Sample, call_of
+from rkgb.trees import tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +92,10 @@ class K_graph(Drawn):
         return "\n".join(lines)
 
 
-def S_to_K(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], costs: list[Cost] | None = None) -> K_graph:
-    """Differentiate ``s``; ``costs`` are measured on ``inputs`` unless given."""
-    costs = measure_nodes(s, model, inputs) if costs is None else costs
+def S_to_K(s: S_graph, model: torch.nn.Module, sample: Sample, costs: Sequence[Cost] | None = None) -> K_graph:
+    """Differentiate ``s``; ``costs`` are measured on ``sample`` unless given."""
+    if costs is None:
+        costs = measure_nodes(s, model, tensors_of(call_of(sample)))
     data: list[K_data] = []
     of_storage: dict[int, int] = {}
     private: dict[int, int] = {}
@@ -141,7 +145,7 @@ def _device(s: S_graph, i: int) -> torch.device:
 
 
 def _backwards(
-    s: S_graph, costs: list[Cost], missing: set[int], of_storage: dict[int, int], private: dict[int, int]
+    s: S_graph, costs: Sequence[Cost], missing: set[int], of_storage: dict[int, int], private: dict[int, int]
 ) -> list[K_backward | None]:
     """The backwards, with gradient memory as autograd's buffers take it."""
     buffers = _Buffers(s, costs, missing)
@@ -163,7 +167,7 @@ class _Buffers:
     contributions wait for each other, then go to ``.grad``, which stays if it was not there before.
     """
 
-    def __init__(self, s: S_graph, costs: list[Cost], missing: set[int]) -> None:
+    def __init__(self, s: S_graph, costs: Sequence[Cost], missing: set[int]) -> None:
         self.s, self.costs, self.missing = s, costs, missing
         self.size: dict[int, int] = {}  # memory -> bytes
         self.holds: dict[int, int] = {}  # value -> memory

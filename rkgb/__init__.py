@@ -4,6 +4,7 @@ from rkgb import Atools, Btools, Dtools, Ktools, Stools
 from rkgb.errors import GraphError, MismatchError, RenderWarning, TraceError, UnsupportedError
 from rkgb.pipeline import Graphs, make_all_graphs
 from rkgb.render import print_all_graphs, print_graph, test_rkgb
+from rkgb.sample import Sample
 from rkgb.summary import Summary
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Ktools",
     "MismatchError",
     "RenderWarning",
+    "Sample",
     "Stools",
     "Summary",
     "TraceError",

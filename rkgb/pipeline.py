@@ -17,11 +17,10 @@ from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K
 from rkgb.measure import measure_nodes
 from rkgb.render_notebook import Drawn
+from rkgb.sample import Sample, call_of
 from rkgb.Stools import D_to_S, cut
 from rkgb.summary import Summary, summarize
 from rkgb.trees import tensors_of
-
-Sample = torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,13 +42,6 @@ class Graphs(Drawn):
 
     def __repr__(self) -> str:
         return f"<Graphs: {self.summary()}>"
-
-
-def call_of(sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments that a sample stands for."""
-    if isinstance(sample, dict):
-        return (), {**sample, **(sample_kwargs or {})}
-    return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), dict(sample_kwargs or {})
 
 
 def make_all_graphs(

@@ -9,8 +9,9 @@ import graphviz
 import torch
 
 from rkgb.errors import RenderWarning
-from rkgb.pipeline import Graphs, Sample, make_all_graphs
+from rkgb.pipeline import Graphs, make_all_graphs
 from rkgb.render_draw import Graph, draw, draw_chain
+from rkgb.sample import Sample
 
 FORMATS = ("svg", "pdf", "png", "text")
 

@@ -11,7 +11,7 @@ import torch
 from rkgb.capture import current_mode
 from rkgb.graphs import Structure
 from rkgb.guards import GuardFailed
-from rkgb.pipeline import Sample, call_of
+from rkgb.sample import Sample, call_of
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate.budget import parse_budget
 from rockmate.compiled import Program, compile_schedule

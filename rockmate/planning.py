@@ -14,7 +14,8 @@ from rkgb.capture import drop_saved, preserved
 from rkgb.errors import GraphError
 from rkgb.guards import is_guard
 from rkgb.Ktools import K_graph
-from rkgb.pipeline import Graphs, Sample, call_of, make_all_graphs
+from rkgb.pipeline import Graphs, make_all_graphs
+from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 from rockmate.budget import show_bytes
 from rockmate.compiled import undo_bytes

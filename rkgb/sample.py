@@ -1,0 +1,17 @@
+"""The forms in which the call of a module is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Sample = torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
+"""A tensor, a tuple or list of positional arguments, or a dict of keyword arguments."""
+
+
+def call_of(sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that a sample stands for."""
+    if isinstance(sample, dict):
+        return (), {**sample, **(sample_kwargs or {})}
+    return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), dict(sample_kwargs or {})
