@@ -130,11 +130,17 @@ def _leaf(t: torch.Tensor) -> torch.Tensor:
 
 
 def measure_nodes(
-    s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], costs: str = "measured", repeat: int = 5
+    s: S_graph,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    costs: str = "measured",
+    repeat: int = 5,
+    report: Callable[[float], None] = lambda _: None,
 ) -> list[Cost]:
     """The cost of every node. Runs S once, freeing by liveness; each distinct node is measured when it is met.
 
     ``costs="flops"``: times come from counted operations and bytes instead of a clock, the same on every run.
+    ``report`` is told which part of the nodes is done.
     """
     d = s.d
     fed = differentiated(s)
@@ -159,6 +165,7 @@ def measure_nodes(
                 del env[v]
             for v in [v for v in (*node.reads, *node.makes) if last.get(v, i) <= i and v not in d.sources]:
                 env.pop(v, None)
+            report((i + 1) / len(s.nodes))
     return found
 
 

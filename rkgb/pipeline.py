@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,30 +51,31 @@ def make_all_graphs(
     sample_kwargs: dict[str, Any] | None = None,
     *,
     costs: str = "measured",
-    phase: Callable[[str], None] = lambda _: None,
+    report: Callable[[str, float], None] = lambda phase, part: None,
 ) -> Graphs:
     """Trace ``model`` on ``sample`` and build all graphs.
 
     ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
-    ``costs``: "measured", or "flops" for times
-    from a model of the operations, the same on every run. ``phase`` is told the name of each phase as it starts.
+    ``costs``: "measured", or "flops" for times from a model of the operations, the same on every run.
+    ``report`` is told the phase as it starts, and now and then which part of it is done (0 to 1).
     """
     with attributes_preserved(model):
-        return _make(model, *call_of(sample, sample_kwargs), costs, phase)
+        return _make(model, *call_of(sample, sample_kwargs), costs, report)
 
 
 def _make(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], costs: str, phase: Callable[[str], None]
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], costs: str, report: Callable[[str, float], None]
 ) -> Graphs:
     inputs = tensors_of((args, kwargs))
-    phase("trace")
+    report("trace", 0.0)
     with torch.enable_grad():
         b, expected = trace(model, args, kwargs)
     d, outputs = probe(b, model, inputs)
     check_outputs(b, model, (args, kwargs), outputs, expected)
     check_other_values(b, model, (args, kwargs))
-    phase("simplify")
+    report("simplify", 0.0)
     s = cut(D_to_S(d))
-    phase("measure")
-    k = S_to_K(s, model, inputs, measure_nodes(s, model, inputs, costs))
+    report("measure", 0.0)
+    measured = measure_nodes(s, model, inputs, costs, report=partial(report, "measure"))
+    k = S_to_K(s, model, inputs, measured)
     return Graphs(b, d, s, tuple(classes(s)), k)

@@ -19,6 +19,7 @@ from rockmate.errors import InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.facade import Facade, signed_as_original
 from rockmate.planning import Plan, Planner, make_planner
+from rockmate.progress import Progress
 from rockmate.state import module_key, watched_hooks
 from solvers import Frontier
 
@@ -49,7 +50,8 @@ class Rockmate(Facade):
     "measured" times every operation, "flops" models them (the same plan on every run and machine).
     ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default room
     is left for three times the outputs' bytes, which suffices for the usual losses; ``plan.predicted_peak``
-    is that of cross entropy, which takes two.
+    is that of cross entropy, which takes two. ``progress``: True shows how far planning is, False does not;
+    None does on a terminal, when it takes more than a second.
 
     ``plan`` is the plan of the last call. Calls of another shape are planned when they first come, and
     cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
@@ -68,12 +70,13 @@ class Rockmate(Facade):
         sample_kwargs: dict[str, Any] | None = None,
         costs: str = "measured",
         loss_memory: int | None = None,
+        progress: bool | None = None,
     ) -> None:
         args, kwargs = _checked_call(model, sample, sample_kwargs)
         super().__init__(model)
         self._budget = parse_budget(budget)
         self.plans_made = 0
-        self._costs, self._loss_memory = costs, loss_memory
+        self._costs, self._loss_memory, self._progress = costs, loss_memory, progress
         self._variants: dict[tuple[Hashable, frozenset[str]], list[_Variant]] = {}
         self._last = self._planned(args, kwargs)[0]
         self.plan: Plan = self._last.plan
@@ -86,14 +89,16 @@ class Rockmate(Facade):
     @budget.setter
     def budget(self, budget: int | float | str) -> None:
         self._budget = parse_budget(budget)
-        variant = make_variant(self._last.planner, self._budget)
+        with Progress(self._progress) as self._last.planner.report:
+            variant = make_variant(self._last.planner, self._budget)
         for variants in self._variants.values():
             variants[:] = [variant] if self._last in variants else []  # others are made again when they are needed
         self._last, self.plan = variant, variant.plan
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call, as ``rockmate.frontier``."""
-        return self._last.planner.frontier()
+        with Progress(self._progress) as self._last.planner.report:
+            return self._last.planner.frontier()
 
     @signed_as_original
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,10 +164,11 @@ class Rockmate(Facade):
         return frozenset(name for name, p in self.original.named_parameters() if p.requires_grad and p.grad is None)
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Variant:
-        with watched_hooks(self.original):
-            planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory)
+        with watched_hooks(self.original), Progress(self._progress) as report:
+            planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory, report)
+            variant = make_variant(planner, self._budget)
         self.plans_made += 1
-        return make_variant(planner, self._budget)
+        return variant
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles plan again at their first call: plans hold operators, which have no pickled form."""
@@ -185,6 +191,7 @@ def make_variant(planner: Planner, budget: int) -> _Variant:
         k,
         solution.source,
         dict(planner.seconds),
+        planner.usual_loss,
     )
     return _Variant(planner, plan, compile_schedule(k, plan.schedule), k.s.d.structure)
 
@@ -196,6 +203,7 @@ def frontier(
     sample_kwargs: dict[str, Any] | None = None,
     costs: str = "measured",
     loss_memory: int | None = None,
+    progress: bool | None = None,
 ) -> Frontier:
     """Time against memory for ``model``: ``min_budget``, ``max_budget`` (no recomputation), and ``points``.
 
@@ -203,7 +211,8 @@ def frontier(
     ``Rockmate``.
     """
     args, kwargs = _checked_call(model, sample, sample_kwargs)
-    return make_planner(model, args, kwargs, costs, loss_memory).frontier()
+    with Progress(progress) as report:
+        return make_planner(model, args, kwargs, costs, loss_memory, report).frontier()
 
 
 def _checked_call(

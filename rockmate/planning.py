@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,8 @@ from rkgb.trees import tensors_of
 from rockmate.budget import show_bytes
 from rockmate.compiled import undo_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.progress import Report, silent
+from rockmate.report import block_table
 from solvers import (
     Backward,
     Block,
@@ -35,8 +37,12 @@ from solvers import (
     format_schedule,
     keep_everything,
     solve_chain,
+    step_name,
     walk,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Every budget leaves room for the numbers of the loss itself (its value, its gradient, counts), which are
 # a few bytes each, but a block of the allocator.
@@ -81,6 +87,7 @@ class Planner:
     problem: Problem
     usual_loss: int
     seconds: dict[str, float] = field(default_factory=dict)
+    report: Report = silent
     _chain: ChainPlanner | None = None
 
     @property
@@ -91,7 +98,7 @@ class Planner:
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""
         if self._chain is None:
-            self._chain = ChainPlanner(self.problem)
+            self._chain = ChainPlanner(self.problem, report=lambda doing, part: self.report(f"solve {doing}", part))
         return self._chain
 
     def solve(self, budget: int) -> Solution:
@@ -135,31 +142,33 @@ def make_planner(
     sample_kwargs: dict[str, Any] | None,
     costs: str,
     loss_memory: int | None,
-    progress: Callable[[str], None] = lambda _: None,
+    report: Report = silent,
 ) -> Planner:
-    """Trace and measure ``model`` on ``sample``."""
+    """Trace and measure ``model`` on ``sample``; ``report``: who is told of the progress, then and when it solves."""
     if costs not in ("measured", "flops"):
         raise InputError(f'costs={costs!r}: choose "measured" (time every operation) or "flops" (same on every run)')
     seconds: dict[str, float] = {}
     marks: list[tuple[str, float]] = []
 
-    def phase(name: str) -> None:
-        progress(name)
+    def phase(name: str, part: float) -> None:
+        report(name, part)
+        if marks and marks[-1][0] == name:
+            return
         now = time.perf_counter()
         if marks:
             seconds[marks[-1][0]] = now - marks[-1][1]
         marks.append((name, now))
 
     try:
-        graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, phase=phase)
+        graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, report=phase)
     except (GraphError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
             _check_call(model, sample, sample_kwargs, error)
         raise
-    phase("solve")
+    phase("solve", 0.0)
     problem = problem_of(graphs, loss_memory)
     usual = 3 * _in_float(graphs.K) if loss_memory is None else problem.loss
-    return Planner(graphs, problem, usual, seconds)
+    return Planner(graphs, problem, usual, seconds, report)
 
 
 def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None, error: Exception) -> None:
@@ -177,7 +186,10 @@ def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str,
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be kept and what computed again, with the figures promised for it."""
+    """What will be kept and what computed again, with the figures promised for it.
+
+    ``usual_loss``: the bytes of the loss that ``predicted_peak`` counts; ``problem.loss`` leaves room for a larger one.
+    """
 
     budget: int
     predicted_peak: int
@@ -187,6 +199,7 @@ class Plan:
     graph: K_graph
     solver: str
     setup_seconds: dict[str, float]
+    usual_loss: int
 
     @property
     def guards(self) -> tuple[str, ...]:
@@ -207,19 +220,33 @@ class Plan:
         """The schedule as a readable program."""
         return format_schedule(self.problem, self.schedule)
 
+    def problem_with_usual_loss(self) -> Problem:
+        """The problem whose walk has the predicted peak."""
+        return dataclasses.replace(self.problem, loss=self.usual_loss)
+
+    def plot_memory(self, path: str | Path | None = None) -> Figure:
+        """Memory over the time of a step as a figure, also written to ``path``; see ``rockmate.plot.plot_memory``."""
+        from rockmate.plot import plot_memory
+
+        return plot_memory(self, path)
+
     def __str__(self) -> str:
         seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         kinds = len({b.kind for b in self.problem.blocks})
+        walked = walk(self.problem_with_usual_loss(), self.schedule)
+        at = step_name(self.problem, self.schedule[walked.peak_step])
         notes = [f"guard               {g}" for g in self.guards] + [f"note                {n}" for n in self.notes]
         return "\n".join(
             [
                 f"budget              {show_bytes(self.budget)}",
-                f"predicted peak      {show_bytes(self.predicted_peak)}",
+                f"predicted peak      {show_bytes(self.predicted_peak)}, at {at}",
                 f"predicted overhead  {100 * self.predicted_overhead:.1f} %",
-                f"nodes               {len(self.problem.nodes)}, of which run again: {self.recomputed}",
-                f"blocks              {len(self.problem.blocks)} of {kinds} kinds",
+                f"nodes               {len(self.problem.nodes)}; runs again: {self.recomputed}",
+                f"blocks              {len(self.problem.blocks)}, of them distinct: {kinds}",
                 f"found by            {self.solver}",
-                f"set-up seconds      {seconds}",
+                f"set-up              {sum(self.setup_seconds.values()):.1f} s: {seconds}",
                 *notes,
+                "",
+                block_table(self.problem, self.schedule),
             ]
         )

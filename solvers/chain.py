@@ -8,7 +8,9 @@ non-increasing in the budget, whatever the order of the questions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from solvers.baselines import all_baselines, keep_everything
 from solvers.chain_costs import Options, chain_costs, kind_options
@@ -71,13 +73,19 @@ class ChainPlanner:
 
     Options with a limited peak cost most of the solver's time and serve only budgets that are small
     beside a single block: they are left out for budgets above ``TIGHT_BELOW`` times what the largest
-    block needs to keep everything. ``options`` (per kind) or ``grid`` replace the default ones.
+    block needs to keep everything. ``options`` (per kind) or ``grid`` replace the default ones. ``report`` is told
+    what is being done, and which part of it is (0 to 1).
     """
 
     def __init__(
-        self, problem: Problem, options: Options | None = None, slots: int = 500, grid: Grid | None = None
+        self,
+        problem: Problem,
+        options: Options | None = None,
+        slots: int = 500,
+        grid: Grid | None = None,
+        report: Callable[[str, float], None] = lambda doing, part: None,
     ) -> None:
-        self.problem, self.slots = problem, slots
+        self.problem, self.slots, self.report = problem, slots, report
         self._given: Options | None = kind_options(problem, grid) if grid else options
         self._loose: _Candidates | None = None
         self._all: _Candidates | None = None
@@ -92,14 +100,18 @@ class ChainPlanner:
         if self._all is None:
             options = self._given
             if options is None:
-                loose, tight = self._partial().options, kind_options(self.problem, TIGHT)
+                loose = self._partial().options
+                tight = kind_options(self.problem, TIGHT, partial(self.report, "blocks (tight)"))
                 options = {kind: pareto((*loose[kind], *tight[kind])) for kind in loose}
+            self.report("chain", 0.0)
             self._all = _Candidates(self.problem, options, self.slots)
         return self._all
 
     def _partial(self) -> _Candidates:
         if self._loose is None:
-            self._loose = _Candidates(self.problem, kind_options(self.problem, LOOSE), self.slots)
+            options = kind_options(self.problem, LOOSE, partial(self.report, "blocks"))
+            self.report("chain", 0.0)
+            self._loose = _Candidates(self.problem, options, self.slots)
         return self._loose
 
     def solve(self, budget: int) -> Solution:

@@ -8,7 +8,7 @@ states are counted as constants by position, which is conservative; the walker d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from solvers.block import BlockView, block_view, counted, forward_figures, last_readers
@@ -55,8 +55,10 @@ Options = Mapping[int, tuple[Option, ...]]
 """Options per kind of block."""
 
 
-def kind_options(problem: Problem, grid: Grid) -> dict[int, tuple[Option, ...]]:
-    """Solve one block per kind: the one that looks like most of its kind."""
+def kind_options(
+    problem: Problem, grid: Grid, report: Callable[[float], None] = lambda _: None
+) -> dict[int, tuple[Option, ...]]:
+    """Solve one block per kind: the one that looks like most of its kind; ``report``: which part of them is done."""
     last = last_readers(problem)
     views: dict[int, Counter[tuple[object, ...]]] = {}
     example: dict[tuple[object, ...], BlockView] = {}
@@ -64,7 +66,15 @@ def kind_options(problem: Problem, grid: Grid) -> dict[int, tuple[Option, ...]]:
         view = block_view(problem, block, last)
         views.setdefault(block.kind, Counter())[view.key] += 1
         example.setdefault(view.key, view)
-    return {kind: view_options(example[keys.most_common(1)[0][0]], grid) for kind, keys in views.items()}
+    found: dict[int, tuple[Option, ...]] = {}
+    for done, (kind, keys) in enumerate(views.items()):
+
+        def of_all(part: float, done: int = done) -> None:
+            report((done + part) / len(views))
+
+        found[kind] = view_options(example[keys.most_common(1)[0][0]], grid, of_all)
+        of_all(1.0)
+    return found
 
 
 def chain_costs(problem: Problem, options: Options) -> ChainCosts:

@@ -6,8 +6,8 @@ optimum of a looser one fits it, which makes it the optimum here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from solvers.block import BlockView, Figures, Runs, block_view, figures
@@ -113,8 +113,8 @@ class _Solves:
         return answer
 
 
-def view_options(view: BlockView, grid: Grid) -> tuple[Option, ...]:
-    """The Pareto set of options of the block seen as ``view``."""
+def view_options(view: BlockView, grid: Grid, report: Callable[[float], None] = lambda _: None) -> tuple[Option, ...]:
+    """The Pareto set of options of the block seen as ``view``; ``report`` is told which part of the work is done."""
     keep = figures(view, keep_runs(view))
     rerun = figures(view, rerun_runs(view))
     found = [option(keep, _is_fresh(keep), True, 0.0), option(rerun, _is_fresh(rerun), False, 0.0)]
@@ -131,8 +131,11 @@ def view_options(view: BlockView, grid: Grid) -> tuple[Option, ...]:
         series.append((True, low + round(fraction * max(0, keep.backward_peak - low)), [0]))
     # HiGHS releases the interpreter while it runs; every series is independent, so the result is the same.
     with ThreadPoolExecutor(max_workers=grid.threads) as pool:
-        for options in pool.map(lambda s: _solve_series(view, grid.solver, *s), series):
-            found += options
+        solves = [pool.submit(_solve_series, view, grid.solver, *s) for s in series]
+        for done, _ in enumerate(as_completed(solves), 1):
+            report(done / len(series))
+        for solve in solves:
+            found += solve.result()
     return pareto(found)
 
 

@@ -1,0 +1,64 @@
+"""Progress of planning: one line with the phase and how much of it is done, which goes when planning ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from tqdm import tqdm
+
+Report = Callable[[str, float], None]
+"""Is told the phase and which part of it is done (0 to 1), by whoever works."""
+
+DELAY = 1.0
+"""Seconds after which the line appears, unless it was asked for."""
+
+
+def silent(phase: str, part: float) -> None:
+    """The ``Report`` that tells nobody."""
+
+
+class _Line(tqdm):  # type: ignore[misc]  # tqdm publishes no types
+    monitor_interval = 0  # no thread: reports come often enough
+
+
+class Progress:
+    """A ``Report`` that writes to the terminal; a context that clears the line at its end.
+
+    ``show``: True writes at once, wherever standard error goes; False never; None only to a terminal, not where
+    ``CI`` is set, and only when planning takes longer than ``DELAY``.
+    """
+
+    def __init__(self, show: bool | None = None) -> None:
+        terminal = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("CI")
+        self.wanted = terminal if show is None else show
+        self.start = time.time()
+        self.visible_from = self.start + (DELAY if show is None else 0.0)
+        self.phase = ""
+        self.line: _Line | None = None
+
+    def __call__(self, phase: str, part: float) -> None:
+        """Show that ``part`` of ``phase`` is done."""
+        if not self.wanted or time.time() < self.visible_from:
+            return
+        if self.line is None:
+            form = "Rockmate plans: {desc} {percentage:3.0f} % {bar:30} {elapsed}"
+            self.line = _Line(total=1.0, bar_format=form, leave=False, file=sys.stderr, delay=1e-9)
+            self.line.start_t = self.start
+        if phase == self.phase:
+            self.line.update(part - self.line.n)
+            return
+        self.phase, self.line.n = phase, part
+        self.line.set_description_str(f"{phase:20}")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.line is not None:
+            self.line.close()

@@ -1,0 +1,81 @@
+"""What a plan does with each block, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from rockmate.budget import show_bytes
+from solvers import Del, Loss, Problem, Run, Schedule, keep_everything
+
+MOST_LINES = 20
+"""Longer tables end with the number of lines left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChoice:
+    """What a schedule does with one block.
+
+    ``kept``: bytes of its data that are there when the forward phase is over; ``all``: the same if nothing is
+    run again. ``reruns``: how many nodes run again, each time counted; ``time``: their nanoseconds.
+    """
+
+    kind: int
+    nodes: int
+    kept: int
+    all: int
+    reruns: int
+    time: int
+
+
+def block_choices(problem: Problem, schedule: Schedule) -> tuple[BlockChoice, ...]:
+    """One choice a block, in order."""
+    kept = _live_at_loss(problem, schedule)
+    full = _live_at_loss(problem, keep_everything(problem))
+    runs = [step.node for step in schedule[schedule.index(Loss()) :] if isinstance(step, Run)]
+    found = []
+    for block in problem.blocks:
+        inside = range(block.start, block.stop)
+        again = [i for i in runs if i in inside]
+        found.append(
+            BlockChoice(
+                block.kind,
+                len(inside),
+                sum(problem.data[d].size for d in kept if problem.data[d].owner in inside),
+                sum(problem.data[d].size for d in full if problem.data[d].owner in inside),
+                len(again),
+                sum(problem.nodes[i].time for i in again),
+            )
+        )
+    return tuple(found)
+
+
+def _live_at_loss(problem: Problem, schedule: Schedule) -> set[int]:
+    live: set[int] = set()
+    for step in schedule[: schedule.index(Loss())]:
+        if isinstance(step, Run):
+            live.update(problem.nodes[step.node].makes)
+        elif isinstance(step, Del):
+            live.discard(step.data)
+    return live
+
+
+def block_table(problem: Problem, schedule: Schedule) -> str:
+    """The choices as text; neighbours that are treated alike share a line."""
+    rows = [("blocks", "class", "nodes", "keeps", "of", "runs again", "time")]
+    numbered = enumerate(block_choices(problem, schedule))
+    for choice, group in groupby(numbered, key=lambda pair: pair[1]):
+        blocks = [b for b, _ in group]
+        name = f"{blocks[0]}" if len(blocks) == 1 else f"{blocks[0]}–{blocks[-1]}"
+        share = choice.time / problem.eager_time if problem.eager_time else 0.0
+        time = f"+{100 * share:.1f} %" if choice.reruns else ""
+        if choice.reruns and len(blocks) > 1:
+            time += " each"
+        sizes = (show_bytes(choice.kept), show_bytes(choice.all))
+        rows.append((name, str(choice.kind), str(choice.nodes), *sizes, str(choice.reruns), time))
+    left_out = len(rows) - 1 - MOST_LINES
+    if left_out > 0:
+        rows = rows[: MOST_LINES + 1]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines + ([f"… and {left_out} lines more"] if left_out > 0 else []))

@@ -1,0 +1,195 @@
+"""What people see of a plan: progress while it is made, its summary, and the plot of its memory."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rockmate import Rockmate, frontier, progress
+from rockmate.gpt import GPT
+from rockmate.planning import Plan
+from rockmate.progress import Progress
+from rockmate.report import MOST_LINES, BlockChoice, block_choices, block_table
+from solvers import Loss, Run, keep_everything, recompute_all, walk
+
+SAMPLE = torch.ones(256, 16)
+
+
+def mlp(layers: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))))
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def plan_on(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, show: bool | None, ci: str = "") -> str:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("CI", ci)
+    Rockmate(mlp(), SAMPLE, 270_000, costs="flops", progress=show)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planning of any length is a long one."""
+    monkeypatch.setattr(progress, "DELAY", -1.0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_terminal_shows_every_phase_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = plan_on(Terminal(), monkeypatch, None)
+    for phase in ("trace", "simplify", "measure", "solve blocks", "solve chain"):
+        assert f"Rockmate plans: {phase} " in shown
+    assert shown.rpartition("\r")[0].rpartition("\r")[2].strip() == ""
+
+
+@pytest.mark.usefixtures("at_once")
+def test_logs_and_ci_show_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_on(io.StringIO(), monkeypatch, None) == ""
+    assert plan_on(Terminal(), monkeypatch, None, ci="true") == ""
+    assert plan_on(Terminal(), monkeypatch, False) == ""
+    assert "measure" in plan_on(io.StringIO(), monkeypatch, True, ci="true")
+
+
+def test_short_planning_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "DELAY", 1e6)
+    assert plan_on(Terminal(), monkeypatch, None) == ""
+    assert plan_on(Terminal(), monkeypatch, True) != ""
+
+
+def test_no_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress() as report:
+        report("trace", 0.0)
+    assert report.line is None
+
+
+@pytest.mark.usefixtures("at_once")
+def test_an_error_leaves_the_terminal_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("CI", "")
+    with pytest.raises(ZeroDivisionError), Progress() as report:
+        report("trace", 0.5)
+        raise ZeroDivisionError
+    assert report.line is not None and report.line.disable  # closed
+
+
+def test_parts_rise_within_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, float]] = []
+    monkeypatch.setattr("rockmate.module.Progress", lambda show: _Recorder(told))
+    frontier(mlp(), SAMPLE, costs="flops", progress=True)
+    phases = list(dict.fromkeys(phase for phase, _ in told))
+    assert phases == ["trace", "simplify", "measure", "solve", "solve blocks", "solve chain", "solve blocks (tight)"]
+    for phase in phases[:-2]:
+        parts = [part for name, part in told if name == phase]
+        assert parts == sorted(parts)
+    for phase in ("measure", "solve blocks", "solve blocks (tight)"):
+        assert [part for name, part in told if name == phase][-1] == 1.0
+
+
+class _Recorder:
+    def __init__(self, told: list[tuple[str, float]]) -> None:
+        self.told = told
+
+    def __enter__(self) -> Any:
+        return lambda phase, part: self.told.append((phase, part))
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+# ------------------------------------------------------------------------------------------------ summary
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return Rockmate(mlp(6), SAMPLE, 500_000, costs="flops").plan
+
+
+def test_choices_add_up_to_the_plan(plan: Plan) -> None:
+    choices = block_choices(plan.problem, plan.schedule)
+    assert [c.nodes for c in choices] == [b.stop - b.start for b in plan.problem.blocks]
+    assert sum(c.reruns for c in choices) == plan.recomputed > 0
+    assert sum(c.time for c in choices) == walk(plan.problem, plan.schedule).recompute
+    at = plan.schedule.index(Loss())
+    level = walk(plan.problem, plan.schedule).timeline[at] - plan.problem.loss
+    rng = sum(n.rng for i, n in enumerate(plan.problem.nodes) if plan.schedule.count(Run(i)) > 1)
+    assert sum(c.kept for c in choices) == level - rng
+    assert all(0 <= c.kept <= c.all for c in choices)
+
+
+def test_choices_of_the_two_extremes(plan: Plan) -> None:
+    keep = block_choices(plan.problem, keep_everything(plan.problem))
+    assert all(c.kept == c.all and c.reruns == 0 and c.time == 0 for c in keep)
+    again = block_choices(plan.problem, recompute_all(plan.problem))
+    assert sum(c.kept for c in again) < sum(c.kept for c in keep)
+    assert [c.all for c in again] == [c.all for c in keep]
+
+
+def test_summary_names_every_figure(plan: Plan) -> None:
+    lines = dict(line.split("  ", 1) for line in str(plan).split("\n\n")[0].splitlines())
+    assert list(lines) == [
+        "budget", "predicted peak", "predicted overhead", "nodes", "blocks", "found by", "set-up",
+    ]  # fmt: skip
+    assert lines["budget"].strip() == "488.3 KiB"
+    assert lines["blocks"].strip() == f"{len(plan.problem.blocks)}, of them distinct: 4"
+    assert all(f"{phase} " in lines["set-up"] for phase in ("trace", "simplify", "measure", "solve"))
+    assert str(plan).endswith(block_table(plan.problem, plan.schedule))
+
+
+def test_neighbours_that_are_treated_alike_share_a_line() -> None:
+    plan = Rockmate(GPT(3, 32, 4, 16, 64), torch.arange(32).view(2, 16), "1 GiB", costs="flops").plan
+    table = block_table(plan.problem, plan.schedule).splitlines()
+    assert table[0].split() == ["blocks", "class", "nodes", "keeps", "of", "runs", "again", "time"]
+    assert [line.split()[:2] for line in table[1:]] == [["0", "0"], ["1–3", "1"], ["4", "2"]]
+
+
+def test_long_tables_say_what_they_leave_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = tuple(BlockChoice(0, 1, k, 100, 1, 10) for k in range(MOST_LINES + 7))
+    monkeypatch.setattr("rockmate.report.block_choices", lambda problem, schedule: many)
+    lines = block_table(plan.problem, plan.schedule).splitlines()
+    assert len(lines) == MOST_LINES + 2 and lines[-1] == "… and 7 lines more"
+
+
+# ------------------------------------------------------------------------------------------------ plots
+
+
+def test_plot_of_memory_has_the_levels_of_the_walker(plan: Plan, tmp_path: Path) -> None:
+    figure = plan.plot_memory(tmp_path / "new" / "memory.png")
+    assert (tmp_path / "new" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    axes = figure.axes[0]
+    stairs = {patch.get_label(): patch.get_data() for patch in axes.patches}
+    assert set(stairs) == {"forward", "run again", "backward", "if everything were kept"}
+    walked = walk(plan.problem_with_usual_loss(), plan.schedule)
+    highest = max(max(data.values) for label, data in stairs.items() if label != "if everything were kept")
+    loss = walked.timeline[plan.schedule.index(Loss())] / 2**20
+    assert max(highest, loss) == plan.predicted_peak / 2**20
+    assert stairs["forward"].edges[-1] == pytest.approx(walked.time / 1e6)
+    eager = stairs["if everything were kept"]
+    assert eager.edges[-1] == pytest.approx(walked.eager_time / 1e6)
+    assert axes.get_lines()[0].get_ydata()[0] == plan.budget / 2**20
+
+
+def test_without_matplotlib_the_error_says_what_to_install(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(name)
+        return load(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r'matplotlib, which is not installed: pip install "rockmate\[plot\]"'):
+        plan.plot_memory()
