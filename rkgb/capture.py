@@ -236,11 +236,14 @@ _INSIDE = (os.path.dirname(__file__) + os.sep, contextlib.__file__, str(torch.__
 
 
 def user_line() -> str:
-    """The innermost source line outside this file and torch, as "file.py:12"."""
+    """The innermost source line outside this file and torch, as "file.py:12", or "cell:12" in a notebook."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+    if frame is None:
+        return ""
+    folder, name = os.path.split(frame.f_code.co_filename)
+    return f"{'cell' if 'ipykernel_' in folder else name}:{frame.f_lineno}"  # a notebook's files are numbers
 
 
 @contextlib.contextmanager

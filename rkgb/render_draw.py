@@ -22,7 +22,7 @@ from rkgb.units import format_bytes
 Graph = B_graph | D_graph | S_graph | K_graph
 
 # Above so many nodes a picture is no longer read; only distinct blocks and an overview are drawn.
-LIMIT = 120
+LIMIT = 80
 
 
 def draw(g: Graph) -> Any:

@@ -13,6 +13,7 @@ from rkgb import render_parts as parts
 from rkgb.Atools import classes
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_graph
+from rkgb.summary import interfaces
 from rkgb.units import format_bytes, format_time
 
 LEGEND_K = (
@@ -156,6 +157,7 @@ def K_overview(k: K_graph, s: S_graph, numbers: Sequence[int]) -> Any:
     """The blocks of ``s`` as one row each: forward, what it makes that backwards read, backward; the loss below."""
     chain = parts.new_block("chain", "the chain of blocks, and what backwards read", len(parts.CLASSES) - 1)
     saved = {d for n in k.nodes if n.backward for d in n.backward.reads}
+    passed = interfaces(s)
     for b, ((start, stop), number) in enumerate(zip(s.blocks, numbers, strict=True)):
         frame, background = parts.CLASSES[number % len(parts.CLASSES)]
         kept = sum(k.data[d].bytes for n in k.nodes[start:stop] for d in n.makes if d in saved)
@@ -164,17 +166,21 @@ def K_overview(k: K_graph, s: S_graph, numbers: Sequence[int]) -> Any:
         look = {"color": frame, "penwidth": "1.5"}
         with chain.subgraph() as row:
             row.attr(rank="same")
-            title = parts.label(f"block {b}, class {number}", f"{stop - start} nodes · forward {forward}")
-            parts.add_box(row, f"f_chain{b}", title, tooltip, background, group="chain_forward", **look)
-            parts.add_data(
-                row, f"d_chain{b}", parts.data_label(format_bytes(kept)), "kept if nothing is run again", parts.DATA
-            )
-            title = parts.label(f"block {b} backward", backward)
-            parts.add_box(row, f"b_chain{b}", title, tooltip, parts.BACKWARD, group="chain_backward", **look)
+            text = parts.label(f"block {b}, class {number}", f"{stop - start} nodes · forward {forward}")
+            parts.add_box(row, f"f_chain{b}", text, tooltip, background, group="chain_forward", **look)
+            text = parts.data_label(format_bytes(kept))
+            parts.add_data(row, f"d_chain{b}", text, "kept if nothing is run again", parts.DATA)
+            any_backward = any(n.backward for n in k.nodes[start:stop])
+            text = parts.label(f"block {b} backward", backward if any_backward else "none")
+            fill = parts.BACKWARD if any_backward else parts.CALM
+            parts.add_box(row, f"b_chain{b}", text, tooltip, fill, group="chain_backward", **look)
             row.edge(f"f_chain{b}", f"d_chain{b}", color=_READ)
             row.edge(f"d_chain{b}", f"b_chain{b}", color=_SAVED)
         if b:
-            chain.edge(f"f_chain{b - 1}", f"f_chain{b}", color=_READ, weight="20")
+            before = passed[b - 1]
+            size = format_bytes(sum(s.d.storages[x].bytes for x in before))
+            text = f" {size}" + (f" in {len(before)} tensors" if len(before) > 1 else "")
+            chain.edge(f"f_chain{b - 1}", f"f_chain{b}", color=_READ, weight="20", label=text)
             chain.edge(f"b_chain{b - 1}", f"b_chain{b}", dir="back", style="dashed", color=_SAVED, weight="20")
     last = len(s.blocks) - 1
     _add_loss(chain, "loss_chain", [f"f_chain{last}"], [f"b_chain{last}"])
