@@ -1,0 +1,60 @@
+"""The notebook runs from its first cell to its last, and what is committed is what it shows."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOK = ROOT / "notebooks" / "test_rkgb.ipynb"
+
+
+def executed(notebook: NotebookNode) -> NotebookNode:
+    """A copy with the outputs of a fresh kernel."""
+    fresh = copy.deepcopy(notebook)
+    where = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    client = NotebookClient(fresh, timeout=300, kernel_name="python3", resources=where, record_timing=False)
+    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"})
+    fresh.metadata["language_info"] = {"name": "python"}
+    return fresh
+
+
+def printed(cell: NotebookNode) -> list[str]:
+    """What a cell printed, without the cells that say that their figures vary."""
+    if "varies" in cell.metadata.get("tags", ()):
+        return []
+    return [output.text for output in cell.get("outputs", ()) if output.output_type == "stream"]
+
+
+def kinds(cell: NotebookNode) -> list[list[str]]:
+    """In which forms a cell shows its results."""
+    return [sorted(output.data) for output in cell.get("outputs", ()) if "data" in output]
+
+
+def test_notebook_shows_what_the_code_makes() -> None:
+    committed = nbformat.read(NOTEBOOK, as_version=4)
+    fresh = executed(committed)
+    if os.environ.get("ROCKMATE_UPDATE") == "1":
+        nbformat.write(fresh, NOTEBOOK)
+        return
+    for known, now in zip(committed.cells, fresh.cells, strict=True):
+        assert printed(known) == printed(now), "run again with ROCKMATE_UPDATE=1 if the change is meant, and look at it"
+        if shutil.which("dot"):
+            assert kinds(known) == kinds(now)
+
+
+def test_notebook_has_the_pictures_of_every_model() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    shown = [cell for cell in notebook.cells if any("image/svg+xml" in forms for forms in kinds(cell))]
+    assert len(shown) >= 11
+    for model in ("GPT2LMHeadModel(", "resnet101(", "regnet_x_3_2gf(", "mixer_s32_224", "nn.Transformer("):
+        assert any(model in cell.source for cell in shown), f"no picture of {model}"
+    assert any("image/png" in forms for cell in notebook.cells for forms in kinds(cell))
+    assert not [cell for cell in notebook.cells for output in cell.get("outputs", ()) if output.get("name") == "stderr"]
