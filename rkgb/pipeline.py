@@ -45,6 +45,25 @@ class Graphs(Drawn):
         return f"<Graphs: {self.summary()}>"
 
 
+def make_S(
+    model: torch.nn.Module,
+    sample: Sample,
+    sample_kwargs: dict[str, Any] | None = None,
+    report: Callable[[str, float], None] = lambda phase, part: None,
+) -> tuple[B_graph, D_graph, S_graph]:
+    """The graphs that need no costs: B, D, and S cut into blocks. Arguments as for ``make_all_graphs``."""
+    call = call_of(sample, sample_kwargs)
+    report("trace", 0.0)
+    with attributes_preserved(model):
+        with torch.enable_grad():
+            b, expected = trace(model, *call)
+        d, outputs = probe(b, model, tensors_of(call))
+        check_outputs(b, model, call, outputs, expected)
+        check_other_values(b, model, call)
+    report("simplify", 0.0)
+    return b, d, cut(D_to_S(d))
+
+
 def make_all_graphs(
     model: torch.nn.Module,
     sample: Sample,
@@ -59,23 +78,9 @@ def make_all_graphs(
     ``costs``: "measured", or "flops" for times from a model of the operations, the same on every run.
     ``report`` is told the phase as it starts, and now and then which part of it is done (0 to 1).
     """
-    with attributes_preserved(model):
-        return _make(model, *call_of(sample, sample_kwargs), costs, report)
-
-
-def _make(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], costs: str, report: Callable[[str, float], None]
-) -> Graphs:
-    inputs = tensors_of((args, kwargs))
-    report("trace", 0.0)
-    with torch.enable_grad():
-        b, expected = trace(model, args, kwargs)
-    d, outputs = probe(b, model, inputs)
-    check_outputs(b, model, (args, kwargs), outputs, expected)
-    check_other_values(b, model, (args, kwargs))
-    report("simplify", 0.0)
-    s = cut(D_to_S(d))
+    b, d, s = make_S(model, sample, sample_kwargs, report)
     report("measure", 0.0)
+    inputs = tensors_of(call_of(sample, sample_kwargs))
     measured = measure_nodes(s, model, inputs, costs, report=partial(report, "measure"))
     k = S_to_K(s, model, inputs, measured)
     return Graphs(b, d, s, tuple(classes(s)), k)

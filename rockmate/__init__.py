@@ -8,6 +8,8 @@ from rockmate.errors import (
     HookError,
     InfeasibleBudgetError,
     InputError,
+    PlanError,
+    PlanningWarning,
     RockmateError,
     VariantLimitError,
 )
@@ -23,6 +25,8 @@ __all__ = [
     "InputError",
     "MismatchError",
     "Plan",
+    "PlanError",
+    "PlanningWarning",
     "Rockmate",
     "RockmateError",
     "TraceError",

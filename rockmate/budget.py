@@ -14,7 +14,7 @@ _UNITS = {"": 1, "b": 1} | {
 _HOW = 'give bytes as a number, or text such as "2 GiB" or "500 MB"'
 
 
-def parse_budget(budget: int | float | str) -> int:
+def parse_budget(budget: int | float | str | None) -> int:
     """Bytes of ``budget``: a number, or text with a unit (KiB, MiB, GiB, TiB: powers of 1024; kB, MB, …: of 1000)."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise BudgetError(f"the budget is a {type(budget).__name__}: {_HOW}")

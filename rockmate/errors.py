@@ -22,12 +22,20 @@ class VariantLimitError(RockmateError):
     """The module's Python reads a value from tensors that is another one at every call."""
 
 
+class PlanError(RockmateError):
+    """A saved plan cannot be used here."""
+
+
 class HookError(RockmateError):
     """A hook of a submodule would not be called under a plan."""
 
 
 class BudgetWarning(UserWarning):
     """For this call the budget is not promised; results are right all the same."""
+
+
+class PlanningWarning(UserWarning):
+    """Plans are made again and again."""
 
 
 class InfeasibleBudgetError(RockmateError):
@@ -45,6 +53,8 @@ __all__ = [
     "HookError",
     "InfeasibleBudgetError",
     "InputError",
+    "PlanError",
+    "PlanningWarning",
     "RockmateError",
     "SolverError",
     "VariantLimitError",

@@ -15,7 +15,12 @@ import torch
 
 
 class Facade(torch.nn.Module):
-    """Stands for ``original``. What a subclass defines itself wins over an attribute of that name of the original."""
+    """Stands for ``original``. What a subclass defines itself wins over an attribute of that name of the original.
+
+    ``OWN``: attributes that are the facade's, beside those that its class defines and those that begin with "_".
+    """
+
+    OWN: frozenset[str] = frozenset()
 
     def __init__(self, original: torch.nn.Module) -> None:
         super().__init__()
@@ -52,7 +57,8 @@ class Facade(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("_original")
-        if original is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(original, name):
+        own = name.startswith("_") or name in self.OWN or name in self.__dict__ or hasattr(type(self), name)
+        if original is None or own or not hasattr(original, name):
             super().__setattr__(name, value)
         else:
             setattr(original, name, value)

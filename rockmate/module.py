@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,32 +13,19 @@ from rkgb.graphs import Structure
 from rkgb.guards import GuardFailed
 from rkgb.sample import Sample, call_of
 from rkgb.trees import flatten, tensors_of, unflatten
+from rockmate.artefact import SavedPlan, read_plan
 from rockmate.budget import parse_budget
-from rockmate.compiled import Program, compile_schedule
-from rockmate.errors import InputError, VariantLimitError
+from rockmate.errors import BudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.facade import Facade, signed_as_original
-from rockmate.planning import Plan, Planner, make_planner
+from rockmate.planning import Plan, make_planner, missing_gradients
 from rockmate.progress import Progress
 from rockmate.state import module_key, watched_hooks
+from rockmate.variants import PLANNING, PlanCache, Variant, make_variant
 from solvers import Frontier
 
 # Plans for calls that differ only in what the module's Python reads from tensors.
 MAX_VARIANTS = 16
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """The plan for one kind of call, ready to run.
-
-    Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
-    variables would hold tensors beyond the prediction.
-    """
-
-    planner: Planner
-    plan: Plan
-    program: Program
-    structure: Structure
 
 
 class Rockmate(Facade):
@@ -46,7 +33,8 @@ class Rockmate(Facade):
 
     ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as ``model`` is
     called with; ``sample_kwargs``: keyword arguments beside a tuple. ``budget``: what one forward and its
-    backward may allocate above the level at the forward, in bytes or as text ("2 GiB"). ``costs``:
+    backward may allocate above the level at the forward, in bytes or as text ("2 GiB"). ``plan``: instead
+    of a budget, a file that ``plan.save(path)`` wrote for this graph (else ``PlanError``). ``costs``:
     "measured" times every operation, "flops" models them (the same plan on every run and machine).
     ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default room
     is left for three times the outputs' bytes, which suffices for the usual losses; ``plan.predicted_peak``
@@ -61,25 +49,34 @@ class Rockmate(Facade):
     cannot be traced. Based on Rockmate (Zhao et al., ICML 2023).
     """
 
+    OWN = frozenset({"plan", "plans_made"})
+    plan: Plan
+
     def __init__(
         self,
         model: torch.nn.Module,
         sample: Sample,
-        budget: int | float | str,
+        budget: int | float | str | None = None,
         *,
+        plan: str | Path | None = None,
         sample_kwargs: dict[str, Any] | None = None,
         costs: str = "measured",
         loss_memory: int | None = None,
         progress: bool | None = None,
     ) -> None:
         args, kwargs = _checked_call(model, sample, sample_kwargs)
+        if (plan is None) == (budget is None):
+            raise BudgetError("give either a budget, or a saved plan, which has a budget of its own")
+        saved = None if plan is None else read_plan(plan)
         super().__init__(model)
-        self._budget = parse_budget(budget)
+        self._budget = saved.budget if saved else parse_budget(budget)
         self.plans_made = 0
-        self._costs, self._loss_memory, self._progress = costs, loss_memory, progress
-        self._variants: dict[tuple[Hashable, frozenset[str]], list[_Variant]] = {}
-        self._last = self._planned(args, kwargs)[0]
-        self.plan: Plan = self._last.plan
+        self._costs = saved.costs if saved else costs
+        self._loss_memory = saved.loss_memory if saved else loss_memory
+        self._progress = progress
+        self._cache = PlanCache()
+        self._last: Variant | None = self._planned(args, kwargs, saved)[0]
+        self.plan = self._last.plan
 
     @property
     def budget(self) -> int:
@@ -88,15 +85,23 @@ class Rockmate(Facade):
 
     @budget.setter
     def budget(self, budget: int | float | str) -> None:
-        self._budget = parse_budget(budget)
-        with Progress(self._progress) as self._last.planner.report:
-            variant = make_variant(self._last.planner, self._budget)
-        for variants in self._variants.values():
-            variants[:] = [variant] if self._last in variants else []  # others are made again when they are needed
-        self._last, self.plan = variant, variant.plan
+        size = parse_budget(budget)
+        if self._last is not None:
+            with Progress(self._progress) as self._last.planner.report:
+                variant = make_variant(self._last.planner, size)
+            self._cache.replace(self._last, variant)  # others are made again when they are needed
+            self._last, self.plan = variant, variant.plan
+        self._budget = size
+
+    @property
+    def plans_dropped(self) -> int:
+        """Plans that went because more than ``variants.MAX_PLANS`` kinds of calls came."""
+        return self._cache.dropped
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call, as ``rockmate.frontier``."""
+        if self._last is None:
+            raise InputError("a copy plans at its first call: call it before you ask for its frontier")
         with Progress(self._progress) as self._last.planner.report:
             return self._last.planner.frontier()
 
@@ -108,13 +113,12 @@ class Rockmate(Facade):
         inputs = tensors_of((args, kwargs))
         variants = self._planned(args, kwargs)
         failed: list[str] = []
-        for variant in list(variants):
+        for variant in variants:
             try:
                 outputs = CallState(variant.program, self.original, inputs).forward()
             except GuardFailed as guard:
                 failed.append(str(guard))
                 continue
-            variants.remove(variant)
             break
         else:
             if len(variants) >= MAX_VARIANTS:
@@ -125,11 +129,11 @@ class Rockmate(Facade):
                 )
             variant = self._make_variant(args, kwargs)
             outputs = self._run_new(variant, inputs)
-        variants.insert(0, variant)  # the last one used is tried first
+        self._cache.used(variant)
         self._last, self.plan = variant, variant.plan
         return self._returned(variant.structure, outputs)
 
-    def _run_new(self, variant: _Variant, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _run_new(self, variant: Variant, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         try:
             return CallState(variant.program, self.original, inputs).forward()
         except GuardFailed as guard:
@@ -150,50 +154,28 @@ class Rockmate(Facade):
     def backward(self) -> None:
         """Nothing: ``loss.backward()`` has done it. Kept for scripts of the first Rockmate, which call it."""
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Variant]:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> list[Variant]:
         """The variants for calls of this kind, the last one used first; one is made if there is none."""
-        key = _call_key(self.original, args, kwargs)
-        missing = self._missing()
-        for (known, planned_missing), variants in self._variants.items():
-            if known == key and missing <= planned_missing:  # gradients that are there need no memory
-                return variants
-        variants = self._variants[key, missing] = [self._make_variant(args, kwargs)]
-        return variants
+        key, missing = _call_key(self.original, args, kwargs), missing_gradients(self.original)
+        found = self._cache.find(key, missing)
+        return found or [self._make_variant(args, kwargs, saved)]
 
-    def _missing(self) -> frozenset[str]:
-        return frozenset(name for name, p in self.original.named_parameters() if p.requires_grad and p.grad is None)
-
-    def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Variant:
-        with watched_hooks(self.original), Progress(self._progress) as report:
-            planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory, report)
+    def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
+        with PLANNING, Progress(self._progress) as report:
+            key = _call_key(self.original, args, kwargs)
+            with watched_hooks(self.original):
+                planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory, report, saved)
             variant = make_variant(planner, self._budget)
-        self.plans_made += 1
+            self._cache.add(key, planner.missing, variant)
+            self.plans_made += saved is None
         return variant
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles plan again at their first call: plans hold operators, which have no pickled form."""
-        return {**self.__dict__, "_variants": {}, "_last": None, "plan": None}
+        """Without plans; see ``PlanCache``."""
+        return {**self.__dict__, "_last": None, "plan": None}
 
     def extra_repr(self) -> str:
         return f"budget={self.budget} bytes"
-
-
-def make_variant(planner: Planner, budget: int) -> _Variant:
-    """The plan for ``budget``, ready to run."""
-    solution = planner.solve(budget)
-    k = planner.graphs.K
-    plan = Plan(
-        budget,
-        planner.predicted_peak(solution),
-        solution.overhead,
-        solution.schedule,
-        planner.problem,
-        k,
-        solution.source,
-        dict(planner.seconds),
-        planner.usual_loss,
-    )
-    return _Variant(planner, plan, compile_schedule(k, plan.schedule), k.s.d.structure)
 
 
 def frontier(

@@ -17,9 +17,10 @@ from rkgb.Ktools import K_graph
 from rkgb.pipeline import Graphs, make_all_graphs
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
+from rockmate.artefact import SavedPlan, write_plan
 from rockmate.budget import show_bytes
 from rockmate.compiled import undo_bytes
-from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.progress import Report, silent
 from rockmate.report import block_table
 from solvers import (
@@ -33,6 +34,7 @@ from solvers import (
     Problem,
     Run,
     Schedule,
+    ScheduleError,
     Solution,
     format_schedule,
     keep_everything,
@@ -86,6 +88,10 @@ class Planner:
     graphs: Graphs
     problem: Problem
     usual_loss: int
+    costs: str
+    loss_memory: int | None
+    missing: frozenset[str]
+    saved: SavedPlan | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     report: Report = silent
     _chain: ChainPlanner | None = None
@@ -130,6 +136,38 @@ class Planner:
         points = tuple((budget + self.reserved, overhead) for budget, overhead in found.points)
         return Frontier(found.min_budget + self.reserved, found.max_budget + self.reserved, points)
 
+    def plan(self, budget: int) -> Plan:
+        """The plan for ``budget`` bytes: the saved one, if there is one and it is for this budget."""
+        saved = self.saved if self.saved and self.saved.budget == budget else None
+        found = self.solve(budget) if saved is None else self._from_file(saved)
+        return Plan(
+            budget,
+            self.predicted_peak(found),
+            found.overhead,
+            found.schedule,
+            self.problem,
+            self.graphs.K,
+            found.source,
+            dict(self.seconds),
+            self.usual_loss,
+            self.costs,
+            self.loss_memory,
+            self.missing,
+        )
+
+    def _from_file(self, saved: SavedPlan) -> Solution:
+        """The saved schedule, walked here. Raises ``PlanError`` if it does not keep what the file promises."""
+        schedule = saved.schedule(self.problem)
+        try:
+            found = Solution(schedule, walk(self.problem, schedule), saved.solver)
+        except ScheduleError as error:
+            raise PlanError(f"the program in {saved.path} is not valid: {error}") from error
+        if found.peak + self.reserved > saved.budget:
+            raise PlanError(
+                f"the program in {saved.path} takes {found.peak + self.reserved} bytes, its budget is {saved.budget}"
+            )
+        return found
+
     def predicted_peak(self, solution: Solution) -> int:
         """The peak of ``solution`` with the usual loss (or the one given)."""
         peak = walk(dataclasses.replace(self.problem, loss=self.usual_loss), solution.schedule).peak
@@ -143,8 +181,12 @@ def make_planner(
     costs: str,
     loss_memory: int | None,
     report: Report = silent,
+    saved: SavedPlan | None = None,
 ) -> Planner:
-    """Trace and measure ``model`` on ``sample``; ``report``: who is told of the progress, then and when it solves."""
+    """Trace and measure ``model`` on ``sample``; with a ``saved`` plan, the figures are those of its file.
+
+    ``report``: who is told of the progress, then and when it solves.
+    """
     if costs not in ("measured", "flops"):
         raise InputError(f'costs={costs!r}: choose "measured" (time every operation) or "flops" (same on every run)')
     seconds: dict[str, float] = {}
@@ -160,7 +202,11 @@ def make_planner(
         marks.append((name, now))
 
     try:
-        graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, report=phase)
+        if saved is None:
+            graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, report=phase)
+        else:
+            phase("load", 0.0)
+            graphs = saved.graphs(model, sample, sample_kwargs)
     except (GraphError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
             _check_call(model, sample, sample_kwargs, error)
@@ -168,7 +214,19 @@ def make_planner(
     phase("solve", 0.0)
     problem = problem_of(graphs, loss_memory)
     usual = 3 * _in_float(graphs.K) if loss_memory is None else problem.loss
-    return Planner(graphs, problem, usual, seconds, report)
+    missing = missing_gradients(model)
+    if saved is not None and not missing <= saved.missing:
+        raise PlanError(
+            f"the plan in {saved.path} was made when {', '.join(sorted(missing - saved.missing))} had gradients, which "
+            "now have none: their gradients would not fit. Make a plan anew, or zero_grad(set_to_none=False) first."
+        )
+    planned = saved.missing if saved else missing
+    return Planner(graphs, problem, usual, costs, loss_memory, planned, saved, seconds, report)
+
+
+def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
+    """Parameters whose gradients would be new memory that stays."""
+    return frozenset(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
 
 
 def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None, error: Exception) -> None:
@@ -200,6 +258,9 @@ class Plan:
     solver: str
     setup_seconds: dict[str, float]
     usual_loss: int
+    costs: str = "measured"
+    loss_memory: int | None = None
+    missing: frozenset[str] = frozenset()
 
     @property
     def guards(self) -> tuple[str, ...]:
@@ -215,6 +276,22 @@ class Plan:
     def recomputed(self) -> int:
         """How many times a node runs again."""
         return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine."""
+        write_plan(
+            path,
+            self.graph,
+            self.problem,
+            self.schedule,
+            budget=self.budget,
+            predicted_peak=self.predicted_peak,
+            predicted_overhead=self.predicted_overhead,
+            solver=self.solver,
+            costs=self.costs,
+            loss_memory=self.loss_memory,
+            missing=sorted(self.missing),
+        )
 
     def program(self) -> str:
         """The schedule as a readable program."""

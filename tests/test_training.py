@@ -14,8 +14,8 @@ from models import ZOO, Case, case, outputs_of, square_loss
 
 from rockmate import Rockmate, measure_peak
 from rockmate.executor import CallState
-from rockmate.module import _Variant, make_variant
 from rockmate.planning import Planner, make_planner
+from rockmate.variants import Variant, make_variant
 
 FRACTIONS = (0.0, 0.5, 1.0)
 
@@ -147,7 +147,7 @@ def test_nothing_stays_allocated() -> None:
 
 def test_a_plan_for_each_budget_from_one_planner() -> None:
     planner = planner_of("mlp")
-    variants: list[_Variant] = [make_variant(planner, budget_of("mlp", f)) for f in FRACTIONS]
+    variants: list[Variant] = [make_variant(planner, budget_of("mlp", f)) for f in FRACTIONS]
     overheads = [v.plan.predicted_overhead for v in variants]
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[-1] == 0

@@ -1,0 +1,87 @@
+"""The plans of one module, one for each kind of call, and how many are kept."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from rkgb.graphs import Structure
+from rockmate.compiled import Program, compile_schedule
+from rockmate.errors import PlanningWarning
+from rockmate.planning import Plan, Planner
+
+MAX_PLANS = 32
+"""Plans kept, of all kinds of calls together."""
+
+PLANNING = threading.RLock()
+"""Held while a module is traced: tracing changes parts of torch for a while."""
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """The plan for one kind of call, ready to run.
+
+    Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
+    variables would hold tensors beyond the prediction.
+    """
+
+    planner: Planner
+    plan: Plan
+    program: Program
+    structure: Structure
+
+
+def make_variant(planner: Planner, budget: int) -> Variant:
+    """The plan for ``budget``, ready to run."""
+    plan = planner.plan(budget)
+    return Variant(planner, plan, compile_schedule(plan.graph, plan.schedule), plan.graph.s.d.structure)
+
+
+class PlanCache:
+    """Variants by what they are for: the key of the call and the parameters without gradient; last used first.
+
+    The least recently used goes when there are more than ``MAX_PLANS``; that is said once. ``dropped`` counts.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Hashable, frozenset[str], Variant]] = []
+        self._lock = threading.Lock()
+        self.dropped = 0
+
+    def __reduce__(self) -> tuple[type[PlanCache], tuple[()]]:
+        """Copies and pickles plan again at their first call: plans hold operators, which have no pickled form."""
+        return PlanCache, ()
+
+    def find(self, key: Hashable, missing: frozenset[str]) -> list[Variant]:
+        """Variants for such a call, last used first. One for more missing gradients will do: those need no memory."""
+        return [v for known, planned, v in self._entries if missing <= planned and known == key]
+
+    def add(self, key: Hashable, missing: frozenset[str], variant: Variant) -> None:
+        """Keep a new variant, as the last one used."""
+        with self._lock:
+            self._entries = [(key, missing, variant), *self._entries]
+            over = len(self._entries) - MAX_PLANS
+            if over > 0:
+                self._entries = self._entries[:MAX_PLANS]
+                self.dropped += over
+        if over > 0 and self.dropped == over:
+            warnings.warn(
+                f"more than {MAX_PLANS} kinds of calls (shapes, constants, modes) were planned: the plan that was not "
+                "used for longest is dropped, and made again when it is needed. Pad inputs to a few shapes, and keep "
+                "what changes at every step in tensors.",
+                PlanningWarning,
+                stacklevel=4,
+            )
+
+    def used(self, variant: Variant) -> None:
+        """``variant`` becomes the last one used."""
+        if self._entries and self._entries[0][2] is not variant:
+            with self._lock:
+                self._entries.sort(key=lambda entry: entry[2] is not variant)
+
+    def replace(self, old: Variant, new: Variant) -> None:
+        """Keep ``new`` in the place of ``old``, and nothing else."""
+        with self._lock:
+            self._entries = [(key, missing, new) for key, missing, v in self._entries if v is old]
