@@ -1,0 +1,220 @@
+"""Training with the libraries that people use, under a budget that forces recomputation, against eager mode."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_same, assert_trains_as_eager, under_budget
+from models import randn, tokens
+from torch import nn
+from torch.nn import functional as F
+
+from rockmate import measure_peak
+
+# torchvision's compiled operators do not load on a CPU build of torch, and the libraries below import it where it is
+# installed: define the schemas that it looks up.
+VISION = torch.library.Library("torchvision", "FRAGMENT")
+for name in ("nms", "qnms"):
+    if not hasattr(torch.ops.torchvision, name):
+        VISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+transformers: Any = pytest.importorskip("transformers")
+peft: Any = pytest.importorskip("peft")
+lightning: Any = pytest.importorskip("lightning")
+accelerate: Any = pytest.importorskip("accelerate")
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def batch(seed: int, size: int = 4) -> dict[str, torch.Tensor]:
+    ids = tokens(size, 16, high=64, seed=seed)
+    mask = torch.ones_like(ids)
+    mask[0, 12:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of one batch; with a column that the model does not take."""
+
+    def __init__(self, size: int) -> None:
+        self.rows = batch(0, size)
+
+    def __len__(self) -> int:
+        return len(self.rows["labels"])
+
+    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
+        return {**{name: rows[k] for name, rows in self.rows.items()}, "unknown": torch.tensor(k)}
+
+
+def test_a_transformers_model_by_keywords_with_labels() -> None:
+    eager = llama()
+    rk = under_budget(llama(), **batch(0))
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        optimizer = torch.optim.AdamW(model.parameters())
+        for k in range(2):
+            found = call(**batch(k))
+            yield type(found)
+            yield from (found.loss.detach(), found.logits.detach())
+            found["loss"].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_as_eager(eager, rk, train)
+    rows = batch(3)
+
+    def one() -> None:
+        rk(**rows).loss.backward()
+
+    one()
+    rk.zero_grad()
+    assert measure_peak(one, "cpu") <= rk.budget
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    eager = llama()
+    rk = under_budget(llama(), **batch(0))
+    histories = []
+    for k, model in enumerate((eager, rk)):
+        options = transformers.TrainingArguments(
+            output_dir=str(tmp_path / str(k)),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_steps=3,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=3,
+        )
+        trainer = transformers.Trainer(model, options, train_dataset=Texts(24))
+        trainer.train()
+        histories.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
+        trainer.save_model(str(tmp_path / f"saved{k}"))
+    assert len(histories[0]) == 3
+    assert histories[1] == histories[0]
+    assert_same(rk.parameters(), eager.parameters())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning:transformers.modeling_utils"  # asked by peft
+)
+def test_peft_lora() -> None:
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(1)
+    eager = peft.get_peft_model(llama(), config)
+    rk = under_budget(copy.deepcopy(eager), **batch(0))
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for k in range(2):
+            loss = call(**batch(k)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.detach()
+        yield from peft.get_peft_model_state_dict(model).values()
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]
+    return nn.Sequential(*layers, nn.Linear(32, 8))
+
+
+def rows(seed: int) -> torch.Tensor:
+    return randn(64, 32, seed=seed)
+
+
+@pytest.mark.filterwarnings(
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning:lightning.pytorch.utilities._pytree",
+    "ignore:The 'train_dataloader' does not have many workers:lightning.pytorch.utilities.warnings.PossibleUserWarning",
+    "ignore:The number of training batches:lightning.pytorch.utilities.warnings.PossibleUserWarning",
+)
+def test_lightning(tmp_path: Path) -> None:
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+            self.losses: list[float] = []
+
+        def training_step(self, rows: torch.Tensor, _: int) -> torch.Tensor:
+            loss = F.cross_entropy(self.net(rows), torch.zeros(len(rows), dtype=torch.int64))
+            self.losses.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    results = []
+    for net in (mlp(), under_budget(mlp(), rows(0))):
+        torch.manual_seed(1)
+        module = Module(net)
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=0.5,
+            accumulate_grad_batches=2,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader([row for k in range(3) for row in rows(k)], batch_size=64))
+        results.append([*module.losses, *module.parameters()])
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+        keys = torch.load(tmp_path / "checkpoint", weights_only=True)["state_dict"]
+        assert list(keys) == [f"net.{key}" for key in mlp().state_dict()]
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(precision: str) -> None:
+    results = []
+    for model in (mlp(), mlp()):
+        accelerate.state.AcceleratorState._reset_state(True)
+        tool = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+        net = model
+        if results:
+            with tool.autocast():
+                net = under_budget(model, rows(0))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        data = torch.utils.data.DataLoader([row for k in range(4) for row in rows(k)], batch_size=64)
+        net, optimizer, data = tool.prepare(net, optimizer, data)
+        torch.manual_seed(1)
+        losses = []
+        for x in data:
+            with tool.accumulate(net):
+                loss = F.cross_entropy(net(x), torch.zeros(len(x), dtype=torch.int64))
+                tool.backward(loss)
+                tool.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        results.append([*losses, *tool.unwrap_model(net).parameters()])
+    assert_same(results[1], results[0])
+    accelerate.state.AcceleratorState._reset_state(True)
