@@ -104,16 +104,16 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
 
 @contextlib.contextmanager
 def attributes_preserved(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards the modules have the attributes that they had, whatever forward sets."""
-    before = [(m, dict(vars(m))) for m in model.modules()]
+    """Afterwards numbers among the modules' attributes are what they were: nothing was counted.
+
+    What forward makes when it first runs (caches, hooks and the flags that say so) stays, as it belongs together.
+    """
+    numbers = [(m, k, x) for m in model.modules() for k, x in vars(m).items() if type(x) in (int, float)]
     try:
         yield
     finally:
-        for module, attributes in before:
-            now = vars(module)
-            for name in [name for name in now if name not in attributes]:
-                del now[name]
-            now.update({name: value for name, value in attributes.items() if now.get(name) is not value})
+        for module, name, number in numbers:
+            setattr(module, name, number)
 
 
 @dataclass(frozen=True, slots=True)
