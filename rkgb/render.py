@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import graphviz
 import torch
@@ -84,19 +85,20 @@ def test_rkgb(
     name: str | None = None,
     render_format: str | None = None,
     *,
+    sample_kwargs: dict[str, Any] | None = None,
     directory: str | Path = "graphviz_dir",
     costs: str = "measured",
 ) -> Graphs:
     """Build all graphs of ``model`` on ``sample``, check the invariants of each, and return them.
 
     With ``render_format`` they are also printed, as ``name`` or the class of the model; see
-    ``print_all_graphs``. ``costs``: see ``make_all_graphs``.
+    ``print_all_graphs``. ``sample_kwargs``, ``costs``: see ``make_all_graphs``.
 
     Raises:
         AssertionError: a graph breaks its invariants.
         TraceError: the module cannot be traced.
     """
-    result = make_all_graphs(model, sample, costs=costs)
+    result = make_all_graphs(model, sample, sample_kwargs, costs=costs)
     for g in (result.B, result.D, result.S, result.K):
         g.verify()
     if render_format is not None:

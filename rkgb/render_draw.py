@@ -60,7 +60,10 @@ def _distinct(s: S_graph, g: D_graph | S_graph | K_graph) -> Any:
     column, above, longest = 0, "", max(*sizes, sum(sizes) // 4)
     for b, size in zip(firsts, sizes, strict=True):
         title = f"class {numbers[b]}: block {b}" + _others(numbers.count(numbers[b]) - 1)
-        tops, end = K_block(picture, g, s, b, title) if isinstance(g, K_graph) else _block(picture, g, s, b, title)
+        if isinstance(g, K_graph):
+            tops, end = K_block(picture, g, s, b, title, numbers[b])
+        else:
+            tops, end = _block(picture, g, s, b, title, numbers[b])
         if above and column + size <= longest:
             parts.put_below(picture, above, tops)
         else:
@@ -73,8 +76,8 @@ def _others(count: int) -> str:
     return f" and {count} more like it" if count else ""
 
 
-def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str) -> tuple[list[str], str]:
-    """Block ``b`` as it looks in ``g``; returns what is at its top and at its end."""
+def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
+    """Block ``b`` of class ``number`` as it looks in ``g``; returns what is at its top and its end."""
     start, stop = s.blocks[b]
     program = Program(s.d, picture, prefix=f"block{b}_", values=s.d.values)
     if isinstance(g, S_graph):
@@ -84,7 +87,7 @@ def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str) -
         boxes = [node_box(g.nodes[op], program, op) for op in ops]
     after = {v for node in s.nodes[stop:] for v in node.reads} | set(s.d.outputs)
     leaving = [v for node in s.nodes[start:stop] for v in node.makes if v in after]
-    return program.draw([Section(tuple(boxes), title, classes(s)[b])], leaving)
+    return program.draw([Section(tuple(boxes), title, number)], leaving)
 
 
 def _overview(s: S_graph, numbers: Sequence[int]) -> Any:

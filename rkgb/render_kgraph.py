@@ -132,10 +132,10 @@ def times_of(k: K_graph, start: int, stop: int) -> tuple[int, int]:
     return sum(n.time for n in nodes), sum(n.backward.time for n in nodes if n.backward)
 
 
-def K_block(picture: Any, k: K_graph, s: S_graph, b: int, title: str) -> tuple[list[str], str]:
-    """The rows of block ``b``, under the data that enter it; returns what is at its top and at its end."""
+def K_block(picture: Any, k: K_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
+    """The rows of block ``b`` of class ``number``, under what enters it; returns what is at its top and its end."""
     prefix, (start, stop) = f"block{b}_", s.blocks[b]
-    block = parts.new_block(prefix, f"{title} · {stop - start} nodes", classes(s)[b])
+    block = parts.new_block(prefix, f"{title} · {stop - start} nodes", number)
     nodes = k.nodes[start:stop]
     read = {d for n in nodes for d in (*n.reads, *(n.backward.reads if n.backward else ()))}
     entering = sorted(d for d in read if not start <= k.data[d].owner < stop)

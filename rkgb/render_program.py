@@ -163,8 +163,11 @@ class Program:
         known = [self.values[v] for v in members if v in self.values]
         if known:
             names = [f"{name} {list(value.shape)}" for name, value in zip(names, known, strict=True)]
-        pairs = [", ".join(names[i : i + 2]) for i in range(0, len(names), 2)]
-        return [*first, *pairs, format_bytes(sum(value.bytes for value in known)) if known else ""]
+        lines: list[str] = []
+        for i in range(0, len(names), 2):
+            pair = ", ".join(names[i : i + 2])
+            lines += [pair] if len(pair) <= 40 else names[i : i + 2]
+        return [*first, *lines, format_bytes(sum(value.bytes for value in known)) if known else ""]
 
     def _leave(self, where: Any, key: str, v: int) -> None:
         returned = v in self.g.outputs
