@@ -143,7 +143,7 @@ class _Reader:
             self._node(node)
         outputs = [self.env[v.debugName()] for v in self.graph.outputs()]
         flat = [i for out in outputs for i in refs(out)]
-        self._put_guards(reads, flat[len(flat) - sum(len(r.markers()) for r in reads) :])
+        self._put_guards(reads, flat[count:])
         used = set(flat[:count]).union(*(n.reads() for n in self.nodes))
         sources = {v: s for v, s in self.sources.items() if v in used or s.kind == "input"}
         b = B_graph(tuple(self.names), sources, tuple(self.nodes), tuple(flat[:count]), structure, tuple(notes))
@@ -179,10 +179,11 @@ class _Reader:
             self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line))
 
     def _put_guards(self, reads: Sequence[HostRead], marked: list[int]) -> None:
-        """The views that mark what Python read become guards, each at its place."""
+        """The nodes that mark random draws go; those that mark what Python read become guards, each at its place."""
         maker = {v: n for n in self.nodes for v in n.outputs}
-        gone: dict[int, Node | None] = {}  # marking node -> the guard that takes its place, after the last one
-        left = iter(marked)
+        draws = len(marked) - sum(len(r.markers()) for r in reads)
+        gone: dict[int, Node | None] = {id(maker[v]): None for v in marked[:draws]}  # or what takes its place
+        left = iter(marked[draws:])
         for read in reads:
             markers = [maker[next(left)] for _ in read.markers()]
             origin = iter([m.args[0] for m in markers])

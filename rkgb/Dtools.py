@@ -162,6 +162,7 @@ class _Probe:
                 raise UnsupportedError(
                     f"{node.name} at {node.line} makes a sparse tensor, which no plan can keep or drop"
                 )
+        packed.clear()  # the hook lives as long as the graph
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
         self.nodes.append(fixed)

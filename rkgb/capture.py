@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -141,11 +142,10 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._known = {id(t) for t in known}
-        self._alive: list[torch.Tensor] = []  # identities stay given while these live
+        self._known = {id(t): weakref.ref(t) for t in known}
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
-        self.kept: list[torch.Tensor] = []
+        self.draws: list[torch.Tensor] = []  # markers of results of random calls
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
         self.calls: dict[tuple[Mode, str], int] = {}
 
@@ -181,7 +181,7 @@ class Recorder(TorchFunctionMode):
         finally:
             tracing.pop_scope()
         if _draws(tracing) != before:
-            self.kept.extend(tensors_in(result))
+            self.draws += self._marked(tracing, list(tensors_in(result)))
         for t in tensors_in(result):
             if t.grad_fn is None:
                 self._remember(t)
@@ -194,27 +194,34 @@ class Recorder(TorchFunctionMode):
         return f"@{self.calls.setdefault((current_mode(), user_line()), len(self.calls))}@"
 
     def _read(self, tracing: Any, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Read outside the trace; a view of each tensor marks in the trace what was read, and where."""
-        tracing.push_scope(self.scope())
-        try:
-            marked = map_tensors(args, torch.Tensor.detach), map_tensors(kwargs, torch.Tensor.detach)
-        finally:
-            tracing.pop_scope()
+        """Read outside the trace; a marker of each tensor says in the trace what was read, and where."""
+        marked = self._marked(tracing, args), self._marked(tracing, kwargs)
         with _untraced(tracing):
             value = func(*args, **kwargs)
             self.reads.append(HostRead(func, name, marked[0], marked[1], snapshot(value), user_line()))
         return value
 
+    def _marked(self, tracing: Any, tree: Any) -> Any:
+        """``tree`` with each tensor replaced by a marker: an empty tensor whose node in the trace reads it."""
+        tracing.push_scope(self.scope())
+        try:
+            return map_tensors(tree, lambda t: t.new_empty(0) if t.layout == torch.strided else t.detach())
+        finally:
+            tracing.pop_scope()
+
     def _look_for_captured(self, arguments: Any) -> None:
         for t in tensors_in(arguments):
-            if t.grad_fn is None and id(t) not in self._known:
+            if t.grad_fn is None and not self._knows(t):
                 self._remember(t)
                 self.captured.append(t)
 
     def _remember(self, t: torch.Tensor) -> None:
-        if id(t) not in self._known:
-            self._known.add(id(t))
-            self._alive.append(t)
+        if not self._knows(t):
+            self._known[id(t)] = weakref.ref(t)
+
+    def _knows(self, t: torch.Tensor) -> bool:
+        known = self._known.get(id(t))
+        return known is not None and known() is t
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -292,16 +299,14 @@ def record(
     """Trace ``function(*inputs)`` into a torch.jit graph whose inputs are ``inputs``; ``seen`` looks on.
 
     Returns the graph and the function's results. The graph's outputs are these, then
-    results of random calls that nobody reads, then the markers of ``Recorder.reads``.
+    the markers of ``Recorder.draws`` and those of ``Recorder.reads``.
     """
     results: list[torch.Tensor] = []
 
     def traced(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with seen:
             results[:] = function(*args)
-        known = {id(t) for t in results}
-        kept = {id(t): t for t in seen.kept if id(t) not in known}.values()
-        return (*results, *kept, *(t for read in seen.reads for t in read.markers()))
+        return (*results, *seen.draws, *(t for read in seen.reads for t in read.markers()))
 
     lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
     with (

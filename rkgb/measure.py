@@ -100,11 +100,14 @@ class NodeRun:
         self.tapped = [v for v in self.inputs if d.values[v].requires_grad]
         self.values = values
         self.leaves = {v: _leaf(values[v]) for v in node.reads if _is_parameter(d, v)}
+        self.without_grad = [leaf for leaf in self.leaves.values() if leaf.grad is None]
         self.device = next((d.values[v].device for v in (*node.makes, *node.reads)), torch.device("cpu"))
         self.anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, collect: Callable[[Any], None] = lambda _: None) -> list[torch.Tensor]:
         """The results (``makes``) of one run under autograd."""
+        for leaf in self.without_grad:
+            leaf.grad = None
         env = {v: self.values[v].detach() for v in self.inputs} | self.leaves
         if self.tapped:
             env |= zip(self.tapped, _Tap.apply(collect, self.anchor, *[env[v] for v in self.tapped]), strict=True)
@@ -204,8 +207,8 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
     came: list[Any] = []
     fed: list[Any] = []
     views: set[int] = set()
-    to_leaves: dict[int, torch.Tensor] = {}
-    watches = [leaf.register_hook(partial(to_leaves.__setitem__, v)) for v, leaf in run.leaves.items()]
+    to_leaves: dict[int, tuple[torch.UntypedStorage, bool, bool, int]] = {}
+    watches = [leaf.register_hook(partial(_note, to_leaves, run, v)) for v, leaf in run.leaves.items()]
     results = run.forward(came.append)
     _Feed.apply(fed.append, *run.ends(results)).backward()
     for watch in watches:
@@ -215,19 +218,27 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
         places[g.untyped_storage()._cdata] = ("result", k)
     found: dict[int, InputGradient | None] = {}
     arrived = dict(zip(run.tapped, came[0], strict=True)) if came else {}
-    for v, g in (arrived | to_leaves).items():
-        if g is None:
-            continue
+    seen = {v: _form_of(g, None) for v, g in arrived.items() if g is not None}
+    for v, (memory, is_view, taken, size) in (seen | to_leaves).items():
         position = run.node.reads.index(v)
-        if g._is_view():
+        if is_view:
             views.add(position)
-        if v in to_leaves and g.stride() != run.leaves[v].stride():
-            found[v] = InputGradient(g.numel() * g.element_size(), None)
-            continue
-        memory = memory_of(g)
-        found[v] = InputGradient(memory.nbytes(), places.get(memory._cdata))
-        places.setdefault(memory._cdata, ("input", position))
+        found[v] = InputGradient(memory.nbytes(), places.get(memory._cdata)) if taken else InputGradient(size, None)
+        if taken:
+            places.setdefault(memory._cdata, ("input", position))
     return tuple(found.get(v) for v in run.node.reads), frozenset(views)
+
+
+def _form_of(g: torch.Tensor, leaf: torch.Tensor | None) -> tuple[torch.UntypedStorage, bool, bool, int]:
+    """(memory, whether a view, whether it is kept as it is, bytes) of a gradient. A parameter's is copied if it lies
+    otherwise than the parameter."""
+    taken = leaf is None or g.stride() == leaf.stride()
+    return memory_of(g), g._is_view(), taken, g.numel() * g.element_size()
+
+
+def _note(found: dict[int, Any], run: NodeRun, v: int, gradient: torch.Tensor) -> None:
+    """Holds the memory, not the gradient: autograd copies what somebody else holds."""
+    found[v] = _form_of(gradient, run.leaves[v])
 
 
 def _backward_memory(run: NodeRun) -> tuple[int, int]:
