@@ -114,7 +114,8 @@ def S_to_K(s: S_graph, model: torch.nn.Module, sample: Sample, costs: Sequence[C
         reads = [of_storage[x] for x in dict.fromkeys(s.d.values[v].storage for v in node.reads) if x in of_storage]
         makes = [of_storage[x] for x in node.storages] + ([private[i]] if i in private else [])
         random_bytes = random_state(_device(s, i)).nbytes if node.random and _device(s, i).type == "cpu" else 0
-        peak = max(costs[i].forward_peak, sum(data[d].bytes for d in makes))
+        # A second run of a random node keeps the generator's present state meanwhile.
+        peak = max(costs[i].forward_peak, sum(data[d].bytes for d in makes)) + random_bytes
         time = costs[i].forward_time
         name = s.d.names[node.makes[0]] if node.makes else node.name
         nodes.append(K_node(name, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes))
@@ -208,8 +209,9 @@ class _Buffers:
         """Bytes of gradients before, at the worst moment of, and after the backward of node i."""
         node, cost = self.s.nodes[i], self.costs[i]
         before = self.live
-        peak = before + cost.backward_peak - cost.incoming
         incoming = [self._release(node.makes[k]) for k in cost.results]
+        held = any(self.holders.get(m) for m in incoming if m is not None)
+        peak = before + (cost.held_peak if held else cost.backward_peak) - cost.incoming
         arrived: dict[int, int] = {}  # position in reads -> memory
         for position, gradient in sorted(enumerate(cost.inputs), key=lambda item: node.reads[item[0]] in self.uses):
             if gradient is None:  # parameters come last, as they were measured

@@ -1,8 +1,6 @@
 """What one S node costs: time and memory of its forward and backward, measured on the sample's real values.
 
-Equal nodes are measured once. The node runs alone under autograd between two small functions: a tap
-before it, which collects the gradients of its inputs, and a feed behind it, which makes the gradients
-of its results inside the backward, so that autograd is their only owner, as in a whole step.
+Equal nodes are measured once, each alone (``rkgb/alone.py``).
 """
 
 from __future__ import annotations
@@ -17,9 +15,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from rkgb.alone import NodeRun, feed
 from rkgb.Atools import nodes_key
 from rkgb.capture import drop_saved, preserved
-from rkgb.graphs import D_graph, S_graph, S_node
+from rkgb.graphs import S_graph
+from rkgb.layouts import differentiated, gradient_layouts
 from rkgb.memory import measure_memory
 from rkgb.program import memory_of, run_node, source_value
 
@@ -44,7 +44,8 @@ class Cost:
     """Costs of one S node; times in nanoseconds, memory in bytes.
 
     ``forward_peak``: the most a run allocates, results and saved tensors included. ``backward_peak``: the
-    most that the backward's gradients take, ``incoming`` bytes of result gradients included.
+    most that the backward's gradients take, ``incoming`` bytes of result gradients included; ``held_peak`` the same if
+    something else holds these to the end.
     ``results``: positions (in ``makes``) whose gradients go in. ``inputs``: for each position in ``reads``
     the gradient that comes out, or None. ``views``: positions in ``reads``, parameters among them, whose
     gradient comes out as a view of other memory, which autograd never adds to in place.
@@ -54,82 +55,11 @@ class Cost:
     forward_peak: int
     backward_time: int = 0
     backward_peak: int = 0
+    held_peak: int = 0
     incoming: int = 0
     results: tuple[int, ...] = ()
     inputs: tuple[InputGradient | None, ...] = ()
     views: frozenset[int] = frozenset()
-
-
-class _Tap(torch.autograd.Function):
-    """Identity; its backward hands the gradients over to ``collect`` and stops."""
-
-    @staticmethod
-    def forward(ctx: Any, collect: Callable[[Any], None], anchor: torch.Tensor, *xs: torch.Tensor) -> Any:
-        ctx.collect = collect
-        ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.collect(grads)
-        return (None,) * (len(grads) + 2)
-
-
-class _Feed(torch.autograd.Function):
-    """Ends the graph; its backward makes one gradient for each result."""
-
-    @staticmethod
-    def forward(ctx: Any, note: Callable[[Any], None], *ys: torch.Tensor) -> torch.Tensor:
-        ctx.note, ctx.like = note, [(y.shape, y.dtype, y.device) for y in ys]
-        return torch.empty((), device=ys[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        grads = tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
-        ctx.note(grads)
-        return (None, *grads)
-
-
-class NodeRun:
-    """One S node, ready to run alone on given values of what it reads."""
-
-    def __init__(self, d: D_graph, node: S_node, values: dict[int, torch.Tensor], fed: tuple[int, ...]) -> None:
-        self.d, self.node, self.fed = d, node, fed
-        self.ops = [d.nodes[op] for op in node.ops]
-        self.inputs = [v for v in node.reads if not _is_parameter(d, v)]
-        self.tapped = [v for v in self.inputs if d.values[v].requires_grad]
-        self.values = values
-        self.leaves = {v: _leaf(values[v]) for v in node.reads if _is_parameter(d, v)}
-        self.without_grad = [leaf for leaf in self.leaves.values() if leaf.grad is None]
-        self.device = next((d.values[v].device for v in (*node.makes, *node.reads)), torch.device("cpu"))
-        self.anchor = torch.zeros((), requires_grad=True)
-
-    def forward(self, collect: Callable[[Any], None] = lambda _: None) -> list[torch.Tensor]:
-        """The results (``makes``) of one run under autograd."""
-        for leaf in self.without_grad:
-            leaf.grad = None
-        env = {v: self.values[v].detach() for v in self.inputs} | self.leaves
-        if self.tapped:
-            env |= zip(self.tapped, _Tap.apply(collect, self.anchor, *[env[v] for v in self.tapped]), strict=True)
-        for op in self.ops:
-            env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
-        return [env[v] for v in self.node.makes]
-
-    def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [results[k] for k in self.fed]
-
-
-def _is_parameter(d: D_graph, v: int) -> bool:
-    """Sources that require grad end in autograd's accumulation into ``.grad``."""
-    return v in d.sources and d.values[v].requires_grad
-
-
-def _leaf(t: torch.Tensor) -> torch.Tensor:
-    """The same memory with a ``.grad`` of its own, present if the original's is."""
-    leaf = t.detach().requires_grad_(t.requires_grad)
-    if t.requires_grad and t.is_leaf and t.grad is not None:
-        leaf.grad = torch.zeros_like(t.grad)
-    return leaf
 
 
 def measure_nodes(
@@ -145,9 +75,10 @@ def measure_nodes(
     ``costs="flops"``: times come from counted operations and bytes instead of a clock, the same on every run.
     ``report`` is told which part of the nodes is done.
     """
-    d = s.d
     fed = differentiated(s)
+    layouts = gradient_layouts(s, model, inputs, fed)
     known: dict[Hashable, Cost] = {}
+    d = s.d
     found: list[Cost] = []
     last = {v: i for i, n in enumerate(s.nodes) for v in n.reads}
     env: dict[int, torch.Tensor] = {}
@@ -156,9 +87,9 @@ def measure_nodes(
             env[v] = source_value(source, model, inputs)
         for i, node in enumerate(s.nodes):
             has_grad = tuple(env[v].is_leaf and env[v].grad is not None for v in node.reads)
-            key = (nodes_key(d, [node]), fed[i], has_grad)
+            key = (nodes_key(d, [node]), fed[i], has_grad, layouts[i])
             if key not in known:
-                known[key] = _measure(NodeRun(d, node, env, fed[i]), costs, repeat)
+                known[key] = _measure(NodeRun(d, node, env, fed[i], layouts[i]), costs, repeat)
             found.append(known[key])
             with drop_saved():
                 for op in (d.nodes[k] for k in node.ops):
@@ -172,18 +103,6 @@ def measure_nodes(
     return found
 
 
-def differentiated(s: S_graph) -> list[tuple[int, ...]]:
-    """For each node the positions in ``makes`` that receive a gradient when every output of the model does."""
-    wanted = {v for v in s.d.outputs if s.d.values[v].requires_grad}
-    found: list[tuple[int, ...]] = []
-    for node in reversed(s.nodes):
-        results = tuple(k for k, v in enumerate(node.makes) if v in wanted and s.d.values[v].requires_grad)
-        found.append(results)
-        if results:
-            wanted.update(v for v in node.reads if s.d.values[v].requires_grad)
-    return found[::-1]
-
-
 def _measure(run: NodeRun, costs: str, repeat: int) -> Cost:
     values = run.values
     with preserved(torch.nn.Module(), [values[v] for v in run.node.reads if v in run.d.sources and _written(run, v)]):
@@ -194,8 +113,10 @@ def _measure(run: NodeRun, costs: str, repeat: int) -> Cost:
         if not run.fed:
             return Cost(times[0], forward_peak)
         inputs, views = _gradient_sources(run)
-        incoming, backward_peak = _backward_memory(run)
-    return Cost(times[0], forward_peak, times[1], backward_peak, incoming, run.fed, inputs, views)
+        incoming, backward_peak = _backward_memory(run, lambda grads: None)
+        held: list[Any] = []
+        held_peak = _backward_memory(run, held.append)[1]
+    return Cost(times[0], forward_peak, times[1], backward_peak, held_peak, incoming, run.fed, inputs, views)
 
 
 def _written(run: NodeRun, v: int) -> bool:
@@ -207,10 +128,10 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
     came: list[Any] = []
     fed: list[Any] = []
     views: set[int] = set()
-    to_leaves: dict[int, tuple[torch.UntypedStorage, bool, bool, int]] = {}
+    to_leaves: dict[int, _Form] = {}
     watches = [leaf.register_hook(partial(_note, to_leaves, run, v)) for v, leaf in run.leaves.items()]
     results = run.forward(came.append)
-    _Feed.apply(fed.append, *run.ends(results)).backward()
+    feed(fed.append, run, results).backward()
     for watch in watches:
         watch.remove()
     places: dict[int, tuple[str, int]] = {}
@@ -223,17 +144,21 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
         position = run.node.reads.index(v)
         if is_view:
             views.add(position)
-        found[v] = InputGradient(memory.nbytes(), places.get(memory._cdata)) if taken else InputGradient(size, None)
+        shares = places.get(memory._cdata)
+        found[v] = InputGradient(memory.nbytes(), shares) if taken else InputGradient(size, None)
         if taken:
             places.setdefault(memory._cdata, ("input", position))
     return tuple(found.get(v) for v in run.node.reads), frozenset(views)
 
 
-def _form_of(g: torch.Tensor, leaf: torch.Tensor | None) -> tuple[torch.UntypedStorage, bool, bool, int]:
-    """(memory, whether a view, whether it is kept as it is, bytes) of a gradient. A parameter's is copied if it lies
-    otherwise than the parameter."""
+def _form_of(g: torch.Tensor, leaf: torch.Tensor | None) -> _Form:
+    """How a gradient lies. A parameter's is copied if it lies otherwise than the parameter."""
     taken = leaf is None or g.stride() == leaf.stride()
     return memory_of(g), g._is_view(), taken, g.numel() * g.element_size()
+
+
+# Memory, whether a view, whether it is kept as it is, bytes.
+_Form = tuple[torch.UntypedStorage, bool, bool, int]
 
 
 def _note(found: dict[int, Any], run: NodeRun, v: int, gradient: torch.Tensor) -> None:
@@ -241,11 +166,17 @@ def _note(found: dict[int, Any], run: NodeRun, v: int, gradient: torch.Tensor) -
     found[v] = _form_of(gradient, run.leaves[v])
 
 
-def _backward_memory(run: NodeRun) -> tuple[int, int]:
-    held: list[Any] = []
-    results = run.forward(held.append)
+def _backward_memory(run: NodeRun, hold: Callable[[Any], None]) -> tuple[int, int]:
+    """(bytes of the gradients that go in, the most that gradients take); ``hold`` is given those that go in."""
+    outgoing: list[Any] = []
+    results = run.forward(outgoing.append)
     sizes: list[int] = []
-    end = _Feed.apply(lambda grads: sizes.extend(g.untyped_storage().nbytes() for g in grads), *run.ends(results))
+
+    def note(grads: tuple[torch.Tensor, ...]) -> None:
+        sizes.extend(g.untyped_storage().nbytes() for g in grads)
+        hold(grads)
+
+    end = feed(note, run, results)
     _, peak, _ = measure_memory(end.backward, run.device)
     return sum(sizes), peak
 
@@ -253,7 +184,7 @@ def _backward_memory(run: NodeRun) -> tuple[int, int]:
 def _times(run: NodeRun, repeat: int) -> tuple[int, int]:
     """Medians of forward and backward time in ns."""
     forward, backward = [], []
-    grads = [torch.ones_like(r) for r in run.ends(run.forward())]
+    grads = run.gradients(run.forward())
     for _ in range(repeat):
         start = _clock(run.device)
         results = run.forward()
@@ -286,7 +217,7 @@ def _counted(run: NodeRun) -> tuple[int, int]:
         return forward, 0
     ends = run.ends(results)
     with FlopCounterMode(display=False) as counter:
-        torch.autograd.backward(ends, [torch.ones_like(r) for r in ends])
+        torch.autograd.backward(ends, run.gradients(results))
     return forward, roofline(counter.get_total_flops(), 2 * touched)
 
 

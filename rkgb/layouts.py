@@ -1,0 +1,88 @@
+"""How gradients lie in memory when they reach a backward, which decides what it copies.
+
+Followed through the backwards in their order. Strides do not depend on values: each distinct node runs once on zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from rkgb.alone import Layouts, NodeRun, feed, is_parameter
+from rkgb.Atools import nodes_key
+from rkgb.capture import preserved
+from rkgb.graphs import S_graph, S_node
+from rkgb.program import source_value
+
+Outgoing = dict[int, tuple[int, ...] | None]
+"""Position in ``reads`` -> strides of its gradient (None: contiguous); absent where there is none."""
+
+
+def differentiated(s: S_graph) -> list[tuple[int, ...]]:
+    """For each node the positions in ``makes`` that receive a gradient when every output of the model does."""
+    wanted = {v for v in s.d.outputs if s.d.values[v].requires_grad}
+    found: list[tuple[int, ...]] = []
+    for node in reversed(s.nodes):
+        results = tuple(k for k, v in enumerate(node.makes) if v in wanted and s.d.values[v].requires_grad)
+        found.append(results)
+        if results:
+            wanted.update(v for v in node.reads if s.d.values[v].requires_grad)
+    return found[::-1]
+
+
+def gradient_layouts(
+    s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], fed: list[tuple[int, ...]]
+) -> list[Layouts]:
+    """For each node the strides of the gradients that its backward gets, one for each position in ``fed``."""
+    strides: dict[int, tuple[int, ...] | None] = {}
+    known: dict[Hashable, Outgoing] = {}
+    found: list[Layouts] = []
+    with preserved(model, []), torch.enable_grad():
+        for node, results in zip(reversed(s.nodes), reversed(fed), strict=True):
+            found.append(tuple(strides.pop(node.makes[k], None) for k in results))
+            if not results:
+                continue
+            key = (nodes_key(s.d, [node]), results, found[-1])
+            if key not in known:
+                known[key] = _outgoing(s, node, model, inputs, results, found[-1])
+            for position, stride in known[key].items():
+                v = node.reads[position]
+                strides[v] = _of_sum(s.d.values[v].shape, strides[v], stride) if v in strides else stride
+    return found[::-1]
+
+
+def _outgoing(
+    s: S_graph, node: S_node, model: torch.nn.Module, inputs: list[torch.Tensor], fed: tuple[int, ...], layouts: Layouts
+) -> Outgoing:
+    """The strides of the gradients that the node's backward gives to what it reads."""
+    values = {
+        v: source_value(s.d.sources[v], model, inputs)
+        if is_parameter(s.d, v)
+        else torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
+        for v in node.reads
+        for x in [s.d.values[v]]
+    }
+    came: list[tuple[torch.Tensor | None, ...]] = []
+    run = NodeRun(s.d, node, values, fed, layouts)
+    try:
+        feed(lambda _: None, run, run.forward(came.append)).backward()
+    except Exception:  # noqa: BLE001 - an operation may refuse zeros: take its gradients for contiguous
+        return {node.reads.index(v): None for v in run.tapped}
+    gradients = zip(run.tapped, came[0] if came else (), strict=False)
+    return {node.reads.index(v): unless_contiguous(g) for v, g in gradients if g is not None}
+
+
+def _of_sum(shape: tuple[int, ...], a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The strides of the sum of two gradients."""
+    if a == b and (a is None or 0 not in a):
+        return a
+    x, y = (
+        torch.empty(shape, device="meta") if t is None else torch.empty_strided(shape, t, device="meta") for t in (a, b)
+    )
+    return unless_contiguous(x + y)
+
+
+def unless_contiguous(t: torch.Tensor) -> tuple[int, ...] | None:
+    """Its strides, or None."""
+    return None if t.is_contiguous() else tuple(t.stride())
