@@ -18,13 +18,13 @@ FORMATS = ("svg", "pdf", "png", "text")
 
 
 def print_graph(
-    g: Graph,
+    g: Graph | Graphs,
     name: str | None = None,
     open: bool = False,
     render_format: str = "svg",
     directory: str | Path = "graphviz_dir",
 ) -> Path:
-    """Write the picture of ``g`` and return the file's path.
+    """Write the picture of ``g``, or of the chain of blocks of all ``Graphs``, and return the file's path.
 
     ``<directory>/<name>.gv`` is the picture's source, ``<directory>/<name>.<render_format>`` the picture;
     ``render_format`` is "svg" (whose boxes show the user's source line under the mouse), "pdf" or "png", or
@@ -33,8 +33,13 @@ def print_graph(
     not installed or fails, only the .gv file is written, with a ``RenderWarning``, and its path returned.
 
     Raises:
+        TypeError: ``g`` is no graph.
         ValueError: ``render_format`` is none of these.
     """
+    if not isinstance(g, Graph | Graphs):
+        raise TypeError(
+            f"{type(g).__name__} is no graph: give one of the graphs B, D, S, K or what make_all_graphs made"
+        )
     if render_format not in FORMATS:
         raise ValueError(f"render_format is {render_format!r}; it can be {', '.join(FORMATS)}")
     folder, name = Path(directory), name or type(g).__name__
@@ -44,7 +49,7 @@ def print_graph(
         path.write_text(str(g) + "\n", encoding="utf-8")
     else:
         source = folder / f"{name}.gv"
-        source.write_text(draw(g).source, encoding="utf-8")
+        source.write_text(_picture(g).source, encoding="utf-8")
         try:
             graphviz.render("dot", render_format, source, outfile=path)
         except (graphviz.ExecutableNotFound, graphviz.CalledProcessError) as error:
@@ -109,12 +114,16 @@ def test_rkgb(
 vars(test_rkgb)["__test__"] = False  # pytest must not collect it from a file that imports it
 
 
+def _picture(g: Graph | Graphs) -> Any:
+    return draw_chain(g.K) if isinstance(g, Graphs) else draw(g)
+
+
 def to_svg(g: object) -> str | None:
     """The picture of a graph, or of the chain of blocks, as SVG; None where the ``dot`` program is missing or fails."""
     if not isinstance(g, Graph | Graphs):
         return None
     try:
-        svg: str = (draw_chain(g.K) if isinstance(g, Graphs) else draw(g)).pipe("svg", encoding="utf-8")
+        svg: str = _picture(g).pipe("svg", encoding="utf-8")
     except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):
         return None
     return svg

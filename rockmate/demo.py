@@ -87,8 +87,10 @@ def main(argv: list[str] | None = None) -> int:
         )
     print("equal: outputs, gradients, buffers, loss curve and random state are eager's, bit for bit")
     if rk is not None:
-        path = plot_frontier(rk.plan.problem, measured, Path(options.out) / "frontier.png")
-        print(f"frontier: {path}")
+        out = Path(options.out)
+        plot_frontier(rk.frontier(), out / "frontier.png", measured=measured, problem=rk.plan.problem)
+        rk.plan.plot_memory(out / "memory.png")
+        print(f"time against memory: {out / 'frontier.png'}; memory of the last plan's step: {out / 'memory.png'}")
     return 0 if good else 1
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from solvers import Bwd, ChainPlanner, Loss, Problem, Run, Schedule, all_baselines, keep_everything, walk
+from solvers import Bwd, Frontier, Loss, Problem, Run, Schedule, Walk, all_baselines, keep_everything, walk
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,13 +61,20 @@ class _Levels:
                 self.kinds.append("backward" if isinstance(step, Bwd) else "run again" if in_backward else "forward")
 
 
-def plot_frontier(problem: Problem, measured: Sequence[tuple[int, float]], path: Path) -> Path:
-    """Write time against memory as PNG: ours predicted and measured, and the baselines, on the same problem.
+def plot_frontier(
+    frontier: Frontier,
+    path: str | Path | None = None,
+    *,
+    measured: Sequence[tuple[int, float]] = (),
+    problem: Problem | None = None,
+) -> Figure:
+    """Time against memory, as ``Rockmate.frontier`` and ``rockmate.frontier`` return it.
 
-    ``measured``: (peak in bytes, overhead as a fraction) of runs.
+    ``measured``: (peak in bytes, overhead as a fraction) of runs; ``problem``: that of a plan, for which the usual ways
+    to checkpoint are marked. With ``path`` the figure is also written there. Raises ``ImportError`` where matplotlib
+    is missing.
     """
     figure, axes = _figure()
-    frontier = ChainPlanner(problem).frontier()
     axes.step(
         [budget / MIB for budget, _ in frontier.points],
         [100 * overhead for _, overhead in frontier.points],
@@ -76,14 +83,16 @@ def plot_frontier(problem: Problem, measured: Sequence[tuple[int, float]], path:
     )
     if measured:
         axes.plot([p / MIB for p, _ in measured], [100 * t for _, t in measured], "o", label="Rockmate, measured")
-    for name, schedule in all_baselines(problem).items():
-        found = walk(problem, schedule)
+    for name, found in _usual_ways(problem).items():
         axes.plot([found.peak / MIB], [100 * found.overhead], "x", label=name.replace("_", " "))
     axes.set_xlabel("peak memory of a training step (MiB)")
     axes.set_ylabel("longer than without recomputation (%)")
     axes.legend()
-    _finish(figure, path)
-    return path
+    return _finish(figure, path)
+
+
+def _usual_ways(problem: Problem | None) -> dict[str, Walk]:
+    return {name: walk(problem, schedule) for name, schedule in all_baselines(problem).items()} if problem else {}
 
 
 def _figure() -> tuple[Figure, Any]:

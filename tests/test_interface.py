@@ -137,7 +137,7 @@ def test_the_demo(tmp_path, capsys) -> None:
     size = ["--layers", "2", "--width", "32", "--length", "16", "--batch", "2", "--vocabulary", "128"]
     run = ["--budgets", "90", "80", "--pairs", "1", "--steps", "2", "--device", "cpu", "--costs", "flops"]
     assert demo([*size, *run, "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "frontier.png").stat().st_size > 1000
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("frontier.png", "memory.png"))
     assert capsys.readouterr().out.count("yes") == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections.abc import Callable
@@ -196,6 +197,38 @@ def test_source_lines_of_libraries_beside_torch_are_shown() -> None:
     assert names["line"]() == "resnet.py:2"
     exec(compile(code, torch.__path__[0] + "/nn/functional.py", "exec"), names)
     assert names["line"]().startswith("test_render.py:")
+
+
+class Skip(nn.Module):
+    """A skip across all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(8, 8).triu()
+        first = h = self.layers[0](x)
+        for layer in self.layers[1:]:
+            h = layer(h) * mask
+        return h + first
+
+
+@dot
+def test_the_chain_says_what_passes_between_blocks(tmp_path: Path) -> None:
+    graphs = make_all_graphs(Skip(), torch.randn(8, 8), costs="flops")
+    cut = graphs.S.with_blocks(((0, 2), (2, 3), (3, 7), (7, 10)))
+    chained = dataclasses.replace(graphs, S=cut, K=dataclasses.replace(graphs.K, s=cut), classes=(0, 1, 2, 3))
+    text = print_graph(chained, "skip", directory=tmp_path).read_text(encoding="utf-8")
+    edges = re.findall(r"<title>f_chain(\d)&#45;&gt;f_chain(\d)</title>.*?<text[^>]*> ([^<]*)</text>", text, re.DOTALL)
+    assert edges == [("0", "1", "0 B"), ("1", "2", "256 B"), ("2", "3", "512 B in 2 tensors")]
+    assert ">none<" in text  # the block that makes the mask has no backward
+    assert "loss_chain" in drawn(tmp_path / "skip.svg", "node")
+
+
+def test_what_is_no_graph_is_refused(tiny: Graphs, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="list is no graph: give one of the graphs B, D, S, K"):
+        print_graph([tiny.S], directory=tmp_path)  # type: ignore[arg-type]
 
 
 @dot

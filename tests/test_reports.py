@@ -15,6 +15,7 @@ from torch import nn
 from rockmate import Rockmate, frontier, progress
 from rockmate.gpt import GPT
 from rockmate.planning import Plan
+from rockmate.plot import plot_frontier
 from rockmate.progress import Progress
 from rockmate.report import MOST_LINES, BlockChoice, block_choices, block_table
 from solvers import Loss, Run, keep_everything, recompute_all, walk
@@ -180,6 +181,17 @@ def test_plot_of_memory_has_the_levels_of_the_walker(plan: Plan, tmp_path: Path)
     eager = stairs["if everything were kept"]
     assert eager.edges[-1] == pytest.approx(walked.eager_time / 1e6)
     assert axes.get_lines()[0].get_ydata()[0] == plan.budget / 2**20
+
+
+def test_plot_of_the_frontier(plan: Plan, tmp_path: Path) -> None:
+    curve = frontier(mlp(), SAMPLE, costs="flops")
+    figure = plot_frontier(curve, tmp_path / "frontier.svg", measured=[(2**20, 0.5)], problem=plan.problem)
+    assert (tmp_path / "frontier.svg").stat().st_size > 1000
+    lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
+    assert list(lines["Rockmate, predicted"].get_xdata()) == [budget / 2**20 for budget, _ in curve.points]
+    assert list(lines["Rockmate, measured"].get_ydata()) == [50.0]
+    assert {"keep everything", "recompute all"} < set(lines)
+    assert len(plot_frontier(curve).axes[0].get_lines()) == 1
 
 
 def test_without_matplotlib_the_error_says_what_to_install(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
