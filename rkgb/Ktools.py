@@ -55,7 +55,7 @@ class K_node:
     random_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class K_graph(Drawn):
     """Forward and backward computations of a whole S graph.
 

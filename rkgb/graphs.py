@@ -102,7 +102,7 @@ class Structure:
     assigned: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class B_graph(Drawn):
     """The traced program as it was recorded.
 
@@ -175,7 +175,7 @@ class Facts:
     saved: Saved
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class D_graph(Drawn):
     """The data-flow graph: every node is needed, sizes are folded to numbers, facts are known.
 
@@ -236,7 +236,7 @@ class S_node:
     fixed: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class S_graph(Drawn):
     """The simplified graph, over the D graph that it groups.
 

@@ -6,9 +6,13 @@ from typing import Any
 
 
 class Drawn:
-    """Base of the graph classes. A notebook asks for ``_repr_mimebundle_``; ``print`` and ``repr`` stay as they are."""
+    """Base of the graph classes: ``print`` shows the program, a notebook the picture, ``repr`` one line."""
 
     __slots__ = ()
+    nodes: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self.nodes)} nodes>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """The graph as text, and as SVG if the ``dot`` program is installed."""

@@ -242,7 +242,7 @@ def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str,
         ) from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What will be kept and what computed again, with the figures promised for it.
 
@@ -307,6 +307,16 @@ class Plan:
 
         return plot_memory(self, path)
 
+    def __repr__(self) -> str:
+        return f"<Plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """A notebook shows the summary."""
+        printer.text(str(self))
+
+    def _overhead(self) -> str:
+        return f"{100 * self.predicted_overhead:.1f} %"
+
     def __str__(self) -> str:
         seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         kinds = len({b.kind for b in self.problem.blocks})
@@ -317,7 +327,7 @@ class Plan:
             [
                 f"budget              {show_bytes(self.budget)}",
                 f"predicted peak      {show_bytes(self.predicted_peak)}, at {at}",
-                f"predicted overhead  {100 * self.predicted_overhead:.1f} %",
+                f"predicted overhead  {self._overhead()}",
                 f"nodes               {len(self.problem.nodes)}; runs again: {self.recomputed}",
                 f"blocks              {len(self.problem.blocks)}, of them distinct: {kinds}",
                 f"found by            {self.solver}",

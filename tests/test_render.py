@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 import rkgb
-from rkgb import Graphs, RenderWarning, make_all_graphs, print_all_graphs, print_graph, render_draw
+from rkgb import Graphs, RenderWarning, Stools, make_all_graphs, print_all_graphs, print_graph, render_draw
 from rkgb.capture import user_line
 from rkgb.render_parts import counted, tip
-from rkgb.Stools import print_S_graph
 from rkgb.units import format_bytes, format_time
 from rockmate.gpt import GPT
 
@@ -238,6 +237,10 @@ def test_graphs_show_their_chain_of_blocks(gpt: Graphs) -> None:
     assert all(f"block {b} backward" in shown["image/svg+xml"] for b in range(len(gpt.S.blocks)))
 
 
+def test_one_line_each(tiny: Graphs) -> None:
+    assert [repr(g) for g in stages(tiny)] == [f"<{stage}_graph: 3 nodes>" for stage in "BDSK"]
+
+
 @dot
 def test_a_notebook_shows_the_picture(gpt: Graphs) -> None:
     for g in stages(gpt):
@@ -253,11 +256,21 @@ def test_a_notebook_without_dot_shows_the_text(tiny: Graphs, monkeypatch: pytest
 
 
 @dot
+def test_calls_of_the_seed(tiny: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    rkgb.print_all_graphs(tiny, name="GPT2_12", render_format="pdf")
+    rkgb.print_graph(tiny.S)
+    Stools.print_S_graph(tiny.S, render_format="png")
+    made = {path.name for path in (tmp_path / "graphviz_dir").iterdir()}
+    assert {f"GPT2_12_{stage}.pdf" for stage in "BDSK"} | {"S_graph.svg", "S_graph.png"} < made
+
+
+@dot
 def test_names_of_the_seed(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
     graphs = rkgb.test_rkgb(model, torch.randn(3, 8), render_format="svg", directory=tmp_path, costs="flops")
     assert sorted(p.name for p in tmp_path.glob("*.svg")) == [f"Sequential_{stage}.svg" for stage in "BDKS"]
-    assert print_S_graph(graphs.S, "mine", directory=tmp_path) == tmp_path / "mine.svg"
+    assert Stools.print_S_graph(graphs.S, "mine", directory=tmp_path) == tmp_path / "mine.svg"
     assert rkgb.test_rkgb.__test__ is False  # type: ignore[attr-defined]
 
 

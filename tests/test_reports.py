@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from IPython.lib.pretty import RepresentationPrinter
 from torch import nn
 
 from rockmate import Rockmate, frontier, progress
@@ -148,6 +149,14 @@ def test_summary_names_every_figure(plan: Plan) -> None:
     assert lines["blocks"].strip() == f"{len(plan.problem.blocks)}, of them distinct: 4"
     assert all(f"{phase} " in lines["set-up"] for phase in ("trace", "simplify", "measure", "solve"))
     assert str(plan).endswith(block_table(plan.problem, plan.schedule))
+
+
+def test_a_plan_shows_itself(plan: Plan) -> None:
+    assert repr(plan) == "<Plan: 484.1 KiB of 488.3 KiB, 15.9 % longer>"
+    printer = RepresentationPrinter(io.StringIO())
+    printer.pretty(plan)
+    printer.flush()
+    assert printer.output.getvalue() == str(plan)
 
 
 def test_neighbours_that_are_treated_alike_share_a_line() -> None:
