@@ -61,12 +61,24 @@ def tip(text: str) -> str:
     return str(graphviz.escape("\n".join(lines[:25] + more)))
 
 
+def _wrapped(legend: str, width: int = 72) -> list[str]:
+    """The parts of a legend, which " · " separates, in lines: a small picture must not become as wide as its legend."""
+    lines: list[str] = []
+    for part in legend.split(" · "):
+        if lines and len(lines[-1]) + len(part) < width:
+            lines[-1] += f" · {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
 def new_picture(title: str, legend: str) -> Any:
     """An empty picture with a title and an explanation at its top."""
     picture = graphviz.Digraph()
+    explained = "<BR/>".join(html.escape(line) for line in _wrapped(legend))
     picture.attr(
         "graph",
-        label=f'<<FONT POINT-SIZE="16"><B>{html.escape(title)}</B></FONT><BR/>{html.escape(legend)}<BR/> >',
+        label=f'<<FONT POINT-SIZE="16"><B>{html.escape(title)}</B></FONT><BR/>{explained}<BR/> >',
         labelloc="t",
         fontname="Helvetica",
         fontsize="10",
