@@ -20,7 +20,7 @@ from rockmate.executor import CallState
 from rockmate.facade import Facade, signed_as_original
 from rockmate.planning import Plan, make_planner, missing_gradients
 from rockmate.progress import Progress
-from rockmate.state import module_key, watched_hooks
+from rockmate.state import check_parallel, module_key, watched_hooks
 from rockmate.variants import PLANNING, PlanCache, Variant, make_variant
 from solvers import Frontier
 
@@ -203,6 +203,7 @@ def _checked_call(
     """The sample as arguments; refuses what no plan can be made for, before anything runs."""
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    check_parallel(model)
     args, kwargs = call_of(sample, sample_kwargs)
     inputs = tensors_of((args, kwargs))
     parameters = list(model.named_parameters())

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from rockmate.errors import HookError
+from rockmate.errors import HookError, InputError
 
 _PLAIN = (bool, int, float, str, type(None))
+
+# What libraries note on modules for themselves.
+_NOTES = ("_is_", "_fsdp")
 
 # Hooks of torch's own compute weights from others (spectral_norm, weight_norm); transformers' collect outputs.
 _TRACED = ("torch.nn.utils.", "transformers.")
@@ -28,7 +31,7 @@ def module_key(model: torch.nn.Module) -> Hashable:
     for name, m in model.named_modules():
         if m._backward_hooks or m._backward_pre_hooks:
             raise _refused(name, m, next(iter((*m._backward_hooks.values(), *m._backward_pre_hooks.values()))))
-        plain = tuple((k, v) for k, v in m.__dict__.items() if isinstance(v, _PLAIN))
+        plain = tuple((k, v) for k, v in m.__dict__.items() if isinstance(v, _PLAIN) and not k.startswith(_NOTES))
         modules.append((name, plain, tuple(m._forward_hooks), tuple(m._forward_pre_hooks)))
         for held in (m._parameters, m._buffers):
             for key, t in held.items():
@@ -60,6 +63,24 @@ def watched_hooks(model: torch.nn.Module) -> Iterator[None]:
             hooks[key] = hook
     for name, m, hook in silent:
         raise _refused(name, m, hook)
+
+
+_PARALLEL = {
+    "DistributedDataParallel": "DistributedDataParallel(Rockmate(model, …))",
+    "DataParallel": "one process for each device, and DistributedDataParallel(Rockmate(model, …)) in each",
+    "FullyShardedDataParallel": "fully_shard(Rockmate(block, …)) for each block",
+    "FSDPModule": "fully_shard(Rockmate(block, …)) for each block",
+}
+
+
+def check_parallel(model: torch.nn.Module) -> None:
+    """Raise ``InputError`` where a wrapper is inside that must be outside: a plan does not run its forward."""
+    for name, m in model.named_modules():
+        for cls in type(m).__mro__:
+            if cls.__name__ in _PARALLEL and cls.__module__.startswith("torch."):
+                where = f"its submodule {name!r}" if name else "it"
+                what = "was sharded by fully_shard" if cls.__name__ == "FSDPModule" else f"is a {cls.__name__}"
+                raise InputError(f"the model cannot be planned: {where} {what}. Use {_PARALLEL[cls.__name__]}.")
 
 
 class _Watch:

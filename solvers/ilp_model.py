@@ -32,11 +32,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-import highspy
 import pulp
 
 from solvers.block import BlockView, Figures, figures
 from solvers.contract import Contraction, contract
+from solvers.highs import highspy
 
 HIGHS_SETTINGS: dict[str, Any] = {"mip_heuristic_effort": 0.0, "mip_pscost_minreliable": 1}
 """Measured on transformer layers: these programs need cuts and branching, heuristics do not pay."""
@@ -320,6 +320,7 @@ class StagedModel:
 
     def _run_highs(self, limits: dict[str, float]) -> tuple[dict[str, float], float, bool] | None:
         """HiGHS, kept between solves: PuLP builds its model once, then only right-hand sides change."""
+        unbounded = -highspy.kHighsInf
         if self._highs is None:
             solver = pulp.HiGHS(
                 msg=False, threads=1, timeLimit=self.options.time_limit, gapRel=self.options.gap, **HIGHS_SETTINGS
@@ -329,7 +330,7 @@ class StagedModel:
             self._highs = self.lp.solverModel
         highs = self._highs
         for name, limit in limits.items():
-            highs.changeRowBounds(self.rows[name].index, -highspy.kHighsInf, limit)
+            highs.changeRowBounds(self.rows[name].index, unbounded, limit)
         highs.run()
         status, info = highs.getModelStatus(), highs.getInfo()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):

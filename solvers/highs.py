@@ -1,0 +1,23 @@
+"""HiGHS; where it is missing, an error says so when a solver first needs it, and everything else works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from solvers.errors import SolverError
+
+highspy: Any
+
+
+class _Missing:
+    def __getattr__(self, name: str) -> Any:
+        raise SolverError(
+            "no plan can be computed without HiGHS: pip install highspy. "
+            "Saved plans, and budgets with which nothing is recomputed, need no solver."
+        )
+
+
+try:
+    import highspy
+except ImportError:
+    highspy = _Missing()
