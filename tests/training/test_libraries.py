@@ -12,16 +12,11 @@ from against_eager import assert_same, assert_trains_as_eager, under_budget
 from models import randn, tokens
 from torch import nn
 from torch.nn import functional as F
+from vision import import_can_go_on
 
 from rockmate import measure_peak
 
-# torchvision's compiled operators do not load on a CPU build of torch, and the libraries below import it where it is
-# installed: define the schemas that it looks up.
-VISION = torch.library.Library("torchvision", "FRAGMENT")
-for name in ("nms", "qnms"):
-    if not hasattr(torch.ops.torchvision, name):
-        VISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
+import_can_go_on()
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft")
 lightning: Any = pytest.importorskip("lightning")
