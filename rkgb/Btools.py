@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from rkgb.capture import HostRead, Recorder, map_tensors, preserved, record
+from rkgb.capture import Call, HostRead, Recorder, map_tensors, preserved, record
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Mode, Node, Ref, Source, Structure, refs
 from rkgb.guards import Guard
+from rkgb.randomness import own_generators
 from rkgb.sample import Sample, call_of
 from rkgb.trees import flatten, unflatten
 
@@ -68,7 +69,7 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     known = [*inputs, *own.values()]
     captured: list[torch.Tensor] = []
     while True:
-        seen = Recorder([*known, *captured])
+        seen = Recorder([*known, *captured], own_generators(model))
         with preserved(model, inputs):
             try:
                 graph, results = record(run, [*known, *captured], seen)
@@ -128,7 +129,7 @@ def _constants(leaves: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
 class _Reader:
     """Reads the torch.jit graph into nodes."""
 
-    def __init__(self, graph: Any, sources: list[Source], calls: list[tuple[Mode, str]]) -> None:
+    def __init__(self, graph: Any, sources: list[Source], calls: list[Call]) -> None:
         self.graph, self.calls = graph, calls
         self.names: list[str] = []
         self.taken: dict[str, int] = {}
@@ -161,7 +162,8 @@ class _Reader:
         kind = node.kind()
         outputs = list(node.outputs())
         inputs = [self.env[v.debugName()] for v in node.inputs()]
-        mode, line = self._call(node.scopeName())
+        mode, line, generator = self._call(node.scopeName())
+        inputs = [generator if isinstance(a, torch.Generator) else a for a in inputs]
         if kind == "prim::Constant":
             self.env[outputs[0].debugName()] = _constant(node)
         elif kind in _INLINE:
@@ -204,9 +206,9 @@ class _Reader:
         made = tuple(self._define(v, node.name) for v in outputs)
         self.nodes[at] = Node(node.op, node.name, node.args, node.kwargs, made, True, node.mode, node.line)
 
-    def _call(self, scope: str) -> tuple[Mode, str]:
+    def _call(self, scope: str) -> Call:
         marks = re.findall(r"@(\d+)@", scope)
-        return self.calls[int(marks[-1])] if marks else (Mode(), "")
+        return self.calls[int(marks[-1])] if marks else (Mode(), "", None)
 
     def _operation(self, node: Any, kind: str, inputs: list[Any], line: str) -> tuple[Any, tuple[Any, ...], Any]:
         if kind == "prim::PythonOp":

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from rkgb.Btools import PRIMITIVES
-from rkgb.capture import drop_saved, preserved, random_state
+from rkgb.capture import drop_saved, preserved
 from rkgb.check import same
 from rkgb.decompose import is_split, split
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
 from rkgb.guards import Guard, is_guard
 from rkgb.program import memory_of, run_node, source_value
+from rkgb.randomness import Drawn, node_generators, random_state
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 
@@ -138,8 +139,9 @@ class _Probe:
         reads = fixed.reads()
         versions = {v: self.env[v]._version for v in reads}
         contents = {v: self.env[v].clone() for v in reads if v in self.buffers and self.values[v].stride}
-        devices = {torch.device("cpu")} | {self.env[v].device for v in reads}
-        states = [random_state(d) for d in devices]
+        devices = [torch.device("cpu"), *{self.env[v].device for v in reads}]
+        drawn: list[Drawn] = [*devices, *node_generators(fixed)]
+        states = [random_state(x) for x in drawn]
         packed: list[torch.UntypedStorage] = []  # held until the node is done, so that addresses tell them apart
 
         def pack(t: torch.Tensor) -> None:
@@ -149,7 +151,7 @@ class _Probe:
             results = run_node(fixed, self.env.__getitem__)
         if not all(isinstance(r, torch.Tensor) for r in results):
             raise TraceError(f"{node.name} at {node.line} returns {results}, which is no tensor")
-        random = any(not torch.equal(a, random_state(d)) for a, d in zip(states, devices, strict=True))
+        random = any(not torch.equal(a, random_state(x)) for a, x in zip(states, drawn, strict=True))
         changed = {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, before in contents.items() if not same(before, self.env[v])}
         index = len(self.nodes)

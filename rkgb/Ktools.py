@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rkgb.capture import random_state
 from rkgb.graphs import S_graph
 from rkgb.measure import Cost, measure_nodes
+from rkgb.randomness import drawn_by, state_bytes
 from rkgb.render_notebook import Drawn
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
@@ -113,8 +113,8 @@ def S_to_K(s: S_graph, model: torch.nn.Module, sample: Sample, costs: Sequence[C
     for i, node in enumerate(s.nodes):
         reads = [of_storage[x] for x in dict.fromkeys(s.d.values[v].storage for v in node.reads) if x in of_storage]
         makes = [of_storage[x] for x in node.storages] + ([private[i]] if i in private else [])
-        random_bytes = random_state(_device(s, i)).nbytes if node.random and _device(s, i).type == "cpu" else 0
-        # A second run of a random node keeps the generator's present state meanwhile.
+        random_bytes = state_bytes(drawn_by(s, i))
+        # A second run of a random node keeps the generators' present states meanwhile.
         peak = max(costs[i].forward_peak, sum(data[d].bytes for d in makes)) + random_bytes
         time = costs[i].forward_time
         name = s.d.names[node.makes[0]] if node.makes else node.name
@@ -139,10 +139,6 @@ def _has_grad(model: torch.nn.Module, key: object) -> bool:
         return model.get_parameter(key).grad is not None
     except AttributeError:
         return False
-
-
-def _device(s: S_graph, i: int) -> torch.device:
-    return s.d.values[(*s.nodes[i].makes, *s.nodes[i].reads)[0]].device
 
 
 def _backwards(

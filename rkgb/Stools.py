@@ -18,7 +18,7 @@ from rkgb.guards import is_guard
 # These change their running statistics, but their results in training do not depend on them: they may run
 # again (on copies of the statistics). Any other change of a buffer happens once.
 STATISTICS = frozenset(
-    {"batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_index", "cudnn_batch_norm"}
+    "batch_norm instance_norm native_batch_norm _batch_norm_impl_index cudnn_batch_norm cumulative_batch_norm".split()
 )
 
 

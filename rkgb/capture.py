@@ -23,6 +23,7 @@ from rkgb.errors import UnsupportedError
 from rkgb.graphs import Mode
 from rkgb.guards import shaped_by_data, shapes, snapshot
 from rkgb.patches import traceable
+from rkgb.randomness import Drawn, generators_in, own_generators, random_state, set_random_state
 
 # What Python reads from the data of tensors.
 _HOST_READS = frozenset(
@@ -69,24 +70,12 @@ def drop_saved() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda _: None, refuse)
 
 
-def random_state(device: torch.device) -> torch.Tensor:
-    """The state of the generator that operations on ``device`` draw from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Restore what ``random_state`` returned."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
 @contextlib.contextmanager
 def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
     """Afterwards buffers, inputs and generators are as they were."""
     devices = {torch.device("cpu")} | {t.device for t in (*inputs, *model.parameters())}
-    states = [(d, random_state(d)) for d in devices]
+    drawn: list[Drawn] = [*devices, *own_generators(model)]
+    states = [(x, random_state(x)) for x in drawn]
     buffers = dict(model.named_buffers())
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
     copies = [(t, t.detach().clone()) for t in (*buffers.values(), *inputs) if t.layout == torch.strided]
@@ -99,8 +88,8 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
             for t, copy in copies:
                 if not torch.equal(t, copy):
                     t.copy_(copy)
-        for device, state in states:
-            set_random_state(device, state)
+        for x, state in states:
+            set_random_state(x, state)
 
 
 @contextlib.contextmanager
@@ -133,6 +122,10 @@ class HostRead:
         return list(tensors_in((self.args, self.kwargs)))
 
 
+Call = tuple[Mode, str, torch.Generator | None]
+"""Mode and source line of a traced call, and the generator that it was given (a trace holds a copy)."""
+
+
 class Recorder(TorchFunctionMode):
     """Sees every call of a traced run: leaf tensors that are nobody's, reads by Python, and random draws.
 
@@ -140,14 +133,15 @@ class Recorder(TorchFunctionMode):
     dead random results alive: without them the generator would not move as in eager mode.
     """
 
-    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+    def __init__(self, known: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()) -> None:
         super().__init__()
         self._known = {id(t): weakref.ref(t) for t in known}
+        self.generators = generators
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
-        self.calls: dict[tuple[Mode, str], int] = {}
+        self.calls: dict[Call, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracing = torch._C._get_tracing_state()
@@ -174,13 +168,14 @@ class Recorder(TorchFunctionMode):
             )
         if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
             return self._read(tracing, func, name.split(".")[-1].strip("_"), args, kwargs or {})
-        before = _draws(tracing)
-        tracing.push_scope(self.scope())
+        generator = self._generator(name, (*args, *(kwargs or {}).values()))
+        before = _draws(tracing, generator)
+        tracing.push_scope(self.scope(generator))
         try:
             result = func(*args, **(kwargs or {}))
         finally:
             tracing.pop_scope()
-        if _draws(tracing) != before:
+        if _draws(tracing, generator) != before:
             self.draws += self._marked(tracing, list(tensors_in(result)))
         for t in tensors_in(result):
             if t.grad_fn is None:
@@ -189,9 +184,19 @@ class Recorder(TorchFunctionMode):
             self._read(tracing, shapes, "shape", tuple(tensors_in(result)), {})
         return result
 
-    def scope(self) -> str:
-        """A scope name that stands for the present mode and source line."""
-        return f"@{self.calls.setdefault((current_mode(), user_line()), len(self.calls))}@"
+    def _generator(self, name: str, arguments: tuple[Any, ...]) -> torch.Generator | None:
+        """The generator that a call is given."""
+        generator = next(iter(generators_in(arguments)), None)
+        if generator is not None and generator not in self.generators:
+            raise UnsupportedError(
+                f"{name} at {user_line()} draws from a torch.Generator that is no attribute of the model or of a "
+                "submodule, so that its state could not be kept. Make it one."
+            )
+        return generator
+
+    def scope(self, generator: torch.Generator | None = None) -> str:
+        """A scope name that stands for the present mode and source line, and the generator of the call."""
+        return f"@{self.calls.setdefault((current_mode(), user_line(), generator), len(self.calls))}@"
 
     def _read(self, tracing: Any, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Read outside the trace; a marker of each tensor says in the trace what was read, and where."""
@@ -263,10 +268,10 @@ def _untraced(tracing: Any) -> Iterator[None]:
         torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
-def _draws(tracing: Any) -> bytes:
-    """The state of the CPU generator."""
+def _draws(tracing: Any, generator: torch.Generator | None) -> bytes:
+    """The state of the generator, by default that of the CPU."""
     with _untraced(tracing):
-        return torch.get_rng_state().numpy().tobytes()
+        return random_state(generator or torch.device("cpu")).numpy().tobytes()
 
 
 @contextlib.contextmanager

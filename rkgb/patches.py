@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from rkgb.cumulative import cumulative_as_one
 from rkgb.errors import UnsupportedError
 from rkgb.scripted import run_scripted
 
@@ -18,7 +19,7 @@ from rkgb.scripted import run_scripted
 @contextlib.contextmanager
 def traceable() -> Iterator[None]:
     """The module runs as in eager mode, but so that a trace sees all of it."""
-    with _plain_checkpoint(), _scripts_as_python(), _no_other_randomness(), _libraries_as_eager():
+    with _plain_checkpoint(), _scripts_as_python(), cumulative_as_one(), _no_other_randomness(), _libraries_as_eager():
         yield
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from rkgb.capture import random_state
 from rkgb.graphs import Mode, Node, S_graph, S_node
 from rkgb.guards import is_guard
 from rkgb.Ktools import K_graph
+from rkgb.randomness import Drawn, drawn_by, state_bytes
 from rkgb.Stools import STATISTICS
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule
 
@@ -25,7 +23,7 @@ class NodeCode:
     that other nodes take of its results among it. ``private``: the data of what only its backward reads, or None.
     ``native``: all that its backward reads stays from the forward on, so autograd keeps it itself. ``statistics``:
     source values that it changes, which a second run must leave alone. ``random``: it runs again, from the same random
-    state; the generator is that of this device.
+    state; what it draws from, empty if it does not.
     """
 
     ops: tuple[Node, ...]
@@ -40,7 +38,7 @@ class NodeCode:
     private: int | None
     native: bool
     statistics: tuple[int, ...]
-    random: torch.device | None
+    random: tuple[Drawn, ...]
     rerun: bool
 
 
@@ -52,12 +50,12 @@ class Undo:
     """
 
     last: int = -1
-    devices: tuple[torch.device, ...] = ()
+    drawn: tuple[Drawn, ...] = ()
     sources: tuple[int, ...] = ()
 
     @property
     def needed(self) -> bool:
-        return bool(self.devices or self.sources)
+        return bool(self.drawn or self.sources)
 
 
 def undo_of(s: S_graph) -> Undo:
@@ -66,15 +64,14 @@ def undo_of(s: S_graph) -> Undo:
     before = s.nodes[: last + 1]
     written = {x for n in before for op in n.ops for x in s.d.facts[op].writes}
     sources = tuple(v for v in s.d.sources if s.d.values[v].storage in written)
-    devices = dict.fromkeys(s.d.values[v].device for n in before if n.random for v in (*n.makes, *n.reads)[:1])
-    return Undo(last, tuple(devices), sources)
+    drawn = dict.fromkeys(x for i in range(last + 1) for x in drawn_by(s, i))
+    return Undo(last, tuple(drawn), sources)
 
 
 def undo_bytes(s: S_graph) -> int:
     """What the copies of an ``Undo`` take."""
     undo = undo_of(s)
-    states = [random_state(d).nbytes for d in undo.devices if d.type == "cpu"]
-    return sum(states) + sum(s.d.values[v].bytes for v in undo.sources)
+    return state_bytes(undo.drawn) + sum(s.d.values[v].bytes for v in undo.sources)
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,6 @@ def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native:
     s, node = k.s, k.s.nodes[i]
     ops = tuple(s.d.nodes[op] for op in node.ops)
     written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
-    device = s.d.values[(*node.makes, *node.reads)[0]].device if node.makes or node.reads else torch.device("cpu")
     makes = k.nodes[i].makes
     kept = tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked)
     made = tuple((v, datum) for v, datum in kept if datum in makes)
@@ -215,7 +211,7 @@ def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native:
         private=next((d for d in makes if k.data[d].storage is None and d in tracked), None),
         native=native,
         statistics=tuple(v for v in node.reads if s.d.values[v].storage in written),
-        random=device if node.random and again else None,
+        random=drawn_by(s, i) if again else (),
         rerun=k.nodes[i].rerun,
     )
 

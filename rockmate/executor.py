@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from rkgb.capture import random_state, set_random_state
 from rkgb.graphs import Node, substitute
 from rkgb.guards import GuardFailed
 from rkgb.program import in_mode, memory_of, source_value
+from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
 from rockmate.compiled import NodeCode, Program
 from rockmate.errors import BudgetWarning
 from solvers.schedule import Del
@@ -74,13 +74,13 @@ class CallState:
         self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
         self.made_at = [0] * len(program.owner)  # version of each datum when it was made
         self.known: dict[int, int] = {}  # address of a live storage -> its datum, -1 for a source
-        self.random: dict[int, torch.Tensor] = {}
+        self.random: dict[int, list[torch.Tensor]] = {}
         self.slots: list[weakref.ref[Slot]] = []
         self.pending: list[tuple[Slot, torch.Tensor, int]] = []
         self.stage = {node: k for k, node in enumerate(program.stages)}
         self.running = -1  # the node whose operations run
         self.at = 0  # the next stage
-        self.states: list[tuple[torch.device, torch.Tensor]] = []
+        self.states: list[tuple[Drawn, torch.Tensor]] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.task = -1  # the backward that was here last, while it runs
         self.retained = False  # the graph stays: what the forward kept, stays
@@ -115,12 +115,12 @@ class CallState:
     def remember(self) -> None:
         """Keep what a failing guard must put back."""
         undo = self.program.undo
-        self.states = [(d, random_state(d)) for d in undo.devices]
+        self.states = [(x, random_state(x)) for x in undo.drawn]
         self.copies = [(self.sources[v], self.sources[v].detach().clone()) for v in undo.sources]
 
     def restore(self) -> None:
-        for device, state in self.states:
-            set_random_state(device, state)
+        for drawn, state in self.states:
+            set_random_state(drawn, state)
         with torch.no_grad():
             for t, copy in self.copies:
                 t.copy_(copy)
@@ -130,8 +130,8 @@ class CallState:
         if i == p.undo.last + 1:
             self.states, self.copies = [], []
         self.running = i
-        if code.random is not None:
-            self.random[i] = random_state(code.random)
+        if code.random:
+            self.random[i] = [random_state(x) for x in code.random]
         for op in code.ops:
             _run(op, env, p)
         self.note_results(code, env)
@@ -305,18 +305,9 @@ class CallState:
             if address not in known:
                 packed.append((t.detach(), address))
 
-        state = self.random.get(i)
-        outer = None
-        if state is not None and code.random is not None:
-            outer = random_state(code.random)
-            set_random_state(code.random, state)
-        try:
-            with in_mode(p.mode), saved_tensors_hooks(pack, unpack):
-                for op in code.again:
-                    _run(op, env, p)
-        finally:
-            if outer is not None and code.random is not None:
-                set_random_state(code.random, outer)
+        with drawing_again(code.random, self.random.get(i)), in_mode(p.mode), saved_tensors_hooks(pack, unpack):
+            for op in code.again:
+                _run(op, env, p)
         self.keep_results(code, code.remade, env)
         own = {env[v].untyped_storage()._cdata for v, _ in code.made}
         if code.private is not None:

@@ -22,8 +22,8 @@ _TRACED = ("torch.nn.utils.", "transformers.")
 def module_key(model: torch.nn.Module) -> Hashable:
     """Modules with equal keys run the same graph on equal calls.
 
-    Counts: the mode and the plain attributes of every submodule (numbers, texts, None), its forward hooks, and of every
-    parameter and buffer the name, form, and which other names are the same tensor.
+    Counts: the mode and the plain attributes of every submodule (numbers, texts, None), its generators and hooks, and
+    of every parameter and buffer the name, the form, and which other names are the same tensor.
     """
     modules: list[Hashable] = []
     tensors: list[Hashable] = []
@@ -32,6 +32,7 @@ def module_key(model: torch.nn.Module) -> Hashable:
         if m._backward_hooks or m._backward_pre_hooks:
             raise _refused(name, m, next(iter((*m._backward_hooks.values(), *m._backward_pre_hooks.values()))))
         plain = tuple((k, v) for k, v in m.__dict__.items() if isinstance(v, _PLAIN) and not k.startswith(_NOTES))
+        plain += tuple((k, id(v)) for k, v in m.__dict__.items() if isinstance(v, torch.Generator))
         modules.append((name, plain, tuple(m._forward_hooks), tuple(m._forward_pre_hooks)))
         for held in (m._parameters, m._buffers):
             for key, t in held.items():

@@ -13,6 +13,8 @@ from models import case, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
+from rockmate import Rockmate, UnsupportedError
+
 
 def pair(make: Callable[[], nn.Module], *args: Any, fraction: float = 0.3) -> tuple[nn.Module, Any]:
     """A model as it is, and the same under a budget."""
@@ -63,13 +65,56 @@ def test_random_operations() -> None:
     assert_step_in_budget(rk, x16(3))
 
 
+class OwnGenerator(nn.Module):
+    """Draws from a generator of its own, and from the global one in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            h = F.gelu(layer(x))
+            h = h * torch.rand(h.shape, generator=self.generator)
+            h = F.gelu(F.dropout(h, 0.2) * torch.bernoulli(torch.full_like(h, 0.8), generator=self.generator))
+            x = x + h * torch.empty_like(h).normal_(generator=self.generator)
+        return x
+
+
+def test_a_generator_of_the_model() -> None:
+    eager, rk = pair(OwnGenerator, x16(0))
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        yield from steps(x16)(model, call)
+        yield model.generator.get_state()
+
+    assert_trains_as_eager(eager, rk, train)
+    assert_step_in_budget(rk, x16(3))
+
+
+def test_a_generator_of_nobody_is_refused() -> None:
+    generator = torch.Generator()
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * torch.rand(16, generator=generator)
+
+    with pytest.raises(UnsupportedError, match=r"rand at test_numbers\.py:\d+ draws from a torch.Generator"):
+        Rockmate(Draws(), x16(0), "1 MiB")
+
+
 class Norms(nn.Module):
     """Batch norms of every kind; ``frozen`` is in eval mode while the rest trains."""
 
-    def __init__(self, momentum: float | None = 0.1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.up, self.middle, self.down = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
-        self.first, self.last = nn.BatchNorm1d(32, momentum=momentum), nn.BatchNorm1d(32)
+        self.first, self.last = nn.BatchNorm1d(32), nn.BatchNorm1d(32)
         self.frozen = nn.BatchNorm1d(32)
         self.bare = nn.BatchNorm1d(32, affine=False, track_running_stats=False)
         self.frozen.running_mean.normal_()  # type: ignore[union-attr]
@@ -92,6 +137,15 @@ def test_batch_norm() -> None:
     assert_trains_as_eager(eager, rk, steps(x16))
     assert not rk.original.frozen.training
     assert_step_in_budget(rk, x16(3))
+
+
+def test_batch_norm_with_cumulative_average() -> None:
+    """``momentum=None``: the average of all batches, by a counter that Python reads."""
+    norm = nn.BatchNorm1d(8, momentum=None)
+    eager, rk = pair(lambda: nn.Sequential(case("mlp").make(), norm, nn.Tanh()), randn(128, 16, seed=0))
+    assert_trains_as_eager(eager, rk, steps(lambda k: randn(128, 16, seed=k), 4))
+    assert rk.plans_made == 1
+    assert_step_in_budget(rk, randn(128, 16, seed=3))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,0 +1,85 @@
+"""Generators of random numbers: those of devices, and a model's own ``torch.Generator``s."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rkgb.graphs import Node, S_graph
+
+Drawn = torch.device | torch.Generator
+"""What is drawn from: a device stands for its default generator."""
+
+
+def random_state(source: Drawn) -> torch.Tensor:
+    """The state of a generator, as bytes in host memory."""
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    return torch.cuda.get_rng_state(source) if source.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(source: Drawn, state: torch.Tensor) -> None:
+    """Restore what ``random_state`` returned."""
+    if isinstance(source, torch.Generator):
+        source.set_state(state)
+    elif source.type == "cuda":
+        torch.cuda.set_rng_state(state, source)
+    else:
+        torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def drawing_again(sources: Sequence[Drawn], states: Sequence[torch.Tensor] | None) -> Iterator[None]:
+    """Draw from ``states`` on, one for each source; afterwards the generators are where they were."""
+    if not states:
+        yield
+        return
+    outer = [random_state(x) for x in sources]
+    try:
+        for x, state in zip(sources, states, strict=True):
+            set_random_state(x, state)
+        yield
+    finally:
+        for x, state in zip(sources, outer, strict=True):
+            set_random_state(x, state)
+
+
+def own_generators(model: torch.nn.Module) -> list[torch.Generator]:
+    """The generators that modules hold as attributes."""
+    held = (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Generator))
+    return list({id(g): g for g in held}.values())
+
+
+def generators_in(arguments: Iterable[Any]) -> list[torch.Generator]:
+    """The generators among the arguments of a call."""
+    return [a for a in arguments if isinstance(a, torch.Generator)]
+
+
+def drawn_by(s: S_graph, i: int) -> tuple[Drawn, ...]:
+    """What node i of S draws from, each once."""
+    found: dict[Drawn, None] = {}
+    for op in s.nodes[i].ops:
+        if s.d.facts[op].random:
+            node = s.d.nodes[op]
+            own: list[Drawn] = [*node_generators(node)]
+            found.update(dict.fromkeys(own or [_device(s, node)]))
+    return tuple(found)
+
+
+def node_generators(node: Node) -> list[torch.Generator]:
+    """The generators that an operation is given."""
+    return generators_in([*node.args, *(a for _, a in node.kwargs)])
+
+
+def _device(s: S_graph, node: Node) -> torch.device:
+    values = (*node.outputs, *node.reads())
+    return s.d.values[values[0]].device if values else torch.device("cpu")
+
+
+def state_bytes(sources: Iterable[Drawn]) -> int:
+    """Bytes of the states of those whose device is the CPU; others lie in another memory than the device's."""
+    kinds = ((x, x.device if isinstance(x, torch.Generator) else x) for x in sources)
+    return sum(random_state(x).nbytes for x, device in kinds if device.type == "cpu")
