@@ -28,6 +28,9 @@ def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
 def _switched(mode: Mode) -> Any:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(mode.grad))
+        if mode.autocast == current_mode().autocast:
+            yield
+            return
         on = dict(mode.autocast)
         for kind in {"cpu", *on, *(k for k in ("cuda",) if torch.is_autocast_enabled(k))}:
             stack.enter_context(torch.autocast(kind, dtype=on.get(kind), enabled=kind in on, cache_enabled=False))

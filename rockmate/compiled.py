@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rkgb.graphs import Mode, Node, S_graph, S_node
+import torch
+
+from rkgb.graphs import Mode, Node, Ref, S_graph, S_node, refs, substitute
 from rkgb.guards import is_guard
 from rkgb.Ktools import K_graph
+from rkgb.program import in_mode
 from rkgb.randomness import Drawn, drawn_by, state_bytes
 from rkgb.Stools import STATISTICS
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation, with the places of its arguments found.
+
+    ``args``: as in the graph, constants in place. ``values``: (place, value) of arguments that are values; ``nested``:
+    places of lists that hold some. ``kwargs`` likewise, all constants unless ``kwargs_hold_values``.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    values: tuple[tuple[int, int], ...]
+    nested: tuple[int, ...]
+    kwargs: dict[str, Any]
+    kwargs_hold_values: bool
+    outputs: tuple[int, ...]
+    several: bool
+    mode: Mode
+
+    def run(self, env: dict[int, torch.Tensor], usual: Mode) -> None:
+        """Run in ``env``, whose values it reads and where its results go; the mode ``usual`` is already set."""
+        args = list(self.args)
+        for place, v in self.values:
+            args[place] = env[v]
+        for place in self.nested:
+            args[place] = substitute(args[place], env.__getitem__)
+        kwargs = self.kwargs
+        if self.kwargs_hold_values:
+            kwargs = {k: substitute(a, env.__getitem__) for k, a in kwargs.items()}
+        if self.mode == usual:
+            result = self.function(*args, **kwargs)
+        else:
+            with in_mode(self.mode):
+                result = self.function(*args, **kwargs)
+        if self.several:
+            env.update(zip(self.outputs, result, strict=True))
+        elif self.outputs:
+            env[self.outputs[0]] = result
+
+
+def op_of(node: Node) -> Op:
+    """The operation of a D node, ready to run."""
+    values = tuple((place, a.index) for place, a in enumerate(node.args) if isinstance(a, Ref))
+    nested = tuple(k for k, a in enumerate(node.args) if not isinstance(a, Ref) and any(True for _ in refs(a)))
+    kwargs = dict(node.kwargs)
+    held = any(True for _ in refs(list(kwargs.values())))
+    return Op(node.op, node.args, values, nested, kwargs, held, node.outputs, node.several, node.mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +78,11 @@ class NodeCode:
     state; what it draws from, empty if it does not.
     """
 
-    ops: tuple[Node, ...]
+    ops: tuple[Op, ...]
     reads: tuple[int, ...]
     made: tuple[tuple[int, int], ...]
     joins: tuple[tuple[int, int], ...]
-    again: tuple[Node, ...]
+    again: tuple[Op, ...]
     remade: tuple[tuple[int, int], ...]
     aliases: tuple[int, ...]
     temporary: tuple[int, ...]
@@ -105,31 +157,22 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     s = k.s
     at_loss = schedule.index(Loss())
     after, live = _forward_phase(k, schedule[:at_loss])
-    stages: list[int] = []
-    before: list[tuple[Run | Del, ...]] = []
-    pending: list[Run | Del] = []
     dropped: set[int] = set(range(len(k.data))) - live  # or made anew, since the forward
     native: set[int] = {i for i, n in enumerate(k.nodes) if n.backward is None}
     again: set[int] = set()
-    last_run: dict[int, int] = {}
     for step in schedule[at_loss + 1 :]:
         if isinstance(step, Bwd):
-            if pending:
-                stages.append(step.node)
-                before.append(tuple(pending))
-                pending = []
             backward = k.nodes[step.node].backward
             if backward and dropped.isdisjoint(backward.reads):
                 native.add(step.node)
         elif isinstance(step, Del):
-            pending.append(step)
             dropped.add(step.data)
         elif isinstance(step, Run):
-            pending.append(step)
             again.add(step.node)
-            last_run[step.node] = len(stages)
             dropped.update(k.nodes[step.node].makes)
     tracked = _tracked(k, again, native)
+    stages, before = _stages(schedule[at_loss + 1 :], tracked)
+    last_run = {step.node: stage for stage, steps in enumerate(before) for step in steps if isinstance(step, Run)}
     of_storage = {data.storage: d for d, data in enumerate(k.data) if data.storage is not None}
     data_of = {v: of_storage[x] for n in s.nodes for v in n.makes if (x := s.d.values[v].storage) in of_storage}
     values_of: list[list[int]] = [[] for _ in k.data]
@@ -179,6 +222,21 @@ def _tracked(k: K_graph, again: set[int], native: set[int]) -> set[int]:
     return tracked
 
 
+def _stages(steps: Schedule, tracked: set[int]) -> tuple[list[int], list[tuple[Run | Del, ...]]]:
+    """Nodes before whose backward there are steps to take, and these; what autograd alone holds, it drops itself."""
+    stages: list[int] = []
+    before: list[tuple[Run | Del, ...]] = []
+    pending: list[Run | Del] = []
+    for step in steps:
+        if isinstance(step, Run) or (isinstance(step, Del) and step.data in tracked):
+            pending.append(step)
+        elif isinstance(step, Bwd) and pending:
+            stages.append(step.node)
+            before.append(tuple(pending))
+            pending = []
+    return stages, before
+
+
 def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, int, int]]:
     found: list[tuple[bool, int, int]] = []
     for i, code in enumerate(nodes):
@@ -199,11 +257,11 @@ def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native:
     views = _views_elsewhere(s, i) if again else ()
     seen = tuple((v, data_of[v]) for n in views for v in n.makes if data_of[v] in tracked)
     return NodeCode(
-        ops=ops,
+        ops=tuple(map(op_of, ops)),
         reads=node.reads,
         made=made,
         joins=tuple((v, datum) for v, datum in kept if datum not in makes),
-        again=(*ops, *(s.d.nodes[op] for n in views for op in n.ops)),
+        again=tuple(map(op_of, (*ops, *(s.d.nodes[op] for n in views for op in n.ops)))),
         remade=(*made, *seen),
         aliases=tuple(v for v in node.makes if v not in data_of),
         temporary=tuple(v for op in ops for v in op.outputs if v not in node.makes),

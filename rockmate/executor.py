@@ -13,13 +13,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from rkgb.graphs import Node, substitute
 from rkgb.guards import GuardFailed
 from rkgb.program import in_mode, memory_of, source_value
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
@@ -133,7 +131,7 @@ class CallState:
         if code.random:
             self.random[i] = [random_state(x) for x in code.random]
         for op in code.ops:
-            _run(op, env, p)
+            op.run(env, p.mode)
         self.note_results(code, env)
         if self.pending:
             self.settle(code)
@@ -307,7 +305,7 @@ class CallState:
 
         with drawing_again(code.random, self.random.get(i)), in_mode(p.mode), saved_tensors_hooks(pack, unpack):
             for op in code.again:
-                _run(op, env, p)
+                op.run(env, p.mode)
         self.keep_results(code, code.remade, env)
         own = {env[v].untyped_storage()._cdata for v, _ in code.made}
         if code.private is not None:
@@ -375,19 +373,3 @@ def unpack(slot: Slot) -> torch.Tensor:
         what = state.program.s.d.names[next(iter(held))] if slot.index < 0 else f"a tensor of shape {list(t.shape)}"
         raise RuntimeError(_CHANGED.format(what=what, now=t._version, then=slot.version))
     return t if slot.index >= 0 else _in_form(t, slot.form)
-
-
-def _run(op: Node, env: dict[int, torch.Tensor], p: Program) -> None:
-    """Run one operation in ``env``; the program's usual mode is already set."""
-    get: Callable[[int], torch.Tensor] = env.__getitem__
-    args = substitute(op.args, get)
-    kwargs = {k: substitute(a, get) for k, a in op.kwargs}
-    if op.mode == p.mode:
-        result = op.op(*args, **kwargs)
-    else:
-        with in_mode(op.mode):
-            result = op.op(*args, **kwargs)
-    if op.several:
-        env.update(zip(op.outputs, result, strict=True))
-    elif op.outputs:
-        env[op.outputs[0]] = result

@@ -18,7 +18,7 @@ from rockmate.budget import parse_budget
 from rockmate.errors import BudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.facade import Facade, signed_as_original
-from rockmate.planning import Plan, make_planner, missing_gradients
+from rockmate.planning import Plan, make_planner
 from rockmate.progress import Progress
 from rockmate.state import check_parallel, module_key, watched_hooks
 from rockmate.variants import PLANNING, PlanCache, Variant, make_variant
@@ -156,13 +156,13 @@ class Rockmate(Facade):
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> list[Variant]:
         """The variants for calls of this kind, the last one used first; one is made if there is none."""
-        key, missing = _call_key(self.original, args, kwargs), missing_gradients(self.original)
+        key, missing = _call_key(self.original, args, kwargs)
         found = self._cache.find(key, missing)
         return found or [self._make_variant(args, kwargs, saved)]
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
         with PLANNING, Progress(self._progress) as report:
-            key = _call_key(self.original, args, kwargs)
+            key, _ = _call_key(self.original, args, kwargs)
             with watched_hooks(self.original):
                 planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory, report, saved)
             variant = make_variant(planner, self._budget)
@@ -222,8 +222,8 @@ def _checked_call(
     return args, kwargs
 
 
-def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Calls with equal keys run the same graph."""
+def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, frozenset[str]]:
+    """(key, parameters without gradient). Calls with equal keys run the same graph."""
     leaves, spec = flatten((args, kwargs))
     described = tuple(
         (tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device, x.requires_grad)
@@ -231,4 +231,5 @@ def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         else (type(x).__name__, repr(x))
         for x in leaves
     )
-    return (str(spec), described, current_mode(), module_key(model))
+    modules, missing = module_key(model)
+    return (spec, described, current_mode(), modules), missing

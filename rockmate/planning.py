@@ -23,6 +23,7 @@ from rockmate.compiled import undo_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.progress import Report, silent
 from rockmate.report import block_table
+from rockmate.state import module_key
 from solvers import (
     Backward,
     Block,
@@ -226,7 +227,7 @@ def make_planner(
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
     """Parameters whose gradients would be new memory that stays."""
-    return frozenset(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
+    return module_key(model)[1]
 
 
 def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None, error: Exception) -> None:

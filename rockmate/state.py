@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 
 from rockmate.errors import HookError, InputError
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_BY_IDENTITY = frozenset({FunctionType, BuiltinFunctionType, torch.Generator})
 
 # What libraries note on modules for themselves.
 _NOTES = ("_is_", "_fsdp")
@@ -19,27 +21,52 @@ _NOTES = ("_is_", "_fsdp")
 _TRACED = ("torch.nn.utils.", "transformers.")
 
 
-def module_key(model: torch.nn.Module) -> Hashable:
-    """Modules with equal keys run the same graph on equal calls.
+def module_key(model: torch.nn.Module) -> tuple[Hashable, frozenset[str]]:
+    """(key, parameters that have no gradient but need one); modules with equal keys run the same graph on equal calls.
 
-    Counts: the mode and the plain attributes of every submodule (numbers, texts, None), its generators and hooks, and
-    of every parameter and buffer the name, the form, and which other names are the same tensor.
+    Counts: the class, the mode and the plain attributes of every submodule (numbers, texts, None, tuples of them), the
+    functions and generators that it holds, and its hooks; of every parameter and buffer the name, the form, and which
+    other names are the same tensor. Runs at every call, hence the one plain loop.
     """
     modules: list[Hashable] = []
     tensors: list[Hashable] = []
+    missing: list[str] = []
     first: dict[int, int] = {}
-    for name, m in model.named_modules():
-        if m._backward_hooks or m._backward_pre_hooks:
-            raise _refused(name, m, next(iter((*m._backward_hooks.values(), *m._backward_pre_hooks.values()))))
-        plain = tuple((k, v) for k, v in m.__dict__.items() if isinstance(v, _PLAIN) and not k.startswith(_NOTES))
-        plain += tuple((k, id(v)) for k, v in m.__dict__.items() if isinstance(v, torch.Generator))
-        modules.append((name, plain, tuple(m._forward_hooks), tuple(m._forward_pre_hooks)))
-        for held in (m._parameters, m._buffers):
-            for key, t in held.items():
-                if t is not None:
-                    tied = first.setdefault(id(t), len(tensors))
-                    tensors.append((key, tied, t.requires_grad, t.dtype, tuple(t.shape), t.device))
-    return tuple(modules), tuple(tensors)
+    seen: dict[int, int] = {}
+    left: list[tuple[str, torch.nn.Module]] = [("", model)]
+    while left:
+        prefix, m = left.pop()
+        at = seen.setdefault(id(m), len(seen))
+        modules.append(at)
+        if at < len(seen) - 1:
+            continue
+        held = m.__dict__
+        if held["_backward_hooks"] or held["_backward_pre_hooks"]:
+            raise _refused(prefix[:-1], m, next(iter((*m._backward_hooks.values(), *m._backward_pre_hooks.values()))))
+        modules += (id(type(m)), *held["_forward_hooks"], *held["_forward_pre_hooks"])
+        _add_attributes(modules, held)
+        for k, p in held["_parameters"].items():
+            if p is not None:
+                tensors += (k, first.setdefault(id(p), len(first)), p.requires_grad, p.dtype, p.shape, p.device)
+                if p.requires_grad and p.grad is None:
+                    missing.append(prefix + k)
+        for k, b in held["_buffers"].items():
+            if b is not None:
+                tensors += (k, first.setdefault(id(b), len(first)), b.requires_grad, b.dtype, b.shape, b.device)
+        left += [(f"{prefix}{k}.", child) for k, child in held["_modules"].items() if child is not None]
+    return (tuple(modules), tuple(tensors)), frozenset(missing)
+
+
+def _add_attributes(found: list[Hashable], held: dict[str, Any]) -> None:
+    for k, v in held.items():
+        kind = type(v)
+        if kind in _PLAIN:
+            if not k.startswith(_NOTES):
+                found += (k, v)
+        elif kind in _BY_IDENTITY:
+            found += (k, id(v))
+        elif kind is tuple and all(type(x) in _PLAIN for x in v):
+            found += (k, v)
 
 
 @contextlib.contextmanager

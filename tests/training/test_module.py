@@ -189,6 +189,35 @@ def test_layers_replaced_tied_and_untied_after_planning() -> None:
     assert rk.plans_made == 3
 
 
+def test_functions_replaced_after_planning() -> None:
+    """Modules and functions whose attributes look the same."""
+
+    class Activated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+            self.smooth, self.activation = nn.Tanh(), F.gelu
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = self.smooth(self.activation(layer(x)))
+            return x
+
+    torch.manual_seed(0)
+    eager, x = Activated(), randn(256, 32, seed=0)
+    rk = under_budget(copy.deepcopy(eager), x)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        yield from step(call, (x,))
+        model.smooth = nn.Sigmoid()
+        yield from step(call, (x,))
+        model.activation = F.silu
+        yield from step(call, (x,))
+
+    assert_trains_as_eager(eager, rk, train)
+    assert rk.plans_made == 3
+
+
 def test_other_precision_after_planning() -> None:
     eager, rk = named()
 
