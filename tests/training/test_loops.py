@@ -127,7 +127,7 @@ def test_resuming_gives_the_same_losses(tmp_path: Path) -> None:
 def test_a_thousand_steps() -> None:
     """At 40 % of eager's peak: equal to eager to the end, no growth, and the last peak is that of the second step."""
     torch.manual_seed(0)
-    layers = [m for _ in range(5) for m in (nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1))]
+    layers = [m for _ in range(7) for m in (nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1))]
     eager, x = nn.Sequential(*layers, nn.Linear(16, 4)), randn(256, 16, seed=0)
     target = torch.zeros(256, dtype=torch.int64)
     cpu = torch.device("cpu")
