@@ -169,12 +169,16 @@ def test_a_real_interrupt_while_planning() -> None:
     c = case("gpt")
     model, args = c.model(), c.call(0)[0]
     budget = tight_budget(model, args)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of a parallel run ignore it
     timer = threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        while True:
-            Rockmate(model, args, budget, costs="flops")
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                Rockmate(model, args, budget, costs="flops")
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     eager, rk = planned(c)
     assert_trains_as_eager(eager, rk, lambda _, call: step(call, *c.call(2)))
 
