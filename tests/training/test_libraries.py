@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_same, assert_trains_as_eager, under_budget
+from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, under_budget
 from models import randn, tokens
 from torch import nn
 from torch.nn import functional as F
 from vision import import_can_go_on
 
-from rockmate import measure_peak
+from rockmate import Rockmate
 
 import_can_go_on()
 transformers: Any = pytest.importorskip("transformers")
@@ -74,14 +74,16 @@ def test_a_transformers_model_by_keywords_with_labels() -> None:
             optimizer.zero_grad()
 
     assert_trains_as_eager(eager, rk, train)
-    rows = batch(3)
+    assert_loss_in_budget(rk)
+
+
+def assert_loss_in_budget(rk: Rockmate) -> None:
+    given = batch(3)
 
     def one() -> None:
-        rk(**rows).loss.backward()
+        rk(**given).loss.backward()
 
-    one()
-    rk.zero_grad()
-    assert measure_peak(one, "cpu") <= rk.budget
+    assert_in_budget(rk, one)
 
 
 def test_transformers_trainer(tmp_path: Path) -> None:
@@ -132,6 +134,7 @@ def test_peft_lora() -> None:
         yield from peft.get_peft_model_state_dict(model).values()
 
     assert_trains_as_eager(eager, rk, train)
+    assert_loss_in_budget(rk)
 
 
 def mlp() -> nn.Module:
