@@ -27,6 +27,7 @@ from rockmate.state import module_key
 from solvers import (
     Backward,
     Block,
+    ChainPlan,
     ChainPlanner,
     Data,
     Frontier,
@@ -36,7 +37,6 @@ from solvers import (
     Run,
     Schedule,
     ScheduleError,
-    Solution,
     format_schedule,
     keep_everything,
     solve_chain,
@@ -108,7 +108,7 @@ class Planner:
             self._chain = ChainPlanner(self.problem, report=lambda doing, part: self.report(f"solve {doing}", part))
         return self._chain
 
-    def solve(self, budget: int) -> Solution:
+    def solve(self, budget: int) -> ChainPlan:
         """The cheapest schedule within ``budget`` bytes; keeping everything needs no solver."""
         start = time.perf_counter()
         try:
@@ -116,7 +116,7 @@ class Planner:
         finally:
             self.seconds["solve"] = time.perf_counter() - start
 
-    def _solve(self, budget: int) -> Solution:
+    def _solve(self, budget: int) -> ChainPlan:
         room = budget - self.reserved
         if walk(self.problem, keep_everything(self.problem)).peak <= room:
             return solve_chain(self.problem, room)
@@ -156,11 +156,11 @@ class Planner:
             self.missing,
         )
 
-    def _from_file(self, saved: SavedPlan) -> Solution:
+    def _from_file(self, saved: SavedPlan) -> ChainPlan:
         """The saved schedule, walked here. Raises ``PlanError`` if it does not keep what the file promises."""
         schedule = saved.schedule(self.problem)
         try:
-            found = Solution(schedule, walk(self.problem, schedule), saved.solver)
+            found = ChainPlan(schedule, walk(self.problem, schedule), saved.solver)
         except ScheduleError as error:
             raise PlanError(f"the program in {saved.path} is not valid: {error}") from error
         if found.peak + self.reserved > saved.budget:
@@ -169,7 +169,7 @@ class Planner:
             )
         return found
 
-    def predicted_peak(self, solution: Solution) -> int:
+    def predicted_peak(self, solution: ChainPlan) -> int:
         """The peak of ``solution`` with the usual loss (or the one given)."""
         peak = walk(dataclasses.replace(self.problem, loss=self.usual_loss), solution.schedule).peak
         return peak + undo_bytes(self.graphs.S)

@@ -1,34 +1,44 @@
 """Problems, schedules, and solvers that find good schedules within a memory budget. Imports no torch.
 
 A ``Problem`` is a training step as costs; a ``Schedule`` says what runs again; ``walk`` is the judge of
-both validity and cost. ``block_options`` solves one block, ``ChainPlanner`` a whole chain.
+both validity and cost. ``solve(problem, budget)`` asks any solver by name and returns a verified ``Solution``;
+``frontier(problem)`` is the whole curve. ``block_options`` solves one block, ``ChainPlanner`` a whole chain.
 """
 
+import solvers.chain_solvers  # noqa: F401  makes the solvers of a ``Problem`` known
 from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
-from solvers.chain import ChainPlanner, Frontier, Solution, frontier, solve_chain
+from solvers.chain import ChainPlan, ChainPlanner, solve_chain
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
 from solvers.ilp import Grid, Option, block_options
 from solvers.ilp_model import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step, drop_useless_runs, with_deletes
+from solvers.solution import Frontier, Solution
+from solvers.solve import Answer, Judged, Kind, Progress, Request, frontier, register, solve, solver_names
 from solvers.text import format_bytes, format_schedule, parse_schedule
 from solvers.walker import Walk, step_name, walk
 
 __all__ = [
+    "Answer",
     "Backward",
     "Block",
     "Bwd",
+    "ChainPlan",
     "ChainPlanner",
     "Data",
     "Del",
     "Frontier",
     "Grid",
     "InfeasibleError",
+    "Judged",
+    "Kind",
     "Loss",
     "Node",
     "Option",
     "Problem",
     "ProblemError",
+    "Progress",
+    "Request",
     "Run",
     "Schedule",
     "ScheduleError",
@@ -48,7 +58,10 @@ __all__ = [
     "keep_everything",
     "parse_schedule",
     "recompute_all",
+    "register",
+    "solve",
     "solve_chain",
+    "solver_names",
     "step_name",
     "walk",
     "with_deletes",

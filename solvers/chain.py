@@ -19,6 +19,7 @@ from solvers.errors import InfeasibleError
 from solvers.ilp import LOOSE, TIGHT, Grid, Option, pareto
 from solvers.problem import Problem
 from solvers.schedule import Bwd, Loss, Run, Schedule, Step, drop_useless_runs, with_deletes
+from solvers.solution import Frontier
 from solvers.text import format_bytes
 from solvers.walker import Walk, step_name, walk
 
@@ -33,7 +34,7 @@ TIGHT_BELOW = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class ChainPlan:
     """A schedule and what the walker says of it; ``source`` names the solver that found it."""
 
     schedule: Schedule
@@ -54,18 +55,6 @@ class Solution:
     def overhead(self) -> float:
         """Recompute time as a fraction of the step without recomputation."""
         return self.walk.overhead
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """Time against memory: ``points`` are (budget in bytes, overhead), overhead falling as the budget grows.
-
-    Below ``min_budget`` there is no plan; from ``max_budget`` on, nothing is recomputed.
-    """
-
-    min_budget: int
-    max_budget: int
-    points: tuple[tuple[int, float], ...]
 
 
 class ChainPlanner:
@@ -89,7 +78,7 @@ class ChainPlanner:
         self._given: Options | None = kind_options(problem, grid) if grid else options
         self._loose: _Candidates | None = None
         self._all: _Candidates | None = None
-        self._known = [Solution(s, walk(problem, s), name) for name, s in all_baselines(problem).items()]
+        self._known = [ChainPlan(s, walk(problem, s), name) for name, s in all_baselines(problem).items()]
 
     @property
     def options(self) -> Options:
@@ -114,15 +103,15 @@ class ChainPlanner:
             self._loose = _Candidates(self.problem, options, self.slots)
         return self._loose
 
-    def solve(self, budget: int) -> Solution:
+    def solve(self, budget: int) -> ChainPlan:
         """The cheapest plan with a peak of at most ``budget`` bytes; ``InfeasibleError`` says what would do."""
         found = None
         if self._given is None and budget >= TIGHT_BELOW * _largest_need(self._partial().options):
             found = self._partial().cheapest(budget)
-        pool: list[Solution] = [*self._known, *(self._all.walked.values() if self._all else ())]
+        pool: list[ChainPlan] = [*self._known, *(self._all.walked.values() if self._all else ())]
         if found is None:  # small budgets, where peaks do not rise evenly: look at everything
             pool += self._full().all()
-        fitting: list[Solution] = [s for s in (*pool, found) if s is not None and s.peak <= budget]
+        fitting: list[ChainPlan] = [s for s in (*pool, found) if s is not None and s.peak <= budget]
         if fitting:
             return min(fitting, key=lambda s: (s.time, s.peak))
         least = min((*self._known, *self._full().all()), key=lambda s: (s.peak, s.time))
@@ -143,12 +132,12 @@ class ChainPlanner:
         return Frontier(solutions[0].peak, keep.peak, tuple((s.peak, s.overhead) for s in solutions))
 
 
-def solve_chain(problem: Problem, budget: int, options: Options | None = None, slots: int = 500) -> Solution:
+def solve_chain(problem: Problem, budget: int, options: Options | None = None, slots: int = 500) -> ChainPlan:
     """The cheapest schedule for one budget (bytes); keep-everything without any solving if that fits."""
     schedule = keep_everything(problem)
     walked = walk(problem, schedule)
     if walked.peak <= budget:
-        return Solution(schedule, walked, "keep everything")
+        return ChainPlan(schedule, walked, "keep everything")
     return ChainPlanner(problem, options, slots).solve(budget)
 
 
@@ -173,7 +162,7 @@ class _Candidates:
         costs = chain_costs(problem, options)
         need = costs.keep_everything_need()
         self.points: list[tuple[ChainTable, int]] = []  # by rising nominal memory
-        self.walked: dict[int, Solution] = {}
+        self.walked: dict[int, ChainPlan] = {}
         if not costs.blocks or not need:
             return
         coarse = ChainTable(costs, -(-need // slots), slots + costs.blocks + 2)
@@ -184,20 +173,20 @@ class _Candidates:
                 (table, m) for m in _evenly([m for m in table.breakpoints() if m * table.unit >= nominal], WALKS)
             ]
 
-    def at(self, k: int) -> Solution:
+    def at(self, k: int) -> ChainPlan:
         """Candidate k as a schedule."""
         if k not in self.walked:
             table, m = self.points[k]
             order = drop_useless_runs(self.problem, expand(self.problem, table, m))
             schedule = with_deletes(self.problem, order)
-            self.walked[k] = Solution(schedule, walk(self.problem, schedule), "chain")
+            self.walked[k] = ChainPlan(schedule, walk(self.problem, schedule), "chain")
         return self.walked[k]
 
-    def all(self) -> list[Solution]:
+    def all(self) -> list[ChainPlan]:
         """Every candidate."""
         return [self.at(k) for k in range(len(self.points))]
 
-    def cheapest(self, budget: int) -> Solution | None:
+    def cheapest(self, budget: int) -> ChainPlan | None:
         """The cheapest candidate that fits: by bisection, then among its neighbours (peaks rise nearly always)."""
         low, high = 0, len(self.points)
         while low < high:
@@ -217,9 +206,9 @@ def _evenly(points: list[int], most: int) -> list[int]:
     return [points[index * (len(points) - 1) // (most - 1)] for index in range(most)]
 
 
-def _cheapest_per_peak(solutions: list[Solution]) -> list[Solution]:
+def _cheapest_per_peak(solutions: list[ChainPlan]) -> list[ChainPlan]:
     """Solutions by rising peak, each cheaper than all before it."""
-    kept: list[Solution] = []
+    kept: list[ChainPlan] = []
     for s in sorted(solutions, key=lambda s: (s.peak, s.time)):
         if not kept or s.time < kept[-1].time:
             kept.append(s)

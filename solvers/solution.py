@@ -1,0 +1,64 @@
+"""What every solver answers: a verified schedule, its cost, and how far from the best it can be at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from solvers.schedule import Schedule
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The answer of one solver to one problem and budget.
+
+    ``status``:
+
+    - ``"optimal"``: ``schedule`` fits, and no schedule of the solver's class costs less, up to the gap asked for;
+    - ``"feasible"``: ``schedule`` fits; cheaper ones are not excluded (``gap`` says by how much at most);
+    - ``"infeasible"``: proven that no schedule of the solver's class fits;
+    - ``"unknown"``: none was found in the time given, and none is excluded.
+
+    ``reason`` says what the status rests on, the class included. ``cost`` and ``bound`` are in the problem's unit
+    of time (nanoseconds unless a file has its own), ``bound`` being a proven lower bound for the class;
+    ``peak`` is the walker's figure in bytes. ``seconds`` is wall time, ``solver`` the name of what found it.
+    Where there is no schedule, ``cost``, ``peak`` and ``schedule`` are None.
+    """
+
+    status: Status
+    reason: str
+    cost: int | None
+    bound: int
+    peak: int | None
+    schedule: Schedule | None
+    seconds: float
+    solver: str
+
+    @property
+    def gap(self) -> float:
+        """``(cost - bound) / cost``: 0 for a proven optimum, infinite without a schedule."""
+        if self.cost is None:
+            return float("inf")
+        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Time against memory: ``points`` are (budget in bytes, overhead), overhead falling as the budget grows.
+
+    Overhead is recompute time as a fraction of the time without recomputation. From ``max_budget`` on, nothing
+    is recomputed; there is no schedule below ``lower`` bytes, and none is known below ``min_budget``. Where the
+    two are equal (``exact``), ``min_budget`` is the smallest feasible budget.
+    """
+
+    min_budget: int
+    max_budget: int
+    points: tuple[tuple[int, float], ...]
+    lower: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether ``min_budget`` is proven to be the smallest budget that any schedule fits."""
+        return self.lower == self.min_budget
