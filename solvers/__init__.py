@@ -5,10 +5,13 @@ both validity and cost. ``solve(problem, budget)`` asks any solver by name and r
 ``frontier(problem)`` is the whole curve. ``block_options`` solves one block, ``ChainPlanner`` a whole chain.
 """
 
-import solvers.chain_solvers  # noqa: F401  makes the solvers of a ``Problem`` known
+import solvers.chain_solvers
+import solvers.graph_solvers  # noqa: F401  makes those of a ``GraphProblem`` known
 from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
 from solvers.chain import ChainPlan, ChainPlanner, solve_chain
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
+from solvers.graph import GraphNode, GraphProblem
+from solvers.graph_walker import GraphWalk, walk_graph
 from solvers.ilp import Grid, Option, block_options
 from solvers.ilp_model import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
@@ -28,6 +31,9 @@ __all__ = [
     "Data",
     "Del",
     "Frontier",
+    "GraphNode",
+    "GraphProblem",
+    "GraphWalk",
     "Grid",
     "InfeasibleError",
     "Judged",
@@ -64,5 +70,6 @@ __all__ = [
     "solver_names",
     "step_name",
     "walk",
+    "walk_graph",
     "with_deletes",
 ]

@@ -1,0 +1,54 @@
+"""The solvers of a ``GraphProblem`` by name, behind ``solvers.solve``."""
+
+from __future__ import annotations
+
+from solvers.graph import GraphProblem
+from solvers.graph_baselines import recompute_all, sqrt_segments
+from solvers.graph_walker import walk_graph
+from solvers.schedule import Schedule
+from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
+from solvers.stages import Runs, schedule_graph, staged_graph
+from solvers.whole_graph import solve_staged
+
+CLASS = "in the fixed order of first runs, frontier-advancing"
+
+
+def _judge(problem: GraphProblem, schedule: Schedule) -> Judged:
+    walked = walk_graph(problem, schedule)
+    return Judged(walked.peak, walked.time)
+
+
+KINDS[GraphProblem] = Kind(_judge, lambda problem: problem.eager_time)
+
+
+def _answer(problem: GraphProblem, runs: Runs) -> Answer:
+    return Answer(schedule_graph(problem, runs))
+
+
+@register(GraphProblem, "keep_all")
+def _keep_all(problem: GraphProblem, request: Request) -> Answer:
+    return _answer(problem, staged_graph(problem).none())
+
+
+@register(GraphProblem, "recompute_all")
+def _recompute_all(problem: GraphProblem, request: Request) -> Answer:
+    return _answer(problem, recompute_all(staged_graph(problem)))
+
+
+@register(GraphProblem, "sqrt")
+def _sqrt(problem: GraphProblem, request: Request) -> Answer:
+    return _answer(problem, sqrt_segments(staged_graph(problem)))
+
+
+@register(GraphProblem, "checkmate")
+def _checkmate(problem: GraphProblem, request: Request) -> Answer:
+    found = solve_staged(staged_graph(problem), request)
+    bound = problem.eager_time + found.bound
+    if found.runs is None:
+        return Answer(None, bound, infeasible=found.infeasible)
+    return Answer(schedule_graph(problem, found.runs), bound, reason=CLASS)
+
+
+@register(GraphProblem, "auto")
+def _auto(problem: GraphProblem, request: Request) -> Answer:
+    return _checkmate(problem, request)

@@ -1,0 +1,180 @@
+"""Integer programs over 0/1 columns, and one way to run them: HiGHS directly, or any PuLP solver by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+import pulp
+
+from solvers.errors import ProblemError
+
+INFINITY = highspy.kHighsInf
+Terms = Iterable[tuple[int, float]]
+
+
+@dataclass
+class Program:
+    """Minimise ``cost`` · x over 0/1 columns (continuous in [0, 1] where not ``integer``), rows between two limits."""
+
+    cost: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+
+    def column(self, cost: float = 0.0, integer: bool = True) -> int:
+        """A new column."""
+        self.cost.append(cost)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def row(self, terms: Terms, lower: float, upper: float) -> None:
+        """A new row; terms of one column are added up."""
+        total: dict[int, float] = {}
+        for column, value in terms:
+            total[column] = total.get(column, 0.0) + value
+        self.columns += total.keys()
+        self.values += total.values()
+        self.starts.append(len(self.columns))
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``values``: the best solution found, if any; ``bound``: proven lower bound on the objective (``INFINITY`` if
+    there provably is no solution). ``interrupted``: by Ctrl-C."""
+
+    values: npt.NDArray[np.float64] | None
+    bound: float
+    optimal: bool
+    interrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Which solver, and how long. ``gap`` is relative to the objective; ``seconds`` is wall time."""
+
+    name: str = "HiGHS"
+    threads: int = 1
+    gap: float = 1e-4
+    seconds: float = 60.0
+
+
+def run(
+    program: Program,
+    effort: Effort,
+    start: npt.NDArray[np.float64] | None = None,
+    report: Callable[[float], None] | None = None,
+) -> Outcome:
+    """Solve ``program``; ``start`` is a known solution, ``report`` is told the bound now and then."""
+    if not program.cost:
+        feasible = all(lo <= 0 <= up for lo, up in zip(program.lower, program.upper, strict=True))
+        return Outcome(np.zeros(0) if feasible else None, 0.0 if feasible else INFINITY, True)
+    if effort.name == "HiGHS":
+        return _run_highs(program, effort, start, report)
+    return _run_pulp(program, effort)
+
+
+def _highs(program: Program, effort: Effort) -> Any:
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(program.cost), len(program.lower)
+    lp.col_cost_ = np.array(program.cost)
+    lp.col_lower_, lp.col_upper_ = np.zeros(lp.num_col_), np.ones(lp.num_col_)
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    lp.integrality_ = [kinds[flag] for flag in program.integer]
+    lp.row_lower_, lp.row_upper_ = np.array(program.lower), np.array(program.upper)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.array(program.starts, np.int32)
+    lp.a_matrix_.index_ = np.array(program.columns, np.int32)
+    lp.a_matrix_.value_ = np.array(program.values)
+    highs = highspy.Highs()
+    options = {
+        "output_flag": False,
+        "threads": effort.threads,
+        "time_limit": effort.seconds,
+        "mip_rel_gap": effort.gap,
+    }
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(lp)
+    return highs
+
+
+def _run_highs(
+    program: Program,
+    effort: Effort,
+    start: npt.NDArray[np.float64] | None,
+    report: Callable[[float], None] | None,
+) -> Outcome:
+    highs = _highs(program, effort)
+    if start is not None:
+        solution = highspy.HighsSolution()
+        solution.col_value = start.tolist()
+        highs.setSolution(solution)
+    interrupted = _wait(highs, report)
+    status, info = highs.getModelStatus(), highs.getInfo()
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        return Outcome(None, INFINITY, True, interrupted)
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    values = np.array(highs.getSolution().col_value) if found else None
+    bound = info.mip_dual_bound if any(program.integer) else info.objective_function_value
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    return Outcome(values, max(0.0, bound) if np.isfinite(bound) else 0.0, optimal, interrupted)
+
+
+def _wait(highs: Any, report: Callable[[float], None] | None) -> bool:
+    """Run in a thread of HiGHS's own, so that Ctrl-C is heard; True if it was."""
+    highs.HandleUserInterrupt = True
+    if report:
+
+        def tell(event: Any) -> None:
+            report(max(0.0, event.data_out.mip_dual_bound))
+
+        highs.cbMipLogging.subscribe(tell)
+    interrupted = False
+    highs.startSolve()
+    while True:
+        try:
+            done, _ = highs.wait(0.2)
+            if done:
+                return interrupted
+        except KeyboardInterrupt:
+            interrupted = True
+            highs.cancelSolve()
+
+
+def _run_pulp(program: Program, effort: Effort) -> Outcome:
+    """Any PuLP solver. PuLP hands back no dual bound, so that of a run cut short is 0."""
+    available = pulp.listSolvers(onlyAvailable=True)
+    if effort.name not in available:
+        raise ProblemError(f"milp={effort.name!r} is not available; PuLP finds: {', '.join(available)}")
+    model = pulp.LpProblem("program", pulp.LpMinimize)
+    kinds = (pulp.LpContinuous, pulp.LpInteger)
+    x = [model.add_variable(f"x{k}", 0, 1, kinds[flag]) for k, flag in enumerate(program.integer)]
+    model += pulp.lpSum(c * v for c, v in zip(program.cost, x, strict=True))
+    for k, (lo, up) in enumerate(zip(program.lower, program.upper, strict=True)):
+        span = range(program.starts[k], program.starts[k + 1])
+        total = pulp.lpSum(program.values[at] * x[program.columns[at]] for at in span)
+        if lo > -INFINITY:
+            model += total >= lo
+        if up < INFINITY:
+            model += total <= up
+    solver = pulp.getSolver(effort.name, msg=False, timeLimit=effort.seconds, gapRel=effort.gap, threads=effort.threads)
+    model.solve(solver)
+    if model.sol_status == pulp.LpSolutionInfeasible:
+        return Outcome(None, INFINITY, True)
+    if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return Outcome(None, 0.0, False)
+    # PuLP calls a solution "optimal" that CBC found before its time limit; only sol_status tells them apart.
+    optimal = model.sol_status == pulp.LpSolutionOptimal
+    objective = float(pulp.value(model.objective) or 0.0)
+    values = np.array([float(v.varValue or 0.0) for v in x])
+    return Outcome(values, objective * (1 - effort.gap) if optimal else 0.0, optimal)

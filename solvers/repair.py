@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def repair(staged, budget, runs, remaining):
+    return None
