@@ -10,6 +10,7 @@ import solvers.graph_solvers  # noqa: F401  makes those of a ``GraphProblem`` kn
 from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
 from solvers.chain import ChainPlan, ChainPlanner, solve_chain
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
+from solvers.files import read_problem, write_problem
 from solvers.graph import GraphNode, GraphProblem
 from solvers.graph_walker import GraphWalk, walk_graph
 from solvers.ilp import Grid, Option, block_options
@@ -63,6 +64,7 @@ __all__ = [
     "frontier",
     "keep_everything",
     "parse_schedule",
+    "read_problem",
     "recompute_all",
     "register",
     "solve",
@@ -72,4 +74,5 @@ __all__ = [
     "walk",
     "walk_graph",
     "with_deletes",
+    "write_problem",
 ]

@@ -10,6 +10,7 @@ of all its inputs live. Memory while a node runs is the bytes of the live output
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,10 +34,14 @@ class GraphNode:
 
 @dataclass(frozen=True, slots=True)
 class GraphProblem:
-    """Nodes in topological order: each reads only earlier ones (checked by ``verify``)."""
+    """Nodes in topological order: each reads only earlier ones (checked by ``verify``).
+
+    A time of ``scale`` is one ``unit``.
+    """
 
     nodes: tuple[GraphNode, ...]
     unit: str = "ns"
+    scale: int = 1
 
     @property
     def eager_time(self) -> int:
@@ -45,6 +50,8 @@ class GraphProblem:
 
     def verify(self) -> None:
         """Raise ``ProblemError`` for the first invariant that does not hold."""
+        if self.scale < 1:
+            raise ProblemError(f"the scale is {self.scale}; it is at least 1")
         for i, node in enumerate(self.nodes):
             if min(node.time, node.size, node.transient) < 0:
                 raise ProblemError(f"node {i} ({node.name}) has a negative time or size")
@@ -65,15 +72,15 @@ def topological(names: Sequence[object], edges: Iterable[tuple[int, int]]) -> li
     for a, b in edges:
         readers[a].append(b)
         waiting[b] += 1
-    ready = [i for i in reversed(range(len(names))) if not waiting[i]]
+    ready = [i for i, count in enumerate(waiting) if not count]  # sorted, so a heap
     order: list[int] = []
     while ready:
-        i = ready.pop()
+        i = heapq.heappop(ready)
         order.append(i)
-        for j in sorted(readers[i], reverse=True):
+        for j in readers[i]:
             waiting[j] -= 1
             if not waiting[j]:
-                ready.append(j)
+                heapq.heappush(ready, j)
     if len(order) < len(names):
         stuck = next(i for i, w in enumerate(waiting) if w)
         raise ProblemError(f"the graph has a cycle through or before node {names[stuck]!r}")

@@ -1,4 +1,4 @@
-"""What people do without a solver, for any staged problem: the reruns of keep all, recompute all and sqrt(n) segments."""
+"""What people do without a solver, as reruns of any staged problem: recompute all, and sqrt(n) segments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def recompute_all(staged: Staged) -> Runs:
 
 
 def sqrt_segments(staged: Staged) -> Runs:
-    """About sqrt(n) segments of steps; what one segment hands to the next is kept, all else runs again where it is read.
+    """About sqrt(n) segments of steps; what one hands to the next is kept, all else runs again where it is read.
 
     After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016): a datum is a checkpoint if its first
     reader outside its own segment lies in the next one. Others run again once in each later segment that reads them.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from solvers.graph import GraphProblem
 from solvers.graph_baselines import recompute_all, sqrt_segments
+from solvers.graph_frontier import frontier_staged
 from solvers.graph_walker import walk_graph
 from solvers.schedule import Schedule
+from solvers.solution import Frontier
 from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
 from solvers.stages import Runs, schedule_graph, staged_graph
 from solvers.whole_graph import solve_staged
@@ -18,7 +20,11 @@ def _judge(problem: GraphProblem, schedule: Schedule) -> Judged:
     return Judged(walked.peak, walked.time)
 
 
-KINDS[GraphProblem] = Kind(_judge, lambda problem: problem.eager_time)
+def _frontier(problem: GraphProblem, request: Request) -> Frontier:
+    return frontier_staged(staged_graph(problem), request)
+
+
+KINDS[GraphProblem] = Kind(_judge, lambda problem: problem.eager_time, _frontier)
 
 
 def _answer(problem: GraphProblem, runs: Runs) -> Answer:

@@ -94,6 +94,7 @@ class Problem:
 
     def verify(self) -> None:
         """Raise ``ProblemError`` for the first invariant that does not hold."""
+        self._verify_references()
         for i in range(len(self.nodes)):
             self._verify_node(i)
         for d, datum in enumerate(self.data):
@@ -108,6 +109,17 @@ class Problem:
             at = block.stop
         if at != len(self.nodes):
             raise ProblemError(f"blocks end at node {at} of {len(self.nodes)}")
+
+    def _verify_references(self) -> None:
+        """Every position refers to something that exists."""
+        for d, datum in enumerate(self.data):
+            if not 0 <= datum.owner < len(self.nodes):
+                raise ProblemError(f"data {d} ({datum.name}) has the owner {datum.owner}, which does not exist")
+        held = ((d, "the held data") for d in sorted(self.held))
+        read = ((d, n.name) for n in self.nodes for d in n.reads + n.makes + (n.backward.reads if n.backward else ()))
+        for d, where in (*held, *read):
+            if not 0 <= d < len(self.data):
+                raise ProblemError(f"{where}: there is no data {d}")
 
     def _verify_node(self, i: int) -> None:
         node = self.nodes[i]

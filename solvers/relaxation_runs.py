@@ -55,13 +55,12 @@ def _spell_segment(model: Relaxation, values: Values, k: int, runs: list[set[int
             continue
         cells = _known_cells(model, k, i)
         if not cells:
-            wanted = stage.get(i, end)
-            t = model.stage_of(k, i, wanted)
-            if t is None:
-                t = model.stage_of(k, i, end)
-                assert t is not None
+            chosen = model.stage_of(k, i, stage.get(i, end))
+            if chosen is None:
+                chosen = model.stage_of(k, i, end)
+                assert chosen is not None
                 conflicts.add((model.limits[k][0],) * 2)
-            cells = [t]
+            cells = [chosen]
         for t in cells:
             runs[t].add(i)
             for d in model.reads[i]:

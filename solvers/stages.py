@@ -26,7 +26,7 @@ Runs = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """``own``: the most bytes that a run allocates, results included. ``rng``: bytes kept from its first run to its last."""
+    """``own``: the most bytes that a run allocates, results included. ``rng``: bytes kept from first to last run."""
 
     time: int
     reads: tuple[int, ...]

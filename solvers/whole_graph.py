@@ -1,7 +1,7 @@
 """The whole graph by lazily generated positions: relax, solve, look where the schedule oversteps, look there too.
 
-``solve_staged`` is exact for the class of ``solvers.stages``: it ends with a schedule and a lower bound that meet, or a proof
-that none fits, or at the time limit with the best of both so far. Each round solves a ``Relaxation`` for the
+``solve_staged`` is exact for the class of ``solvers.stages``: it ends with a schedule and a lower bound that meet, or
+a proof that none fits, or at the time limit with the best of both so far. Each round solves a ``Relaxation`` for the
 positions known; its bound holds for all schedules. The reruns of its solution, where they do not fit, are
 repaired by ``solvers.repair``, which gives a schedule (an upper bound, and the next round's start).
 """
@@ -25,24 +25,25 @@ MOST_NEW = 12
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """``runs``: the best schedule found, if any; ``bound``: proven least time of reruns; ``infeasible``: why none fits."""
+    """``runs``: the best found, if any; ``bound``: proven least time of reruns; ``infeasible``: why nothing fits."""
 
     runs: Runs | None
     bound: int
     infeasible: str = ""
     interrupted: bool = False
+    positions: frozenset[Cell] = frozenset()
 
 
-def too_large(staged: Staged, budget: int) -> str:
-    """Why nothing fits ``budget``: one step alone needs more, with what it reads and the held data; else ""."""
-    held = 0
+def least_step(staged: Staged) -> tuple[int, int]:
+    """A bound on every budget: the bytes of the step that needs most, with what it reads and is held; and which."""
+    held = least = at = 0
     for t, operation in enumerate(staged.operations):
         read = sum(staged.sizes[d] for d in staged.reads[t] if d not in staged.held)
         need = read + held + operation.own + staged.base[t]
-        if need > budget:
-            return f"step {t} alone needs {format_bytes(need)} ({need} bytes), more than the budget of {budget} bytes"
+        if need > least:
+            least, at = need, t
         held += sum(staged.sizes[d] for d in operation.makes if d in staged.held)
-    return ""
+    return least, at
 
 
 def peaks(found: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
@@ -81,6 +82,10 @@ class _Search:
     def proven(self) -> bool:
         return self.best is not None and self.cost - self.bound <= self.request.gap * self.cost
 
+    def share(self) -> float:
+        """Seconds left for the heuristic: a tenth of the time limit."""
+        return self.request.remaining() - 0.9 * self.request.time_limit
+
     def report(self, doing: str) -> None:
         best = self.eager + self.cost if self.best is not None else None
         self.request.report(best, self.eager + self.bound, doing)
@@ -115,30 +120,45 @@ class _Search:
         return True
 
 
-def solve_staged(staged: Staged, request: Request, start: Runs | None = None) -> Found:
-    """The cheapest reruns within ``request.budget``; ``start`` is a schedule that fits, if one is known."""
-    why = too_large(staged, request.budget)
-    if why:
-        return Found(None, 0, why)
+def solve_staged(
+    staged: Staged, request: Request, start: Runs | None = None, positions: frozenset[Cell] = frozenset()
+) -> Found:
+    """The cheapest reruns within ``request.budget``.
+
+    ``start``: a schedule that fits; ``positions``: cells worth looking at; both where known from another solve.
+    """
+    least, step = least_step(staged)
+    if least > request.budget:
+        return Found(None, 0, _too_large(least, step, request.budget))
     none = timeline(staged, staged.none())
     if none.peak <= request.budget:
         return Found(staged.none(), 0)
     search = _Search(staged, request, start)
-    search.offer(repair(staged, request.budget, staged.none(), request.remaining))
-    search.positions.update(peaks(none, request.budget))
-    while request.remaining() > 0 and not search.proven:
+    search.positions.update(positions or peaks(none, request.budget))
+    if start is None:
+        search.offer(repair(staged, request.budget, staged.none(), search.share))
+    interrupted, infeasible = False, ""
+    while request.remaining() > 0 and not search.proven and not interrupted:
         model, outcome = search.solve(max(0.1, request.remaining()))
-        if outcome.values is None and outcome.optimal and not outcome.interrupted:
-            return Found(None, 0, _why_infeasible(len(search.positions), request.budget))
-        if outcome.interrupted:
-            return Found(search.best, search.bound, interrupted=True)
-        if outcome.values is None or not search.add(model, outcome):
+        interrupted = outcome.interrupted
+        if outcome.values is None:
+            if outcome.optimal and not interrupted:
+                infeasible = _no_solution(len(search.positions), request.budget)
             break
-    return Found(search.best, search.bound)
+        if not search.add(model, outcome):
+            break
+    return Found(search.best, search.bound, infeasible, interrupted, frozenset(search.positions))
 
 
-def _why_infeasible(positions: int, budget: int) -> str:
+def _too_large(least: int, step: int, budget: int) -> str:
     return (
-        f"no schedule in the fixed order of first runs fits {format_bytes(budget)} ({budget} bytes): an integer program "
-        f"that looks at {positions} of its cells only has no solution"
+        f"step {step} alone needs {format_bytes(least)} ({least} bytes) with what it reads, "
+        f"more than the budget of {budget} bytes"
+    )
+
+
+def _no_solution(positions: int, budget: int) -> str:
+    return (
+        f"no schedule in the fixed order of first runs fits {format_bytes(budget)} ({budget} bytes): "
+        f"an integer program that looks at {positions} of its cells only has no solution"
     )
