@@ -1,0 +1,63 @@
+"""The whole-graph solver against every schedule of its class, on graphs and training steps small enough to enumerate."""
+
+from __future__ import annotations
+
+from graph_strategies import cheapest, graphs, least_costs
+from hypothesis import given, settings
+from solver_strategies import problems
+
+from solvers import GraphProblem, Problem, Request, frontier, solve, walk, walk_graph
+from solvers.stages import Runs, schedule_graph, schedule_step, staged_graph, staged_step, timeline
+from solvers.whole_graph import solve_staged
+
+
+def graph_costs(problem: GraphProblem) -> list[tuple[int, int]]:
+    def judge(runs: Runs) -> tuple[int, int]:
+        walked = walk_graph(problem, schedule_graph(problem, runs))
+        assert timeline(staged, runs).peak == walked.peak
+        return walked.peak, walked.time
+
+    staged = staged_graph(problem)
+    return least_costs(staged, judge)
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs())
+def test_graphs_are_solved_to_the_optimum_of_the_class(problem: GraphProblem) -> None:
+    pareto = graph_costs(problem)
+    for budget in sorted({max(0, peak + delta) for peak, _ in pareto for delta in (-1, 0, 1)}):
+        found = solve(problem, budget, "checkmate", gap=0.0)
+        assert found.cost == cheapest(pareto, budget)
+        assert found.status == ("infeasible" if found.cost is None else "optimal")
+        assert found.cost is None or found.bound == found.cost
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(max_nodes=3))
+def test_training_steps_are_solved_to_the_optimum_of_the_class(problem: Problem) -> None:
+    def judge(runs: Runs) -> tuple[int, int]:
+        walked = walk(problem, schedule_step(problem, runs))
+        assert timeline(staged, runs).peak == walked.peak
+        return walked.peak, walked.recompute
+
+    staged = staged_step(problem)
+    pareto = least_costs(staged, judge)
+    for budget in sorted({max(0, peak + delta) for peak, _ in pareto for delta in (-1, 0, 1)}):
+        found = solve_staged(staged, Request(budget, gap=0.0))
+        cost = None if found.runs is None else judge(found.runs)[1]
+        assert cost == cheapest(pareto, budget)
+        assert found.bound == cost or (cost is None and found.infeasible)
+
+
+@settings(deadline=None, max_examples=20)
+@given(graphs(max_nodes=4))
+def test_frontier_is_the_pareto_set_where_it_looks(problem: GraphProblem) -> None:
+    pareto = graph_costs(problem)
+    curve = frontier(problem)
+    assert curve.exact
+    assert curve.min_budget == pareto[0][0]
+    costs = [(peak, round(overhead * (problem.eager_time or 1))) for peak, overhead in curve.points]
+    assert costs == sorted(costs)
+    assert all(b < a for (_, a), (_, b) in zip(costs, costs[1:], strict=False))
+    for peak, cost in costs:
+        assert cheapest(pareto, peak) == problem.eager_time + cost
