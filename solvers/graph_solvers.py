@@ -1,4 +1,4 @@
-"""The solvers of a ``GraphProblem`` by name, behind ``solvers.solve``."""
+"""The solvers of a ``GraphProblem`` by name, and the whole-graph solver of a ``Problem``, behind ``solvers.solve``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from solvers.graph import GraphProblem
 from solvers.graph_baselines import recompute_all, sqrt_segments
 from solvers.graph_frontier import frontier_staged
 from solvers.graph_walker import walk_graph
+from solvers.problem import Problem
 from solvers.schedule import Schedule
 from solvers.solution import Frontier
 from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
-from solvers.stages import Runs, schedule_graph, staged_graph
+from solvers.stages import Runs, schedule_graph, schedule_step, staged_graph, staged_step
 from solvers.whole_graph import solve_staged
 
 CLASS = "in the fixed order of first runs, frontier-advancing"
@@ -49,10 +50,16 @@ def _sqrt(problem: GraphProblem, request: Request) -> Answer:
 @register(GraphProblem, "checkmate")
 def _checkmate(problem: GraphProblem, request: Request) -> Answer:
     found = solve_staged(staged_graph(problem), request)
-    bound = problem.eager_time + found.bound
-    if found.runs is None:
-        return Answer(None, bound, infeasible=found.infeasible)
-    return Answer(schedule_graph(problem, found.runs), bound, reason=CLASS)
+    schedule = None if found.runs is None else schedule_graph(problem, found.runs)
+    return Answer(schedule, problem.eager_time + found.bound, CLASS if schedule else "", found.infeasible)
+
+
+@register(Problem, "checkmate")
+def _checkmate_step(problem: Problem, request: Request) -> Answer:
+    """The whole training step at once; its class has that of every block program and of the chain in it."""
+    found = solve_staged(staged_step(problem), request)
+    schedule = None if found.runs is None else schedule_step(problem, found.runs)
+    return Answer(schedule, problem.eager_time + found.bound, CLASS if schedule else "", found.infeasible)
 
 
 @register(GraphProblem, "auto")

@@ -23,6 +23,9 @@ Cell = tuple[int, int]
 Runs = tuple[tuple[int, ...], ...]
 """Per stage, the operations that run again in it, in order."""
 
+MOST_NEW = 12
+"""Cells that ``peaks`` returns at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -194,3 +197,19 @@ def _add_generator_states(staged: Staged, cells: list[Cell], change: list[int]) 
         if t == i and staged.operations[i].rng and last[i] > p:
             change[p] += staged.operations[i].rng
             change[last[i] + 1] -= staged.operations[i].rng
+
+
+def peaks(found: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
+    """Of each stretch of cells over ``budget``, the one with most memory; the ``most`` worst of them."""
+    over = found.memory > budget
+    worst: list[tuple[int, Cell]] = []
+    start = None
+    for p in range(len(found.cells) + 1):
+        inside = p < len(found.cells) and over[p]
+        if inside and start is None:
+            start = p
+        if not inside and start is not None:
+            top = start + int(found.memory[start:p].argmax())
+            worst.append((int(found.memory[top]), found.cells[top]))
+            start = None
+    return [cell for _, cell in sorted(worst, reverse=True)[:most]]

@@ -8,19 +8,25 @@ repaired by ``solvers.repair``, which gives a schedule (an upper bound, and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-from solvers.milp import Effort, Outcome, run
+import numpy as np
+import numpy.typing as npt
+
+from solvers.milp import INFINITY, Effort, run
+from solvers.neighbourhood import Neighbourhoods
 from solvers.relaxation import Cover, Relaxation
 from solvers.relaxation_runs import overstepped, spell, start_values
 from solvers.repair import repair
 from solvers.solve import Request
-from solvers.stages import Cell, Runs, Staged, Timeline, timeline
+from solvers.stages import Cell, Runs, Staged, peaks, timeline
 from solvers.text import format_bytes
 
-MOST_NEW = 12
-"""Positions added per round at most: those that overstep most."""
+
+CAP = 2.0
+"""Seconds of the first rounds at most; it doubles when a round does not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +52,6 @@ def least_step(staged: Staged) -> tuple[int, int]:
     return least, at
 
 
-def peaks(found: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
-    """Of each stretch of cells over ``budget``, the one with most memory; the ``most`` worst of them."""
-    over = found.memory > budget
-    worst: list[tuple[int, Cell]] = []
-    start = None
-    for p in range(len(found.cells) + 1):
-        inside = p < len(found.cells) and over[p]
-        if inside and start is None:
-            start = p
-        if not inside and start is not None:
-            top = start + int(found.memory[start:p].argmax())
-            worst.append((int(found.memory[top]), found.cells[top]))
-            start = None
-    return [cell for _, cell in sorted(worst, reverse=True)[:most]]
-
-
 class _Search:
     """The rounds of one solve, and what they have proven so far."""
 
@@ -71,6 +61,10 @@ class _Search:
         self.bound = 0
         self.positions: set[Cell] = set()
         self.covers: list[Cover] = []
+        self.infeasible = ""
+        self.interrupted = False
+        self.cap = max(CAP, request.time_limit / 12)
+        self.around: Neighbourhoods | None = None
         self.eager = sum(op.time for op in staged.operations)
 
     def offer(self, runs: Runs | None) -> None:
@@ -80,44 +74,83 @@ class _Search:
 
     @property
     def proven(self) -> bool:
+        """Whether cost and bound meet, up to the gap asked for; of the cost of reruns, which is the stricter reading."""
         return self.best is not None and self.cost - self.bound <= self.request.gap * self.cost
+
+    @property
+    def over(self) -> bool:
+        """Whether the search is to end."""
+        return self.proven or self.interrupted or bool(self.infeasible) or self.request.remaining() <= 0
 
     def share(self) -> float:
         """Seconds left for the heuristic: a tenth of the time limit."""
         return self.request.remaining() - 0.9 * self.request.time_limit
 
     def report(self, doing: str) -> None:
+        """Tell how far it is."""
         best = self.eager + self.cost if self.best is not None else None
         self.request.report(best, self.eager + self.bound, doing)
 
-    def solve(self, seconds: float) -> tuple[Relaxation, Outcome]:
-        """One round: the relaxation for the positions known so far."""
+    def round(self) -> None:
+        """Solve the relaxation for the positions known so far, and learn from it."""
         model = Relaxation(self.staged, self.request.budget, self.positions, self.covers)
+        seconds = min(self.cap, max(0.1, self.request.remaining()))
         effort = Effort(self.request.milp, self.request.threads, self.request.gap, seconds)
         start = start_values(model, timeline(self.staged, self.best)) if self.best is not None else None
+        before = self.request.seconds()
         outcome = run(model.program, effort, start)
-        if outcome.bound < 1e20:
-            # Tolerances of the solver: 1e-5 of the unit, which is 1e-9 of the time of all operations.
-            bound = ceil((outcome.bound - 1e-5) * model.time_unit)
-            self.bound = max(self.bound, min(bound, self.cost) if self.best is not None else bound)
+        spent = self.request.seconds() - before
+        if outcome.bound == INFINITY and self.best is None:
+            self.infeasible = _no_solution(len(self.positions), self.request.budget)
+            return
+        # Tolerances of the solver: 1e-5 of the unit, which is 1e-9 of the time of all operations.
+        if outcome.bound < INFINITY:
+            self.bound = max(self.bound, ceil((outcome.bound - 1e-5) * model.time_unit))
+        self.interrupted = outcome.interrupted
+        if outcome.values is not None:
+            self.learn(model, outcome.values)
+        if self.best is not None:
+            self.bound = min(self.bound, self.cost)
+        if not outcome.optimal:
+            self.cap *= 2
         self.report(f"{len(self.positions)} positions")
-        return model, outcome
+        if spent > CAP / 2 and not self.over:
+            self.search_around(spent)
 
-    def add(self, model: Relaxation, outcome: Outcome) -> bool:
-        """Take what a solution teaches; False if it teaches nothing new, so that the search ends."""
-        assert outcome.values is not None
-        spelled = spell(model, outcome.values)
+    def learn(self, model: Relaxation, values: npt.NDArray[np.float64]) -> None:
+        """Take what a solution teaches: a schedule, or cells where it oversteps."""
+        spelled = spell(model, values)
         spread = timeline(self.staged, spelled.runs)
         if spread.peak <= self.request.budget:
             self.offer(spelled.runs)
-            return not self.proven and not outcome.optimal
-        self.offer(repair(self.staged, self.request.budget, spelled.runs, self.request.remaining))
+            return
+        if self.staged.cost(spelled.runs) < self.cost or self.best is None:
+            self.offer(repair(self.staged, self.request.budget, spelled.runs, self.share_of_round()))
         cells = peaks(spread, self.request.budget)
         new = {*cells, *spelled.conflicts} - self.positions
         self.positions |= new
         if not new:
-            self.covers += [overstepped(model, outcome.values, cell) for cell in cells]
-        return True
+            self.covers += [overstepped(model, values, cell) for cell in cells]
+
+    def share_of_round(self) -> Callable[[], float]:
+        """Seconds left for a repair: half the cap of a round."""
+        end = self.request.seconds() + min(self.cap / 2, self.request.remaining())
+        return lambda: end - self.request.seconds()
+
+    def search_around(self, seconds: float) -> None:
+        """Improve the best schedule for about as long as the last round took."""
+        if self.best is None:
+            return
+        if self.around is None:
+            self.around = Neighbourhoods(self.staged, self.request, self.positions)
+        end = self.request.seconds() + min(seconds, self.request.remaining())
+
+        def told(runs: Runs) -> None:
+            self.offer(runs)
+            self.report("neighbourhoods")
+
+        self.around.improve(self.best, lambda: end - self.request.seconds(), self.bound, told)
+        self.interrupted |= self.around.interrupted
 
 
 def solve_staged(
@@ -137,17 +170,9 @@ def solve_staged(
     search.positions.update(positions or peaks(none, request.budget))
     if start is None:
         search.offer(repair(staged, request.budget, staged.none(), search.share))
-    interrupted, infeasible = False, ""
-    while request.remaining() > 0 and not search.proven and not interrupted:
-        model, outcome = search.solve(max(0.1, request.remaining()))
-        interrupted = outcome.interrupted
-        if outcome.values is None:
-            if outcome.optimal and not interrupted:
-                infeasible = _no_solution(len(search.positions), request.budget)
-            break
-        if not search.add(model, outcome):
-            break
-    return Found(search.best, search.bound, infeasible, interrupted, frozenset(search.positions))
+    while not search.over:
+        search.round()
+    return Found(search.best, search.bound, search.infeasible, search.interrupted, frozenset(search.positions))
 
 
 def _too_large(least: int, step: int, budget: int) -> str:
