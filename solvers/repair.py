@@ -9,16 +9,20 @@ its cost is kept. ``trim`` then removes reruns, the dearest first, as long as al
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from solvers.stages import Runs, Staged, Timeline, timeline, without_useless
+from solvers.stages import Runs, Staged, Timeline, memory, timeline, without_useless
 
 TRIED = 6
-"""Candidates that are tried out per step."""
+"""Candidates that are tried out per step; if none of them helps, five times as many."""
+
+MOST_CANDIDATES = 200
+"""Candidates kept per step, those of the best rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,68 +38,96 @@ class _Drop:
 def repair(staged: Staged, budget: int, runs: Runs, remaining: Callable[[], float]) -> Runs | None:
     """Reruns that fit ``budget``, from ``runs``; None if the way down ends before, or no time is left."""
     now = timeline(staged, runs)
-    over = _over(now, budget)
+    over = _over(now.memory, budget)
     while over:
-        best: tuple[float, int, Runs, Timeline, int] | None = None
-        for rank, drop in enumerate(_candidates(staged, budget, now)):
-            if remaining() <= 0:
-                return None
-            if rank >= TRIED and (best or rank >= 5 * TRIED):
-                break
-            tried = _with(staged, runs, drop)
-            then = timeline(staged, tried)
-            left = _over(then, budget)
-            if left < over:
-                score = (staged.cost(tried) - staged.cost(runs)) / (over - left)
-                if best is None or (score, left) < best[:2]:
-                    best = score, left, tried, then, left
-        if best is None:
+        drops = _candidates(staged, budget, now)
+        found = _many(staged, budget, runs, now, drops, over) or _one(staged, budget, runs, drops, over, remaining)
+        if found is None:
             return None
-        _, over, runs, now, _ = best
+        runs, now = found, timeline(staged, found)
+        over = _over(now.memory, budget)
     return trim(staged, budget, runs, remaining)
+
+
+def _many(staged: Staged, budget: int, runs: Runs, now: Timeline, drops: list[_Drop], over: int) -> Runs | None:
+    """The best candidates together, as long as they free no more than half of what is wanted; None if that is one."""
+    wanted = (int(now.memory.max()) - budget) / 2
+    count = 0
+    while count < len(drops) and wanted >= drops[count].freed:
+        wanted -= drops[count].freed
+        count += 1
+    if count < 2:
+        return None
+    tried = _with(staged, runs, drops[:count])
+    return tried if _over(memory(staged, staged.cells(tried)), budget) < over else None
+
+
+def _one(
+    staged: Staged, budget: int, runs: Runs, drops: list[_Drop], over: int, remaining: Callable[[], float]
+) -> Runs | None:
+    """The candidate that takes most of what oversteps away for its cost."""
+    cost = staged.cost(runs)
+    best: tuple[float, int, Runs] | None = None
+    for rank, drop in enumerate(drops[: 5 * TRIED]):
+        if remaining() <= 0 or (rank >= TRIED and best):
+            break
+        tried = _with(staged, runs, [drop])
+        left = _over(memory(staged, staged.cells(tried)), budget)
+        if left < over:
+            score = ((staged.cost(tried) - cost) / (over - left), left)
+            if best is None or score < best[:2]:
+                best = (*score, tried)
+    return best[2] if best and remaining() > 0 else None
 
 
 def trim(staged: Staged, budget: int, runs: Runs, remaining: Callable[[], float]) -> Runs:
     """``runs``, which fit, without those that are not needed to fit; the dearest are tried first."""
     runs = without_useless(staged, runs)
-    while remaining() > 0:
-        chosen = [(staged.operations[i].time, t, i) for t, stage in enumerate(runs) for i in stage]
+    removed = True
+    while removed and remaining() > 0:
         removed = False
+        chosen = [(staged.operations[i].time, t, i) for t, stage in enumerate(runs) for i in stage]
         for _, t, i in sorted(chosen, reverse=True):
             if i not in runs[t] or remaining() <= 0:
                 continue
             stage = tuple(j for j in runs[t] if j != i)
-            tried = without_useless(staged, (*runs[:t], stage, *runs[t + 1 :]))
-            if timeline(staged, tried).peak <= budget:
-                runs, removed = tried, True
-        if not removed:
-            break
+            tried = (*runs[:t], stage, *runs[t + 1 :])
+            if not _over(memory(staged, staged.cells(tried)), budget):
+                runs, removed = without_useless(staged, tried), True
     return runs
 
 
-def _over(now: Timeline, budget: int) -> int:
+def _over(used: npt.NDArray[np.int64], budget: int) -> int:
     """Bytes over budget, summed over all cells."""
-    return int(np.maximum(now.memory - budget, 0).sum())
+    return int(np.maximum(used - budget, 0).sum())
 
 
-def _with(staged: Staged, runs: Sequence[Sequence[int]], drop: _Drop) -> Runs:
-    stage = tuple(sorted({*runs[drop.stage], *drop.extra}))
-    return without_useless(staged, (*runs[: drop.stage], stage, *runs[drop.stage + 1 :]))
+def _with(staged: Staged, runs: Runs, drops: Sequence[_Drop]) -> Runs:
+    stages = list(runs)
+    for drop in drops:
+        stages[drop.stage] = tuple(sorted({*stages[drop.stage], *drop.extra}))
+    return without_useless(staged, stages)
 
 
 def _candidates(staged: Staged, budget: int, now: Timeline) -> list[_Drop]:
-    """Ways to free bytes at the cell with most memory, the best rate first."""
+    """Ways to free bytes at the cell with most memory, the best rates first, as many as may be tried."""
     p = int(now.memory.argmax())
     wanted = int(now.memory[p]) - budget
+    rates: list[float] = []  # the best so far, rising
     drops: list[_Drop] = []
+    chains = _Chains(staged, budget, now, p)
     for d, size in enumerate(staged.sizes):
         if not size or d in staged.held or not staged.operations[staged.owners[d]].rerun:
             continue
         reader = _next_reader(now, d, p)
-        if reader is not None:
-            drop = _drop(staged, budget, now, d, p, reader)
-            if drop:
-                drops.append(drop)
+        if reader is None:
+            continue
+        most = rates[-1] if len(rates) >= MOST_CANDIDATES else float("inf")
+        drop = chains.drop(d, reader, most * min(size, wanted))
+        if drop:
+            drops.append(drop)
+            insort(rates, drop.time / min(drop.freed, wanted))
+            del rates[MOST_CANDIDATES:]
     return sorted(drops, key=lambda drop: (drop.time / min(drop.freed, wanted), -drop.freed))
 
 
@@ -108,31 +140,50 @@ def _next_reader(now: Timeline, d: int, p: int) -> int | None:
     return None
 
 
-def _drop(staged: Staged, budget: int, now: Timeline, d: int, p: int, reader: int) -> _Drop | None:
-    """Drop d at p, to be made again just before ``reader``; None if its stage has no reruns, or nothing is gained."""
-    stage = now.cells[reader][0]
-    if stage < staged.first:
-        return None
-    extra: set[int] = set()
-    freed, time = staged.sizes[d], 0
-    pending = [staged.owners[d]]
-    while pending:
-        i = pending.pop()
-        if i in extra:
-            continue
-        extra.add(i)
-        time += staged.operations[i].time
-        for j in staged.operations[i].reads:
-            owner = staged.owners[j]
-            end = _ends(now, j, reader)
-            if end is None or not staged.sizes[j] or j in staged.held:
+class _Chains:
+    """What it takes to make a datum again at some position, for drops at ``p``."""
+
+    def __init__(self, staged: Staged, budget: int, now: Timeline, p: int) -> None:
+        self.staged, self.budget, self.now, self.p = staged, budget, now, p
+        self.most: dict[int, list[int]] = {}
+
+    def _most_between(self, start: int, reader: int) -> int:
+        """The most memory of the positions from ``start`` until before ``reader``."""
+        if reader not in self.most:
+            rising = np.maximum.accumulate(self.now.memory[:reader][::-1])
+            self.most[reader] = rising[::-1].tolist()
+        return self.most[reader][start] if start < reader else 0
+
+    def drop(self, d: int, reader: int, most_time: float) -> _Drop | None:
+        """Drop d, to be made again just before ``reader``; None if that frees nothing, or takes over ``most_time``.
+
+        What a rerun reads and is not live there stays live if memory allows, or runs again itself.
+        """
+        staged = self.staged
+        stage = self.now.cells[reader][0]
+        if stage < staged.first:
+            return None
+        extra: set[int] = set()
+        freed, time = staged.sizes[d], 0
+        pending = [staged.owners[d]]
+        while pending:
+            i = pending.pop()
+            if i in extra:
                 continue
-            stays = int(now.memory[end + 1 : reader].max(initial=0)) + staged.sizes[j] <= budget
-            if stays or not staged.operations[owner].rerun:
-                freed -= staged.sizes[j] if end < p else 0
-            else:
-                pending.append(owner)
-    return _Drop(stage, frozenset(extra), time, freed) if freed > 0 else None
+            extra.add(i)
+            time += staged.operations[i].time
+            if time > most_time:
+                return None
+            for j in staged.operations[i].reads:
+                end = _ends(self.now, j, reader)
+                if end is None or not staged.sizes[j] or j in staged.held:
+                    continue
+                stays = self._most_between(end + 1, reader) + staged.sizes[j] <= self.budget
+                if stays or not staged.operations[staged.owners[j]].rerun:
+                    freed -= staged.sizes[j] if end < self.p else 0
+                else:
+                    pending.append(staged.owners[j])
+        return _Drop(stage, frozenset(extra), time, freed) if freed > 0 else None
 
 
 def _ends(now: Timeline, d: int, reader: int) -> int | None:

@@ -164,32 +164,45 @@ class Timeline:
 
 
 def timeline(staged: Staged, runs: Sequence[Sequence[int]]) -> Timeline:
-    """The memory of ``runs``, by liveness; ``ValueError`` if a datum is read that was never made."""
+    """The memory of ``runs``, by liveness."""
     cells = staged.cells(runs)
     copies: list[list[list[int]]] = [[] for _ in staged.sizes]
-    change = [0] * (len(cells) + 1)
-    for p, cell in enumerate(cells):
-        operation = staged.operations[cell[1]]
+    for p, (_, i) in enumerate(cells):
+        operation = staged.operations[i]
         for d in operation.reads:
             copies[d][-1].append(p)
         for d in operation.makes:
             copies[d].append([p])
+    return Timeline(cells, memory(staged, cells), copies)
+
+
+def memory(staged: Staged, cells: Sequence[Cell]) -> npt.NDArray[np.int64]:
+    """Bytes while each of ``cells`` executes; the same as a timeline's, without its copies."""
+    sizes, operations = staged.sizes, staged.operations
+    change = [0] * (len(cells) + 1)
+    last: list[int] = [-1] * len(sizes)  # where the present copy was made, or read last
+    for p, cell in enumerate(cells):
+        operation = operations[cell[1]]
         own = operation.own + staged.extra(cell)
         change[p] += own
         change[p + 1] -= own
-    for d, of_datum in enumerate(copies):
-        size = staged.sizes[d]
-        if d in staged.held and of_datum:
-            change[of_datum[0][0] + 1] += size
-        elif size:
-            for copy in of_datum:
-                change[copy[0] + 1] += size
-                change[copy[-1] + 1] -= size
+        for d in operation.reads:
+            last[d] = p
+        for d in operation.makes:
+            if d in staged.held:
+                change[p + 1] += sizes[d] if last[d] < 0 else 0
+            else:
+                change[last[d] + 1] -= sizes[d] if last[d] >= 0 else 0
+                change[p + 1] += sizes[d]
+            last[d] = p
+    for d, end in enumerate(last):
+        if end >= 0 and d not in staged.held:
+            change[end + 1] -= sizes[d]
     _add_generator_states(staged, cells, change)
-    return Timeline(cells, np.cumsum(np.array(change[:-1], np.int64)), copies)
+    return np.cumsum(np.array(change[:-1], np.int64))
 
 
-def _add_generator_states(staged: Staged, cells: list[Cell], change: list[int]) -> None:
+def _add_generator_states(staged: Staged, cells: Sequence[Cell], change: list[int]) -> None:
     if not any(op.rng for op in staged.operations):
         return
     last = {i: p for p, (_, i) in enumerate(cells)}
