@@ -1,4 +1,4 @@
-"""The solvers of a ``GraphProblem`` by name, and the whole-graph solver of a ``Problem``, behind ``solvers.solve``."""
+"""The solvers of a ``GraphProblem`` by name, behind ``solvers.solve``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from solvers.graph import GraphProblem
 from solvers.graph_baselines import recompute_all, sqrt_segments
 from solvers.graph_frontier import frontier_staged
 from solvers.graph_walker import walk_graph
-from solvers.problem import Problem
+from solvers.repair import repair
 from solvers.schedule import Schedule
 from solvers.solution import Frontier
 from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
-from solvers.stages import Runs, schedule_graph, schedule_step, staged_graph, staged_step
+from solvers.stages import Runs, schedule_graph, staged_graph
 from solvers.whole_graph import solve_staged
 
 CLASS = "in the fixed order of first runs, frontier-advancing"
@@ -47,19 +47,32 @@ def _sqrt(problem: GraphProblem, request: Request) -> Answer:
     return _answer(problem, sqrt_segments(staged_graph(problem)))
 
 
+@register(GraphProblem, "greedy")
+def _greedy(problem: GraphProblem, request: Request) -> Answer:
+    """The fast heuristic alone; it proves nothing."""
+    staged = staged_graph(problem)
+    runs = repair(staged, request.budget, staged.none(), request.remaining)
+    return Answer(None, reason="greedy drops led nowhere") if runs is None else _answer(problem, runs)
+
+
+def _whole(problem: GraphProblem, request: Request, hierarchical: bool) -> Answer:
+    found = solve_staged(staged_graph(problem), request, hierarchical=hierarchical)
+    bound = problem.eager_time + found.bound
+    if found.runs is None:
+        return Answer(None, bound, infeasible=found.infeasible)
+    stopped = "stopped by Ctrl-C; the best so far " if found.interrupted else ""
+    return Answer(schedule_graph(problem, found.runs), bound, stopped + CLASS)
+
+
 @register(GraphProblem, "checkmate")
 def _checkmate(problem: GraphProblem, request: Request) -> Answer:
-    found = solve_staged(staged_graph(problem), request)
-    schedule = None if found.runs is None else schedule_graph(problem, found.runs)
-    return Answer(schedule, problem.eager_time + found.bound, CLASS if schedule else "", found.infeasible)
+    return _whole(problem, request, hierarchical=False)
 
 
-@register(Problem, "checkmate")
-def _checkmate_step(problem: Problem, request: Request) -> Answer:
-    """The whole training step at once; its class has that of every block program and of the chain in it."""
-    found = solve_staged(staged_step(problem), request)
-    schedule = None if found.runs is None else schedule_step(problem, found.runs)
-    return Answer(schedule, problem.eager_time + found.bound, CLASS if schedule else "", found.infeasible)
+@register(GraphProblem, "hierarchical")
+def _hierarchical(problem: GraphProblem, request: Request) -> Answer:
+    """The bound of one relaxation; all other time goes to neighbourhoods."""
+    return _whole(problem, request, hierarchical=True)
 
 
 @register(GraphProblem, "auto")

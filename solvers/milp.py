@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,7 +168,12 @@ def _run_pulp(program: Program, effort: Effort) -> Outcome:
             model += total >= lo
         if up < INFINITY:
             model += total <= up
-    solver = pulp.getSolver(effort.name, msg=False, timeLimit=effort.seconds, gapRel=effort.gap, threads=effort.threads)
+    with warnings.catch_warnings():
+        # CBC as PuLP 3 ships it; the warning is about PuLP 4.
+        warnings.filterwarnings("ignore", "PULP_CBC_CMD is deprecated", DeprecationWarning)
+        solver = pulp.getSolver(
+            effort.name, msg=False, timeLimit=effort.seconds, gapRel=effort.gap, threads=effort.threads
+        )
     model.solve(solver)
     if model.sol_status == pulp.LpSolutionInfeasible:
         return Outcome(None, INFINITY, True)

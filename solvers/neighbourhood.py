@@ -40,7 +40,7 @@ class Neighbourhoods:
         self.interrupted = False
 
     def improve(self, runs: Runs, until: Callable[[], float], target: int, told: Callable[[Runs], None]) -> None:
-        """Search from ``runs``, which fit, until no time is left or the cost is down to ``target``; tell what is better."""
+        """Search from ``runs``, which fit, until no time is left or the cost is down to ``target``; tell of better."""
         now, cost = timeline(self.staged, runs), self.staged.cost(runs)
         while until() > 0 and cost > target and not self.interrupted:
             left = until()
@@ -98,6 +98,8 @@ class Neighbourhoods:
             new = {*cells, *spelled.conflicts} - positions
             positions |= new
             self.positions |= new
-            if not new:
-                covers += [overstepped(model, outcome.values, cell) for cell in cells]
+            found = overstepped(model, outcome.values, cells)
+            covers += found
+            if not new and not found:
+                return None
         return None

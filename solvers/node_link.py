@@ -4,9 +4,9 @@
 - Layered graphs: nodes have ``name``, ``duration`` and ``out_cost``; ``graph.order``, where given, is the order.
 
 Links have ``source`` and ``target``, or ``"0"`` and ``"1"``: the second reads the output of the first. Without an
-order, the nodes' order in the file is kept as far as links allow. Whole numbers are taken as they are. Times that are not are
-multiplied by the smallest power of ten, up to 10^9, that makes all of them whole (what is left is rounded); it
-becomes the problem's ``scale``, so that costs can be told in the file's unit. Bytes are rounded up.
+order, the nodes' order in the file is kept as far as links allow. Whole numbers are taken as they are. Times that
+are not are multiplied by the smallest power of ten, up to 10^9, that makes all of them whole (what is left is
+rounded); it becomes the problem's ``scale``, so that costs can be told in the file's unit. Bytes are rounded up.
 """
 
 from __future__ import annotations

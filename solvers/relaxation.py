@@ -256,6 +256,11 @@ class Relaxation:
                 later = [kept[k, i]]
         return kept
 
+    def room(self, cell: Cell) -> int:
+        """Bytes of the budget for counted data, generator states and what runs there."""
+        held = sum(self.staged.sizes[d] for d in self.staged.held if (self.staged.owners[d],) * 2 < cell)
+        return self.budget - held - self.staged.extra(cell)
+
     def _memory(self, k: int) -> None:
         """Row memory, in units."""
         staged, cell = self.staged, self.positions[k - 1]
@@ -267,8 +272,7 @@ class Relaxation:
         for (at, j), column in self.states.items():
             if at == k:
                 total.add(column, staged.operations[j].rng)
-        held = sum(staged.sizes[d] for d in staged.held if (staged.owners[d],) * 2 < cell)
-        room = self.budget - held - staged.extra(cell) - total.constant
+        room = self.room(cell) - total.constant
         limit = room // self.unit if self.whole else room / self.unit
         self.program.row([(c, v / self.unit) for c, v in total.terms], -INFINITY, limit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,8 +104,19 @@ def start_values(model: Relaxation, schedule: Timeline) -> Values:
     return values
 
 
-def overstepped(model: Relaxation, values: Values, cell: Cell) -> Cover:
-    """The cover of a position that a solution oversteps in bytes though its row, in floating point, holds."""
-    k = bisect_left(model.positions, cell) + 1
-    data = frozenset(d for d in model.alive[k] if _is_one(values, model.X[k, d]))
-    return cell, data, k in model.Q and _is_one(values, model.Q[k])
+def overstepped(model: Relaxation, values: Values, cells: Iterable[Cell]) -> list[Cover]:
+    """Covers for the positions among ``cells`` that a solution oversteps in bytes, though not in floating point.
+
+    Solvers have tolerances; beside terabytes, a byte is below all of them.
+    """
+    covers: list[Cover] = []
+    for cell in cells:
+        k = bisect_left(model.positions, cell) + 1
+        if k > len(model.positions) or model.positions[k - 1] != cell:
+            continue
+        data = frozenset(d for d in model.alive[k] if _is_one(values, model.X[k, d]))
+        runs = cell[0] == cell[1] or _is_one(values, model.Q[k])
+        used = sum(model.staged.sizes[d] for d in data) + runs * model.staged.operations[cell[1]].own
+        if used > model.room(cell):
+            covers.append((cell, data, k in model.Q and runs))
+    return covers

@@ -12,10 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-import numpy as np
-import numpy.typing as npt
-
-from solvers.milp import INFINITY, Effort, run
+from solvers.milp import INFINITY, Effort, Outcome, run
 from solvers.neighbourhood import Neighbourhoods
 from solvers.relaxation import Cover, Relaxation
 from solvers.relaxation_runs import overstepped, spell, start_values
@@ -23,7 +20,6 @@ from solvers.repair import repair
 from solvers.solve import Request
 from solvers.stages import Cell, Runs, Staged, peaks, timeline
 from solvers.text import format_bytes
-
 
 CAP = 2.0
 """Seconds of the first rounds at most; it doubles when a round does not end."""
@@ -62,7 +58,7 @@ class _Search:
         self.positions: set[Cell] = set()
         self.covers: list[Cover] = []
         self.infeasible = ""
-        self.interrupted = False
+        self.interrupted = self.done = False
         self.cap = max(CAP, request.time_limit / 12)
         self.around: Neighbourhoods | None = None
         self.eager = sum(op.time for op in staged.operations)
@@ -74,13 +70,13 @@ class _Search:
 
     @property
     def proven(self) -> bool:
-        """Whether cost and bound meet, up to the gap asked for; of the cost of reruns, which is the stricter reading."""
+        """Whether cost and bound meet, up to the gap asked for of the cost of reruns (not of the whole: stricter)."""
         return self.best is not None and self.cost - self.bound <= self.request.gap * self.cost
 
     @property
     def over(self) -> bool:
         """Whether the search is to end."""
-        return self.proven or self.interrupted or bool(self.infeasible) or self.request.remaining() <= 0
+        return self.proven or self.interrupted or self.done or bool(self.infeasible) or self.request.remaining() <= 0
 
     def share(self) -> float:
         """Seconds left for the heuristic: a tenth of the time limit."""
@@ -108,7 +104,7 @@ class _Search:
             self.bound = max(self.bound, ceil((outcome.bound - 1e-5) * model.time_unit))
         self.interrupted = outcome.interrupted
         if outcome.values is not None:
-            self.learn(model, outcome.values)
+            self.learn(model, outcome)
         if self.best is not None:
             self.bound = min(self.bound, self.cost)
         if not outcome.optimal:
@@ -117,20 +113,27 @@ class _Search:
         if spent > CAP / 2 and not self.over:
             self.search_around(spent)
 
-    def learn(self, model: Relaxation, values: npt.NDArray[np.float64]) -> None:
-        """Take what a solution teaches: a schedule, or cells where it oversteps."""
-        spelled = spell(model, values)
+    def learn(self, model: Relaxation, outcome: Outcome) -> None:
+        """Take what a solution teaches: a schedule, or cells where it oversteps.
+
+        An optimum that fits, or shows nothing new, ends the search: the solver's tolerances leave no more to prove.
+        """
+        assert outcome.values is not None
+        spelled = spell(model, outcome.values)
         spread = timeline(self.staged, spelled.runs)
         if spread.peak <= self.request.budget:
             self.offer(spelled.runs)
+            self.done = outcome.optimal
             return
-        if self.staged.cost(spelled.runs) < self.cost or self.best is None:
+        if self.best is None or self.staged.cost(spelled.runs) < self.cost:
             self.offer(repair(self.staged, self.request.budget, spelled.runs, self.share_of_round()))
         cells = peaks(spread, self.request.budget)
         new = {*cells, *spelled.conflicts} - self.positions
         self.positions |= new
         if not new:
-            self.covers += [overstepped(model, values, cell) for cell in cells]
+            covers = overstepped(model, outcome.values, cells)
+            self.covers += covers
+            self.done = not covers
 
     def share_of_round(self) -> Callable[[], float]:
         """Seconds left for a repair: half the cap of a round."""
@@ -154,11 +157,17 @@ class _Search:
 
 
 def solve_staged(
-    staged: Staged, request: Request, start: Runs | None = None, positions: frozenset[Cell] = frozenset()
+    staged: Staged,
+    request: Request,
+    start: Runs | None = None,
+    positions: frozenset[Cell] = frozenset(),
+    hierarchical: bool = False,
 ) -> Found:
     """The cheapest reruns within ``request.budget``.
 
     ``start``: a schedule that fits; ``positions``: cells worth looking at; both where known from another solve.
+    ``hierarchical``: one round for the bound, all other time for neighbourhoods. Ctrl-C ends the search; it is raised
+    again only where there is no schedule to return.
     """
     least, step = least_step(staged)
     if least > request.budget:
@@ -168,10 +177,17 @@ def solve_staged(
         return Found(staged.none(), 0)
     search = _Search(staged, request, start)
     search.positions.update(positions or peaks(none, request.budget))
-    if start is None:
-        search.offer(repair(staged, request.budget, staged.none(), search.share))
-    while not search.over:
-        search.round()
+    try:
+        if start is None:
+            search.offer(repair(staged, request.budget, staged.none(), search.share))
+        while not search.over:
+            search.round()
+            if hierarchical and search.best is not None and not search.over:
+                search.search_around(request.remaining())
+    except KeyboardInterrupt:
+        search.interrupted = True
+    if search.interrupted and search.best is None:
+        raise KeyboardInterrupt
     return Found(search.best, search.bound, search.infeasible, search.interrupted, frozenset(search.positions))
 
 

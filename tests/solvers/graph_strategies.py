@@ -45,5 +45,3 @@ def least_costs(staged: Staged, judge: Callable[[Runs], tuple[int, int]]) -> lis
 def cheapest(pareto: list[tuple[int, int]], budget: int) -> int | None:
     """The least cost within ``budget``, if anything fits."""
     return min((cost for peak, cost in pareto if peak <= budget), default=None)
-
-

@@ -1,6 +1,8 @@
-"""The whole-graph solver against every schedule of its class, on graphs and training steps small enough to enumerate."""
+"""The whole-graph solver against every schedule of its class, on graphs and steps small enough to enumerate."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from graph_strategies import cheapest, graphs, least_costs
 from hypothesis import given, settings
@@ -58,6 +60,6 @@ def test_frontier_is_the_pareto_set_where_it_looks(problem: GraphProblem) -> Non
     assert curve.min_budget == pareto[0][0]
     costs = [(peak, round(overhead * (problem.eager_time or 1))) for peak, overhead in curve.points]
     assert costs == sorted(costs)
-    assert all(b < a for (_, a), (_, b) in zip(costs, costs[1:], strict=False))
+    assert all(b < a for (_, a), (_, b) in pairwise(costs))
     for peak, cost in costs:
         assert cheapest(pareto, peak) == problem.eager_time + cost
