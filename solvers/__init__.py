@@ -14,7 +14,7 @@ from solvers.files import read_problem, write_problem
 from solvers.graph import GraphNode, GraphProblem
 from solvers.graph_walker import GraphWalk, walk_graph
 from solvers.ilp import Grid, Option, block_options
-from solvers.ilp_model import SolverOptions
+from solvers.memory_program import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step, drop_useless_runs, with_deletes
 from solvers.solution import Frontier, Solution

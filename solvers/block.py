@@ -67,6 +67,15 @@ class Figures:
     uses_interface: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The best found for one pair of limits: its figures, a proven lower bound on time (ns), proven optimal or not."""
+
+    figures: Figures
+    bound: int
+    optimal: bool
+
+
 def counted(problem: Problem, d: int) -> bool:
     """Whether datum ``d`` can be dropped and made again, to any gain."""
     datum = problem.data[d]

@@ -1,17 +1,21 @@
-"""Options of a block: a Pareto set of ways to run it, each an optimum of the staged integer program.
+"""Options of a block: a Pareto set of ways to run it, each an optimum of an integer program.
 
-The grid runs from loose to tight. A point is not solved when a looser one was infeasible, or when the
+Where the peak is free the program is ``solvers.closure``, where it is limited ``solvers.ilp_model``. The
+grid runs from loose to tight. A point is not solved when a looser one was infeasible, or when the
 optimum of a looser one fits it, which makes it the optimum here too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from solvers.block import BlockView, Figures, Runs, block_view, figures
-from solvers.ilp_model import Solved, SolverOptions, StagedModel, useful_nodes
+from solvers.block import BlockView, Figures, Runs, Solved, block_view, figures
+from solvers.closure import ClosureModel, late_runs
+from solvers.ilp_model import StagedModel, useful_nodes
+from solvers.memory_program import SolverOptions
 from solvers.problem import Block, Problem
 
 
@@ -19,14 +23,16 @@ from solvers.problem import Block, Problem
 class Grid:
     """Where to solve: fractions of what keep-everything saves, and of its backward peak above the least possible.
 
-    Every save level is solved without a limit on the peak, if ``unlimited``, and every other one for
-    each of ``peaks``; fresh options likewise for ``fresh_peaks``. ``threads`` series are solved at a time.
+    Every save level is solved without a limit on the peak, if ``unlimited``, and every ``stride``-th one for
+    each of ``peaks``; options that need nothing saved and no interface (fresh) for each of ``fresh_peaks``.
+    ``threads`` series are solved at a time.
     """
 
     saves: tuple[float, ...] = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0)
     peaks: tuple[float, ...] = (0.3,)
     fresh_peaks: tuple[float, ...] = (0.5, 0.15)
     unlimited: bool = True
+    stride: int = 4
     solver: SolverOptions = field(default_factory=SolverOptions)
     threads: int = 2
 
@@ -40,7 +46,8 @@ class Option:
     of the forward phase above what was live before it. ``backward_peak``: most bytes of the backward
     phase above the block's base gradients. ``time``: reruns. ``forward_time``: the block's forward
     phase when it is a rerun. ``fresh``: needs neither saved data nor the block's interface, so that
-    ``time`` includes a first forward. No option with as little memory takes less than ``bound``;
+    ``time`` includes a first forward. ``bound``: within the limits that the option was solved for (so within its
+    own ``save`` and ``backward_peak`` too), no schedule of the class of ``solvers.ilp_model`` takes less time;
     ``optimal`` if that is proven to be ``time`` up to the solver's gap.
     """
 
@@ -52,10 +59,10 @@ class Option:
     forward_time: int
     fresh: bool
     optimal: bool
-    bound: float
+    bound: int
 
 
-def option(found: Figures, fresh: bool, optimal: bool, bound: float) -> Option:
+def option(found: Figures, fresh: bool, optimal: bool, bound: int) -> Option:
     """The option with the figures ``found``."""
     return Option(
         found.runs,
@@ -87,65 +94,109 @@ def least_peak(view: BlockView) -> int:
     return max((s.peak + sum(view.sizes[d] for d in s.reads) for s in view.stages), default=0)
 
 
-class _Solves:
-    """The save levels solved so far for one model and peak, and what they imply for others."""
+def most_peak(view: BlockView) -> int:
+    """The backward peak (bytes above base) of keeping everything."""
+    return figures(view, keep_runs(view)).backward_peak
 
-    def __init__(self, model: StagedModel, peak: int | None) -> None:
-        self.model, self.peak = model, peak
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point of a grid: limits in bytes (``peak`` None: free), and the best for them, None where none fits."""
+
+    fresh: bool
+    save: int
+    peak: int | None
+    solved: Solved | None
+
+
+def grid_points(view: BlockView, grid: Grid, remaining: Callable[[], float] | None = None) -> list[Point]:
+    """Solve ``grid``, loose to tight; points for which ``remaining`` (seconds) leaves no time are missing."""
+    keep, low = figures(view, keep_runs(view)), least_peak(view)
+    levels = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves))
+    some = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves[:: grid.stride]))
+    above = max(0, keep.backward_peak - low)
+    series = [(False, None, levels)] if grid.unlimited else []
+    series += [(False, low + round(fraction * above), some) for fraction in grid.peaks]
+    series += [(True, low + round(fraction * above), [0]) for fraction in grid.fresh_peaks]
+    # HiGHS releases the interpreter while it runs; every series is independent, so the result is the same.
+    pool = ThreadPoolExecutor(max_workers=grid.threads)
+    try:
+        found = pool.map(lambda s: _Series(view, grid.solver, s[0], s[1], remaining).points(s[2]), series)
+        return [point for points in found for point in points]
+    finally:  # after Ctrl-C nothing new is begun
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Series:
+    """Falling save levels for one peak: what was solved so far decides some of those that follow."""
+
+    def __init__(
+        self,
+        view: BlockView,
+        solver: SolverOptions,
+        fresh: bool,
+        peak: int | None,
+        remaining: Callable[[], float] | None,
+    ) -> None:
+        self.fresh, self.peak, self.solver, self.remaining = fresh, peak, solver, remaining
+        self.loose = None if fresh else ClosureModel(view)
+        self.tight = None if peak is None else StagedModel(view, fresh)
         self.solved: list[tuple[int, Solved]] = []
         self.infeasible = -1
 
-    def at(self, save: int) -> Solved | None:
+    def points(self, saves: Sequence[int]) -> list[Point]:
+        """The points for ``saves``, which fall."""
+        found: list[Point] = []
+        for save in saves:
+            try:
+                found.append(Point(self.fresh, save, self.peak, self._at(save)))
+            except TimeoutError:
+                continue
+        return found
+
+    def _at(self, save: int) -> Solved | None:
         """The best for ``save``, from an earlier solve where it decides."""
         if save <= self.infeasible:
             return None
         for limit, known in self.solved:
             if limit >= save >= known.figures.save and known.optimal:
                 return known
-        try:
-            answer = self.model.solve(save, self.peak)
-        except TimeoutError:
-            return None
+        answer = self._solve(save)
         if answer is None:
             self.infeasible = save
         else:
             self.solved.append((save, answer))
         return answer
 
+    def _solve(self, save: int) -> Solved | None:
+        options = self.solver
+        if self.remaining:
+            left = self.remaining()
+            if left <= 0:
+                raise TimeoutError("no time is left")
+            options = dataclasses.replace(options, time_limit=min(left, options.time_limit))
+        if self.loose:
+            answer = self.loose.solve(save, options)
+            if self.peak is None or (answer.optimal and answer.figures.backward_peak <= self.peak):
+                return answer
+        assert self.tight is not None and self.peak is not None
+        return self.tight.solve(save, self.peak, options)
 
-def view_options(view: BlockView, grid: Grid, report: Callable[[float], None] = lambda _: None) -> tuple[Option, ...]:
-    """The Pareto set of options of the block seen as ``view``; ``report`` is told which part of the work is done."""
+
+def view_options(view: BlockView, grid: Grid, remaining: Callable[[], float] | None = None) -> tuple[Option, ...]:
+    """The Pareto set of options of the block seen as ``view``."""
     keep = figures(view, keep_runs(view))
-    rerun = figures(view, rerun_runs(view))
-    found = [option(keep, _is_fresh(keep), True, 0.0), option(rerun, _is_fresh(rerun), False, 0.0)]
-    if not any(rerun_runs(view)):
-        return pareto(found)
-    low = least_peak(view)
-    saves = [round(fraction * keep.save) for fraction in grid.saves]
-    series: list[tuple[bool, int | None, list[int]]] = []
-    if grid.unlimited:
-        series += [(False, None, saves[::2]), (False, None, saves[1::2]), (True, None, [0])]
-    for fraction in grid.peaks:
-        series.append((False, low + round(fraction * max(0, keep.backward_peak - low)), saves[::4]))
-    for fraction in grid.fresh_peaks:
-        series.append((True, low + round(fraction * max(0, keep.backward_peak - low)), [0]))
-    # HiGHS releases the interpreter while it runs; every series is independent, so the result is the same.
-    with ThreadPoolExecutor(max_workers=grid.threads) as pool:
-        solves = [pool.submit(_solve_series, view, grid.solver, *s) for s in series]
-        for done, _ in enumerate(as_completed(solves), 1):
-            report(done / len(series))
-        for solve in solves:
-            found += solve.result()
+    found = [option(keep, _is_fresh(keep), True, 0)]
+    for runs in (late_runs(view, range(len(view.nodes))), rerun_runs(view)):
+        # With nothing saved, whatever is needed runs again at least once, which is all that these do.
+        again = figures(view, runs)
+        found.append(option(again, _is_fresh(again), True, again.time if _is_fresh(again) else 0))
+    if any(found[1].runs):
+        for point in grid_points(view, grid, remaining):
+            if point.solved:
+                s = point.solved
+                found.append(option(s.figures, point.fresh or _is_fresh(s.figures), s.optimal, s.bound))
     return pareto(found)
-
-
-def _solve_series(
-    view: BlockView, solver: SolverOptions, fresh: bool, peak: int | None, saves: list[int]
-) -> list[Option]:
-    """Options for one peak and falling save levels."""
-    solves = _Solves(StagedModel(view, fresh, solver, merge=True), peak)
-    answers = [solves.at(save) for save in saves]
-    return [option(a.figures, fresh or _is_fresh(a.figures), a.optimal, a.bound) for a in answers if a]
 
 
 def _is_fresh(found: Figures) -> bool:
@@ -180,5 +231,5 @@ def member_options(view: BlockView, options: Sequence[Option]) -> tuple[Option, 
     result = []
     for o in options:
         found = figures(view, o.runs)
-        result.append(option(found, _is_fresh(found), False, 0.0))
+        result.append(option(found, _is_fresh(found), False, 0))
     return pareto(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -61,12 +62,16 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Which solver, and how long. ``gap`` is relative to the objective; ``seconds`` is wall time."""
+    """Which solver, and how long. ``gap`` is relative to the objective; ``seconds`` is wall time.
+
+    ``settings``: options of HiGHS by name; other solvers have none.
+    """
 
     name: str = "HiGHS"
     threads: int = 1
     gap: float = 1e-4
     seconds: float = 60.0
+    settings: tuple[tuple[str, float], ...] = ()
 
 
 def run(
@@ -103,7 +108,7 @@ def _highs(program: Program, effort: Effort) -> Any:
         "time_limit": effort.seconds,
         "mip_rel_gap": effort.gap,
     }
-    for name, value in options.items():
+    for name, value in (*options.items(), *effort.settings):
         highs.setOptionValue(name, value)
     highs.passModel(lp)
     return highs
@@ -132,7 +137,14 @@ def _run_highs(
 
 
 def _wait(highs: Any, report: Callable[[float], None] | None) -> bool:
-    """Run in a thread of HiGHS's own, so that Ctrl-C is heard; True if it was."""
+    """Run in a thread of HiGHS's own, so that Ctrl-C is heard; True if it was.
+
+    Signals reach the main thread only, and highspy has one such thread for all its instances: other threads of ours
+    run the solver themselves.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        highs.run()
+        return False
     highs.HandleUserInterrupt = True
     if report:
 

@@ -12,6 +12,8 @@ from solver_strategies import problems
 
 from solvers import Bwd, Grid, Loss, Problem, Run, SolverOptions, Step, block_options, walk, with_deletes
 from solvers.block import Runs, block_view, figures
+from solvers.closure import ClosureModel
+from solvers.contract import leaders
 from solvers.ilp_model import StagedModel, useful_nodes
 
 EXACT = SolverOptions(gap=0.0)
@@ -47,23 +49,41 @@ def all_runs(problem: Problem) -> list[Runs]:
     return list(product(*stages))
 
 
-def assert_optimal(problem: Problem) -> None:
+def together(problem: Problem, runs: Runs) -> bool:
+    """Whether nodes that the model puts together run together in every stage."""
+    view = block_view(problem, problem.blocks[0])
+    leader = leaders(view)
+    return all(
+        (i in chosen) == (leader[i] in chosen)
+        for chosen, (nodes, _) in zip(runs, useful_nodes(view), strict=True)
+        for i in nodes
+    )
+
+
+def assert_optimal(problem: Problem, merge: bool) -> None:
     """The model's optimum equals that of brute force at points of the latter's figures."""
     view = block_view(problem, problem.blocks[0])
     assume(view.stages)
-    every = [walked_figures(problem, runs) for runs in all_runs(problem)]
-    model = StagedModel(view, fresh=False, options=EXACT)
+    every = [walked_figures(problem, runs) for runs in all_runs(problem) if not merge or together(problem, runs)]
+    model = StagedModel(view, merge=merge)
     points = sorted({(save, peak) for save, _, peak, _ in every})
     for save, peak in [*points[:: max(1, len(points) // 8)], (0, 0)]:
         best = min((time for s, _, p, time in every if s <= save and p <= peak), default=None)
-        solved = model.solve(save, peak)
+        solved = model.solve(save, peak, EXACT)
         assert (solved.figures.time if solved else None) == best
+        assert solved is None or (solved.optimal and solved.bound == best)
 
 
 @settings(deadline=None, max_examples=60)
 @given(problems(max_nodes=4, max_blocks=1, plain=True))
 def test_optimum_is_that_of_brute_force(problem: Problem) -> None:
-    assert_optimal(problem)
+    assert_optimal(problem, merge=False)
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(max_nodes=4, max_blocks=1, plain=True))
+def test_optimum_with_groups_is_that_of_brute_force_with_groups(problem: Problem) -> None:
+    assert_optimal(problem, merge=True)
 
 
 @settings(deadline=None, max_examples=40)
@@ -72,7 +92,7 @@ def test_optimum_with_odd_bytes(problem: Problem) -> None:
     """Sizes without a useful common divisor, so that rows are fractions and answers need the integer check."""
     data = tuple(replace(d, size=d.size * 10**8 + k) for k, d in enumerate(problem.data))
     nodes = tuple(replace(n, peak=n.peak * 10**8 + sum(n.makes)) for n in problem.nodes)
-    assert_optimal(replace(problem, data=data, nodes=nodes))
+    assert_optimal(replace(problem, data=data, nodes=nodes), merge=False)
 
 
 @settings(deadline=None, max_examples=60)
@@ -112,7 +132,7 @@ def test_other_solvers_by_name(name: str) -> None:
     keep = figures(view, ((),) * len(view.stages))
     answers = []
     for solver in ("HiGHS", name):
-        solved = StagedModel(view, False, SolverOptions(solver, gap=0.0)).solve(keep.save // 5, keep.backward_peak)
+        solved = StagedModel(view).solve(keep.save // 5, keep.backward_peak, SolverOptions(solver, gap=0.0))
         assert solved and solved.optimal
         answers.append(solved.figures.time)
     assert answers[0] == answers[1]
@@ -120,11 +140,15 @@ def test_other_solvers_by_name(name: str) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(problems(max_nodes=5, max_blocks=1, plain=True))
-def test_merged_nodes_lose_nothing_where_the_peak_is_free(problem: Problem) -> None:
+def test_without_a_limit_on_the_peak_all_models_agree(problem: Problem) -> None:
     view = block_view(problem, problem.blocks[0])
     assume(view.stages)
-    whole = StagedModel(view, fresh=False, options=EXACT)
-    merged = StagedModel(view, fresh=False, options=EXACT, merge=True)
+    closure, merged, whole = ClosureModel(view), StagedModel(view), StagedModel(view, merge=False)
     for save in sorted({0, sum(view.sizes) // 3, sum(view.sizes)}):
-        a, b = whole.solve(save, None), merged.solve(save, None)
-        assert (a and a.figures.time) == (b and b.figures.time)
+        best = closure.solve(save, EXACT)
+        assert best.figures.save <= save
+        assert best.bound == best.figures.time
+        for model in (merged, whole):
+            solved = model.solve(save, None, EXACT)
+            assert solved
+            assert solved.figures.time == best.figures.time
