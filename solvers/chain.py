@@ -223,40 +223,38 @@ def expand(problem: Problem, table: ChainTable, m: int) -> list[Step]:
 
 
 def _expand_top(problem: Problem, table: ChainTable, m: int, out: list[Step]) -> None:
-    costs = table.costs
-    later: list[tuple[int, int, int, Option | None]] = []
+    later: list[tuple[int, int, int, int | None]] = []
     i = 0
-    while i < costs.blocks:
-        choice = int(table.top[i].choices[m])
-        option = costs.options[i][choice] if choice >= 0 else None
-        k = i + 1 if option else -choice
+    while i < table.costs.blocks:
+        option, k, left = table.top_choice(i, m)
         out += [Run(n) for n in range(problem.blocks[i].start, problem.blocks[k - 1].stop)]
         later.append((i, k - 1, m, option))
-        m -= table.slots(costs.interface_bytes[i][k] + (option.save if option else 0))
-        i = k
+        i, m = k, left
     out.append(Loss())
     for first, last, memory, option in reversed(later):
-        if option:
-            _expand_backward(problem, first, option, out)
-        else:
+        if option is None:
             _expand_inner(problem, table, first, last, memory, out)
+        else:
+            _expand_backward(problem, first, table.costs.options[first][option], out)
 
 
-def _expand_inner(problem: Problem, table: ChainTable, i: int, j: int, m: int, out: list[Step]) -> None:
-    costs = table.costs
-    choice = int(table.inner[i, j].choices[m])
-    option = costs.options[i][choice] if choice >= 0 else None
-    k = i + 1 if option else -choice
-    if not (option and option.fresh and i == j):
-        span = range(problem.blocks[i].start, problem.blocks[k - 1].stop)
-        out += [Run(n) for n in span if problem.nodes[n].rerun]
-    if k <= j:
-        used = table.slots(costs.interface_bytes[i][k] + (option.save if option else 0))
-        _expand_inner(problem, table, k, j, m - used, out)
-    if option:
-        _expand_backward(problem, i, option, out)
-    else:
-        _expand_inner(problem, table, i, k - 1, m, out)
+def _expand_inner(problem: Problem, table: ChainTable, first: int, last: int, memory: int, out: list[Step]) -> None:
+    """Without recursion: chains are long."""
+    todo: list[tuple[int, int, int] | tuple[int, Option]] = [(first, last, memory)]
+    while todo:
+        item = todo.pop()
+        if len(item) == 2:
+            _expand_backward(problem, *item, out)
+            continue
+        i, j, m = item
+        choice, k, left = table.inner_choice(i, j, m)
+        option = None if choice is None else table.costs.options[i][choice]
+        if not (option and option.fresh and i == j):
+            span = range(problem.blocks[i].start, problem.blocks[k - 1].stop)
+            out += [Run(n) for n in span if problem.nodes[n].rerun]
+        todo.append((i, option) if option else (i, k - 1, m))
+        if k <= j:
+            todo.append((k, j, left))
 
 
 def _expand_backward(problem: Problem, block: int, option: Option, out: list[Step]) -> None:

@@ -115,7 +115,7 @@ def grid_points(view: BlockView, grid: Grid, remaining: Callable[[], float] | No
     levels = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves))
     some = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves[:: grid.stride]))
     above = max(0, keep.backward_peak - low)
-    series = [(False, None, levels)] if grid.unlimited else []
+    series: list[tuple[bool, int | None, list[int]]] = [(False, None, levels)] if grid.unlimited else []
     series += [(False, low + round(fraction * above), some) for fraction in grid.peaks]
     series += [(True, low + round(fraction * above), [0]) for fraction in grid.fresh_peaks]
     # HiGHS releases the interpreter while it runs; every series is independent, so the result is the same.
