@@ -1,35 +1,46 @@
 """Plans for a whole chain: the dynamic program's choices, spelled out, walked, and kept if they pay.
 
 The table works in slots and with conservative constants, so its memory is only nominal. Its distinct
-optima (``WALKS`` per table at most, evenly taken) are spelled out as schedules and walked; a budget gets
-the cheapest schedule whose walked peak fits. That wins back what rounding lost, and makes time
-non-increasing in the budget, whatever the order of the questions.
+optima are spelled out as schedules and walked, where bisection leads or evenly taken; a budget gets
+the cheapest schedule walked so far whose peak fits. That wins back what rounding lost.
+
+What is optimal: every option of a block, within the class of ``solvers.ilp_model`` and up to its gap; the composition
+of the given options, in slots, for persistent checkpoints and conservative constants. The result as a whole is not
+claimed to be; how far it is from the best of all schedules at most, ``lower_bound`` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from solvers.baselines import all_baselines, keep_everything
+from solvers.chain_bound import least_budget, lower_bound
 from solvers.chain_costs import Options, chain_costs, kind_options
+from solvers.chain_expand import expand
 from solvers.chain_table import ChainTable
 from solvers.errors import InfeasibleError
-from solvers.ilp import LOOSE, TIGHT, Grid, Option, pareto
+from solvers.ilp import Grid, pareto
 from solvers.problem import Problem
-from solvers.schedule import Bwd, Loss, Run, Schedule, Step, drop_useless_runs, with_deletes
+from solvers.schedule import Schedule, drop_useless_runs, with_deletes
 from solvers.solution import Frontier
 from solvers.text import format_bytes
 from solvers.walker import Walk, step_name, walk
 
-WALKS = 200
-"""Schedules walked per table at most."""
+SLOTS = 1000
+"""Slots of a table, unless the chain is so long that it would take too much time."""
 
-NEIGHBOURS = 4
+SHORT = 100
+"""Blocks up to which a table has all its slots; longer chains have half."""
+
+WALKS = 200
+"""Schedules walked at most where budgets are small, and for the frontier; of each of two sets of options."""
+
+NEIGHBOURS = 8
 """Candidates looked at on both sides of where bisection ends."""
 
-TIGHT_BELOW = 2
+TIGHT_BELOW = 1.5
 """Budgets below so many times the largest block's need get options with a limited peak."""
 
 
@@ -62,20 +73,21 @@ class ChainPlanner:
 
     Options with a limited peak cost most of the solver's time and serve only budgets that are small
     beside a single block: they are left out for budgets above ``TIGHT_BELOW`` times what the largest
-    block needs to keep everything. ``options`` (per kind) or ``grid`` replace the default ones. ``report`` is told
-    what is being done, and which part of it is (0 to 1).
+    block needs to keep everything. ``options`` (per kind) replace the solved ones. ``remaining`` (seconds) ends
+    the search for options; what was found until then is used.
     """
 
     def __init__(
         self,
         problem: Problem,
         options: Options | None = None,
-        slots: int = 500,
+        slots: int = 0,
         grid: Grid | None = None,
-        report: Callable[[str, float], None] = lambda doing, part: None,
+        remaining: Callable[[], float] | None = None,
     ) -> None:
-        self.problem, self.slots, self.report = problem, slots, report
-        self._given: Options | None = kind_options(problem, grid) if grid else options
+        self.problem, self.grid, self.remaining = problem, grid or Grid(), remaining
+        self.slots = slots or (SLOTS if len(problem.blocks) <= SHORT else SLOTS // 2)
+        self._given = options
         self._loose: _Candidates | None = None
         self._all: _Candidates | None = None
         self._known = [ChainPlan(s, walk(problem, s), name) for name, s in all_baselines(problem).items()]
@@ -86,35 +98,38 @@ class ChainPlanner:
         return self._full().options
 
     def _full(self) -> _Candidates:
+        if self._all is None and self._given is not None:
+            self._all = self._partial()
         if self._all is None:
-            options = self._given
-            if options is None:
-                loose = self._partial().options
-                tight = kind_options(self.problem, TIGHT, partial(self.report, "blocks (tight)"))
-                options = {kind: pareto((*loose[kind], *tight[kind])) for kind in loose}
-            self.report("chain", 0.0)
+            tight = self._solve(dataclasses.replace(self.grid, unlimited=False))
+            options = {kind: pareto((*loose, *tight[kind])) for kind, loose in self._partial().options.items()}
             self._all = _Candidates(self.problem, options, self.slots)
         return self._all
 
     def _partial(self) -> _Candidates:
         if self._loose is None:
-            options = kind_options(self.problem, LOOSE, partial(self.report, "blocks"))
-            self.report("chain", 0.0)
+            options = self._given
+            if options is None:
+                options = self._solve(dataclasses.replace(self.grid, peaks=(), fresh_peaks=()))
             self._loose = _Candidates(self.problem, options, self.slots)
         return self._loose
+
+    def _solve(self, grid: Grid) -> Options:
+        return kind_options(self.problem, grid, self.remaining)
 
     def solve(self, budget: int) -> ChainPlan:
         """The cheapest plan with a peak of at most ``budget`` bytes; ``InfeasibleError`` says what would do."""
         found = None
-        if self._given is None and budget >= TIGHT_BELOW * _largest_need(self._partial().options):
+        if budget >= TIGHT_BELOW * _largest_need(self._partial().options):
             found = self._partial().cheapest(budget)
-        pool: list[ChainPlan] = [*self._known, *(self._all.walked.values() if self._all else ())]
-        if found is None:  # small budgets, where peaks do not rise evenly: look at everything
-            pool += self._full().all()
-        fitting: list[ChainPlan] = [s for s in (*pool, found) if s is not None and s.peak <= budget]
-        if fitting:
-            return min(fitting, key=lambda s: (s.time, s.peak))
-        least = min((*self._known, *self._full().all()), key=lambda s: (s.peak, s.time))
+        if found is None:  # small budgets, where peaks do not rise evenly: look everywhere
+            self._partial().cheapest(budget)
+            self._full().cheapest(budget)
+            self._everything()
+        best = self.best_known(budget)
+        if best:
+            return best
+        least = min(self._everything(), key=lambda s: (s.peak, s.time))
         at = least.schedule[least.walk.peak_step]
         step = f"step {least.walk.peak_step} ({step_name(self.problem, at)})"
         raise InfeasibleError(
@@ -125,14 +140,30 @@ class ChainPlanner:
             step,
         )
 
+    def best_known(self, budget: int) -> ChainPlan | None:
+        """The cheapest plan within ``budget`` bytes of all that were walked so far."""
+        walked = [*self._known]
+        for candidates in (self._loose, self._all):
+            walked += candidates.walked.values() if candidates else ()
+        return min((s for s in walked if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
+
+    def _everything(self) -> list[ChainPlan]:
+        return [*self._known, *self._partial().all(), *self._full().all()]
+
+    def lower_bound(self, budget: int) -> int:
+        """Nanoseconds that every schedule within ``budget`` bytes takes, whatever its class."""
+        solver = self.grid.solver
+        return lower_bound(self.problem, budget, solver.name)
+
     def frontier(self) -> Frontier:
-        """The whole time-against-memory curve."""
-        solutions = _cheapest_per_peak([*self._known, *self._full().all()])
+        """The whole time-against-memory curve; no schedule of any class fits below its ``lower``."""
+        solutions = _cheapest_per_peak(self._everything())
         keep = walk(self.problem, keep_everything(self.problem))
-        return Frontier(solutions[0].peak, keep.peak, tuple((s.peak, s.overhead) for s in solutions))
+        points = tuple((s.peak, s.overhead) for s in solutions)
+        return Frontier(solutions[0].peak, keep.peak, points, least_budget(self.problem)[0])
 
 
-def solve_chain(problem: Problem, budget: int, options: Options | None = None, slots: int = 500) -> ChainPlan:
+def solve_chain(problem: Problem, budget: int, options: Options | None = None, slots: int = 0) -> ChainPlan:
     """The cheapest schedule for one budget (bytes); keep-everything without any solving if that fits."""
     schedule = keep_everything(problem)
     walked = walk(problem, schedule)
@@ -141,7 +172,7 @@ def solve_chain(problem: Problem, budget: int, options: Options | None = None, s
     return ChainPlanner(problem, options, slots).solve(budget)
 
 
-def frontier(problem: Problem, options: Options | None = None, slots: int = 500) -> Frontier:
+def frontier(problem: Problem, options: Options | None = None, slots: int = 0) -> Frontier:
     """The time-against-memory curve of ``problem``."""
     return ChainPlanner(problem, options, slots).frontier()
 
@@ -168,10 +199,8 @@ class _Candidates:
         coarse = ChainTable(costs, -(-need // slots), slots + costs.blocks + 2)
         fine = ChainTable(costs, -(-need // (4 * slots)), slots + costs.blocks + 2)
         covered = fine.unit * slots
-        for table, nominal in ((fine, 0), (coarse, covered)):
-            self.points += [
-                (table, m) for m in _evenly([m for m in table.breakpoints() if m * table.unit >= nominal], WALKS)
-            ]
+        self.points += [(fine, m) for m in fine.breakpoints() if m * fine.unit < covered]
+        self.points += [(coarse, m) for m in coarse.breakpoints() if m * coarse.unit >= covered]
 
     def at(self, k: int) -> ChainPlan:
         """Candidate k as a schedule."""
@@ -183,8 +212,10 @@ class _Candidates:
         return self.walked[k]
 
     def all(self) -> list[ChainPlan]:
-        """Every candidate."""
-        return [self.at(k) for k in range(len(self.points))]
+        """``WALKS`` candidates, evenly taken, and those walked before."""
+        for k in _evenly(range(len(self.points)), WALKS):
+            self.at(k)
+        return list(self.walked.values())
 
     def cheapest(self, budget: int) -> ChainPlan | None:
         """The cheapest candidate that fits: by bisection, then among its neighbours (peaks rise nearly always)."""
@@ -199,7 +230,7 @@ class _Candidates:
         return min((s for s in near if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
 
 
-def _evenly(points: list[int], most: int) -> list[int]:
+def _evenly(points: Sequence[int], most: int) -> Sequence[int]:
     """At most ``most`` of ``points``, both ends among them."""
     if len(points) <= most:
         return points
@@ -213,53 +244,3 @@ def _cheapest_per_peak(solutions: list[ChainPlan]) -> list[ChainPlan]:
         if not kept or s.time < kept[-1].time:
             kept.append(s)
     return kept
-
-
-def expand(problem: Problem, table: ChainTable, m: int) -> list[Step]:
-    """The order of steps that the table's choices for ``m`` slots stand for."""
-    out: list[Step] = []
-    _expand_top(problem, table, m, out)
-    return out
-
-
-def _expand_top(problem: Problem, table: ChainTable, m: int, out: list[Step]) -> None:
-    later: list[tuple[int, int, int, int | None]] = []
-    i = 0
-    while i < table.costs.blocks:
-        option, k, left = table.top_choice(i, m)
-        out += [Run(n) for n in range(problem.blocks[i].start, problem.blocks[k - 1].stop)]
-        later.append((i, k - 1, m, option))
-        i, m = k, left
-    out.append(Loss())
-    for first, last, memory, option in reversed(later):
-        if option is None:
-            _expand_inner(problem, table, first, last, memory, out)
-        else:
-            _expand_backward(problem, first, table.costs.options[first][option], out)
-
-
-def _expand_inner(problem: Problem, table: ChainTable, first: int, last: int, memory: int, out: list[Step]) -> None:
-    """Without recursion: chains are long."""
-    todo: list[tuple[int, int, int] | tuple[int, Option]] = [(first, last, memory)]
-    while todo:
-        item = todo.pop()
-        if len(item) == 2:
-            _expand_backward(problem, *item, out)
-            continue
-        i, j, m = item
-        choice, k, left = table.inner_choice(i, j, m)
-        option = None if choice is None else table.costs.options[i][choice]
-        if not (option and option.fresh and i == j):
-            span = range(problem.blocks[i].start, problem.blocks[k - 1].stop)
-            out += [Run(n) for n in span if problem.nodes[n].rerun]
-        todo.append((i, option) if option else (i, k - 1, m))
-        if k <= j:
-            todo.append((k, j, left))
-
-
-def _expand_backward(problem: Problem, block: int, option: Option, out: list[Step]) -> None:
-    start, stop = problem.blocks[block].start, problem.blocks[block].stop
-    backwards = [n for n in reversed(range(start, stop)) if problem.nodes[n].backward]
-    for runs, node in zip(option.runs, backwards, strict=True):
-        out += [Run(start + i) for i in runs]
-        out.append(Bwd(node))

@@ -28,11 +28,11 @@ class Grid:
     ``threads`` series are solved at a time.
     """
 
-    saves: tuple[float, ...] = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0)
+    saves: tuple[float, ...] = tuple(1 - k / 40 for k in range(1, 41))
     peaks: tuple[float, ...] = (0.3,)
     fresh_peaks: tuple[float, ...] = (0.5, 0.15)
     unlimited: bool = True
-    stride: int = 4
+    stride: int = 10
     solver: SolverOptions = field(default_factory=SolverOptions)
     threads: int = 2
 
@@ -214,11 +214,6 @@ def pareto(options: Iterable[Option]) -> tuple[Option, ...]:
 
 def _beats(k: Option, o: Option) -> bool:
     return k.fresh >= o.fresh and k.time <= o.time and k.save <= o.save and k.backward_peak <= o.backward_peak
-
-
-LOOSE = Grid(peaks=(), fresh_peaks=())
-TIGHT = Grid(unlimited=False)
-"""The two halves of the default grid: without limits on a block's peak, and with them."""
 
 
 def block_options(problem: Problem, block: Block, grid: Grid | None = None) -> tuple[Option, ...]:

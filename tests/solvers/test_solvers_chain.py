@@ -107,7 +107,7 @@ def test_nominal_memory_of_plain_chains_is_never_exceeded(problem: Problem) -> N
     """Without constants that are only estimates, what the table promises is what the walker sees."""
     costs = chain_costs(problem, kind_options(problem, SMALL))
     table = ChainTable(costs, 1, costs.keep_everything_need() + 1)
-    planner = ChainPlanner(problem, grid=SMALL, slots=costs.keep_everything_need() + 1)
+    planner = ChainPlanner(problem, kind_options(problem, SMALL), slots=costs.keep_everything_need() + 1)
     for m in table.breakpoints():
         assert planner.solve(m).walk.recompute <= table.top[0, m]
 
