@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from solvers.baselines import all_baselines, keep_everything
 from solvers.chain_bound import least_budget, lower_bound
@@ -73,8 +74,9 @@ class ChainPlanner:
 
     Options with a limited peak cost most of the solver's time and serve only budgets that are small
     beside a single block: they are left out for budgets above ``TIGHT_BELOW`` times what the largest
-    block needs to keep everything. ``options`` (per kind) replace the solved ones. ``remaining`` (seconds) ends
-    the search for options; what was found until then is used.
+    block needs to keep everything. ``options`` (per kind) replace the solved ones. ``report`` is told
+    what is being done, and which part of it is (0 to 1). ``remaining`` (seconds) ends the search for options; what was
+    found until then is used.
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class ChainPlanner:
         options: Options | None = None,
         slots: int = 0,
         grid: Grid | None = None,
+        report: Callable[[str, float], None] = lambda doing, part: None,
         remaining: Callable[[], float] | None = None,
     ) -> None:
-        self.problem, self.grid, self.remaining = problem, grid or Grid(), remaining
+        self.problem, self.grid, self.report, self.remaining = problem, grid or Grid(), report, remaining
         self.slots = slots or (SLOTS if len(problem.blocks) <= SHORT else SLOTS // 2)
         self._given = options
         self._loose: _Candidates | None = None
@@ -101,8 +104,9 @@ class ChainPlanner:
         if self._all is None and self._given is not None:
             self._all = self._partial()
         if self._all is None:
-            tight = self._solve(dataclasses.replace(self.grid, unlimited=False))
+            tight = self._solve(dataclasses.replace(self.grid, unlimited=False), "blocks (tight)")
             options = {kind: pareto((*loose, *tight[kind])) for kind, loose in self._partial().options.items()}
+            self.report("chain", 0.0)
             self._all = _Candidates(self.problem, options, self.slots)
         return self._all
 
@@ -110,12 +114,13 @@ class ChainPlanner:
         if self._loose is None:
             options = self._given
             if options is None:
-                options = self._solve(dataclasses.replace(self.grid, peaks=(), fresh_peaks=()))
+                options = self._solve(dataclasses.replace(self.grid, peaks=(), fresh_peaks=()), "blocks")
+            self.report("chain", 0.0)
             self._loose = _Candidates(self.problem, options, self.slots)
         return self._loose
 
-    def _solve(self, grid: Grid) -> Options:
-        return kind_options(self.problem, grid, self.remaining)
+    def _solve(self, grid: Grid, doing: str) -> Options:
+        return kind_options(self.problem, grid, partial(self.report, doing), self.remaining)
 
     def solve(self, budget: int) -> ChainPlan:
         """The cheapest plan with a peak of at most ``budget`` bytes; ``InfeasibleError`` says what would do."""

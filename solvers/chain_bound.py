@@ -19,8 +19,7 @@ from math import ceil
 from solvers.milp import Effort, run
 from solvers.problem import Problem
 from solvers.relaxation import Relaxation
-from solvers.stages import Cell, Staged, staged_step, timeline
-from solvers.whole_graph import peaks
+from solvers.stages import Cell, Staged, peaks, staged_step, timeline
 
 GAP = 1e-3
 """Of the reruns' time; what is left open is taken off the bound."""

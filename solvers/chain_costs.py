@@ -56,9 +56,15 @@ Options = Mapping[int, tuple[Option, ...]]
 
 
 def kind_options(
-    problem: Problem, grid: Grid, remaining: Callable[[], float] | None = None
+    problem: Problem,
+    grid: Grid,
+    report: Callable[[float], None] = lambda _: None,
+    remaining: Callable[[], float] | None = None,
 ) -> dict[int, tuple[Option, ...]]:
-    """Solve one block per kind, the one that looks like most of its kind, while ``remaining`` seconds are left."""
+    """Solve one block per kind, the one that looks like most of its kind; ``report``: which part of them is done.
+
+    ``remaining``: seconds left; when there are none, the options found so far have to do.
+    """
     last = last_readers(problem)
     views: dict[int, Counter[tuple[object, ...]]] = {}
     example: dict[tuple[object, ...], BlockView] = {}
@@ -66,7 +72,15 @@ def kind_options(
         view = block_view(problem, block, last)
         views.setdefault(block.kind, Counter())[view.key] += 1
         example.setdefault(view.key, view)
-    return {kind: view_options(example[keys.most_common(1)[0][0]], grid, remaining) for kind, keys in views.items()}
+    found: dict[int, tuple[Option, ...]] = {}
+    for done, (kind, keys) in enumerate(views.items()):
+
+        def of_all(part: float, done: int = done) -> None:
+            report((done + part) / len(views))
+
+        found[kind] = view_options(example[keys.most_common(1)[0][0]], grid, of_all, remaining)
+        of_all(1.0)
+    return found
 
 
 def chain_costs(problem: Problem, options: Options) -> ChainCosts:

@@ -1,7 +1,11 @@
-"""The choices of the chain's table, spelled out as an order of steps."""
+"""The choices of the chain's table, spelled out as an order of steps.
+
+Where a block runs again, nodes that make nothing counted do not: what they made stays at no cost.
+"""
 
 from __future__ import annotations
 
+from solvers.block import counted
 from solvers.chain_table import ChainTable
 from solvers.ilp import Option
 from solvers.problem import Problem
@@ -44,7 +48,7 @@ def _expand_inner(problem: Problem, table: ChainTable, first: int, last: int, me
         option = None if choice is None else table.costs.options[i][choice]
         if not (option and option.fresh and i == j):
             span = range(problem.blocks[i].start, problem.blocks[k - 1].stop)
-            out += [Run(n) for n in span if problem.nodes[n].rerun]
+            out += [Run(n) for n in span if any(counted(problem, d) for d in problem.nodes[n].makes)]
         todo.append((i, option) if option else (i, k - 1, m))
         if k <= j:
             todo.append((k, j, left))

@@ -1,8 +1,8 @@
 """The solvers of a ``Problem`` by name, behind ``solvers.solve``.
 
-``rotor``: options per block, then the dynamic program (``solvers.chain``). ``checkmate`` (also ``ilp``): the whole
-step as one program (``solvers.whole_graph``), exact in its class, for small problems. ``auto``: rotor, then, where
-its plan is not proven to be the best and the problem is small, checkmate from there. Baselines: ``keep_all``,
+``rotor``: options per block, then the dynamic program (``solvers.chain``). ``auto``: rotor, then, where its plan is
+not proven to be the best and the problem is small, ``checkmate`` from there: the whole step as one program
+(``solvers.whole_graph``; on its own, ``solvers.graph_solvers`` has it). Baselines: ``keep_all``,
 ``recompute_all``, ``every_block``, ``sqrt``, ``revolve``. All of them carry ``solvers.chain_bound``'s bound, which
 holds for every schedule that the walker accepts.
 """
@@ -43,7 +43,11 @@ def _judge(problem: Problem, schedule: Schedule) -> Judged:
 
 def _planner(problem: Problem, request: Request) -> ChainPlanner:
     options = SolverOptions(request.milp, request.gap, min(10.0, request.time_limit), request.threads)
-    return ChainPlanner(problem, grid=Grid(solver=options, threads=1), remaining=request.remaining)
+
+    def report(doing: str, part: float) -> None:
+        request.report(None, problem.eager_time, f"{doing} {100 * part:.0f} %")
+
+    return ChainPlanner(problem, grid=Grid(solver=options, threads=1), report=report, remaining=request.remaining)
 
 
 def _frontier(problem: Problem, request: Request) -> Frontier:
@@ -128,12 +132,6 @@ def _rotor(problem: Problem, request: Request) -> Answer:
     bound = _bound(problem, request) if note != STOPPED else 0
     request.report(plan.time, bound, "chain")
     return Answer(plan.schedule, bound, f"{note}; {CHAIN}" if note else CHAIN)
-
-
-@register(Problem, "ilp")
-@register(Problem, "checkmate")
-def _checkmate(problem: Problem, request: Request) -> Answer:
-    return _whole(problem, request, None)
 
 
 def _whole(problem: Problem, request: Request, start: Schedule | None) -> Answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from solvers.block import BlockView, Figures, Runs, Solved, block_view, figures
@@ -109,8 +109,16 @@ class Point:
     solved: Solved | None
 
 
-def grid_points(view: BlockView, grid: Grid, remaining: Callable[[], float] | None = None) -> list[Point]:
-    """Solve ``grid``, loose to tight; points for which ``remaining`` (seconds) leaves no time are missing."""
+def grid_points(
+    view: BlockView,
+    grid: Grid,
+    report: Callable[[float], None] = lambda _: None,
+    remaining: Callable[[], float] | None = None,
+) -> list[Point]:
+    """Solve ``grid``, loose to tight; points for which ``remaining`` (seconds) leaves no time are missing.
+
+    ``report`` is told which part of the work is done.
+    """
     keep, low = figures(view, keep_runs(view)), least_peak(view)
     levels = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves))
     some = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves[:: grid.stride]))
@@ -121,8 +129,13 @@ def grid_points(view: BlockView, grid: Grid, remaining: Callable[[], float] | No
     # HiGHS releases the interpreter while it runs; every series is independent, so the result is the same.
     pool = ThreadPoolExecutor(max_workers=grid.threads)
     try:
-        found = pool.map(lambda s: _Series(view, grid.solver, s[0], s[1], remaining).points(s[2]), series)
-        return [point for points in found for point in points]
+        solves = [
+            pool.submit(_Series(view, grid.solver, fresh, peak, remaining).points, saves)
+            for fresh, peak, saves in series
+        ]
+        for done, _ in enumerate(as_completed(solves), 1):
+            report(done / len(series))
+        return [point for solve in solves for point in solve.result()]
     finally:  # after Ctrl-C nothing new is begun
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -183,8 +196,13 @@ class _Series:
         return self.tight.solve(save, self.peak, options)
 
 
-def view_options(view: BlockView, grid: Grid, remaining: Callable[[], float] | None = None) -> tuple[Option, ...]:
-    """The Pareto set of options of the block seen as ``view``."""
+def view_options(
+    view: BlockView,
+    grid: Grid,
+    report: Callable[[float], None] = lambda _: None,
+    remaining: Callable[[], float] | None = None,
+) -> tuple[Option, ...]:
+    """The Pareto set of options of the block seen as ``view``; other arguments as for ``grid_points``."""
     keep = figures(view, keep_runs(view))
     found = [option(keep, _is_fresh(keep), True, 0)]
     for runs in (late_runs(view, range(len(view.nodes))), rerun_runs(view)):
@@ -192,7 +210,7 @@ def view_options(view: BlockView, grid: Grid, remaining: Callable[[], float] | N
         again = figures(view, runs)
         found.append(option(again, _is_fresh(again), True, again.time if _is_fresh(again) else 0))
     if any(found[1].runs):
-        for point in grid_points(view, grid, remaining):
+        for point in grid_points(view, grid, report, remaining):
             if point.solved:
                 s = point.solved
                 found.append(option(s.figures, point.fresh or _is_fresh(s.figures), s.optimal, s.bound))
