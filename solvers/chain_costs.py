@@ -55,6 +55,18 @@ Options = Mapping[int, tuple[Option, ...]]
 """Options per kind of block."""
 
 
+def kind_views(problem: Problem) -> dict[int, BlockView]:
+    """Per kind of block the view that most of its members have."""
+    last = last_readers(problem)
+    views: dict[int, Counter[tuple[object, ...]]] = {}
+    example: dict[tuple[object, ...], BlockView] = {}
+    for block in problem.blocks:
+        view = block_view(problem, block, last)
+        views.setdefault(block.kind, Counter())[view.key] += 1
+        example.setdefault(view.key, view)
+    return {kind: example[keys.most_common(1)[0][0]] for kind, keys in views.items()}
+
+
 def kind_options(
     problem: Problem,
     grid: Grid,
@@ -65,20 +77,14 @@ def kind_options(
 
     ``remaining``: seconds left; when there are none, the options found so far have to do.
     """
-    last = last_readers(problem)
-    views: dict[int, Counter[tuple[object, ...]]] = {}
-    example: dict[tuple[object, ...], BlockView] = {}
-    for block in problem.blocks:
-        view = block_view(problem, block, last)
-        views.setdefault(block.kind, Counter())[view.key] += 1
-        example.setdefault(view.key, view)
+    views = kind_views(problem)
     found: dict[int, tuple[Option, ...]] = {}
-    for done, (kind, keys) in enumerate(views.items()):
+    for done, (kind, view) in enumerate(views.items()):
 
         def of_all(part: float, done: int = done) -> None:
             report((done + part) / len(views))
 
-        found[kind] = view_options(example[keys.most_common(1)[0][0]], grid, of_all, remaining)
+        found[kind] = view_options(view, grid, of_all, remaining)
         of_all(1.0)
     return found
 

@@ -8,6 +8,7 @@ optimum of a looser one fits it, which makes it the optimum here too.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -101,12 +102,16 @@ def most_peak(view: BlockView) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of a grid: limits in bytes (``peak`` None: free), and the best for them, None where none fits."""
+    """One point of a grid: limits in bytes (``peak`` None: free), and the best for them, None where none fits.
+
+    ``seconds`` of wall time it took; next to none where an earlier point decided it.
+    """
 
     fresh: bool
     save: int
     peak: int | None
     solved: Solved | None
+    seconds: float
 
 
 def grid_points(
@@ -161,10 +166,12 @@ class _Series:
         """The points for ``saves``, which fall."""
         found: list[Point] = []
         for save in saves:
+            start = time.perf_counter()
             try:
-                found.append(Point(self.fresh, save, self.peak, self._at(save)))
+                solved = self._at(save)
             except TimeoutError:
                 continue
+            found.append(Point(self.fresh, save, self.peak, solved, time.perf_counter() - start))
         return found
 
     def _at(self, save: int) -> Solved | None:
