@@ -9,7 +9,8 @@ Models have random weights. Needs torchvision and timm for all but gpt2. What is
 - ``whole``: a chain of five GPT-2 layers against the bound of the whole-graph program, given its time;
 - ``tables``: the dynamic program on made-up chains of 200 blocks with 20 options, and of 339 with one.
 
-Wall time, one solver thread. ``--short`` is for tests: a small model, few points, no time limits of note.
+One solver thread. Seconds of points are CPU time, all others wall time. ``--short`` is for tests: a small model and few
+points.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ def _first_fitting(problem: Problem, request: Request, schedules: Iterable[Sched
 
 
 def _bound(problem: Problem, request: Request) -> int:
+    """The bound for the budget. It gets a little time even where none is left: it says how good a plan is."""
     return lower_bound(problem, request.budget, request.milp, max(0.2, min(2.0, request.remaining())))
 
 

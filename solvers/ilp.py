@@ -33,7 +33,7 @@ class Grid:
     peaks: tuple[float, ...] = (0.3,)
     fresh_peaks: tuple[float, ...] = (0.5, 0.15)
     unlimited: bool = True
-    stride: int = 10
+    stride: int = 20
     solver: SolverOptions = field(default_factory=SolverOptions)
     threads: int = 2
 
@@ -104,7 +104,7 @@ def most_peak(view: BlockView) -> int:
 class Point:
     """One point of a grid: limits in bytes (``peak`` None: free), and the best for them, None where none fits.
 
-    ``seconds`` of wall time it took; next to none where an earlier point decided it.
+    ``seconds``: CPU time of the process meanwhile; next to none where an earlier point decided it.
     """
 
     fresh: bool
@@ -166,12 +166,12 @@ class _Series:
         """The points for ``saves``, which fall."""
         found: list[Point] = []
         for save in saves:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 solved = self._at(save)
             except TimeoutError:
                 continue
-            found.append(Point(self.fresh, save, self.peak, solved, time.perf_counter() - start))
+            found.append(Point(self.fresh, save, self.peak, solved, time.process_time() - start))
         return found
 
     def _at(self, save: int) -> Solved | None:

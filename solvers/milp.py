@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import highspy
 import numpy as np
 import numpy.typing as npt
 import pulp
 
 from solvers.errors import ProblemError
 
-INFINITY = highspy.kHighsInf
+try:
+    import highspy
+except ImportError:  # another solver may be named
+    highspy = None  # type: ignore[assignment]
+
+INFINITY = float("inf")
 Terms = Iterable[tuple[int, float]]
 
 
@@ -85,6 +89,8 @@ def run(
         feasible = all(lo <= 0 <= up for lo, up in zip(program.lower, program.upper, strict=True))
         return Outcome(np.zeros(0) if feasible else None, 0.0 if feasible else INFINITY, True)
     if effort.name == "HiGHS":
+        if highspy is None:
+            raise ProblemError("HiGHS is not installed: pip install highspy, or name another solver that PuLP has")
         return _run_highs(program, effort, start, report)
     return _run_pulp(program, effort)
 
