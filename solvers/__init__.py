@@ -9,6 +9,8 @@ import solvers.chain_solvers
 import solvers.graph_solvers  # noqa: F401  makes those of a ``GraphProblem`` known
 from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
 from solvers.chain import ChainPlan, ChainPlanner, solve_chain
+from solvers.chain_bound import lower_bound
+from solvers.chain_refine import improve
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
 from solvers.files import read_problem, write_problem
 from solvers.graph import GraphNode, GraphProblem
@@ -62,7 +64,9 @@ __all__ = [
     "format_bytes",
     "format_schedule",
     "frontier",
+    "improve",
     "keep_everything",
+    "lower_bound",
     "parse_schedule",
     "read_problem",
     "recompute_all",

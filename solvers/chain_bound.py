@@ -20,6 +20,7 @@ from solvers.milp import Effort, run
 from solvers.problem import Problem
 from solvers.relaxation import Relaxation
 from solvers.stages import Cell, Staged, peaks, staged_step, timeline
+from solvers.whole_graph import least_step
 
 GAP = 1e-3
 """Of the reruns' time; what is left open is taken off the bound."""
@@ -60,19 +61,9 @@ def _reruns(staged: Staged, budget: int, positions: Sequence[Cell], name: str, s
 
 
 def least_budget(problem: Problem) -> tuple[int, str]:
-    """Bytes below which no schedule fits, and the step that needs them on its own.
-
-    A step needs what it reads, what it allocates, gradients, and the held data made before it.
-    """
-    staged = staged_step(problem)
-    held, most, where = 0, 0, ""
-    for t, operation in enumerate(staged.operations):
-        read = sum(staged.sizes[d] for d in staged.reads[t] if d not in staged.held)
-        need = read + held + operation.own + staged.base[t]
-        if need > most:
-            most, where = need, _name(problem, t)
-        held += sum(staged.sizes[d] for d in operation.makes if d in staged.held)
-    return most, where
+    """Bytes below which no schedule fits, and the step that needs them on its own."""
+    least, step = least_step(staged_step(problem))
+    return least, _name(problem, step)
 
 
 def _name(problem: Problem, t: int) -> str:

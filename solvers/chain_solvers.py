@@ -1,8 +1,8 @@
 """The solvers of a ``Problem`` by name, behind ``solvers.solve``.
 
 ``rotor``: options per block, then the dynamic program (``solvers.chain``). ``auto``: rotor, then, where its plan is
-not proven to be the best and the problem is small, ``checkmate`` from there: the whole step as one program
-(``solvers.whole_graph``; on its own, ``solvers.graph_solvers`` has it). Baselines: ``keep_all``,
+not proven to be the best, the whole step as one program from there (``solvers.chain_refine``; on its own that is
+``checkmate``, of ``solvers.graph_solvers``). Baselines: ``keep_all``,
 ``recompute_all``, ``every_block``, ``sqrt``, ``revolve``. All of them carry ``solvers.chain_bound``'s bound, which
 holds for every schedule that the walker accepts.
 """
@@ -14,25 +14,21 @@ from collections.abc import Iterable
 from solvers.baselines import checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
 from solvers.chain import ChainPlan, ChainPlanner
 from solvers.chain_bound import least_budget, lower_bound
+from solvers.chain_refine import refine
 from solvers.errors import InfeasibleError
 from solvers.ilp import Grid
 from solvers.memory_program import SolverOptions
 from solvers.problem import Problem
 from solvers.revolve import revolve_schedules
-from solvers.schedule import Bwd, Run, Schedule
+from solvers.schedule import Schedule
 from solvers.solution import Frontier
 from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
-from solvers.stages import Runs, schedule_step, staged_step, timeline, without_useless
 from solvers.text import format_bytes
 from solvers.walker import walk
-from solvers.whole_graph import solve_staged
-
-SMALL = 60
-"""Nodes up to which ``auto`` lets the whole-graph program try what the chain's has left open."""
 
 ANY = "the bound holds for every schedule that the walker accepts"
 CHAIN = f"found with options per block, persistent checkpoints and slots of memory; {ANY}"
-WHOLE = "the class: forward and backward order fixed, each node at most once more between two backwards, in order"
+WHOLE = "schedules in the fixed order of first runs, frontier-advancing"
 STOPPED = "stopped by Ctrl-C; the best schedule so far"
 
 
@@ -135,49 +131,24 @@ def _rotor(problem: Problem, request: Request) -> Answer:
     return Answer(plan.schedule, bound, f"{note}; {CHAIN}" if note else CHAIN)
 
 
-def _whole(problem: Problem, request: Request, start: Schedule | None) -> Answer:
-    """The whole step as one integer program."""
-    staged = staged_step(problem)
-    found = solve_staged(staged, request, None if start is None else _runs(problem, start, request.budget))
-    bound = problem.eager_time + found.bound
-    if found.runs is None:
-        return Answer(None, bound, STOPPED if found.interrupted else "", found.infeasible)
-    reason = f"{STOPPED}; {WHOLE}" if found.interrupted else WHOLE
-    return Answer(schedule_step(problem, found.runs), bound, reason, solver="checkmate")
-
-
-def _runs(problem: Problem, schedule: Schedule, budget: int) -> Runs | None:
-    """``schedule`` as reruns per stage; None if it runs a node twice in a stage to a purpose."""
-    stages: list[set[int]] = [set() for _ in range(len(problem.nodes) + 1)]
-    now: set[int] = set()
-    first = len(problem.nodes)
-    for step in schedule:
-        if isinstance(step, Run):
-            first -= 1
-            if first < 0:
-                now.add(step.node)
-        elif isinstance(step, Bwd):
-            stages.append(now)
-            now = set()
-    staged = staged_step(problem)
-    runs = without_useless(staged, [sorted(stage) for stage in stages])
-    return runs if timeline(staged, runs).peak <= budget else None
-
-
 @register(Problem, "auto")
 def _auto(problem: Problem, request: Request) -> Answer:
-    """rotor; then checkmate, where the plan is not proven to be the best and the problem is small."""
+    """rotor; then, while there is time and something left to gain, the whole-graph program from there."""
     chain = _rotor(problem, request)
-    if chain.infeasible or chain.solver or STOPPED in chain.reason or len(problem.nodes) > SMALL:
-        return chain
     cost = None if chain.schedule is None else walk(problem, chain.schedule).time
-    if request.remaining() <= 0 or (cost is not None and cost - chain.bound <= request.gap * cost):
+    done = cost is not None and cost - chain.bound <= request.gap * cost
+    if done or chain.infeasible or chain.solver or STOPPED in chain.reason or request.remaining() <= 0:
         return chain
-    whole = _whole(problem, request, chain.schedule)
-    if whole.infeasible:
-        return whole
-    if cost is not None and (whole.schedule is None or walk(problem, whole.schedule).time >= cost):
-        # The chain may run a node twice between two backwards; then the whole program's bound is not for it.
-        bound = max(chain.bound, whole.bound) if whole.bound <= cost else chain.bound
-        return Answer(chain.schedule, bound, chain.reason, solver="rotor")
-    return Answer(whole.schedule, max(chain.bound, whole.bound), whole.reason, solver="checkmate")
+    found = refine(problem, chain.schedule, request)
+    if chain.schedule is None and found.infeasible:
+        return Answer(None, found.bound, infeasible=found.infeasible)
+    note = f"{STOPPED}; " if found.interrupted else ""
+    if found.schedule is not None:
+        better = walk(problem, found.schedule)
+        if better.peak <= request.budget and (cost is None or better.time < cost):
+            bound = max(chain.bound, found.bound)
+            return Answer(found.schedule, bound, f"{note}the bound holds for {WHOLE}", solver="checkmate")
+    # A chain's schedule may be outside of the whole program's class, and then below its bound.
+    outside = cost is not None and found.bound > cost
+    reason = chain.reason if outside else f"{note}the bound holds for {WHOLE}"
+    return Answer(chain.schedule, chain.bound if outside else max(chain.bound, found.bound), reason, solver="rotor")
