@@ -10,8 +10,8 @@ Models have random weights. Needs torchvision and timm for all but gpt2. What is
 - ``whole``: a chain of five GPT-2 layers against the bound of the whole-graph program, given its time;
 - ``tables``: the dynamic program on made-up chains of 200 blocks with 20 options, and of 339 with one.
 
-One solver thread. Seconds of points and tables are CPU time, others wall time. ``--short`` is for tests: a small model and few
-points.
+One solver thread. Seconds of points and tables are CPU time, others wall time. ``--short`` is for tests: a small
+model and few points.
 """
 
 from __future__ import annotations
