@@ -35,7 +35,7 @@ SLOTS = 1000
 SHORT = 100
 """Blocks up to which a table has all its slots; longer chains have half."""
 
-WALKS = 200
+WALKS = 100
 """Schedules walked at most where budgets are small, and for the frontier; of each of two sets of options."""
 
 NEIGHBOURS = 8

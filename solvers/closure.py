@@ -35,10 +35,10 @@ class ClosureModel:
         self.R = {i: self.lp.column(view.nodes[i].time) for i in nodes}
         self.P = {d: self.lp.column() for d in sorted(data)}
         for d in sorted(read):
-            self.lp.at_least([self.P[d], self.R[view.owners[d]]], [], 1)
+            self.lp.at_least(f"need_{d}", [self.P[d], self.R[view.owners[d]]], [], 1)
         for i in nodes:
             for d in view.nodes[i].reads:
-                self.lp.at_least([self.P[d], self.R[view.owners[d]]], [self.R[i]])
+                self.lp.at_least(f"input_{i}_{d}", [self.P[d], self.R[view.owners[d]]], [self.R[i]])
         self.lp.memory_row("save", [(self.P[d], view.sizes[d]) for d in sorted(data - view.interface)])
 
     def solve(self, save: int, options: SolverOptions) -> Solved:

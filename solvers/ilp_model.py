@@ -10,7 +10,7 @@ of schedules in which the optimum is exact. Variables (each exists only where it
 - ``L[s,d,u]`` in {0,1}: d is live in stage s up to its reader u. Continuous would do, but integer
   rows give stronger cuts.
 
-Constraints::
+Constraints, by the names they have in the model::
 
     retain[s,d]   P[s+1,d] <= P[s,d] + R[s,owner(d)]
     once[s,d]     P[s,d] + R[s,owner(d)] <= 1               an old copy would be of no use
@@ -111,16 +111,16 @@ class StagedModel:
         nodes, data = self.useful[s]
         for d in sorted(data) if nodes else ():
             if (s, d) in self.P:
-                self.lp.at_most_one(self._available(s, d))
+                self.lp.at_most_one(f"once_{s}_{d}", self._available(s, d))
             if (s + 1, d) in self.P:
-                self.lp.at_least(self._available(s, d), [self.P[s + 1, d]])
+                self.lp.at_least(f"retain_{s}_{d}", self._available(s, d), [self.P[s + 1, d]])
         for i in nodes:
             for d in view.nodes[i].reads:
                 available = self._available(s, d)
                 if self.R[s, i] not in available:
-                    self.lp.at_least(available, [self.R[s, i]])
+                    self.lp.at_least(f"input_{s}_{i}_{d}", available, [self.R[s, i]])
         for d in sorted(view.stages[s].reads):
-            self.lp.at_least(self._available(s, d), [], 1)
+            self.lp.at_least(f"need_{s}_{d}", self._available(s, d), [], 1)
 
     def _add_liveness(self, s: int) -> None:
         """Rows live and until: a datum stays until its last reader in the stage, or into the next stage."""
@@ -131,8 +131,8 @@ class StagedModel:
                 reader = self.R[s, u]
                 if later is not None and later != reader:
                     until = self.lp.column()
-                    self.lp.at_least([until], [reader])
-                    self.lp.at_least([until], [later])
+                    self.lp.at_least(f"live_{s}_{d}_{u}", [until], [reader])
+                    self.lp.at_least(f"until_{s}_{d}_{u}", [until], [later])
                     later = until
                 else:
                     later = reader
@@ -147,7 +147,7 @@ class StagedModel:
                 continue
             users = {self.R[s, u] for u in nodes if not makes.isdisjoint(self.view.nodes[u].reads)}
             users |= {self.P[s + 1, d] for d in makes if (s + 1, d) in self.P}
-            self.lp.at_least(sorted(users), [self.R[s, i]])
+            self.lp.at_least(f"use_{s}_{i}", sorted(users), [self.R[s, i]])
 
     def _live(self, s: int, k: int) -> tuple[Terms, int]:
         """Data live in stage s just before node k (node count: before the backward): terms, and constant bytes."""

@@ -57,21 +57,23 @@ class MemoryProgram:
         self.unit = max(gcd(*amounts) or 1, -(-sum(amounts) // MAX_UNITS))
         self.time_unit = max(1.0, sum(times) / 1000)
         self.program = Program()
+        self.rows: dict[str, int] = {}
         self.memory: dict[str, dict[int, int]] = {}
-        self._rows: dict[str, int] = {}
         self._whole: dict[str, bool] = {}
 
     def column(self, time: int = 0) -> int:
         """A new 0/1 column."""
         return self.program.column(time / self.time_unit)
 
-    def at_least(self, left: Iterable[int], right: Iterable[int], constant: int = 0) -> None:
-        """Row: sum of the columns ``left`` >= sum of the columns ``right`` + ``constant``."""
+    def at_least(self, name: str, left: Iterable[int], right: Iterable[int], constant: int = 0) -> None:
+        """Row ``name``: sum of the columns ``left`` >= sum of the columns ``right`` + ``constant``."""
+        self.rows[name] = len(self.program.upper)
         terms = [(c, 1.0) for c in left] + [(c, -1.0) for c in right]
         self.program.row(terms, constant, INFINITY)
 
-    def at_most_one(self, columns: Iterable[int]) -> None:
-        """Row: sum of ``columns`` <= 1."""
+    def at_most_one(self, name: str, columns: Iterable[int]) -> None:
+        """Row ``name``: sum of ``columns`` <= 1."""
+        self.rows[name] = len(self.program.upper)
         self.program.row([(c, 1.0) for c in columns], -INFINITY, 1)
 
     def memory_row(self, name: str, terms: Iterable[tuple[int, int]]) -> None:
@@ -80,7 +82,7 @@ class MemoryProgram:
         for column, size in terms:
             sizes[column] = sizes.get(column, 0) + size
         self.memory[name] = sizes
-        self._rows[name] = len(self.program.upper)
+        self.rows[name] = len(self.program.upper)
         self._whole[name] = all(size % self.unit == 0 for size in sizes.values())
         self.program.row([(c, size / self.unit) for c, size in sizes.items()], -INFINITY, INFINITY)
 
@@ -92,7 +94,7 @@ class MemoryProgram:
         program, size = self.program, (len(self.program.lower), len(self.program.columns))
         for name, limit in limits.items():
             scaled = limit // self.unit if self._whole[name] else limit / self.unit
-            program.upper[self._rows[name]] = scaled
+            program.upper[self.rows[name]] = scaled
         effort = Effort(options.name, options.threads, options.gap, options.time_limit, HIGHS_SETTINGS)
         try:
             for _ in range(MAX_CUTS):

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from solvers import SolverOptions, ilp_model
+from solvers import ilp_model
 from solvers.block import block_view
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,8 +67,8 @@ def test_equations_have_the_names_of_the_constraints(architecture: ModuleType) -
     stated = ilp_model.__doc__.split("Constraints, by the names they have in the model::")[1].split("Source:")[0]
     assert names == set(re.findall(r"^    (\w+)(?:\[[\w,]+\])?  ", stated, re.MULTILINE))
     problem = architecture.make_plan().problem
-    model = ilp_model.StagedModel(block_view(problem, problem.blocks[0]), False, SolverOptions())
-    assert {row.split("_")[0] for row in model.rows} <= names
+    model = ilp_model.StagedModel(block_view(problem, problem.blocks[0]))
+    assert {row.split("_")[0] for row in model.lp.rows} <= names
 
 
 def test_files_named_in_architecture_exist() -> None:
