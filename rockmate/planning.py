@@ -6,7 +6,7 @@ import dataclasses
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from rockmate.compiled import undo_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.progress import Report, silent
 from rockmate.report import block_table
-from rockmate.state import module_key
 from solvers import (
     Backward,
     Block,
@@ -38,7 +37,9 @@ from solvers import (
     Schedule,
     ScheduleError,
     format_schedule,
+    improve,
     keep_everything,
+    lower_bound,
     solve_chain,
     step_name,
     walk,
@@ -50,6 +51,12 @@ if TYPE_CHECKING:
 # Every budget leaves room for the numbers of the loss itself (its value, its gradient, counts), which are
 # a few bytes each, but a block of the allocator.
 SCALARS = 64
+
+# For the whole-graph program to better a plan and to prove how little is left; mostly it needs a tenth of it.
+IMPROVE_SECONDS = 2.0
+
+# Plans that are by this fraction of the step above a proven bound, or less, are called the least.
+PROVEN = 1e-4
 
 
 def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
@@ -82,6 +89,13 @@ def _in_float(k: K_graph) -> int:
     return sum(v.bytes * max(1, 4 // v.dtype.itemsize) for v in carried)
 
 
+class Bounded(NamedTuple):
+    """A plan, and nanoseconds that a step takes at least within its budget, if they are known."""
+
+    plan: ChainPlan
+    bound: int | None
+
+
 @dataclass
 class Planner:
     """Graphs and problem of one module on one sample; plans for any number of budgets."""
@@ -109,19 +123,32 @@ class Planner:
         return self._chain
 
     def solve(self, budget: int) -> ChainPlan:
-        """The cheapest schedule within ``budget`` bytes; keeping everything needs no solver."""
+        """The cheapest schedule found within ``budget`` bytes."""
+        return self.bounded(budget, prove=False).plan
+
+    def bounded(self, budget: int, prove: bool = True) -> Bounded:
+        """The cheapest schedule found within ``budget`` bytes, and, to ``prove`` it, what none can be below."""
         start = time.perf_counter()
         try:
-            return self._solve(budget)
+            return self._bounded(budget, prove)
         finally:
             self.seconds["solve"] = time.perf_counter() - start
 
-    def _solve(self, budget: int) -> ChainPlan:
+    def _bounded(self, budget: int, prove: bool) -> Bounded:
+        """Keeping everything needs no solver.
+
+        What the whole-graph program makes of the chain's plan depends on the time it has, so on the machine: where
+        plans must be the same everywhere, with ``costs="flops"``, it is left out.
+        """
         room = budget - self.reserved
         if walk(self.problem, keep_everything(self.problem)).peak <= room:
-            return solve_chain(self.problem, room)
+            return Bounded(solve_chain(self.problem, room), self.problem.eager_time)
         try:
-            return self.chain().solve(room)
+            found = self.chain().solve(room)
+            if self.costs == "flops":
+                return Bounded(found, lower_bound(self.problem, room) if prove else None)
+            self.report("solve whole", 0.0)
+            return Bounded(*improve(self.problem, found, room, IMPROVE_SECONDS))
         except InfeasibleError as error:
             least = error.min_budget + self.reserved
             message = (
@@ -140,7 +167,7 @@ class Planner:
     def plan(self, budget: int) -> Plan:
         """The plan for ``budget`` bytes: the saved one, if there is one and it is for this budget."""
         saved = self.saved if self.saved and self.saved.budget == budget else None
-        found = self.solve(budget) if saved is None else self._from_file(saved)
+        found, bound = self.bounded(budget) if saved is None else Bounded(self._from_file(saved), None)
         return Plan(
             budget,
             self.predicted_peak(found),
@@ -154,6 +181,7 @@ class Planner:
             self.costs,
             self.loss_memory,
             self.missing,
+            bound,
         )
 
     def _from_file(self, saved: SavedPlan) -> ChainPlan:
@@ -227,7 +255,7 @@ def make_planner(
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
     """Parameters whose gradients would be new memory that stays."""
-    return module_key(model)[1]
+    return frozenset(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
 
 
 def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None, error: Exception) -> None:
@@ -243,11 +271,14 @@ def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str,
         ) from error
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Plan:
     """What will be kept and what computed again, with the figures promised for it.
 
     ``usual_loss``: the bytes of the loss that ``predicted_peak`` counts; ``problem.loss`` leaves room for a larger one.
+    ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever runs
+    again (proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole_graph``'s
+    class where that is higher); None for a plan that was loaded.
     """
 
     budget: int
@@ -262,6 +293,15 @@ class Plan:
     costs: str = "measured"
     loss_memory: int | None = None
     missing: frozenset[str] = frozenset()
+    lower_bound: int | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How much less, as a fraction of the planned step, the best schedule can take at most; 0 if none is better."""
+        if self.lower_bound is None:
+            return None
+        planned = walk(self.problem, self.schedule).time
+        return (planned - self.lower_bound) / planned if planned else 0.0
 
     @property
     def guards(self) -> tuple[str, ...]:
@@ -308,15 +348,13 @@ class Plan:
 
         return plot_memory(self, path)
 
-    def __repr__(self) -> str:
-        return f"<Plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer>"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """A notebook shows the summary."""
-        printer.text(str(self))
-
-    def _overhead(self) -> str:
-        return f"{100 * self.predicted_overhead:.1f} %"
+    def _proof(self) -> str:
+        gap = self.gap
+        if gap is None:
+            return ""
+        return (
+            ", proven to be the least" if gap < PROVEN else f", at most {100 * gap:.2f} % of the step above the least"
+        )
 
     def __str__(self) -> str:
         seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
@@ -328,7 +366,7 @@ class Plan:
             [
                 f"budget              {show_bytes(self.budget)}",
                 f"predicted peak      {show_bytes(self.predicted_peak)}, at {at}",
-                f"predicted overhead  {self._overhead()}",
+                f"predicted overhead  {100 * self.predicted_overhead:.1f} %{self._proof()}",
                 f"nodes               {len(self.problem.nodes)}; runs again: {self.recomputed}",
                 f"blocks              {len(self.problem.blocks)}, of them distinct: {kinds}",
                 f"found by            {self.solver}",
