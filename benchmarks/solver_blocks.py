@@ -238,8 +238,8 @@ def short() -> Json:
     }
 
 
-def full(names: list[str], costs: str, dump: Path | None) -> Json:
-    """Everything; prints as it goes."""
+def full(names: list[str], costs: str, dump: Path | None, out: Path) -> Json:
+    """Everything; prints and writes as it goes."""
     found: Json = {"costs": costs, "blocks": {}, "chains": {}}
     grids = {"options": Grid(threads=1), "dense": DENSE}
     for name in names:
@@ -247,10 +247,11 @@ def full(names: list[str], costs: str, dump: Path | None) -> Json:
         if dump:
             write_problem(problem, dump / f"{name}.json")
         found["blocks"][name] = blocks(problem, grids)
-        found["chains"][name] = chain(problem, BUDGETS, 10.0)
+        found["chains"][name] = chain(problem, BUDGETS, 2.0)
         _show(name, found["blocks"][name], found["chains"][name])
+        _write(found, out)
     torch.manual_seed(0)
-    found["whole"] = whole(problem_of(*_gpt(5), costs), (0.8, 0.5, 0.3, 0.25), 120.0)
+    found["whole"] = whole(problem_of(*_gpt(5), costs), (0.8, 0.5, 0.3, 0.25), 60.0)
     found["tables"] = [table(200, 20, 500), table(339, 1, 500)]
     for row in (*found["whole"], *found["tables"]):
         print({key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()})
@@ -277,6 +278,11 @@ def _show(name: str, of_blocks: Json, of_chain: list[Json]) -> None:
         )
 
 
+def _write(found: Json, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
@@ -285,9 +291,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dump", type=Path, help="write the problems here")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "solver_blocks.json")
     options = parser.parse_args(argv)
-    found = short() if options.short else full(options.models, options.costs, options.dump)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    found = short() if options.short else full(options.models, options.costs, options.dump, options.out)
+    _write(found, options.out)
 
 
 if __name__ == "__main__":

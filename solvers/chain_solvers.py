@@ -1,8 +1,8 @@
 """The solvers of a ``Problem`` by name, behind ``solvers.solve``.
 
 ``rotor``: options per block, then the dynamic program (``solvers.chain``). ``auto``: rotor, then, where its plan is
-not proven to be the best, the whole step as one program from there (``solvers.chain_refine``; on its own that is
-``checkmate``, of ``solvers.graph_solvers``). Baselines: ``keep_all``,
+not proven to be the best, the whole step as one program from there (``solvers.chain_refine``); on its own that is
+``checkmate``. Baselines: ``keep_all``,
 ``recompute_all``, ``every_block``, ``sqrt``, ``revolve``. All of them carry ``solvers.chain_bound``'s bound, which
 holds for every schedule that the walker accepts.
 """
@@ -129,6 +129,15 @@ def _rotor(problem: Problem, request: Request) -> Answer:
     bound = _bound(problem, request) if note != STOPPED else 0
     request.report(plan.time, bound, "chain")
     return Answer(plan.schedule, bound, f"{note}; {CHAIN}" if note else CHAIN)
+
+
+@register(Problem, "checkmate")
+def _checkmate(problem: Problem, request: Request) -> Answer:
+    """The whole step as one program, from nothing."""
+    found = refine(problem, None, request)
+    note = f"{STOPPED}; " if found.interrupted else ""
+    reason = f"{note}the bound holds for {WHOLE}" if found.schedule is not None or note else ""
+    return Answer(found.schedule, found.bound, reason, found.infeasible)
 
 
 @register(Problem, "auto")

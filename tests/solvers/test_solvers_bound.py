@@ -37,7 +37,7 @@ from solvers import milp as solver_programs
 from solvers.chain_bound import least_budget, lower_bound
 from solvers.revolve import revolve
 
-NAMES = ("keep_all", "recompute_all", "every_block", "sqrt", "revolve", "rotor", "auto")
+NAMES = ("keep_all", "recompute_all", "every_block", "sqrt", "revolve", "rotor", "checkmate", "auto")
 
 
 @settings(deadline=None, max_examples=150)
