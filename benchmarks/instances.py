@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
-from solvers import GraphNode, GraphProblem
+from solvers import Backward, Block, Data, GraphNode, GraphProblem, Node, Problem
 
 
 def with_backward(forward: list[GraphNode]) -> GraphProblem:
@@ -99,3 +101,32 @@ def layered(count: int, seed: int, density: float = 0.2, skips: float = 0.14) ->
             nodes.append(GraphNode(f"n{i}", draw.randrange(1000), 10 * draw.randrange(1, 500), tuple(sorted(reads))))
         layers.append(layer)
     return GraphProblem(tuple(nodes))
+
+
+def training_step(count: int, seed: int) -> Problem:
+    """A random training step of ``count`` forward nodes: several data a node, generator states, outputs held."""
+    draw = random.Random(seed)
+    data: list[Data] = []
+    nodes: list[Node] = []
+    for i in range(count):
+        made = tuple(range(len(data), len(data) + draw.randrange(1, 3)))
+        reads = {draw.choice(nodes[j].makes) for j in range(max(0, i - 4), i) if draw.random() < 0.5}
+        data += [Data(f"d{i}", draw.randrange(1000), i) for _ in made]
+        peak = sum(data[d].size for d in made) + draw.randrange(200)
+        rng = 16 if draw.random() < 0.1 else 0
+        nodes.append(
+            Node(f"n{i}", draw.randrange(100), tuple(sorted(reads)), made, peak, None, draw.random() < 0.9, rng)
+        )
+    gradients = 0
+    for i in reversed(range(count)):
+        if draw.random() < 0.8:
+            after = draw.randrange(1000)
+            own = {d for d in (*nodes[i].reads, *nodes[i].makes) if draw.random() < 0.6}
+            peak = max(gradients, after) + draw.randrange(200)
+            backward = Backward(draw.randrange(200), tuple(sorted(own)), gradients, peak, after)
+            nodes[i] = replace(nodes[i], backward=backward)
+            gradients = after
+    cuts = sorted({0, count, *(draw.randrange(count) for _ in range(count // 4))})
+    blocks = tuple(Block(a, b, k) for k, (a, b) in enumerate(pairwise(cuts)))
+    held = frozenset(nodes[-1].makes[:1])
+    return Problem(tuple(nodes), tuple(data), held, draw.randrange(1000), blocks)
