@@ -6,8 +6,6 @@ budget fits a larger one, so that the curve is monotone.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from solvers.solution import Frontier
 from solvers.solve import Request
 from solvers.stages import Cell, Runs, Staged, timeline
@@ -39,7 +37,7 @@ class _Curve:
         """The best within ``budget`` bytes, in so many seconds."""
         fitting = [s for s in self.schedules if s[0] <= budget]
         start = min(fitting, key=lambda s: s[1])[2] if fitting else None
-        request = replace(self.request, budget=budget, time_limit=self.request.seconds() + seconds, progress=None)
+        request = Request(budget, seconds, self.request.threads, self.request.gap, self.request.milp)
         found = solve_staged(self.staged, request, start, self.positions)
         self.positions |= found.positions
         return found

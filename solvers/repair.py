@@ -10,7 +10,7 @@ its cost is kept. ``trim`` then removes reruns, the dearest first, as long as al
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from solvers.stages import Runs, Staged, Timeline, memory, timeline, without_use
 TRIED = 6
 """Candidates that are tried out per step; if none of them helps, five times as many."""
 
-MOST_CANDIDATES = 200
+MOST_CANDIDATES = 50
 """Candidates kept per step, those of the best rates."""
 
 
@@ -116,19 +116,25 @@ def _candidates(staged: Staged, budget: int, now: Timeline) -> list[_Drop]:
     rates: list[float] = []  # the best so far, rising
     drops: list[_Drop] = []
     chains = _Chains(staged, budget, now, p)
-    for d, size in enumerate(staged.sizes):
-        if not size or d in staged.held or not staged.operations[staged.owners[d]].rerun:
-            continue
-        reader = _next_reader(now, d, p)
-        if reader is None:
-            continue
+    # Short chains come first, as far as one operation tells, so that hopeless ones are given up early.
+    live = sorted(_waiting(staged, now, p), key=lambda w: (staged.operations[staged.owners[w[0]]].time, w[0]))
+    for d, reader in live:
         most = rates[-1] if len(rates) >= MOST_CANDIDATES else float("inf")
-        drop = chains.drop(d, reader, most * min(size, wanted))
+        drop = chains.drop(d, reader, most * min(staged.sizes[d], wanted))
         if drop:
             drops.append(drop)
             insort(rates, drop.time / min(drop.freed, wanted))
             del rates[MOST_CANDIDATES:]
     return sorted(drops, key=lambda drop: (drop.time / min(drop.freed, wanted), -drop.freed))
+
+
+def _waiting(staged: Staged, now: Timeline, p: int) -> Iterator[tuple[int, int]]:
+    """Data that could be dropped at p, each with the position that reads it next."""
+    for d, size in enumerate(staged.sizes):
+        if size and d not in staged.held and staged.operations[staged.owners[d]].rerun:
+            reader = _next_reader(now, d, p)
+            if reader is not None:
+                yield d, reader
 
 
 def _next_reader(now: Timeline, d: int, p: int) -> int | None:

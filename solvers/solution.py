@@ -49,8 +49,8 @@ class Frontier:
     """Time against memory: ``points`` are (budget in bytes, overhead), overhead falling as the budget grows.
 
     Overhead is recompute time as a fraction of the time without recomputation. From ``max_budget`` on, nothing
-    is recomputed; there is no schedule below ``lower`` bytes, and none is known below ``min_budget``. Where the
-    two are equal (``exact``), ``min_budget`` is the smallest feasible budget.
+    is recomputed. No schedule of the solver's class needs less than ``lower`` bytes, and none is known below
+    ``min_budget``. Where the two are equal (``exact``), ``min_budget`` is the smallest feasible budget.
     """
 
     min_budget: int
@@ -60,5 +60,5 @@ class Frontier:
 
     @property
     def exact(self) -> bool:
-        """Whether ``min_budget`` is proven to be the smallest budget that any schedule fits."""
+        """Whether ``min_budget`` is proven to be the smallest budget that a schedule of the class fits."""
         return self.lower == self.min_budget

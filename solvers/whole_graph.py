@@ -79,8 +79,8 @@ class _Search:
         return self.proven or self.interrupted or self.done or bool(self.infeasible) or self.request.remaining() <= 0
 
     def share(self) -> float:
-        """Seconds left for the heuristic: a tenth of the time limit."""
-        return self.request.remaining() - 0.9 * self.request.time_limit
+        """Seconds left for the heuristic: a quarter of the time limit."""
+        return self.request.remaining() - 0.75 * self.request.time_limit
 
     def report(self, doing: str) -> None:
         """Tell how far it is."""
@@ -136,8 +136,9 @@ class _Search:
             self.done = not covers
 
     def share_of_round(self) -> Callable[[], float]:
-        """Seconds left for a repair: half the cap of a round."""
-        end = self.request.seconds() + min(self.cap / 2, self.request.remaining())
+        """Seconds left for a repair: half the cap of a round, more where there is no schedule yet."""
+        share = self.cap / 2 if self.best is not None else max(self.cap / 2, self.request.time_limit / 8)
+        end = self.request.seconds() + min(share, self.request.remaining())
         return lambda: end - self.request.seconds()
 
     def search_around(self, seconds: float) -> None:
