@@ -6,7 +6,7 @@
   HiGHS: overhead, proven bound, gap, wall and CPU seconds, beside the best figures known from others;
 - ``synthetic``: layered graphs of our own, likewise;
 - ``large``: an encoder-decoder of 2,526 nodes at three budgets, with the memory of the planner;
-- ``walker``: 10,000 generated graphs and training steps, each with a solver drawn at random; what the walker rejects
+- ``walker``: 20,000 generated graphs and training steps, each with a solver drawn at random; what the walker rejects
   would raise. It counts solutions by status;
 - ``blocks``: all of ``benchmarks/solver_blocks.py``, which needs torch and writes its own results.
 
@@ -31,6 +31,8 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 
 from benchmarks.instances import encoder_decoder, layered, training_step  # noqa: E402
 from solvers import GraphProblem, Problem, Solution, read_problem, solve, solver_names  # noqa: E402
+from solvers.stages import staged_graph, staged_step  # noqa: E402
+from solvers.whole_graph import least_step  # noqa: E402
 
 KNOWN: dict[tuple[str, float], float] = {
     ("fcn8_train", 0.9): 0.029,
@@ -120,27 +122,30 @@ def large(layers: int, fractions: tuple[float, ...], seconds: float) -> list[Jso
 def _drawn(draw: random.Random) -> GraphProblem | Problem:
     """A small problem of any kind."""
     seed = draw.randrange(2**31)
-    kind = draw.randrange(3)
-    if kind == 0:
-        return layered(draw.randrange(1, 40), seed)
-    if kind == 1:
-        return training_step(draw.randrange(1, 12), seed)
-    return encoder_decoder(1, batch=draw.choice((1, 2, 4)), length=draw.choice((16, 64, 256)))
+    kind = draw.randrange(100)
+    if kind < 2:
+        return encoder_decoder(1, batch=draw.choice((1, 2, 4)), length=draw.choice((16, 64, 256)))
+    if kind < 60:
+        return layered(draw.randrange(1, 20), seed)
+    return training_step(draw.randrange(1, 7), seed)
 
 
 def walker(count: int, seconds: float) -> Json:
     """``solve`` on ``count`` problems: it raises where the walker rejects, so that all of them pass or none."""
     draw = random.Random(0)
     seen: Counter[str] = Counter()
+    walked = 0
     for _ in range(count):
         problem = _drawn(draw)
-        budget = round(draw.uniform(0.3, 1.0) * keep_peak(problem))
+        staged = staged_graph(problem) if isinstance(problem, GraphProblem) else staged_step(problem)
+        budget = draw.randint(least_step(staged)[0], keep_peak(problem))
         name = draw.choice(solver_names(problem))
         found: Solution = solve(problem, budget, name, time_limit=seconds)
         assert found.schedule is None or (found.peak or 0) <= budget
+        walked += found.schedule is not None
         seen[f"{type(problem).__name__} {name} {found.status}"] += 1
-    print(f"{count} problems, none rejected")
-    return {"problems": count, "rejections": 0, "by_solver_and_status": dict(sorted(seen.items()))}
+    print(f"{count} problems, {walked} schedules walked, none rejected")
+    return {"problems": count, "schedules": walked, "rejections": 0, "by_solver_and_status": dict(sorted(seen.items()))}
 
 
 def main(arguments: list[str] | None = None) -> Json:
@@ -165,7 +170,7 @@ def main(arguments: list[str] | None = None) -> Json:
         layers, fractions = (2, (0.5,)) if options.short else (30, (0.7, 0.5, 0.3))
         found["large"] = large(layers, fractions, 5.0 if options.short else 300.0)
     if "walker" in parts:
-        found["walker"] = walker(100 if options.short else 10_000, 0.5)
+        found["walker"] = walker(100 if options.short else 20_000, 0.5)
     if "blocks" in parts:
         from benchmarks import solver_blocks
 
