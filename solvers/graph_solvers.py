@@ -71,7 +71,7 @@ def _checkmate(problem: GraphProblem, request: Request) -> Answer:
 
 @register(GraphProblem, "hierarchical")
 def _hierarchical(problem: GraphProblem, request: Request) -> Answer:
-    """The bound of one relaxation; all other time goes to neighbourhoods."""
+    """As ``checkmate``, with most of the time for neighbourhoods: for graphs far too large for one program."""
     return _whole(problem, request, hierarchical=True)
 
 

@@ -51,7 +51,7 @@ def least_step(staged: Staged) -> tuple[int, int]:
 class _Search:
     """The rounds of one solve, and what they have proven so far."""
 
-    def __init__(self, staged: Staged, request: Request, start: Runs | None) -> None:
+    def __init__(self, staged: Staged, request: Request, start: Runs | None, around_share: float) -> None:
         self.staged, self.request = staged, request
         self.best, self.cost = start, staged.cost(start) if start else 0
         self.bound = 0
@@ -61,6 +61,7 @@ class _Search:
         self.interrupted = self.done = False
         self.cap = max(CAP, request.time_limit / 12)
         self.around: Neighbourhoods | None = None
+        self.around_share = around_share
         self.eager = sum(op.time for op in staged.operations)
 
     def offer(self, runs: Runs | None) -> None:
@@ -105,13 +106,15 @@ class _Search:
         self.interrupted = outcome.interrupted
         if outcome.values is not None:
             self.learn(model, outcome)
+        else:
+            self.done = outcome.optimal
         if self.best is not None:
             self.bound = min(self.bound, self.cost)
         if not outcome.optimal:
             self.cap *= 2
         self.report(f"{len(self.positions)} positions")
         if spent > CAP / 2 and not self.over:
-            self.search_around(spent)
+            self.search_around(self.around_share * spent)
 
     def learn(self, model: Relaxation, outcome: Outcome) -> None:
         """Take what a solution teaches: a schedule, or cells where it oversteps.
@@ -167,8 +170,8 @@ def solve_staged(
     """The cheapest reruns within ``request.budget``.
 
     ``start``: a schedule that fits; ``positions``: cells worth looking at; both where known from another solve.
-    ``hierarchical``: one round for the bound, all other time for neighbourhoods. Ctrl-C ends the search; it is raised
-    again only where there is no schedule to return.
+    ``hierarchical``: neighbourhoods get three times as long as programs of the whole graph. Ctrl-C ends the search;
+    it is raised again only where there is no schedule to return.
     """
     least, step = least_step(staged)
     if least > request.budget:
@@ -176,15 +179,13 @@ def solve_staged(
     none = timeline(staged, staged.none())
     if none.peak <= request.budget:
         return Found(staged.none(), 0)
-    search = _Search(staged, request, start)
+    search = _Search(staged, request, start, 3.0 if hierarchical else 1.0)
     search.positions.update(positions or peaks(none, request.budget))
     try:
         if start is None:
             search.offer(repair(staged, request.budget, staged.none(), search.share))
         while not search.over:
             search.round()
-            if hierarchical and search.best is not None and not search.over:
-                search.search_around(request.remaining())
     except KeyboardInterrupt:
         search.interrupted = True
     if search.interrupted and search.best is None:
