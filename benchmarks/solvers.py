@@ -148,6 +148,20 @@ def walker(count: int, seconds: float) -> Json:
     return {"problems": count, "schedules": walked, "rejections": 0, "by_solver_and_status": dict(sorted(seen.items()))}
 
 
+def _part(part: str, options: argparse.Namespace) -> Any:
+    """What one part finds."""
+    if part == "public":
+        if options.graphs.is_dir():
+            return public(options.graphs, options.seconds)
+        print(f"public: no graphs in {options.graphs}; say where they are with --graphs")
+        return f"not run: no directory {options.graphs}"
+    if part == "synthetic":
+        return synthetic((30, 60) if options.short else (100, 250, 500), options.seconds)
+    if part == "large":
+        return large(2, (0.5,), 5.0) if options.short else large(30, (0.7, 0.5, 0.3), 300.0)
+    return walker(100 if options.short else 20_000, 0.5)
+
+
 def main(arguments: list[str] | None = None) -> Json:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=Path, default=ROOT.parent / "shared" / "graphs")
@@ -158,25 +172,15 @@ def main(arguments: list[str] | None = None) -> Json:
     options = parser.parse_args(arguments)
     parts = options.parts or (PARTS[:-1] if options.short else PARTS)
     found: Json = {"solver": "HiGHS, one thread", "seconds": options.seconds}
-    if "public" in parts:
-        if options.graphs.is_dir():
-            found["public"] = public(options.graphs, options.seconds)
-        else:
-            print(f"public: no graphs in {options.graphs}; say where they are with --graphs")
-            found["public"] = f"not run: no directory {options.graphs}"
-    if "synthetic" in parts:
-        found["synthetic"] = synthetic((30, 60) if options.short else (100, 250, 500), options.seconds)
-    if "large" in parts:
-        layers, fractions = (2, (0.5,)) if options.short else (30, (0.7, 0.5, 0.3))
-        found["large"] = large(layers, fractions, 5.0 if options.short else 300.0)
-    if "walker" in parts:
-        found["walker"] = walker(100 if options.short else 20_000, 0.5)
-    if "blocks" in parts:
-        from benchmarks import solver_blocks
-
-        solver_blocks.main([])
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for part in parts:
+        if part == "blocks":
+            from benchmarks import solver_blocks
+
+            solver_blocks.main([])
+            continue
+        found[part] = _part(part, options)
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
 
 

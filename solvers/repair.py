@@ -4,7 +4,7 @@
 oversteps most, every live datum that waits there for a later reader is a candidate: dropping it frees its bytes,
 and costs the reruns that make it again just before that reader, down to what is live there or can stay live. The
 candidates of best cost per byte are tried, and the one that takes most of the overstepping bytes away for
-its cost is kept. ``trim`` then removes reruns, the dearest first, as long as all cells fit.
+its cost is kept; where none does, it is tried to make the datum again earlier, where memory is low. ``trim`` then removes reruns, the dearest first, as long as all cells fit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from solvers.stages import Runs, Staged, Timeline, memory, timeline, without_use
 
 TRIED = 6
 """Candidates that are tried out per step; if none of them helps, five times as many."""
+
+LOW = 4
+"""Steps between a drop and its next reader at which it is tried to make the datum again."""
 
 MOST_CANDIDATES = 50
 """Candidates kept per step, those of the best rates."""
@@ -42,6 +45,8 @@ def repair(staged: Staged, budget: int, runs: Runs, remaining: Callable[[], floa
     while over:
         drops = _candidates(staged, budget, now)
         found = _many(staged, budget, runs, now, drops, over) or _one(staged, budget, runs, drops, over, remaining)
+        if found is None:
+            found = _one(staged, budget, runs, _candidates(staged, budget, now, early=True), over, remaining)
         if found is None:
             return None
         runs, now = found, timeline(staged, found)
@@ -109,8 +114,11 @@ def _with(staged: Staged, runs: Runs, drops: Sequence[_Drop]) -> Runs:
     return without_useless(staged, stages)
 
 
-def _candidates(staged: Staged, budget: int, now: Timeline) -> list[_Drop]:
-    """Ways to free bytes at the cell with most memory, the best rates first, as many as may be tried."""
+def _candidates(staged: Staged, budget: int, now: Timeline, early: bool = False) -> list[_Drop]:
+    """Ways to free bytes at the cell with most memory, the best rates first, as many as may be tried.
+
+    ``early``: data are made again where memory is low on the way to their next reader, not just before it.
+    """
     p = int(now.memory.argmax())
     wanted = int(now.memory[p]) - budget
     rates: list[float] = []  # the best so far, rising
@@ -118,6 +126,8 @@ def _candidates(staged: Staged, budget: int, now: Timeline) -> list[_Drop]:
     chains = _Chains(staged, budget, now, p)
     # Short chains come first, as far as one operation tells, so that hopeless ones are given up early.
     live = sorted(_waiting(staged, now, p), key=lambda w: (staged.operations[staged.owners[w[0]]].time, w[0]))
+    if early:
+        live = [(d, q) for d, reader in live for q in _low(now, p, reader)]
     for d, reader in live:
         most = rates[-1] if len(rates) >= MOST_CANDIDATES else float("inf")
         drop = chains.drop(d, reader, most * min(staged.sizes[d], wanted))
@@ -135,6 +145,12 @@ def _waiting(staged: Staged, now: Timeline, p: int) -> Iterator[tuple[int, int]]
             reader = _next_reader(now, d, p)
             if reader is not None:
                 yield d, reader
+
+
+def _low(now: Timeline, p: int, reader: int) -> list[int]:
+    """The positions of the ``LOW`` emptiest steps between p and ``reader``."""
+    steps = (q for q in range(p + 1, reader) if now.cells[q][0] == now.cells[q][1])
+    return sorted(steps, key=lambda q: (int(now.memory[q]), q))[:LOW]
 
 
 def _next_reader(now: Timeline, d: int, p: int) -> int | None:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from solvers import ilp_model
+from solvers import ilp_model, relaxation
 from solvers.block import block_view
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +69,15 @@ def test_equations_have_the_names_of_the_constraints(architecture: ModuleType) -
     problem = architecture.make_plan().problem
     model = ilp_model.StagedModel(block_view(problem, problem.blocks[0]))
     assert {row.split("_")[0] for row in model.lp.rows} <= names
+
+
+def test_equations_of_whole_graphs_are_those_of_their_module() -> None:
+    text = section(read("ARCHITECTURE.md"), "The program of a whole graph")
+    equations = re.findall(r"^    \((\d+)\)  (\w+)", text, re.MULTILINE)
+    assert [int(number) for number, _ in equations] == list(range(1, len(equations) + 1))
+    assert relaxation.__doc__
+    stated = relaxation.__doc__.split("minimise")[1].split("Every schedule")[0]
+    assert [name for _, name in equations] == re.findall(r"^    (\w+)  ", stated, re.MULTILINE)
 
 
 def test_files_named_in_architecture_exist() -> None:
