@@ -4,7 +4,8 @@
 oversteps most, every live datum that waits there for a later reader is a candidate: dropping it frees its bytes,
 and costs the reruns that make it again just before that reader, down to what is live there or can stay live. The
 candidates of best cost per byte are tried, and the one that takes most of the overstepping bytes away for
-its cost is kept; where none does, it is tried to make the datum again earlier, where memory is low. ``trim`` then removes reruns, the dearest first, as long as all cells fit.
+its cost is kept; where none does, it is tried to make the datum again earlier, where memory is low. ``trim`` then
+removes reruns, the dearest first, as long as all cells fit.
 """
 
 from __future__ import annotations
