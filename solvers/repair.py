@@ -87,19 +87,21 @@ def _one(
 
 
 def trim(staged: Staged, budget: int, runs: Runs, remaining: Callable[[], float]) -> Runs:
-    """``runs``, which fit, without those that are not needed to fit; the dearest are tried first."""
+    """``runs``, which fit, without those that are not needed to fit; the dearest are tried first.
+
+    One pass: where a rerun is left out, an older copy lives on, so that what did not fit before hardly does later.
+    """
     runs = without_useless(staged, runs)
-    removed = True
-    while removed and remaining() > 0:
-        removed = False
-        chosen = [(staged.operations[i].time, t, i) for t, stage in enumerate(runs) for i in stage]
-        for _, t, i in sorted(chosen, reverse=True):
-            if i not in runs[t] or remaining() <= 0:
-                continue
-            stage = tuple(j for j in runs[t] if j != i)
-            tried = (*runs[:t], stage, *runs[t + 1 :])
-            if not _over(memory(staged, staged.cells(tried)), budget):
-                runs, removed = without_useless(staged, tried), True
+    chosen = [(staged.operations[i].time, t, i) for t, stage in enumerate(runs) for i in stage]
+    for _, t, i in sorted(chosen, reverse=True):
+        if i not in runs[t]:
+            continue
+        if remaining() <= 0:
+            break
+        stage = tuple(j for j in runs[t] if j != i)
+        tried = (*runs[:t], stage, *runs[t + 1 :])
+        if not _over(memory(staged, staged.cells(tried)), budget):
+            runs = without_useless(staged, tried)
     return runs
 
 
