@@ -23,6 +23,7 @@ from rockmate.compiled import undo_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.progress import Report, silent
 from rockmate.report import block_table
+from rockmate.state import module_key
 from solvers import (
     Backward,
     Block,
@@ -255,7 +256,7 @@ def make_planner(
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
     """Parameters whose gradients would be new memory that stays."""
-    return frozenset(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
+    return module_key(model)[1]
 
 
 def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None, error: Exception) -> None:
@@ -271,7 +272,7 @@ def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str,
         ) from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What will be kept and what computed again, with the figures promised for it.
 
@@ -348,6 +349,16 @@ class Plan:
 
         return plot_memory(self, path)
 
+    def __repr__(self) -> str:
+        return f"<Plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """A notebook shows the summary."""
+        printer.text(str(self))
+
+    def _overhead(self) -> str:
+        return f"{100 * self.predicted_overhead:.1f} %"
+
     def _proof(self) -> str:
         gap = self.gap
         if gap is None:
@@ -366,7 +377,7 @@ class Plan:
             [
                 f"budget              {show_bytes(self.budget)}",
                 f"predicted peak      {show_bytes(self.predicted_peak)}, at {at}",
-                f"predicted overhead  {100 * self.predicted_overhead:.1f} %{self._proof()}",
+                f"predicted overhead  {self._overhead()}{self._proof()}",
                 f"nodes               {len(self.problem.nodes)}; runs again: {self.recomputed}",
                 f"blocks              {len(self.problem.blocks)}, of them distinct: {kinds}",
                 f"found by            {self.solver}",

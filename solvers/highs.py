@@ -12,7 +12,7 @@ highspy: Any
 class _Missing:
     def __getattr__(self, name: str) -> Any:
         raise SolverError(
-            "no plan can be computed without HiGHS: pip install highspy. "
+            "HiGHS is not installed: pip install highspy, or name another solver that PuLP has. "
             "Saved plans, and budgets with which nothing is recomputed, need no solver."
         )
 

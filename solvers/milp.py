@@ -13,11 +13,7 @@ import numpy.typing as npt
 import pulp
 
 from solvers.errors import ProblemError
-
-try:
-    import highspy
-except ImportError:  # another solver may be named
-    highspy = None  # type: ignore[assignment]
+from solvers.highs import highspy
 
 INFINITY = float("inf")
 Terms = Iterable[tuple[int, float]]
@@ -89,8 +85,6 @@ def run(
         feasible = all(lo <= 0 <= up for lo, up in zip(program.lower, program.upper, strict=True))
         return Outcome(np.zeros(0) if feasible else None, 0.0 if feasible else INFINITY, True)
     if effort.name == "HiGHS":
-        if highspy is None:
-            raise ProblemError("HiGHS is not installed: pip install highspy, or name another solver that PuLP has")
         return _run_highs(program, effort, start, report)
     return _run_pulp(program, effort)
 
