@@ -10,6 +10,7 @@ from torch import nn
 from rockmate import InfeasibleBudgetError, Rockmate, frontier
 from rockmate.gpt import GPT
 from rockmate.planning import Planner, make_planner
+from solvers import walk
 
 NARROW = "gpt_narrow"
 
@@ -45,3 +46,22 @@ def test_planning_after_a_forward_in_the_same_autocast() -> None:
         rk = Rockmate(model, x, "1 MiB", costs="flops")
         assert torch.equal(rk(x), expected)
         assert frontier(model, x, costs="flops").min_budget > 0
+
+
+@pytest.mark.parametrize("costs", ["flops", "measured"])
+def test_a_plan_says_how_far_from_the_best_it_is(costs: str) -> None:
+    args, kwargs = case("mlp").call(1)
+    planner = make_planner(case("mlp").model(), args, kwargs, costs, None)
+    curve = planner.frontier()
+    assert curve.min_budget < curve.max_budget
+    tight, empty = planner.plan(curve.min_budget), planner.plan(curve.max_budget)
+    assert empty.gap == 0
+    assert "predicted overhead  0.0 %, proven to be the least" in str(empty)
+    planned = walk(tight.problem, tight.schedule).time
+    assert tight.lower_bound is not None and tight.gap is not None
+    assert tight.problem.eager_time <= tight.lower_bound <= planned
+    assert tight.gap == (planned - tight.lower_bound) / planned
+    shown = (
+        "proven to be the least" if tight.gap < 1e-4 else f"at most {100 * tight.gap:.2f} % of the step above the least"
+    )
+    assert shown in str(tight)
