@@ -1,0 +1,275 @@
+"""rotor's persistent dynamic program over a heterogeneous chain, vectorised over memory.
+
+``T[s,t](m)`` is the least time to run stages s..t forward and backward, stages behind t being done, with m slots
+beyond x_s, which is there and stays until B_s::
+
+    T[s,t](m) = min of
+      (1)  u_f(s..k-1) + T[k,t](m - a_k) + T[s,k-1](m)              over s < k <= t: F_ck^s, F_∅^{s+1}.., then from k
+           if  m >= D_t + max over s <= j < k of (a_j if j > s) + o_f(j)
+      (2)  u_f(s) + r(w) + u_b(s) + T[s+1,t](m - held(w) - a_{s+1})   over ways w of stage s, for s < t
+           if  m >= D_t + forward_peak(w)  and  m >= E_s + what B_s takes with w
+      (3)  u_f(s) - tail(s) + u_b(s)                                  for s = t
+           if  m >= D_s + stop_peak(s)  and  m >= E_s + what B_s takes
+
+a_i: bytes of x_i; r(w): what way w runs again. D_t, E_s: what is there besides, gradients of x_{t+1} (x_{s+1}) and of
+the parameters of later stages, and x_L, which the caller holds. For t = L-1, the first forward phase, D is 0, (3) is
+a whole run in any way, and the loss has to fit behind it.
+
+Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how to train
+deep neural networks with limited memory", Inria RR-9302 (2019), Theorem 1; ways as the options of Rockmate (Zhao et
+al., ICML 2023). Known shortcoming: a value counts once for each of two neighbours that share its memory, and a_{s+1} in
+(2) even where no backward reads it; the walker counts exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from solvers.rotor_chain import Chain
+from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation
+
+Times = npt.NDArray[np.float32]
+_GROUP = 8
+
+
+class Needs:
+    """What the equations ask for, in bytes."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        last = chain.length - 1
+        a, after, grads = chain.value_bytes, chain.parameter_gradients_after, chain.gradient_bytes
+        self.a = a
+        self.inputs = np.array(a[:-1], np.int64)
+        self.pass_peaks = np.array([s.pass_peak for s in chain.stages], np.int64)
+        self._passes: dict[int, npt.NDArray[np.int64]] = {}
+        self.besides = [a[-1] + grads[t + 1] + after[t] for t in range(last)] + [0]
+        self.backward = [
+            tuple(
+                max(w.held + w.refill_peak, w.refilled + s.backward_peak)
+                + grads[i + 1]
+                + after[i]
+                + a[-1]
+                + (a[i + 1] if s.keeps_output and not k and i < last else 0)
+                for k, w in enumerate(s.ways)
+            )
+            for i, s in enumerate(chain.stages)
+        ]
+
+    def leaf(self, s: int, way: int) -> int:
+        """Bytes for (3)."""
+        stage, backward = self.chain.stages[s], self.backward[s][way]
+        if s < self.chain.length - 1:
+            return max(self.besides[s] + stage.stop_peak, backward)
+        w = stage.ways[way]
+        loss = w.held + self.a[-1] + self.chain.output_gradient + self.chain.loss
+        return max(w.forward_peak, loss, backward)
+
+    def enable(self, s: int, t: int, way: int) -> int:
+        """Bytes for (2)."""
+        return max(self.besides[t] + self.chain.stages[s].ways[way].forward_peak, self.backward[s][way])
+
+    def passes(self, s: int, t: int) -> npt.NDArray[np.int64]:
+        """Bytes for (1), for k = s+1..t."""
+        if s not in self._passes:
+            peaks = self.pass_peaks[s:].copy()
+            peaks[1:] += self.inputs[s + 1 :]
+            self._passes[s] = np.maximum.accumulate(peaks)
+        found: npt.NDArray[np.int64] = self._passes[s][: t - s] + self.besides[t]
+        return found
+
+    def kept(self, s: int, way: int) -> int:
+        """Bytes that (2) takes from what lies behind s."""
+        return self.chain.stages[s].ways[way].held + self.a[s + 1]
+
+    def leaf_ways(self, s: int) -> range:
+        """Ways in which (3) may run: only the first phase has a choice."""
+        return range(len(self.chain.stages[s].ways) if s == self.chain.length - 1 else 1)
+
+
+class Table:
+    """``T`` for every number of slots up to ``size``; ``unit`` bytes a slot, sizes rounded to the nearest slot."""
+
+    def __init__(self, chain: Chain, unit: float, size: int) -> None:
+        self.chain, self.unit, self.size = chain, unit, size
+        self.needs = Needs(chain)
+        length = chain.length
+        # Float32 halves the memory traffic; the walker computes times again, exactly.
+        self.scale = float(max(1, sum(s.forward_time + s.backward_time for s in chain.stages)))
+        self.run = [s.forward_time / self.scale for s in chain.stages]
+        self.start = np.concatenate([[0.0], np.cumsum(self.run)])
+        self.whole = self.start + np.concatenate([[0.0], np.cumsum([s.backward_time / self.scale for s in chain.stages])])
+        self.rows: list[Times] = [np.full((length - s, size + 1), np.inf, np.float32) for s in range(length)]
+        # behind[t][k](m) = T[k,t](m - a_k) plus the time to run the stages before k from stage 0
+        self.behind: list[Times] = [np.full((t + 1, size + 1), np.inf, np.float32) for t in range(length)]
+        self.first = [np.full(t + 1, size + 1, np.int64) for t in range(length)]
+        buffer = np.empty((length, size + 1), np.float32)
+        # Row t of ``behind`` is read for several s while it is in the processor's cache.
+        for high in range(length - 1, -1, -_GROUP):
+            group = range(high, max(-1, high - _GROUP), -1)
+            for t in range(group[-1], length):
+                for s in (s for s in group if s <= t):
+                    self._fill(s, t, buffer)
+
+    def slots(self, size: int) -> int:
+        return round(size / self.unit)
+
+    def _fill(self, s: int, t: int, buffer: Times) -> None:
+        row = self.rows[s][t - s]
+        for _, least, used, time, rest in self._direct(s, t):
+            start = max(least, used)
+            if start > self.size:
+                continue
+            found = time if rest is None else rest[start - used : self.size + 1 - used] + np.float32(time)
+            np.minimum(row[start:], found, out=row[start:])
+        if s < t:
+            self._offer_splits(s, t, row, buffer)
+        used = self.slots(self.needs.a[s])
+        if used <= self.size:
+            shifted = self.behind[t][s]
+            shifted[used:] = row[: self.size + 1 - used] + np.float32(self.start[s])
+            finite = np.isfinite(shifted)
+            self.first[t][s] = int(finite.argmax()) if finite[-1] else self.size + 1
+
+    def _direct(self, s: int, t: int) -> list[tuple[int, int, int, float, Times | None]]:
+        """(2) and (3): way, least slots, slots taken from the rest, time, the rest's times."""
+        stage, needs = self.chain.stages[s], self.needs
+        back = stage.backward_time / self.scale
+        if s == t:
+            tail = 0.0 if s == self.chain.length - 1 else stage.tail_time / self.scale
+            return [
+                (w, self.slots(needs.leaf(s, w)), 0, self.run[s] - tail + back + stage.ways[w].refill_time / self.scale, None)
+                for w in needs.leaf_ways(s)
+            ]
+        rest = self.rows[s + 1][t - s - 1]
+        return [
+            (
+                w,
+                self.slots(needs.enable(s, t, w)),
+                self.slots(needs.kept(s, w)),
+                self.run[s] + back + way.refill_time / self.scale,
+                rest,
+            )
+            for w, way in enumerate(stage.ways)
+        ]
+
+    def _offer_splits(self, s: int, t: int, row: Times, buffer: Times) -> None:
+        """(1), in the columns where something is recomputed in (2): no split takes less than keeping everything."""
+        first, behind, rest = self.first[t][s + 1 : t + 1], self.behind[t][s + 1 : t + 1], self.rows[s][: t - s]
+        low = int(first.min())
+        high = int(np.searchsorted(-row, -self._everything(s, t)))
+        if low >= high:
+            return
+        splits = np.add(behind[:, low:high], rest[:, low:high], out=buffer[: t - s, : high - low])
+        least = np.rint(self.needs.passes(s, t) / self.unit).astype(np.int64)
+        for k in np.flatnonzero(least > np.maximum(first, low)):
+            splits[k, : max(0, least[k] - low)] = np.inf
+        found = splits.min(axis=0)
+        found -= np.float32(self.start[s])
+        np.minimum(row[low:high], found, out=row[low:high])
+
+    def _everything(self, s: int, t: int) -> float:
+        """The time of stages s..t without recomputation, a little more for rounding."""
+        tail = 0.0 if t == self.chain.length - 1 else self.chain.stages[t].tail_time / self.scale
+        return float((self.whole[t + 1] - self.whole[s] - tail) * (1 + 1e-6))
+
+    def breakpoints(self) -> list[int]:
+        """Slot counts at which the least time drops, fewest slots first."""
+        times = self.rows[0][-1]
+        return [int(m) for m in np.flatnonzero(times[1:] < times[:-1] * np.float32(1 - 1e-6)) + 1]
+
+    def sequence(self, m: int) -> tuple[Operation, ...]:
+        """The operations that take least time with ``m`` slots."""
+        return build(self.chain, lambda s, t, m: self._choice(s, t, m), m, self._left)
+
+    def _left(self, s: int, k: int, way: int | None, m: int) -> int:
+        taken = self.needs.a[k] if way is None else self.needs.kept(s, way)
+        return m - self.slots(taken)
+
+    def _choice(self, s: int, t: int, m: int) -> tuple[int | None, int]:
+        """(way, s+1) for (2) and (3), (None, k) for (1)."""
+        best, found = np.inf, (0, s + 1)
+        for way, least, used, time, rest in self._direct(s, t):
+            if m >= max(least, used):
+                value = time if rest is None else float(rest[m - used]) + time
+                if value < best:
+                    best, found = value, (way, s + 1)
+        if s < t:
+            splits = self._column(s, t, m)
+            k = int(splits.argmin())
+            # Storing everything is preferred among equals: float32 cannot tell less than this.
+            if splits[k] < best - 1e-7 * max(1.0, best if np.isfinite(best) else 1.0):
+                return None, s + 1 + k
+        return found
+
+    def _column(self, s: int, t: int, m: int) -> Times:
+        column: Times = self.behind[t][s + 1 : t + 1, m] + self.rows[s][: t - s, m] - np.float32(self.start[s])
+        column[np.rint(self.needs.passes(s, t) / self.unit) > m] = np.inf
+        return column
+
+
+def build(
+    chain: Chain,
+    choice: Callable[[int, int, int], tuple[int | None, int]],
+    m: int,
+    left: Callable[[int, int, int | None, int], int],
+) -> tuple[Operation, ...]:
+    """The operations of T[0, L-1](m), following ``choice``. Depth-first with a stack: chains are long."""
+    last = chain.length - 1
+    done: list[Operation] = []
+    todo: list[tuple[int, int, int] | Operation] = [(0, last, m)]
+    while todo:
+        item = todo.pop()
+        if not isinstance(item, tuple):
+            done.append(item)
+            continue
+        s, t, m = item
+        way, k = choice(s, t, m)
+        if way is None:
+            done += [Fck(s), *(Fn(j) for j in range(s + 1, k))]
+            todo += [(s, k - 1, m), (k, t, left(s, k, None, m))]
+        else:
+            done.append(Fe(s, way))
+            todo.append(B(s))
+            if s < t:
+                todo.append((s + 1, t, left(s, k, way, m)))
+            elif t == last:
+                todo.append(Loss())
+    return tuple(done)
+
+
+class LeastMemory:
+    """The same recursion with peak bytes in place of time: the sequence that takes least memory, exactly as counted."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self.needs = chain, Needs(chain)
+        length = chain.length
+        self.least = np.zeros((length, length), np.int64)
+        self.choices: dict[tuple[int, int], tuple[int | None, int]] = {}
+        a = np.array(chain.value_bytes, np.int64)
+        for s in reversed(range(length)):
+            for t in range(s, length):
+                self._fill(s, t, a)
+
+    def _fill(self, s: int, t: int, a: npt.NDArray[np.int64]) -> None:
+        needs = self.needs
+        if s == t:
+            offers = [(needs.leaf(s, w), w) for w in needs.leaf_ways(s)]
+        else:
+            rest = int(self.least[s + 1, t])
+            ways = range(len(self.chain.stages[s].ways))
+            offers = [(max(needs.enable(s, t, w), needs.kept(s, w) + rest), w) for w in ways]
+        best, way = min(offers)
+        self.least[s, t], self.choices[s, t] = best, (way, s + 1)
+        if s < t:
+            peaks = np.maximum(a[s + 1 : t + 1] + self.least[s + 1 : t + 1, t], self.least[s, s:t])
+            peaks = np.maximum(peaks, needs.passes(s, t))
+            k = int(peaks.argmin())
+            if peaks[k] < best:
+                self.least[s, t], self.choices[s, t] = peaks[k], (None, s + 1 + k)
+
+    def sequence(self) -> tuple[Operation, ...]:
+        return build(self.chain, lambda s, t, _: self.choices[s, t], 0, lambda *_: 0)
