@@ -1,0 +1,233 @@
+"""``Checkpointable``: an ``nn.Sequential`` under a memory limit, with the interface of rotor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate.budget import parse_budget, show_bytes
+from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.rotor.execution import Call
+from rockmate.rotor.inspection import measure_chain
+from rockmate.rotor.models.utils import AtomicSequential
+from rockmate.rotor.stages import tensors_of
+from solvers.errors import InfeasibleError
+from solvers.rotor_chain import Chain
+from solvers.rotor_ops import Sequence
+from solvers.rotor_plans import ALGORITHMS
+from solvers.rotor_walk import Walked, walk_sequence
+
+_SHARE_OF_FREE_MEMORY = 0.9
+# For the loss's numbers: its value, its gradient, counts.
+_SCALARS = 64
+
+
+class Checkpointable(nn.Module):
+    """``model`` computed within ``mem_limit`` bytes: same outputs, gradients and buffer updates.
+
+    ``model``: an ``nn.Sequential``; nested ones are flattened, each remaining layer is a stage that runs as a whole.
+    ``custom_input``: a sample of what ``model`` is called with (a tensor or a tuple of them): measured at once if given.
+    ``mem_limit``: what one forward and its backward may allocate above the level at the call, parameter gradients that
+    do not exist yet included. ``mem_slots``: how finely the dynamic program divides it. ``verbosity``: 1 says on stderr
+    what is planned, 2 also every operation as it runs. ``preserve_rng_state``: whether a layer that runs again draws the
+    same random numbers; without it, gradients of random layers are wrong. ``loss_tmp_memory_usage``: bytes that the loss
+    allocates beside the output's gradient. ``costs``: "measured" times every layer, "flops" models the times.
+
+    Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither, then
+    the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call with larger
+    inputs than any before is measured and planned anew. In ``eval()`` mode and without gradients the model itself runs.
+
+    ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
+    https://hiepacs.gitlabpages.inria.fr/rotor). Raises ``InputError`` for arguments that cannot be used and for a layer
+    that changes its input in place, ``InfeasibleBudgetError`` with the smallest feasible limit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        custom_input: Any = None,
+        mem_limit: int | float | str | None = None,
+        mem_slots: int = 500,
+        verbosity: int = 0,
+        preserve_rng_state: bool = True,
+        loss_tmp_memory_usage: int = 0,
+        *,
+        costs: str = "measured",
+    ) -> None:
+        super().__init__()
+        if costs not in ("measured", "flops"):
+            raise InputError(f'costs is {costs!r}: use "measured" or "flops"')
+        self.model = model
+        self.names, functions = zip(*flatten(model), strict=True)
+        self._functions: tuple[nn.Module, ...] = functions
+        self.mem_limit = None if mem_limit is None else parse_budget(mem_limit)
+        self.mem_slots = mem_slots
+        self.verbosity = verbosity
+        self.preserve_rng_state = preserve_rng_state
+        self.loss_tmp_memory_usage = loss_tmp_memory_usage
+        self.costs = costs
+        self.algo = "persistent"
+        self.chain: Chain | None = None
+        self.sequence: Sequence | None = None
+        self._measured: Chain | None = None
+        self._shape: tuple[Hashable, ...] = ()
+        self.train(model.training)
+        if custom_input is not None:
+            self.measure(custom_input)
+            if mem_limit is not None:
+                self.compute_sequence(self.mem_limit)
+
+    @property
+    def functions(self) -> tuple[nn.Module, ...]:
+        """The stages, in order."""
+        return self._functions
+
+    def measure(self, custom_input: Any) -> None:
+        """Measure time and memory of every stage on ``custom_input``. Model, generators and input stay as they are."""
+        if not self.training:
+            raise InputError("the model is in eval mode, where nothing is recomputed: call train() before measure()")
+        if not tensors_of(custom_input):
+            raise InputError(f"the sample is a {type(custom_input).__name__}: use a tensor or a tuple of tensors")
+        self._measured = measure_chain(
+            self.functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
+        )
+        self._shape = _shape_of(custom_input)
+        self.chain = self.sequence = None
+
+    def build_chain(self, mem_limit: int | float | str) -> None:
+        """Make ``chain`` from what was measured, in slots of ``mem_limit / mem_slots`` bytes."""
+        if self._measured is None:
+            raise InputError("nothing has been measured: call measure(sample) before compute_sequence()")
+        m = self._measured
+        unit = max(1, -(-parse_budget(mem_limit) // self.mem_slots))
+        self.chain = Chain(m.stages, m.values, m.output_gradient, self.loss_tmp_memory_usage, unit)
+
+    def compute_sequence(
+        self,
+        custom_mem_limit_bytes: int | float | str | None = None,
+        mem_slots: int | None = None,
+        algo: str = "persistent",
+        *,
+        mem_limit: int | float | str | None = None,
+    ) -> None:
+        """Make ``sequence``: the fastest that ``algo`` finds within the limit (bytes, or text such as "700 MB").
+
+        ``mem_limit`` is the same argument by another name. Without either, the constructor's limit holds, or 90 % of the
+        memory that is free on the device. ``algo``: "persistent" (optimal), "no_checkpoint", "sequential", "griewank".
+        """
+        if algo not in ALGORITHMS:
+            raise InputError(f"there is no algorithm {algo!r}: use one of {', '.join(ALGORITHMS)}")
+        if custom_mem_limit_bytes is not None and mem_limit is not None:
+            raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
+        if mem_slots is not None:
+            self.mem_slots = mem_slots
+        if self.mem_slots < 1:
+            raise InputError(f"mem_slots is {self.mem_slots}: use at least 1, 500 is usual")
+        given = custom_mem_limit_bytes if mem_limit is None else mem_limit
+        limit = self.free_limit() if given is None and self.mem_limit is None else parse_budget(given or self.mem_limit or 0)
+        self.build_chain(limit)
+        assert self.chain is not None
+        try:
+            self.sequence = ALGORITHMS[algo](self.chain, limit - _SCALARS, self.mem_slots)
+        except InfeasibleError as error:
+            least = error.min_budget + _SCALARS
+            raise InfeasibleBudgetError(
+                f"no sequence of the algorithm {algo} fits {limit} bytes ({show_bytes(limit)}); the smallest limit that "
+                f"one fits is {least} bytes ({show_bytes(least)}), set by {error.step}",
+                least,
+            ) from error
+        self.mem_limit, self.algo = limit, algo
+        self._say(limit)
+
+    def free_limit(self) -> int:
+        """90 % of the bytes that are free on the parameters' device (on the CPU: available in the machine)."""
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        if device.type == "cuda":
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            free = torch.cuda.mem_get_info(device)[0] + cached
+        else:
+            free = _available_memory()
+        return int(free * _SHARE_OF_FREE_MEMORY)
+
+    def forward(self, x: Any) -> Any:
+        """What the model returns for ``x``."""
+        if not (self.training and torch.is_grad_enabled()):
+            return self.model(x)
+        if self._measured is None or not _covers(self._shape, _shape_of(x)):
+            self.measure(x)
+        if self.sequence is None:
+            self.compute_sequence(algo=self.algo)
+        assert self.sequence is not None
+        names = self.names if self.verbosity > 1 else None
+        return Call(self.functions, self.sequence, names, self.preserve_rng_state).forward(x)
+
+    def walked(self) -> Walked:
+        """The computed sequence on paper: peak, time, and memory at every operation. Raises if there is none."""
+        if self.chain is None or self.sequence is None:
+            raise InputError("there is no sequence yet: call measure(sample), then compute_sequence(limit)")
+        return walk_sequence(self.chain, self.sequence)
+
+    def get_expected_memory(self) -> int:
+        """The predicted peak in bytes."""
+        return self.walked().peak
+
+    def get_expected_makespan(self) -> float:
+        """The predicted time of a forward and its backward, in seconds."""
+        return self.walked().time / 1e9
+
+    def _say(self, limit: int) -> None:
+        if self.verbosity > 0:
+            walked = self.walked()
+            import sys
+
+            sys.stderr.write(
+                f"rotor: {self.algo}, {len(self.functions)} stages, limit {show_bytes(limit)}, predicted peak "
+                f"{show_bytes(walked.peak)}, predicted overhead {100 * walked.overhead:.1f} %\n{self.sequence}\n"
+            )
+
+
+def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """(name, layer) of all layers; a Sequential in a Sequential counts as its layers, unless it computes something else."""
+    if not isinstance(model, nn.Sequential) or _is_atomic(model):
+        raise InputError(f"the model is a {type(model).__name__}: rotor works on an nn.Sequential")
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        if isinstance(child, nn.Sequential) and not _is_atomic(child):
+            found += flatten(child, f"{prefix}{name}.") if len(child) else []
+        else:
+            found.append((prefix + name, child))
+    if not found and not prefix:
+        raise InputError("the model has no layers")
+    return found
+
+
+def _is_atomic(module: nn.Sequential) -> bool:
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return isinstance(module, AtomicSequential) or type(module).forward is not nn.Sequential.forward or bool(hooked)
+
+
+def _shape_of(x: Any) -> tuple[Hashable, ...]:
+    return tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors_of(x))
+
+
+def _covers(measured: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
+    """Whether inputs of ``shape`` need no more than those that were measured: the same, or a smaller batch."""
+    return len(measured) == len(shape) and all(
+        a[1:3] == b[1:3] and (a[3] or not b[3]) and len(a[0]) == len(b[0]) and all(m >= n for m, n in zip(a[0], b[0], strict=True))
+        for a, b in zip(measured, shape, strict=True)
+    )
+
+
+def _available_memory() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,0 +1,131 @@
+"""Runs a chain of functions by a checkpointing sequence, under autograd.
+
+The forward phase runs every stage once and leaves the graph that eager mode leaves. Stages that the sequence keeps
+(Fe) are saved by autograd itself; of the others autograd holds slots (``stages``). When the backward asks for the
+first slot of a stage, the sequence is run up to that stage's backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as Many
+from functools import partial
+from typing import Any
+
+from rockmate.rotor.stages import Function, Stage, detached, tensors_of
+from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
+
+
+class Call:
+    """One forward and its backward. ``names``: if given, every operation is announced on stderr."""
+
+    def __init__(
+        self,
+        functions: Many[Function],
+        sequence: Sequence | Many[Operation],
+        names: Many[str] | None = None,
+        preserve_rng_state: bool = True,
+    ) -> None:
+        operations = tuple(sequence)
+        end = next((k for k, op in enumerate(operations) if isinstance(op, Loss)), len(operations))
+        self.forward_part, self.backward_part = operations[:end], operations[end + 1 :]
+        self.names = names
+        self.position = 0
+        self.stages = [Stage(f, preserve_rng_state) for f in functions]
+        self.stored: dict[int, Any] = {}
+        self.current: tuple[int, Any] | None = None
+        self.start: Any = None
+
+    def forward(self, x: Any) -> Any:
+        """The output of the last stage, with history.
+
+        Raises ``ValueError`` for a backward operation in the forward phase, ``AttributeError`` for what is no operation.
+        """
+        self.start = detached(x)
+        done = 0
+        for position, operation in enumerate(self.forward_part):
+            if isinstance(operation, B):
+                raise ValueError(f"{operation!r} stands in the forward phase, at position {position}")
+            if not isinstance(operation, (Fn, Fck, Fe)):
+                raise AttributeError(f"{operation!r} is no operation of a sequence (Fn, Fck, Fe, B, Loss)")
+            i = operation.index
+            if i != done or i >= len(self.stages):
+                raise ValueError(f"{operation!r} stands where stage {done} of {len(self.stages)} has to run")
+            self._announce(operation)
+            if isinstance(operation, Fe):
+                x = self.stages[i].function(x)
+            else:
+                if isinstance(operation, Fck):
+                    self.stored[i] = detached(x)
+                x = self._first(i, x)
+            done += 1
+        if done < len(self.stages):
+            raise ValueError(f"the sequence runs {done} of {len(self.stages)} stages before Loss")
+        return x
+
+    def _first(self, i: int, x: Any) -> Any:
+        stage = self.stages[i]
+        versions = [t._version for t in tensors_of(x)]
+        output = stage.first(x, partial(self.prepare, i))
+        if versions != [t._version for t in tensors_of(x)]:
+            raise ValueError(in_place_message(i, self._name(i)))
+        return output
+
+    def prepare(self, i: int, index: int) -> None:
+        """Run the sequence up to the backward of stage ``i``, which fills its slots, ``index`` among them."""
+        todo = self.backward_part
+        while B(i) in todo[self.position :] and todo[self.position] != B(i):
+            operation = todo[self.position]
+            following = todo[self.position + 1] if self.position + 1 < len(todo) else None
+            self.position += 1
+            if isinstance(operation, Loss):
+                raise ValueError(f"{operation!r} stands in the backward phase")
+            if isinstance(operation, B):
+                self._announce(operation)
+                self.stages[operation.index].clear()
+                self.current = None
+            elif operation.index <= i:  # else its backward was not needed
+                self._announce(operation)
+                self._rerun(operation, following == B(operation.index))
+        if self.stages[i].slots[index] is None:
+            self._from_start(i)
+
+    def _rerun(self, operation: Fn | Fck | Fe, last: bool) -> None:
+        i = operation.index
+        if self.current is not None and self.current[0] == i:
+            x = self.current[1]
+        elif i in self.stored:
+            x = self.stored[i]
+        else:
+            raise ValueError(f"{operation!r} stands where its input is not there")
+        self.current = None
+        if isinstance(operation, Fck):
+            self.stored[i] = x
+        else:
+            self.stored.pop(i, None)
+        stage = self.stages[i]
+        x = stage.fill(x, not last) if isinstance(operation, Fe) else stage.skim(x)
+        self.current = None if x is None else (i + 1, x)
+
+    def _from_start(self, i: int) -> None:
+        """Fill the slots of a stage outside the sequence: a second backward, or one in another order."""
+        x = self.start
+        for stage in self.stages[:i]:
+            x = stage.skim(x)
+        self.stages[i].fill(x, False)
+
+    def _name(self, i: int) -> str:
+        return self.names[i] if self.names else type(self.stages[i].function).__name__
+
+    def _announce(self, operation: Operation) -> None:
+        if self.names:
+            index = getattr(operation, "index", None)
+            sys.stderr.write(f"{operation!r} {'' if index is None else self.names[index]}\n")
+
+
+def in_place_message(i: int, name: str) -> str:
+    """What is wrong with a layer that writes into its input, and what to do."""
+    return (
+        f"layer {i} ({name}) changes its input in place, so it cannot run again from it. Make the operation out of place, "
+        "or join it with the layer before it: rotor.models.utils.ReLUAtEnd(layer) is layer and an in-place ReLU in one"
+    )

@@ -1,0 +1,257 @@
+"""Measures a chain: every stage alone, on the sample's real values, through the code that will run it.
+
+Memory is what the allocator reports (``rkgb.memory``). Parameters are replaced by leaves with gradients of their own, and
+buffers and generators are put back, so that measuring leaves no trace in the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from rkgb.capture import preserved
+from rkgb.measure import _Feed, _Tap
+from rkgb.memory import measure_memory
+from rockmate.errors import InputError
+from rockmate.rotor.execution import in_place_message
+from rockmate.rotor.stages import Function, Stage, storage_key, tensors_of
+from solvers import rotor_chain
+from solvers.rotor_chain import Chain, Way
+
+__all__ = ["Chain", "measure_chain"]
+
+# The ratio of a current accelerator, as in rkgb.measure; only the ratio matters.
+_BYTES_PER_NS, _FLOPS_PER_NS = 2_000, 200_000
+
+
+def measure_chain(
+    functions: Sequence[Function],
+    names: Sequence[str],
+    sample: Any,
+    costs: str = "measured",
+    repeat: int = 3,
+    preserve_rng_state: bool = True,
+) -> Chain:
+    """The measured chain of ``functions`` on ``sample`` (a tensor, or what the first function takes).
+
+    ``costs="flops"`` models times by counted operations and bytes, the same on every run and machine.
+    Raises ``InputError`` for a stage that changes its input in place.
+    """
+    stages: list[rotor_chain.Stage] = []
+    identities: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensors_of(sample))}
+    values = [tuple(identities.values())]
+    x = sample
+    modules = torch.nn.ModuleList([f for f in functions if isinstance(f, torch.nn.Module)])
+    with preserved(modules, tensors_of(sample)), torch.enable_grad():
+        for i, (function, name) in enumerate(zip(functions, names, strict=True)):
+            probe = _Probe(function, x, costs, repeat, preserve_rng_state)
+            probe.warm_up(i, name)
+            stage, output = probe.measure(name)
+            stages.append(stage)
+            identities = _identities(function, output, identities, len(functions) + i * 1000)
+            values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensors_of(output)}.values()))
+            x = output
+    gradient = sum(t.untyped_storage().nbytes() for t in tensors_of(x) if t.requires_grad)
+    return Chain(tuple(stages), tuple(values), gradient)
+
+
+def _identities(
+    function: Function, output: Any, before: dict[int, tuple[int, int]], fresh: int
+) -> dict[int, tuple[int, int]]:
+    """(identity, bytes) of the storages of ``output``: those of the input and of parameters are known."""
+    found = dict(before)
+    owned: set[int] = set()
+    if isinstance(function, torch.nn.Module):
+        owned = {storage_key(t) for t in (*function.parameters(), *function.buffers())}
+    here: dict[int, tuple[int, int]] = {}
+    for k, t in enumerate(tensors_of(output)):
+        key = storage_key(t)
+        size = 0 if key in owned else t.untyped_storage().nbytes()
+        here[key] = found.get(key, (fresh + k, size))
+    return here
+
+
+@dataclass
+class _Saved:
+    """What autograd saves in a run: bytes beside input, output and parameters, and whether those two are saved."""
+
+    private: int
+    keeps_input: bool
+    keeps_output: bool
+
+
+class _Probe:
+    """One stage on its real input."""
+
+    def __init__(self, function: Function, x: Any, costs: str, repeat: int, preserve_rng_state: bool) -> None:
+        self.function, self.costs, self.repeat = function, costs, repeat
+        self.preserve_rng_state = preserve_rng_state
+        self.x = _mapped(lambda t: t.detach().requires_grad_(t.requires_grad), x)
+        tensors = tensors_of(self.x)
+        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    def warm_up(self, i: int, name: str) -> None:
+        """First use of the kernels; whether the stage leaves its input alone."""
+        x = _mapped(lambda t: t.detach(), self.x)
+        versions = [t._version for t in tensors_of(x)]
+        with torch.no_grad():
+            self.function(x)
+        if versions != [t._version for t in tensors_of(x)]:
+            raise InputError(in_place_message(i, name))
+
+    def measure(self, name: str) -> tuple[rotor_chain.Stage, Any]:
+        """The stage's figures, and its output for the next one."""
+        again = Stage(self.function, self.preserve_rng_state)
+        again.first(self.x, _unwanted)  # learns which buffers change
+        again = Stage(self.function, self.preserve_rng_state)
+        output, pass_peak, _ = measure_memory(lambda: again.first(self.x, _unwanted), self.device)
+        state = sum(t.nbytes for t in (*again.generators.values(), *again.buffers.values()))
+        saved = self._saved()
+        stop_peak = self._fill_peak(again, False)
+        kept_peak = max(measure_memory(self._run, self.device)[1], self._fill_peak(again, True))
+        incoming, backward_peak, input_gradient, parameter_gradients = self._backward(output)
+        forward, tail, backward = self._counted() if self.costs == "flops" else self._times()
+        stage = rotor_chain.Stage(
+            name,
+            forward,
+            tail if again.slots else forward,
+            backward,
+            pass_peak - state,
+            stop_peak,
+            backward_peak - incoming,
+            input_gradient,
+            parameter_gradients,
+            (Way(saved.private, kept_peak, saved.private),),
+            saved.keeps_input,
+            saved.keeps_output,
+            state,
+        )
+        return stage, _mapped(lambda t: t.detach().requires_grad_(t.requires_grad), output)
+
+    def _run(self) -> Any:
+        return self.function(self.x)
+
+    def _fill_peak(self, stage: Stage, wanted: bool) -> int:
+        peak = measure_memory(lambda: stage.fill(self.x, wanted), self.device)[1]
+        stage.clear()
+        return peak
+
+    def _saved(self) -> _Saved:
+        found: dict[int, torch.Tensor] = {}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            found[storage_key(t)] = t
+            return t
+
+        with saved_tensors_hooks(pack, lambda t: t):
+            output = self._run()
+        owned: set[int] = set()
+        if isinstance(self.function, torch.nn.Module):
+            owned = {storage_key(t) for t in (*self.function.parameters(), *self.function.buffers())}
+        inputs = {storage_key(t) for t in tensors_of(self.x)}
+        outputs = {storage_key(t) for t in tensors_of(output)}
+        private = {k: t.untyped_storage().nbytes() for k, t in found.items() if k not in owned | inputs | outputs}
+        return _Saved(sum(private.values()), bool(inputs & found.keys()), bool((outputs - inputs) & found.keys()))
+
+    def _backward(self, output: Any) -> tuple[int, int, int, int]:
+        """Bytes of the incoming gradient, the peak with it, of the input's and of the parameters' gradients."""
+        if not any(t.requires_grad for t in tensors_of(output)):
+            return 0, 0, 0, 0
+        came: list[Any] = []
+        sizes: list[int] = []
+        x, leaves = self.x, {}
+        tapped = [t for t in tensors_of(x) if t.requires_grad]
+        if tapped:
+            taps = iter(_Tap.apply(came.append, self.anchor, *tapped))
+            x = _mapped(lambda t: next(taps) if t.requires_grad else t, x)
+        if isinstance(self.function, torch.nn.Module):
+            leaves = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.function.named_parameters()}
+            results = tensors_of(functional_call(self.function, leaves, (x,)))
+        else:
+            results = tensors_of(self.function(x))
+        ends = [t for t in results if t.requires_grad]
+        end = _Feed.apply(lambda grads: sizes.extend(g.untyped_storage().nbytes() for g in grads), *ends)
+        del results, ends, x, tapped
+        _, peak, _ = measure_memory(end.backward, self.device)
+        passed = {storage_key(g): g.untyped_storage().nbytes() for gs in came for g in gs if g is not None}
+        made = sum(p.grad.untyped_storage().nbytes() for p in leaves.values() if p.grad is not None)
+        return sum(sizes), peak, sum(passed.values()), made
+
+    def _times(self) -> tuple[int, int, int]:
+        """Medians in ns: forward, the part of it behind the last saved tensor, backward."""
+        forward, tail, backward = [], [], []
+        for _ in range(self.repeat):
+            start = _clock(self.device)
+            output = self._run()
+            forward.append(_clock(self.device) - start)
+            ends = [t for t in tensors_of(output) if t.requires_grad]
+            if ends:
+                wrt = [t for t in (*tensors_of(self.x), *self._parameters()) if t.requires_grad]
+                grads = [torch.ones_like(t) for t in ends]
+                start = _clock(self.device)
+                torch.autograd.grad(ends, wrt, grads, allow_unused=True)
+                backward.append(_clock(self.device) - start)
+            del output, ends
+            tail.append(self._tail())
+        return int(median(forward)), int(min(median(tail), median(forward))), int(median(backward or [0]))
+
+    def _tail(self) -> int:
+        last = [0]
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            last[0] = _clock(self.device)
+            return t
+
+        with saved_tensors_hooks(pack, lambda t: t):
+            self._run()
+        return _clock(self.device) - last[0]
+
+    def _counted(self) -> tuple[int, int, int]:
+        """The same from counted operations and bytes."""
+        at_last = [0]
+        with FlopCounterMode(display=False) as counter:
+
+            def pack(t: torch.Tensor) -> torch.Tensor:
+                at_last[0] = counter.get_total_flops()
+                return t
+
+            with saved_tensors_hooks(pack, lambda t: t):
+                output = self._run()
+        total = counter.get_total_flops()
+        ends = [t for t in tensors_of(output) if t.requires_grad]
+        touched = sum(t.nbytes for t in (*tensors_of(self.x), *tensors_of(output))) + self._saved().private
+        forward = 1 + touched // _BYTES_PER_NS + total // _FLOPS_PER_NS
+        backward = 0
+        if ends:
+            wrt = [t for t in (*tensors_of(self.x), *self._parameters()) if t.requires_grad]
+            with FlopCounterMode(display=False) as counter:
+                torch.autograd.grad(ends, wrt, [torch.ones_like(t) for t in ends], allow_unused=True)
+            backward = 1 + 2 * touched // _BYTES_PER_NS + counter.get_total_flops() // _FLOPS_PER_NS
+        return forward, (total - at_last[0]) // _FLOPS_PER_NS, backward
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.function.parameters()) if isinstance(self.function, torch.nn.Module) else []
+
+
+def _unwanted(_: int) -> None:
+    raise AssertionError("a measured stage has no backward")
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    return pytree.tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, value)
+
+
+def _clock(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter_ns()

@@ -1,0 +1,282 @@
+"""How one stage of a chain runs: first without keeping what its backward reads, and again to make it anew.
+
+The first run records autograd's graph as eager mode does, but ``pack`` puts a numbered slot where a saved tensor
+would be. A later run packs the same tensors in the same order into the slots, its own graph is thrown away, and it
+stops at the last one unless its output is wanted. So gradients, hooks and accumulation are autograd's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from rkgb.capture import random_state, set_random_state
+
+Function = Callable[[Any], Any]
+Prepare = Callable[[int], None]
+
+
+class Stop(Exception):
+    """Everything that the backward reads is there."""
+
+
+@dataclass
+class Slot:
+    """What autograd holds instead of a saved tensor. ``prepare(index)`` fills it.
+
+    A call's state belongs to its slots, and so to the graph: stages and calls know nothing of either.
+    """
+
+    stage: Stage
+    index: int
+    prepare: Prepare
+
+    def take(self) -> torch.Tensor:
+        """The tensor. The slot is empty afterwards: autograd drops the tensor as soon as eager mode would."""
+        stage, index = self.stage, self.index
+        t = stage.slots[index] if stage.slots[index] is not None else stage.taken(index)
+        if t is None:
+            self.prepare(index)
+            t = stage.slots[index]
+        if t is None:
+            raise RuntimeError(f"{stage.name} saved fewer tensors for backward when it ran again")
+        stage.slots[index], stage.given[index] = None, weakref.ref(t)
+        return t
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A saved parameter or buffer, which is there anyway, and its version."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a stage's input or output."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def detached(value: Any) -> Any:
+    """The same memory without history, requiring grad where the original does."""
+
+    def leaf(t: Any) -> Any:
+        return t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+
+    return pytree.tree_map(leaf, value)
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """Which memory a tensor lies in."""
+    return int(t.untyped_storage()._cdata)
+
+
+@dataclass
+class Stage:
+    """One stage in one call."""
+
+    function: Function
+    preserve_rng_state: bool
+    slots: list[torch.Tensor | None] = field(default_factory=list)
+    generators: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    autocasts: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
+    autocast_cache: bool = True
+    versions: list[int] = field(default_factory=list)
+    given: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return type(self.function).__name__
+
+    def first(self, x: Any, prepare: Prepare) -> Any:
+        """The output, with history; what the backward reads is dropped, for ``prepare`` to make it again."""
+        self._remember_modes(x)
+        generators = generator_states(self.function, x) if self.preserve_rng_state else {}
+        before = _Buffers(self.function)
+        fixed = self._fixed({})
+        with saved_tensors_hooks(lambda t: self._pack(t, fixed, prepare), _unpack):
+            output = self.function(x)
+        self.generators = {d: s for d, s in generators.items() if not torch.equal(s, random_state(d))}
+        self.buffers = before.changed()
+        self.given = [None] * len(self.slots)
+        return output
+
+    def fill(self, x: Any, wanted: bool) -> Any:
+        """Run again from the detached input ``x`` into the slots. The detached output if ``wanted``, else None."""
+        if wanted or self.slots:
+            counter = iter(range(len(self.slots)))
+            last = len(self.slots) - 1
+
+            def pack(t: torch.Tensor) -> None:
+                index = next(counter, None)
+                if index is None:
+                    raise RuntimeError(f"{self.name} saved more tensors for backward when it ran again")
+                self.slots[index] = t.detach()
+                if index == last and not wanted:
+                    raise Stop
+
+            return self._again(x, pack)
+        return None
+
+    def skim(self, x: Any) -> Any:
+        """Run again from the detached input ``x``, keeping nothing. The detached output."""
+        return self._again(x, lambda _: None)
+
+    def taken(self, index: int) -> torch.Tensor | None:
+        """What the slot held, if it is still alive: a custom function may ask twice."""
+        known = self.given[index]
+        return None if known is None else known()
+
+    def clear(self) -> None:
+        """Empty all slots."""
+        self.slots = [None] * len(self.slots)
+
+    def _pack(self, t: torch.Tensor, fixed: set[int], prepare: Prepare) -> Slot | Fixed:
+        if storage_key(t) in fixed:
+            return Fixed(t, t._version)
+        self.slots.append(None)
+        return Slot(self, len(self.slots) - 1, prepare)
+
+    def _again(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
+        if self.versions != parameter_versions(self.function):
+            raise RuntimeError(
+                f"a parameter of {self.name} was changed in place between forward and backward, and the layer has to "
+                "run again: call backward before optimizer.step()"
+            )
+        scratch = self._scratch()
+        fixed = self._fixed(scratch)
+        x = detached(x)  # autograd may hold on to the input of this run, not to ours
+
+        def packed(t: torch.Tensor) -> None:
+            if storage_key(t) not in fixed:
+                pack(t)
+
+        with self._modes(), saved_tensors_hooks(packed, _lost):
+            try:
+                if scratch and isinstance(self.function, torch.nn.Module):
+                    output = functional_call(self.function, scratch, (x,), strict=False)
+                else:
+                    output = self.function(x)
+            except Stop:
+                return None
+        return detached(output)
+
+    def _fixed(self, scratch: dict[str, torch.Tensor]) -> set[int]:
+        if not isinstance(self.function, torch.nn.Module):
+            return set()
+        owned = [*self.function.parameters(), *self.function.buffers(), *scratch.values()]
+        return {storage_key(t) for t in owned}
+
+    def _scratch(self) -> dict[str, torch.Tensor]:
+        """Copies of the buffers that a run changes: they take the second change, which eager mode does not make."""
+        if not isinstance(self.function, torch.nn.Module):
+            return {}
+        current = dict(self.function.named_buffers())
+        return {name: t.clone() for name, t in (statistics_of(self.function, current) | self.buffers).items()}
+
+    def _remember_modes(self, x: Any) -> None:
+        kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensors_of(x))])
+        self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.versions = parameter_versions(self.function)
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        """Grad mode, autocast and generators as in the first run; the outer stream of random numbers goes on."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self.autocasts:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
+                )
+            outer = {device: random_state(device) for device in self.generators}
+            for device, state in self.generators.items():
+                set_random_state(device, state)
+            try:
+                yield
+            finally:
+                for device, state in outer.items():
+                    set_random_state(device, state)
+
+
+class _Buffers:
+    """The buffers of a function before a run, to see afterwards which ones it changes.
+
+    Which ones a module changes is learned at its first run, with copies of all; later only those are copied. Batch
+    norm's statistics need no copy: in training nothing is computed from them.
+    """
+
+    learned: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.copies: dict[str, torch.Tensor] = {}
+        self.before: dict[str, tuple[torch.Tensor, int]] = {}
+        if isinstance(function, torch.nn.Module):
+            known = self.learned.get(function)
+            buffers = dict(function.named_buffers())
+            statistics = statistics_of(function, buffers)
+            self.before = {n: (b, b._version) for n, b in buffers.items() if n not in statistics}
+            self.copies = {n: b.clone() for n, (b, _) in self.before.items() if known is None or n in known}
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """What the buffers that the run changed were before it."""
+        if not self.before:
+            return {}
+        assert isinstance(self.function, torch.nn.Module)
+        after = dict(self.function.named_buffers())
+        names = {n for n, (b, version) in self.before.items() if after.get(n) is not b or b._version != version}
+        late = names - self.copies.keys()
+        if late:
+            raise RuntimeError(f"{type(self.function).__name__} changed {', '.join(sorted(late))}, which it did not before")
+        self.learned[self.function] = self.learned.get(self.function, frozenset()) | names
+        return {n: self.copies[n] for n in names}
+
+
+def statistics_of(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The running statistics that batch and instance norms update in training, by their names in ``buffers``."""
+    names = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, m in module.named_modules()
+        if isinstance(m, _NormBase) and m.training and m.track_running_stats
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+    return {name: buffers[name] for name in names if name in buffers}
+
+
+def parameter_versions(function: Function) -> list[int]:
+    """The version counters of a function's parameters, which in-place changes increase."""
+    return [p._version for p in function.parameters()] if isinstance(function, torch.nn.Module) else []
+
+
+def generator_states(function: Function, x: Any) -> dict[torch.device, torch.Tensor]:
+    """The states of the default generators of the CPU and of all other devices in reach."""
+    owned = function.parameters() if isinstance(function, torch.nn.Module) else ()
+    devices = {t.device for t in (*tensors_of(x), *owned)} | {torch.device("cpu")}
+    return {device: random_state(device) for device in devices}
+
+
+def _unpack(packed: Slot | Fixed) -> torch.Tensor:
+    if isinstance(packed, Fixed):
+        if packed.tensor._version != packed.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter or buffer of shape {tuple(packed.tensor.shape)} is at version {packed.tensor._version}, "
+                f"expected {packed.version}"
+            )
+        return packed.tensor
+    return packed.take()
+
+
+def _lost(_: None) -> torch.Tensor:
+    raise RuntimeError("the graph of a second run has no backward")
