@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
 class AtomicSequential(nn.Sequential):
     """An ``nn.Sequential`` that ``Checkpointable`` takes as one layer."""
-
-
-class Flatten(nn.Module):
-    """(batch, ...) to (batch, features)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.flatten(1)
 
 
 class ReLUAtEnd(nn.Module):
@@ -32,3 +26,38 @@ class ReLUAtEnd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.relu(self.module(x))
         return y
+
+
+# The same with the names of the parameters as without the ReLU, so that state dicts fit.
+
+
+class Conv2dReLU(nn.Conv2d):
+    """A convolution and an in-place ReLU on its result."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.relu(super().forward(input), inplace=True)
+
+
+class LinearReLU(nn.Linear):
+    """A linear layer and an in-place ReLU on its result."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.relu(super().forward(input), inplace=True)
+
+
+class BatchNorm2dReLU(nn.BatchNorm2d):
+    """A batch norm and an in-place ReLU on its result."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.relu(super().forward(input), inplace=True)
+
+
+def initialize(model: nn.Module, mode: str, linear_std: float | None = None) -> None:
+    """He et al. (2015) for convolutions with ``mode`` "fan_in" or "fan_out"; linear layers normal if a deviation is given."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode=mode, nonlinearity="relu")  # type: ignore[arg-type]
+        if isinstance(module, nn.Linear) and linear_std is not None:
+            nn.init.normal_(module.weight, 0, linear_std)
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and module.bias is not None:
+            nn.init.zeros_(module.bias)
