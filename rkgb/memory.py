@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,27 @@ def measure_memory(function: Callable[[], Any], device: torch.device) -> tuple[A
     with profile(use_cpu=True, profile_memory=True) as prof:
         result = function()
     return result, *_replay(_events(prof))
+
+
+# Bytes of a block that marks a moment among the events: nothing else is likely to have this size.
+_MARK = 1_000_003
+
+
+def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device) -> tuple[Any, int]:
+    """(result, peak) of ``function(prepare())``: bytes above the level between the two, at the worst moment of the second.
+
+    What ``prepare`` allocated and ``function`` releases counts, which ``measure_memory`` cannot see on the CPU.
+    """
+    if device.type == "cuda":
+        return measure_memory(partial(function, prepare()), device)[:2]
+    with profile(use_cpu=True, profile_memory=True) as prof:
+        made = prepare()
+        torch.empty(_MARK, dtype=torch.uint8)
+        result = function(made)
+    events = _events(prof)
+    mark = next(k for k, event in enumerate(events) if event[2] == _MARK)
+    _, before = _replay(events[:mark])
+    return result, _replay(events[:mark] + events[mark + 2 :], mark)[0] - before
 
 
 def measure_peak(function: Callable[[], Any], device: torch.device | str | None = None) -> int:
@@ -59,13 +81,15 @@ def _events(prof: profile) -> list[tuple[int, int, int]]:
     return found
 
 
-def _replay(events: list[tuple[int, int, int]]) -> tuple[int, int]:
+def _replay(events: list[tuple[int, int, int]], start: int = 0) -> tuple[int, int]:
+    """(peak, level at the end); the peak from event ``start`` on."""
     blocks: dict[int, int] = {}
     level = peak = 0
-    for _, address, size in events:
+    for k, (_, address, size) in enumerate(events):
         level -= blocks.pop(address, 0)
         if size > 0:
             blocks[address] = size
             level += size
+        if k >= start:
             peak = max(peak, level)
     return peak, level

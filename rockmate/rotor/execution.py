@@ -82,7 +82,7 @@ class Call:
                 raise ValueError(f"{operation!r} stands in the backward phase")
             if isinstance(operation, B):
                 self._announce(operation)
-                self.stages[operation.index].clear()
+                self.stages[operation.index].finish()
                 self.current = None
             elif operation.index <= i:  # else its backward was not needed
                 self._announce(operation)

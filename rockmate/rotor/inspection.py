@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rkgb.capture import preserved
 from rkgb.measure import _Feed, _Tap
-from rkgb.memory import measure_memory
+from rkgb.memory import measure_after, measure_memory
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
 from rockmate.rotor.stages import Function, Stage, storage_key, tensors_of
@@ -169,20 +169,27 @@ class _Probe:
             return 0, 0, 0, 0
         came: list[Any] = []
         sizes: list[int] = []
-        x, leaves = self.x, {}
-        tapped = [t for t in tensors_of(x) if t.requires_grad]
-        if tapped:
-            taps = iter(_Tap.apply(came.append, self.anchor, *tapped))
-            x = _mapped(lambda t: next(taps) if t.requires_grad else t, x)
+        leaves: dict[str, torch.Tensor] = {}
         if isinstance(self.function, torch.nn.Module):
             leaves = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.function.named_parameters()}
-            results = tensors_of(functional_call(self.function, leaves, (x,)))
-        else:
-            results = tensors_of(self.function(x))
-        ends = [t for t in results if t.requires_grad]
-        end = _Feed.apply(lambda grads: sizes.extend(g.untyped_storage().nbytes() for g in grads), *ends)
-        del results, ends, x, tapped
-        _, peak, _ = measure_memory(end.backward, self.device)
+
+        def forward() -> torch.Tensor:
+            x = self.x
+            tapped = [t for t in tensors_of(x) if t.requires_grad]
+            if tapped:
+                taps = iter(_Tap.apply(came.append, self.anchor, *tapped))
+                x = _mapped(lambda t: next(taps) if t.requires_grad else t, x)
+            if isinstance(self.function, torch.nn.Module):
+                results = tensors_of(functional_call(self.function, leaves, (x,)))
+            else:
+                results = tensors_of(self.function(x))
+            ends = [t for t in results if t.requires_grad]
+            end: torch.Tensor = _Feed.apply(
+                lambda grads: sizes.extend(g.untyped_storage().nbytes() for g in grads), *ends
+            )
+            return end
+
+        _, peak = measure_after(forward, torch.Tensor.backward, self.device)
         passed = {storage_key(g): g.untyped_storage().nbytes() for gs in came for g in gs if g is not None}
         made = sum(p.grad.untyped_storage().nbytes() for p in leaves.values() if p.grad is not None)
         return sum(sizes), peak, sum(passed.values()), made

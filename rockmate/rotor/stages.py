@@ -92,6 +92,7 @@ class Stage:
     autocasts: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     autocast_cache: bool = True
     versions: list[int] = field(default_factory=list)
+    finished: bool = False
     given: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
 
     @property
@@ -141,6 +142,12 @@ class Stage:
         """Empty all slots."""
         self.slots = [None] * len(self.slots)
 
+    def finish(self) -> None:
+        """The backward is done: what a later run would need goes as well."""
+        self.clear()
+        self.finished = bool(self.generators or self.buffers)
+        self.generators, self.buffers = {}, {}
+
     def _pack(self, t: torch.Tensor, fixed: set[int], prepare: Prepare) -> Slot | Fixed:
         if storage_key(t) in fixed:
             return Fixed(t, t._version)
@@ -148,6 +155,11 @@ class Stage:
         return Slot(self, len(self.slots) - 1, prepare)
 
     def _again(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
+        if self.finished:
+            raise RuntimeError(
+                f"a second backward needs {self.name} to run again, but the random state (or buffers) of its first run are "
+                "gone: they go with the first backward. Call forward again instead of using retain_graph"
+            )
         if self.versions != parameter_versions(self.function):
             raise RuntimeError(
                 f"a parameter of {self.name} was changed in place between forward and backward, and the layer has to "
