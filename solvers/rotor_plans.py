@@ -3,7 +3,8 @@
 All return the fastest sequence of their kind whose walked peak is at most ``limit`` bytes, and raise
 ``InfeasibleError`` with the smallest limit they know to suffice.
 
-``persistent``: the optimal persistent sequence (``rotor_table``). ``no_checkpoint``: keep everything.
+``persistent``: the optimal persistent sequence (``rotor_table``), stages run in any of their ways. ``rotor``: the same with
+way 0 only, which is the problem of the paper. ``no_checkpoint``: keep everything.
 ``sequential``: equal segments, each checkpointed but the last, as ``torch.utils.checkpoint.checkpoint_sequential``;
 the number of segments is chosen. ``griewank``: binomial checkpointing as if all stages were alike (Griewank and
 Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkpoints that fits.
@@ -12,6 +13,7 @@ Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -43,6 +45,12 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
     if walk_sequence(chain, least).peak <= limit:
         return least
     raise infeasible(chain, limit, [least, *sequential_sequences(chain)])
+
+
+def rotor(chain: Chain, limit: int, slots: int) -> Sequence:
+    """The fastest persistent sequence of whole stages."""
+    stages = tuple(replace(stage, ways=stage.ways[:1]) for stage in chain.stages)
+    return persistent(replace(chain, stages=stages), limit, slots)
 
 
 def _from_table(chain: Chain, limit: int, slots: int, nominal: float, name: str) -> tuple[list[Sequence], bool]:
@@ -175,6 +183,7 @@ def infeasible(chain: Chain, limit: int, tried: Iterable[Sequence]) -> Infeasibl
 
 ALGORITHMS: dict[str, Callable[[Chain, int, int], Sequence]] = {
     "persistent": persistent,
+    "rotor": rotor,
     "no_checkpoint": no_checkpoint,
     "sequential": sequential,
     "griewank": griewank,

@@ -12,7 +12,7 @@ from torch import nn
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.rotor.execution import Call
-from rockmate.rotor.inspection import measure_chain
+from rockmate.rotor.inspection import Measured, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
 from rockmate.rotor.stages import tensors_of
 from solvers.errors import InfeasibleError
@@ -75,7 +75,7 @@ class Checkpointable(nn.Module):
         self.algo = "persistent"
         self.chain: Chain | None = None
         self.sequence: Sequence | None = None
-        self._measured: Chain | None = None
+        self._measured: Measured | None = None
         self._shape: tuple[Hashable, ...] = ()
         self.train(model.training)
         if custom_input is not None:
@@ -104,7 +104,7 @@ class Checkpointable(nn.Module):
         """Make ``chain`` from what was measured, in slots of ``mem_limit / mem_slots`` bytes."""
         if self._measured is None:
             raise InputError("nothing has been measured: call measure(sample) before compute_sequence()")
-        m = self._measured
+        m = self._measured.chain
         unit = max(1, -(-parse_budget(mem_limit) // self.mem_slots))
         loss = _LOSS_OUTPUTS * m.value_bytes[-1] + self.loss_tmp_memory_usage
         self.chain = Chain(m.stages, m.values, m.output_gradient, loss, unit)
@@ -120,7 +120,8 @@ class Checkpointable(nn.Module):
         """Make ``sequence``: the fastest that ``algo`` finds within the limit (bytes, or text such as "700 MB").
 
         ``mem_limit`` is the same argument by another name. Without either, the constructor's limit holds, or 90 % of the
-        memory that is free on the device. ``algo``: "persistent" (optimal), "no_checkpoint", "sequential", "griewank".
+        memory that is free on the device. ``algo``: "persistent" (optimal, may keep part of what a backward reads), "rotor" (optimal
+        with whole stages only, as in the paper), "no_checkpoint", "sequential", "griewank".
         """
         if algo not in ALGORITHMS:
             raise InputError(f"there is no algorithm {algo!r}: use one of {', '.join(ALGORITHMS)}")
@@ -166,7 +167,8 @@ class Checkpointable(nn.Module):
             self.compute_sequence(algo=self.algo)
         assert self.sequence is not None
         names = self.names if self.verbosity > 1 else None
-        return Call(self.functions, self.sequence, names, self.preserve_rng_state).forward(x)
+        assert self._measured is not None
+        return Call(self.functions, self.sequence, names, self.preserve_rng_state, self._measured.keeps).forward(x)
 
     def walked(self) -> Walked:
         """The computed sequence on paper: peak, time, and memory at every operation. Raises if there is none."""

@@ -17,7 +17,11 @@ from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 
 class Call:
-    """One forward and its backward. ``names``: if given, every operation is announced on stderr."""
+    """One forward and its backward.
+
+    ``names``: if given, every operation is announced on stderr. ``keeps[i][w]``: the expensive operations of stage i whose
+    results way w > 0 keeps.
+    """
 
     def __init__(
         self,
@@ -25,7 +29,9 @@ class Call:
         sequence: Sequence | Many[Operation],
         names: Many[str] | None = None,
         preserve_rng_state: bool = True,
+        keeps: Many[Many[frozenset[int]]] = (),
     ) -> None:
+        self.keeps = keeps
         operations = tuple(sequence)
         end = next((k for k, op in enumerate(operations) if isinstance(op, Loss)), len(operations))
         self.forward_part, self.backward_part = operations[:end], operations[end + 1 :]
@@ -52,21 +58,29 @@ class Call:
             if i != done or i >= len(self.stages):
                 raise ValueError(f"{operation!r} stands where stage {done} of {len(self.stages)} has to run")
             self._announce(operation)
-            if isinstance(operation, Fe):
+            if isinstance(operation, Fe) and not operation.way:
                 x = self.stages[i].function(x)
             else:
                 if isinstance(operation, Fck):
                     self.stored[i] = detached(x)
-                x = self._first(i, x)
+                x = self._first(i, x, self._kept(operation))
             done += 1
         if done < len(self.stages):
             raise ValueError(f"the sequence runs {done} of {len(self.stages)} stages before Loss")
         return x
 
-    def _first(self, i: int, x: Any) -> Any:
+    def _kept(self, operation: Fn | Fck | Fe) -> frozenset[int]:
+        way = operation.way if isinstance(operation, Fe) else 0
+        if not way:
+            return frozenset()
+        if operation.index >= len(self.keeps) or way >= len(self.keeps[operation.index]):
+            raise ValueError(f"{operation!r}: stage {operation.index} has no way {way}")
+        return self.keeps[operation.index][way]
+
+    def _first(self, i: int, x: Any, keep: frozenset[int]) -> Any:
         stage = self.stages[i]
         versions = [t._version for t in tensors_of(x)]
-        output = stage.first(x, partial(self.prepare, i))
+        output = stage.first(x, partial(self.prepare, i), keep)
         if versions != [t._version for t in tensors_of(x)]:
             raise ValueError(in_place_message(i, self._name(i)))
         return output
@@ -87,6 +101,8 @@ class Call:
             elif operation.index <= i:  # else its backward was not needed
                 self._announce(operation)
                 self._rerun(operation, following == B(operation.index))
+        if self.stages[i].input is not None:
+            self.stages[i].refill()
         if self.stages[i].slots[index] is None:
             self._from_start(i)
 
@@ -104,7 +120,8 @@ class Call:
         else:
             self.stored.pop(i, None)
         stage = self.stages[i]
-        x = stage.fill(x, not last) if isinstance(operation, Fe) else stage.skim(x)
+        keep = self._kept(operation)
+        x = stage.skim(x, keep) if keep or not isinstance(operation, Fe) else stage.fill(x, not last)
         self.current = None if x is None else (i + 1, x)
 
     def _from_start(self, i: int) -> None:

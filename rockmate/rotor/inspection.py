@@ -23,14 +23,26 @@ from rkgb.measure import _Feed, _Tap
 from rkgb.memory import measure_after, measure_memory
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
-from rockmate.rotor.stages import Function, Stage, storage_key, tensors_of
+from rockmate.rotor.selective import Survey, nested_choices, storage_key
+from rockmate.rotor.stages import Function, Stage, tensors_of
 from solvers import rotor_chain
 from solvers.rotor_chain import Chain, Way
 
-__all__ = ["Chain", "measure_chain"]
+__all__ = ["Chain", "Measured", "measure_chain"]
 
-# The ratio of a current accelerator, as in rkgb.measure; only the ratio matters.
-_BYTES_PER_NS, _FLOPS_PER_NS = 2_000, 200_000
+# Sets of kept results that are measured for each stage; each takes three runs of it.
+_WAYS = 5
+
+# With costs="flops" operations are what counts; bytes decide between plans of as many operations.
+_BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A chain, and for each stage and way the numbers of the expensive operations whose results the way keeps."""
+
+    chain: Chain
+    keeps: tuple[tuple[frozenset[int], ...], ...]
 
 
 def measure_chain(
@@ -40,13 +52,14 @@ def measure_chain(
     costs: str = "measured",
     repeat: int = 3,
     preserve_rng_state: bool = True,
-) -> Chain:
+) -> Measured:
     """The measured chain of ``functions`` on ``sample`` (a tensor, or what the first function takes).
 
     ``costs="flops"`` models times by counted operations and bytes, the same on every run and machine.
     Raises ``InputError`` for a stage that changes its input in place.
     """
     stages: list[rotor_chain.Stage] = []
+    keeps: list[tuple[frozenset[int], ...]] = []
     identities: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensors_of(sample))}
     values = [tuple(identities.values())]
     x = sample
@@ -55,13 +68,14 @@ def measure_chain(
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             probe = _Probe(function, x, costs, repeat, preserve_rng_state)
             probe.warm_up(i, name)
-            stage, output = probe.measure(name)
+            stage, output, kept = probe.measure(name)
             stages.append(stage)
+            keeps.append(kept)
             identities = _identities(function, output, identities, len(functions) + i * 1000)
             values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensors_of(output)}.values()))
             x = output
     gradient = sum(t.untyped_storage().nbytes() for t in tensors_of(x) if t.requires_grad)
-    return Chain(tuple(stages), tuple(values), gradient)
+    return Measured(Chain(tuple(stages), tuple(values), gradient), tuple(keeps))
 
 
 def _identities(
@@ -109,18 +123,23 @@ class _Probe:
         if versions != [t._version for t in tensors_of(x)]:
             raise InputError(in_place_message(i, name))
 
-    def measure(self, name: str) -> tuple[rotor_chain.Stage, Any]:
-        """The stage's figures, and its output for the next one."""
+    def measure(self, name: str) -> tuple[rotor_chain.Stage, Any, tuple[frozenset[int], ...]]:
+        """The stage's figures, its output for the next one, and what its ways keep."""
         again = Stage(self.function, self.preserve_rng_state)
         again.first(self.x, _unwanted)  # learns which buffers change
         again = Stage(self.function, self.preserve_rng_state)
         output, pass_peak, _ = measure_memory(lambda: again.first(self.x, _unwanted), self.device)
-        state = sum(t.nbytes for t in (*again.generators.values(), *again.buffers.values()))
+        held = [t for t in (*again.generators.values(), *again.buffers.values()) if t.device == self.device]
+        state = sum(t.nbytes for t in held)  # the state of a CUDA generator lies in the host's memory
         saved = self._saved()
         stop_peak = self._fill_peak(again, False)
         kept_peak = max(measure_memory(self._run, self.device)[1], self._fill_peak(again, True))
         incoming, backward_peak, input_gradient, parameter_gradients = self._backward(output)
         forward, tail, backward = self._counted() if self.costs == "flops" else self._times()
+        ways, keeps = [Way(saved.private, kept_peak, saved.private)], [frozenset[int]()]
+        for keep, way in self._partial_ways(forward - tail, saved, state):
+            ways.append(way)
+            keeps.append(keep)
         stage = rotor_chain.Stage(
             name,
             forward,
@@ -131,12 +150,49 @@ class _Probe:
             backward_peak - incoming,
             input_gradient,
             parameter_gradients,
-            (Way(saved.private, kept_peak, saved.private),),
+            tuple(ways),
             saved.keeps_input,
             saved.keeps_output,
             state,
         )
-        return stage, _mapped(lambda t: t.detach().requires_grad_(t.requires_grad), output)
+        return stage, _mapped(lambda t: t.detach().requires_grad_(t.requires_grad), output), tuple(keeps)
+
+    def _partial_ways(self, rerun_time: int, saved: _Saved, state: int) -> list[tuple[frozenset[int], Way]]:
+        """Ways that keep results of expensive operations; only those that hold less than keeping everything."""
+        survey = Survey(lambda: _clock(self.device))
+        last = [0]
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            last[0] = len(survey.found)
+            return t
+
+        with saved_tensors_hooks(pack, lambda t: t), survey:
+            output = self._run()
+        ends = {storage_key(t) for t in (*tensors_of(self.x), *tensors_of(output))}
+        rerun = survey.found[: last[0]]  # the others come behind the last saved tensor
+        cost = {k: o.flops // _FLOPS_PER_NS if self.costs == "flops" else o.time for k, o in enumerate(rerun)}
+        size = {k: sum(o.results.values()) for k, o in enumerate(rerun)}
+        able = [k for k, o in enumerate(rerun) if o.keepable and not o.results.keys() & ends]
+        # The second run makes a saved output again, whether or not the first one is still there.
+        again = sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(output)}.values())
+        refilled = saved.private + (again if saved.keeps_output else 0)
+        found: list[tuple[frozenset[int], Way]] = []
+        for keep in nested_choices([(k, size[k], cost[k]) for k in able], _WAYS):
+            held = sum(size[k] for k in keep)
+            if held < saved.private:
+                left = max(0, rerun_time - sum(cost[k] for k in keep))
+                found.append((keep, self._partial_way(keep, held, refilled, left, state)))
+        return found
+
+    def _partial_way(self, keep: frozenset[int], held: int, refilled: int, left: int, state: int) -> Way:
+        stage = Stage(self.function, self.preserve_rng_state)
+        _, first_peak, _ = measure_memory(lambda: stage.first(self.x, _unwanted, keep), self.device)
+        stage.clear()
+        _, again_peak, _ = measure_memory(lambda: stage.skim(self.x, keep), self.device)
+        stage.clear()
+        _, refill_peak = measure_after(lambda: stage.skim(self.x, keep), lambda _: stage.refill(), self.device)
+        stage.clear()
+        return Way(held, max(first_peak - state, again_peak), refilled, left, refill_peak)
 
     def _run(self) -> Any:
         return self.function(self.x)

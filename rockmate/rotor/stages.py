@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from rkgb.capture import random_state, set_random_state
+from rockmate.rotor.selective import Cache, Keep, Replay, storage_key
 
 Function = Callable[[Any], Any]
 Prepare = Callable[[int], None]
@@ -75,11 +76,6 @@ def detached(value: Any) -> Any:
     return pytree.tree_map(leaf, value)
 
 
-def storage_key(t: torch.Tensor) -> int:
-    """Which memory a tensor lies in."""
-    return int(t.untyped_storage()._cdata)
-
-
 @dataclass
 class Stage:
     """One stage in one call."""
@@ -93,19 +89,24 @@ class Stage:
     autocast_cache: bool = True
     versions: list[int] = field(default_factory=list)
     finished: bool = False
+    cache: Cache = field(default_factory=dict)
+    input: Any = None
     given: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return type(self.function).__name__
 
-    def first(self, x: Any, prepare: Prepare) -> Any:
-        """The output, with history; what the backward reads is dropped, for ``prepare`` to make it again."""
+    def first(self, x: Any, prepare: Prepare, keep: frozenset[int] = frozenset()) -> Any:
+        """The output, with history; what the backward reads is dropped, for ``prepare`` to make it again.
+
+        If results are to be kept, so is the input, for ``refill``.
+        """
         self._remember_modes(x)
         generators = generator_states(self.function, x) if self.preserve_rng_state else {}
         before = _Buffers(self.function)
         fixed = self._fixed({})
-        with saved_tensors_hooks(lambda t: self._pack(t, fixed, prepare), _unpack):
+        with saved_tensors_hooks(lambda t: self._pack(t, fixed, prepare), _unpack), self._keeping(x, keep):
             output = self.function(x)
         self.generators = {d: s for d, s in generators.items() if not torch.equal(s, random_state(d))}
         self.buffers = before.changed()
@@ -129,9 +130,23 @@ class Stage:
             return self._again(x, pack)
         return None
 
-    def skim(self, x: Any) -> Any:
-        """Run again from the detached input ``x``, keeping nothing. The detached output."""
-        return self._again(x, lambda _: None)
+    def refill(self) -> None:
+        """Run again from the kept input and results into the slots."""
+        x, self.input = self.input, None
+        cache, self.cache = self.cache, {}
+        with Replay(cache):
+            self.fill(x, False)
+
+    def skim(self, x: Any, keep: frozenset[int] = frozenset()) -> Any:
+        """Run again from the detached input ``x``, dropping what the backward reads. The detached output."""
+        with self._keeping(x, keep):
+            return self._again(x, lambda _: None)
+
+    def _keeping(self, x: Any, keep: frozenset[int]) -> AbstractContextManager[Any]:
+        if not keep:
+            return nullcontext()
+        self.input, self.cache = detached(x), {}
+        return Keep(keep, self.cache)
 
     def taken(self, index: int) -> torch.Tensor | None:
         """What the slot held, if it is still alive: a custom function may ask twice."""
@@ -141,6 +156,7 @@ class Stage:
     def clear(self) -> None:
         """Empty all slots."""
         self.slots = [None] * len(self.slots)
+        self.input, self.cache = None, {}
 
     def finish(self) -> None:
         """The backward is done: what a later run would need goes as well."""

@@ -1,0 +1,136 @@
+"""Keeps the results of a stage's expensive operations, so that its second run only computes the cheap ones.
+
+Expensive operations are those that PyTorch's flop counter counts: matrix products, convolutions, attention. They are
+numbered in the order in which a run calls them. The idea is that of selective activation checkpointing in PyTorch;
+which results are kept is decided by the dynamic program, from what they cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+Cache = dict[int, tuple[torch.Tensor, ...]]
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """Which memory a tensor lies in."""
+    return int(t.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_expensive(func: Any) -> bool:
+    random = torch.Tag.nondeterministic_seeded in func.tags  # must draw again, so that later draws are the same
+    return func._overloadpacket in flop_registry and not random
+
+
+def _is_in_place(func: Any) -> bool:
+    return bool(func._schema.is_mutable) and str(func._overloadpacket).endswith("_")
+
+
+class Keep(TorchDispatchMode):
+    """Fills ``cache`` with the results of the operations numbered in ``numbers``."""
+
+    def __init__(self, numbers: frozenset[int], cache: Cache) -> None:
+        super().__init__()
+        self.numbers, self.cache, self.count = numbers, cache, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _is_expensive(func):
+            if self.count in self.numbers:
+                self.cache[self.count] = tuple(t.detach() for t in _tensors(out))
+            self.count += 1
+        return out
+
+
+class Replay(TorchDispatchMode):
+    """Takes kept results from ``cache`` instead of computing them.
+
+    A kept result that was changed in place has its final value, so the change is not made again.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__()
+        self.cache, self.count = cache, 0
+        self.kept: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_expensive(func):
+            number = self.count
+            self.count += 1
+            if number in self.cache:
+                found = tuple(t.detach() for t in self.cache.pop(number))
+                self.kept |= {storage_key(t) for t in found}
+                return found[0] if len(found) == 1 else found
+        elif _is_in_place(func) and storage_key(args[0]) in self.kept:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Expensive:
+    """One expensive operation: the memory of its results (storage → bytes), its time in ns, its counted operations."""
+
+    results: dict[int, int]
+    time: int
+    flops: int
+    keepable: bool = True
+
+
+@dataclass
+class Survey(TorchDispatchMode):
+    """Lists the expensive operations of a run. ``clock`` gives ns.
+
+    A result is not keepable if it is read between two changes: a second run would read the final value.
+    """
+
+    clock: Callable[[], int] = time.perf_counter_ns
+    found: list[Expensive] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.alive: list[torch.Tensor] = []  # addresses stay given
+        self.owner: dict[int, Expensive] = {}
+        self.read: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = self.clock()
+        out = func(*args, **(kwargs or {}))
+        spent = self.clock() - start
+        read = {storage_key(t) for t in _tensors((args, kwargs))}
+        made = {storage_key(t): t.untyped_storage().nbytes() for t in _tensors(out)}
+        if _is_in_place(func):
+            target = storage_key(args[0])
+            if target in self.owner and target in self.read:
+                self.owner[target].keepable = False
+            self.read |= read - {target}
+        else:
+            self.read |= read - made.keys()
+        if _is_expensive(func):
+            flops = int(flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out))
+            operation = Expensive(made, spent, flops, keepable=not (made.keys() & read))
+            self.found.append(operation)
+            self.owner |= dict.fromkeys(made, operation)
+            self.alive += [t.detach() for t in _tensors(out)]
+        return out
+
+
+def nested_choices(operations: list[tuple[int, int, int]], limit: int) -> list[frozenset[int]]:
+    """Sets of operations to keep, largest first, at most ``limit``: those that cost most for their bytes are in all.
+
+    ``operations``: (number, bytes, cost) of each.
+    """
+    ranked = sorted(operations, key=lambda o: (-o[2] / max(1, o[1]), o[0]))
+    lengths = sorted({round(len(ranked) * k / limit) for k in range(1, limit + 1)} - {0}, reverse=True)
+    return [frozenset(number for number, _, _ in ranked[:length]) for length in lengths]
