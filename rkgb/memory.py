@@ -39,7 +39,8 @@ _MARK = 1_000_003
 
 
 def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device) -> tuple[Any, int]:
-    """(result, peak) of ``function(prepare())``: bytes above the level between the two, at the worst moment of the second.
+    """(result, peak) of ``function(prepare())``: bytes above the level between the two, at the worst moment of the
+    second.
 
     What ``prepare`` allocated and ``function`` releases counts, which ``measure_memory`` cannot see on the CPU.
     """

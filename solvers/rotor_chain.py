@@ -110,14 +110,16 @@ class Chain:
         def slots(size: int) -> int:
             return -(-size // self.unit)
 
-        rows = [("stage", "u_f", "u_b", "a", "ā", "o_f", "o_b")]
+        rows: list[tuple[str, ...]] = [("stage", "u_f", "u_b", "a", "ā", "o_f", "o_b")]
         for i, s in enumerate(self.stages):
             kept = s.ways[0].held + self.value_bytes[i + 1]
             sizes = (self.value_bytes[i], kept, s.pass_peak, s.backward_peak)
             rows.append((s.name, str(s.forward_time), str(s.backward_time), *(str(slots(b)) for b in sizes)))
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         lines = [
-            "  ".join(text.ljust(w) if k == 0 else text.rjust(w) for k, (text, w) in enumerate(zip(row, widths, strict=True)))
+            "  ".join(
+                text.ljust(w) if k == 0 else text.rjust(w) for k, (text, w) in enumerate(zip(row, widths, strict=True))
+            )
             for row in rows
         ]
         return "\n".join([*lines, f"slots of {self.unit} bytes, times in ns"])

@@ -115,7 +115,8 @@ class Sequence:
             elif match[1] == "Fe":
                 found.append(Fe(int(match[2]), int(match[3] or 0)))
             else:
-                found.append({"Fn": Fn, "Fck": Fck, "B": B}[match[1]](int(match[2])))
+                kinds: dict[str, type[Fn] | type[Fck] | type[B]] = {"Fn": Fn, "Fck": Fck, "B": B}
+                found.append(kinds[match[1]](int(match[2])))
         return cls(tuple(found))
 
     @overload

@@ -3,8 +3,8 @@
 All return the fastest sequence of their kind whose walked peak is at most ``limit`` bytes, and raise
 ``InfeasibleError`` with the smallest limit they know to suffice.
 
-``persistent``: the optimal persistent sequence (``rotor_table``), stages run in any of their ways. ``rotor``: the same with
-way 0 only, which is the problem of the paper. ``no_checkpoint``: keep everything.
+``persistent``: the optimal persistent sequence (``rotor_table``), stages run in any of their ways. ``rotor``: the same
+with way 0 only, which is the problem of the paper. ``no_checkpoint``: keep everything.
 ``sequential``: equal segments, each checkpointed but the last, as ``torch.utils.checkpoint.checkpoint_sequential``;
 the number of segments is chosen. ``griewank``: binomial checkpointing as if all stages were alike (Griewank and
 Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkpoints that fits.
@@ -25,11 +25,14 @@ from solvers.rotor_walk import Walked, walk_sequence
 
 # Values that share memory are counted twice by the table, so a nominal limit above the real one may fit.
 _NOMINAL = (1.05, 1.6)
+# The table takes time by length³ · slots: chains shorter than _LONG get up to _FINER times the slots for nothing.
+_LONG, _FINER = 120, 8
 
 
 def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
-    """The fastest persistent sequence within ``limit`` bytes, memory divided into ``slots``."""
+    """The fastest persistent sequence within ``limit`` bytes, memory divided into ``slots``, or more on a short chain."""
     name = f"persistent({limit} bytes, {slots} slots)"
+    slots *= max(1, min(_FINER, (_LONG // chain.length) ** 2))
     everything = no_checkpoint_sequence(chain)
     if walk_sequence(chain, everything).peak <= limit:
         return everything

@@ -101,7 +101,9 @@ class Table:
         self.scale = float(max(1, sum(s.forward_time + s.backward_time for s in chain.stages)))
         self.run = [s.forward_time / self.scale for s in chain.stages]
         self.start = np.concatenate([[0.0], np.cumsum(self.run)])
-        self.whole = self.start + np.concatenate([[0.0], np.cumsum([s.backward_time / self.scale for s in chain.stages])])
+        self.whole = self.start + np.concatenate(
+            [[0.0], np.cumsum([s.backward_time / self.scale for s in chain.stages])]
+        )
         self.rows: list[Times] = [np.full((length - s, size + 1), np.inf, np.float32) for s in range(length)]
         # behind[t][k](m) = T[k,t](m - a_k) plus the time to run the stages before k from stage 0
         self.behind: list[Times] = [np.full((t + 1, size + 1), np.inf, np.float32) for t in range(length)]
@@ -141,7 +143,13 @@ class Table:
         if s == t:
             tail = 0.0 if s == self.chain.length - 1 else stage.tail_time / self.scale
             return [
-                (w, self.slots(needs.leaf(s, w)), 0, self.run[s] - tail + back + stage.ways[w].refill_time / self.scale, None)
+                (
+                    w,
+                    self.slots(needs.leaf(s, w)),
+                    0,
+                    self.run[s] - tail + back + stage.ways[w].refill_time / self.scale,
+                    None,
+                )
                 for w in needs.leaf_ways(s)
             ]
         rest = self.rows[s + 1][t - s - 1]
@@ -183,7 +191,7 @@ class Table:
 
     def sequence(self, m: int) -> tuple[Operation, ...]:
         """The operations that take least time with ``m`` slots."""
-        return build(self.chain, lambda s, t, m: self._choice(s, t, m), m, self._left)
+        return build(self.chain, self._choice, m, self._left)
 
     def _left(self, s: int, k: int, way: int | None, m: int) -> int:
         taken = self.needs.a[k] if way is None else self.needs.kept(s, way)

@@ -102,13 +102,14 @@ class _Walker:
         if not 0 <= i < self.chain.length:
             raise ScheduleError(f"{operation!r}: the chain has {self.chain.length} stages")
         stage = self.chain.stages[i]
+        if isinstance(operation, Fe) and i in self.enabled:
+            raise ScheduleError(f"{operation!r}: what its backward reads is there already")
         self._fetch(operation)
         if isinstance(operation, Fe):
-            if i in self.enabled:
-                raise ScheduleError(f"{operation!r}: what its backward reads is there already")
             way = stage.ways[operation.way]
             stops = last and not self.in_forward and operation.way == 0
-            peak = self.level + (stage.stop_peak if stops else way.forward_peak)
+            first = operation.way and i not in self.states
+            peak = self.level + (stage.stop_peak if stops else way.forward_peak) + (stage.state if first else 0)
             self.time += stage.forward_time - (stage.tail_time if stops else 0)
             self.enabled[i] = operation.way
             self.level += way.held
@@ -119,7 +120,7 @@ class _Walker:
                 self.drop(i)
         else:
             stops = False
-            peak = self.level + stage.pass_peak
+            peak = self.level + stage.pass_peak + (0 if i in self.states else stage.state)
             self.time += stage.forward_time
             if isinstance(operation, Fck) and i not in self.stored:
                 self.stored.add(i)
@@ -127,12 +128,18 @@ class _Walker:
             elif isinstance(operation, Fn) and i in self.stored:
                 self.stored.remove(i)
                 self.drop(i)
-        if i not in self.states and not (isinstance(operation, Fe) and operation.way == 0):
-            self.states.add(i)
-            self.level += stage.state
-            peak += stage.state
+        self._remember(i, stage.state, last_run=isinstance(operation, Fe) and operation.way == 0)
         self._advance(i, stops, isinstance(operation, Fe) and operation.way == 0 and stage.keeps_output)
         return peak
+
+    def _remember(self, i: int, state: int, last_run: bool) -> None:
+        """What later runs of stage i need is there from its first run to its last."""
+        if last_run and i in self.states:
+            self.states.remove(i)
+            self.level -= state
+        elif not last_run and i not in self.states:
+            self.states.add(i)
+            self.level += state
 
     def _fetch(self, operation: Fn | Fck | Fe) -> None:
         i = operation.index
@@ -179,6 +186,7 @@ class _Walker:
         kept = stage.ways[way]
         peak = self.level + kept.refill_peak
         self.time += kept.refill_time + stage.backward_time
+        self._remember(i, stage.state, last_run=True)
         self.level += kept.refilled - kept.held
         peak = max(peak, self.level + stage.backward_peak)
         self.level += self.chain.gradient_bytes[i] - self.chain.gradient_bytes[i + 1] - kept.refilled
@@ -187,8 +195,5 @@ class _Walker:
             self.drop(i)
         if stage.keeps_output and way == 0:
             self.drop(i + 1)
-        if i in self.states:
-            self.states.remove(i)
-            self.level -= stage.state
         self.next_backward -= 1
         return peak

@@ -9,6 +9,7 @@
 The interface is that of rotor (https://hiepacs.gitlabpages.inria.fr/rotor); the implementation is ours.
 """
 
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.rotor import inspection, models
 from rockmate.rotor.checkpointable import Checkpointable
 from rockmate.rotor.optim import CheckpointOptim
@@ -21,6 +22,7 @@ __all__ = [
     "Fck",
     "Fe",
     "Fn",
+    "InfeasibleBudgetError",
     "Loss",
     "Operation",
     "Sequence",

@@ -22,7 +22,8 @@ from solvers.rotor_plans import ALGORITHMS
 from solvers.rotor_walk import Walked, walk_sequence
 
 _SHARE_OF_FREE_MEMORY = 0.9
-# Room for the usual losses beside the outputs and their gradients, in outputs; cross entropy takes one, a mean square three.
+# Room for the usual losses beside the outputs and their gradients, in outputs; cross entropy takes one, a mean square
+# three.
 _LOSS_OUTPUTS = 3
 # For the loss's numbers: its value, its gradient, counts.
 _SCALARS = 64
@@ -32,16 +33,18 @@ class Checkpointable(nn.Module):
     """``model`` computed within ``mem_limit`` bytes: same outputs, gradients and buffer updates.
 
     ``model``: an ``nn.Sequential``; nested ones are flattened, each remaining layer is a stage that runs as a whole.
-    ``custom_input``: a sample of what ``model`` is called with (a tensor or a tuple of them): measured at once if given.
-    ``mem_limit``: what one forward and its backward may allocate above the level at the call, parameter gradients that
-    do not exist yet included. ``mem_slots``: how finely the dynamic program divides it. ``verbosity``: 1 says on stderr
-    what is planned, 2 also every operation as it runs. ``preserve_rng_state``: whether a layer that runs again draws the
-    same random numbers; without it, gradients of random layers are wrong. ``loss_tmp_memory_usage``: bytes that the loss
-    allocates beside the output's gradient and three times the output, which suffices for the usual losses. ``costs``: "measured" times every layer, "flops" models the times.
+    ``custom_input``: a sample of what ``model`` is called with (a tensor or a tuple of them): measured at once if
+    given. ``mem_limit``: what one forward and its backward may allocate above the level at the call, parameter
+    gradients that do not exist yet included. ``mem_slots``: how finely the dynamic program divides it. ``verbosity``: 1
+    says on stderr what is planned, 2 also every operation as it runs. ``preserve_rng_state``: whether a layer that runs
+    again draws the same random numbers; without it, gradients of random layers are wrong. ``loss_tmp_memory_usage``:
+    bytes that the loss allocates beside the output's gradient and three times the output, which suffices for the usual
+    losses. ``costs``: "measured" times every layer, "flops" models the times.
 
-    Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither, then
-    the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call with larger
-    inputs than any before is measured and planned anew. In ``eval()`` mode and without gradients the model itself runs.
+    Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
+    then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
+    with larger inputs than any before is measured and planned anew. In ``eval()`` mode and without gradients the model
+    itself runs.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
     https://hiepacs.gitlabpages.inria.fr/rotor). Raises ``InputError`` for arguments that cannot be used and for a layer
@@ -119,20 +122,20 @@ class Checkpointable(nn.Module):
     ) -> None:
         """Make ``sequence``: the fastest that ``algo`` finds within the limit (bytes, or text such as "700 MB").
 
-        ``mem_limit`` is the same argument by another name. Without either, the constructor's limit holds, or 90 % of the
-        memory that is free on the device. ``algo``: "persistent" (optimal, may keep part of what a backward reads), "rotor" (optimal
-        with whole stages only, as in the paper), "no_checkpoint", "sequential", "griewank".
+        ``mem_limit`` is the same argument by another name. Without either, the constructor's limit holds, or 90 % of
+        the memory that is free on the device. ``algo``: "persistent" (optimal, may keep part of what a backward reads),
+        "rotor" (optimal with whole stages only, as in the paper), "no_checkpoint", "sequential", "griewank".
         """
         if algo not in ALGORITHMS:
             raise InputError(f"there is no algorithm {algo!r}: use one of {', '.join(ALGORITHMS)}")
         if custom_mem_limit_bytes is not None and mem_limit is not None:
             raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
-        if mem_slots is not None:
-            self.mem_slots = mem_slots
-        if self.mem_slots < 1:
-            raise InputError(f"mem_slots is {self.mem_slots}: use at least 1, 500 is usual")
-        given = custom_mem_limit_bytes if mem_limit is None else mem_limit
-        limit = self.free_limit() if given is None and self.mem_limit is None else parse_budget(given or self.mem_limit or 0)
+        slots = self.mem_slots if mem_slots is None else mem_slots
+        if slots < 1:
+            raise InputError(f"mem_slots is {slots}: use at least 1, 500 is usual")
+        self.mem_slots = slots
+        given = next((g for g in (custom_mem_limit_bytes, mem_limit, self.mem_limit) if g is not None), None)
+        limit = self.free_limit() if given is None else parse_budget(given)
         self.build_chain(limit)
         assert self.chain is not None
         try:
@@ -200,7 +203,9 @@ def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module
     if not isinstance(model, nn.Sequential) or _is_atomic(model):
         raise InputError(f"the model is a {type(model).__name__}: rotor works on an nn.Sequential")
     found: list[tuple[str, nn.Module]] = []
-    for name, child in model.named_children():
+    for name, child in model._modules.items():  # a layer that stands in two places is two stages
+        if child is None:
+            continue
         if isinstance(child, nn.Sequential) and not _is_atomic(child):
             found += flatten(child, f"{prefix}{name}.") if len(child) else []
         else:
@@ -222,7 +227,10 @@ def _shape_of(x: Any) -> tuple[Hashable, ...]:
 def _covers(measured: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
     """Whether inputs of ``shape`` need no more than those that were measured: the same, or a smaller batch."""
     return len(measured) == len(shape) and all(
-        a[1:3] == b[1:3] and (a[3] or not b[3]) and len(a[0]) == len(b[0]) and all(m >= n for m, n in zip(a[0], b[0], strict=True))
+        a[1:3] == b[1:3]
+        and (a[3] or not b[3])
+        and len(a[0]) == len(b[0])
+        and all(m >= n for m, n in zip(a[0], b[0], strict=True))
         for a, b in zip(measured, shape, strict=True)
     )
 

@@ -19,8 +19,8 @@ from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 class Call:
     """One forward and its backward.
 
-    ``names``: if given, every operation is announced on stderr. ``keeps[i][w]``: the expensive operations of stage i whose
-    results way w > 0 keeps.
+    ``names``: if given, every operation is announced on stderr. ``keeps[i][w]``: the expensive operations of stage i
+    whose results way w > 0 keeps.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Call:
     def forward(self, x: Any) -> Any:
         """The output of the last stage, with history.
 
-        Raises ``ValueError`` for a backward operation in the forward phase, ``AttributeError`` for what is no operation.
+        Raises ``ValueError`` for a backward operation in the forward phase, ``AttributeError`` for what is no
+        operation.
         """
         self.start = detached(x)
         done = 0
@@ -96,13 +97,14 @@ class Call:
                 raise ValueError(f"{operation!r} stands in the backward phase")
             if isinstance(operation, B):
                 self._announce(operation)
-                self.stages[operation.index].finish()
+                self.stages[operation.index].clear()
                 self.current = None
             elif operation.index <= i:  # else its backward was not needed
                 self._announce(operation)
                 self._rerun(operation, following == B(operation.index))
         if self.stages[i].input is not None:
             self.stages[i].refill()
+            self.stages[i].spend()
         if self.stages[i].slots[index] is None:
             self._from_start(i)
 
@@ -121,7 +123,11 @@ class Call:
             self.stored.pop(i, None)
         stage = self.stages[i]
         keep = self._kept(operation)
-        x = stage.skim(x, keep) if keep or not isinstance(operation, Fe) else stage.fill(x, not last)
+        if keep or not isinstance(operation, Fe):
+            x = stage.skim(x, keep)
+        else:
+            x = stage.fill(x, not last)
+            stage.spend()
         self.current = None if x is None else (i + 1, x)
 
     def _from_start(self, i: int) -> None:

@@ -1,7 +1,7 @@
 """Measures a chain: every stage alone, on the sample's real values, through the code that will run it.
 
-Memory is what the allocator reports (``rkgb.memory``). Parameters are replaced by leaves with gradients of their own, and
-buffers and generators are put back, so that measuring leaves no trace in the model.
+Memory is what the allocator reports (``rkgb.memory``). Parameters are replaced by leaves with gradients of their own,
+and buffers and generators are put back, so that measuring leaves no trace in the model.
 """
 
 from __future__ import annotations

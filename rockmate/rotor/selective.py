@@ -17,7 +17,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-Cache = dict[int, tuple[torch.Tensor, ...]]
+
+@dataclass
+class Kept:
+    """Results of expensive operations by number, and the numbers of the in-place operations that changed them since."""
+
+    results: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    changes: set[int] = field(default_factory=set)
 
 
 def storage_key(t: torch.Tensor) -> int:
@@ -39,42 +45,52 @@ def _is_in_place(func: Any) -> bool:
 
 
 class Keep(TorchDispatchMode):
-    """Fills ``cache`` with the results of the operations numbered in ``numbers``."""
+    """Fills ``kept`` with the results of the operations numbered in ``numbers``."""
 
-    def __init__(self, numbers: frozenset[int], cache: Cache) -> None:
+    def __init__(self, numbers: frozenset[int], kept: Kept) -> None:
         super().__init__()
-        self.numbers, self.cache, self.count = numbers, cache, 0
+        self.numbers, self.kept = numbers, kept
+        self.expensive = self.in_place = 0
+        self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if _is_expensive(func):
-            if self.count in self.numbers:
-                self.cache[self.count] = tuple(t.detach() for t in _tensors(out))
-            self.count += 1
+            if self.expensive in self.numbers:
+                found = tuple(t.detach() for t in _tensors(out))
+                self.kept.results[self.expensive] = found
+                self.storages |= {storage_key(t) for t in found}
+            self.expensive += 1
+        elif _is_in_place(func):
+            if storage_key(args[0]) in self.storages:
+                self.kept.changes.add(self.in_place)
+            self.in_place += 1
         return out
 
 
 class Replay(TorchDispatchMode):
-    """Takes kept results from ``cache`` instead of computing them.
+    """Takes kept results instead of computing them.
 
     A kept result that was changed in place has its final value, so the change is not made again.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, kept: Kept) -> None:
         super().__init__()
-        self.cache, self.count = cache, 0
-        self.kept: set[int] = set()
+        self.kept = kept
+        self.expensive = self.in_place = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_expensive(func):
-            number = self.count
-            self.count += 1
-            if number in self.cache:
-                found = tuple(t.detach() for t in self.cache.pop(number))
-                self.kept |= {storage_key(t) for t in found}
+            number = self.expensive
+            self.expensive += 1
+            if number in self.kept.results:
+                found = tuple(t.detach() for t in self.kept.results.pop(number))
                 return found[0] if len(found) == 1 else found
-        elif _is_in_place(func) and storage_key(args[0]) in self.kept:
-            return args[0]
+        elif _is_in_place(func):
+            number = self.in_place
+            self.in_place += 1
+            if number in self.kept.changes:
+                return args[0]
         return func(*args, **(kwargs or {}))
 
 

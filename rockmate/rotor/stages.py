@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from rkgb.capture import random_state, set_random_state
-from rockmate.rotor.selective import Cache, Keep, Replay, storage_key
+from rockmate.rotor.selective import Keep, Kept, Replay, storage_key
 
 Function = Callable[[Any], Any]
 Prepare = Callable[[int], None]
@@ -89,7 +89,7 @@ class Stage:
     autocast_cache: bool = True
     versions: list[int] = field(default_factory=list)
     finished: bool = False
-    cache: Cache = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
     input: Any = None
     given: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
 
@@ -133,8 +133,8 @@ class Stage:
     def refill(self) -> None:
         """Run again from the kept input and results into the slots."""
         x, self.input = self.input, None
-        cache, self.cache = self.cache, {}
-        with Replay(cache):
+        kept, self.kept = self.kept, Kept()
+        with Replay(kept):
             self.fill(x, False)
 
     def skim(self, x: Any, keep: frozenset[int] = frozenset()) -> Any:
@@ -145,8 +145,8 @@ class Stage:
     def _keeping(self, x: Any, keep: frozenset[int]) -> AbstractContextManager[Any]:
         if not keep:
             return nullcontext()
-        self.input, self.cache = detached(x), {}
-        return Keep(keep, self.cache)
+        self.input, self.kept = detached(x), Kept()
+        return Keep(keep, self.kept)
 
     def taken(self, index: int) -> torch.Tensor | None:
         """What the slot held, if it is still alive: a custom function may ask twice."""
@@ -156,12 +156,11 @@ class Stage:
     def clear(self) -> None:
         """Empty all slots."""
         self.slots = [None] * len(self.slots)
-        self.input, self.cache = None, {}
+        self.input, self.kept = None, Kept()
 
-    def finish(self) -> None:
-        """The backward is done: what a later run would need goes as well."""
-        self.clear()
-        self.finished = bool(self.generators or self.buffers)
+    def spend(self) -> None:
+        """The last run is done: what a later one would need goes."""
+        self.finished = self.finished or bool(self.generators or self.buffers)
         self.generators, self.buffers = {}, {}
 
     def _pack(self, t: torch.Tensor, fixed: set[int], prepare: Prepare) -> Slot | Fixed:
@@ -244,7 +243,7 @@ class _Buffers:
     norm's statistics need no copy: in training nothing is computed from them.
     """
 
-    learned: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+    learned: ClassVar[weakref.WeakKeyDictionary[Any, frozenset[str]]] = weakref.WeakKeyDictionary()
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -266,7 +265,9 @@ class _Buffers:
         names = {n for n, (b, version) in self.before.items() if after.get(n) is not b or b._version != version}
         late = names - self.copies.keys()
         if late:
-            raise RuntimeError(f"{type(self.function).__name__} changed {', '.join(sorted(late))}, which it did not before")
+            raise RuntimeError(
+                f"{type(self.function).__name__} changed {', '.join(sorted(late))}, which it did not before"
+            )
         self.learned[self.function] = self.learned.get(self.function, frozenset()) | names
         return {n: self.copies[n] for n in names}
 

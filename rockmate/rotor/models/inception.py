@@ -1,7 +1,7 @@
 """Inception v3 (Szegedy et al., "Rethinking the inception architecture for computer vision", CVPR 2016), sequential.
 
-Names of parameters and buffers are those of torchvision's ``inception_v3(aux_logits=False)``, so its state dicts load. The
-auxiliary classifier hangs at the side of the chain and is left out.
+Names of parameters and buffers are those of torchvision's ``inception_v3(aux_logits=False)``, so its state dicts load.
+The auxiliary classifier hangs at the side of the chain and is left out.
 """
 
 from __future__ import annotations

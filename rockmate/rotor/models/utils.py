@@ -14,8 +14,8 @@ class AtomicSequential(nn.Sequential):
 class ReLUAtEnd(nn.Module):
     """``module`` and an in-place ReLU on its result, as one layer.
 
-    A layer that starts with an in-place operation destroys its input and cannot run again from it. Joined with the layer
-    before, the operation stays in place and nothing is destroyed that anybody needs.
+    A layer that starts with an in-place operation destroys its input and cannot run again from it. Joined with the
+    layer before, the operation stays in place and nothing is destroyed that anybody needs.
     """
 
     def __init__(self, module: nn.Module) -> None:

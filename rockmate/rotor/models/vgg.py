@@ -1,7 +1,7 @@
 """VGG (Simonyan and Zisserman, "Very deep convolutional networks for large-scale image recognition", ICLR 2015).
 
-As ``nn.Sequential``; names of parameters and buffers are torchvision's, so its state dicts load: layers keep the numbers
-that they have there, where every ReLU is a layer of its own.
+As ``nn.Sequential``; names of parameters and buffers are torchvision's, so its state dicts load: layers keep the
+numbers that they have there, where every ReLU is a layer of its own.
 """
 
 from __future__ import annotations
