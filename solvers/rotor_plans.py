@@ -30,7 +30,7 @@ _LONG, _FINER = 120, 8
 
 
 def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
-    """The fastest persistent sequence within ``limit`` bytes, memory divided into ``slots``, or more on a short chain."""
+    """The fastest persistent sequence within ``limit`` bytes, divided into ``slots``, or more on a short chain."""
     name = f"persistent({limit} bytes, {slots} slots)"
     slots *= max(1, min(_FINER, (_LONG // chain.length) ** 2))
     everything = no_checkpoint_sequence(chain)
@@ -114,7 +114,7 @@ def sequential(chain: Chain, limit: int, slots: int = 0) -> Sequence:
 
 
 def griewank(chain: Chain, limit: int, slots: int = 0) -> Sequence:
-    """Binomial checkpointing with at most ``c`` checkpoints beside the input, for the ``c`` that fits and is fastest."""
+    """Binomial checkpointing with at most ``c`` checkpoints beside the input; the ``c`` that fits and is fastest."""
     return _fastest(chain, limit, (revolve_sequence(chain, c) for c in range(_useful_checkpoints(chain.length) + 1)))
 
 

@@ -143,8 +143,8 @@ class Checkpointable(nn.Module):
         except InfeasibleError as error:
             least = error.min_budget + _SCALARS
             raise InfeasibleBudgetError(
-                f"no sequence of the algorithm {algo} fits {limit} bytes ({show_bytes(limit)}); the smallest limit that "
-                f"one fits is {least} bytes ({show_bytes(least)}), set by {error.step}",
+                f"no sequence of the algorithm {algo} fits {limit} bytes ({show_bytes(limit)}); the smallest limit "
+                f"that one fits is {least} bytes ({show_bytes(least)}), set by {error.step}",
                 least,
             ) from error
         self.mem_limit, self.algo = limit, algo
@@ -199,7 +199,7 @@ class Checkpointable(nn.Module):
 
 
 def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """(name, layer) of all layers; a Sequential in a Sequential counts as its layers, unless it computes something else."""
+    """(name, layer) of all layers; a Sequential in it counts as its layers, unless it computes something else."""
     if not isinstance(model, nn.Sequential) or _is_atomic(model):
         raise InputError(f"the model is a {type(model).__name__}: rotor works on an nn.Sequential")
     found: list[tuple[str, nn.Module]] = []

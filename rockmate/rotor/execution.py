@@ -149,6 +149,6 @@ class Call:
 def in_place_message(i: int, name: str) -> str:
     """What is wrong with a layer that writes into its input, and what to do."""
     return (
-        f"layer {i} ({name}) changes its input in place, so it cannot run again from it. Make the operation out of place, "
-        "or join it with the layer before it: rotor.models.utils.ReLUAtEnd(layer) is layer and an in-place ReLU in one"
+        f"layer {i} ({name}) changes its input in place, so it cannot run again from it. Make it out of place, or "
+        "join it with the layer before: rotor.models.utils.ReLUAtEnd(layer) is layer and an in-place ReLU in one"
     )

@@ -42,8 +42,8 @@ class CheckpointOptim(torch.autograd.Function):
         """The output of the last function."""
         if not any(t.requires_grad for t in arg if isinstance(t, torch.Tensor)):
             raise InputError(
-                "no input of CheckpointOptim requires grad, so its backward would never run and the parameters would get "
-                "no gradient: call input.requires_grad_() first, or use Checkpointable, which does not need it"
+                "no input of CheckpointOptim requires grad, so its backward would never run and the parameters would "
+                "get no gradient: call input.requires_grad_() first, or use Checkpointable, which does not need it"
             )
         leaves = tuple(t.detach().requires_grad_(t.requires_grad) for t in arg)
         call = Call(functions, sequence, names, preserve_rng_state)

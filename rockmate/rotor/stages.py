@@ -172,8 +172,8 @@ class Stage:
     def _again(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
         if self.finished:
             raise RuntimeError(
-                f"a second backward needs {self.name} to run again, but the random state (or buffers) of its first run are "
-                "gone: they go with the first backward. Call forward again instead of using retain_graph"
+                f"a second backward needs {self.name} to run again, but the random state (or buffers) of its first run "
+                "are gone: they go with the first backward. Call forward again instead of using retain_graph"
             )
         if self.versions != parameter_versions(self.function):
             raise RuntimeError(

@@ -112,7 +112,7 @@ def homogeneous(length: int) -> Chain:
 
 
 def test_griewank_runs_as_often_as_binomial_checkpointing_must() -> None:
-    """Griewank and Walther (2000): with c checkpoints beside the input and binomial(c + r + 1, c + 1) stages, r reruns each."""
+    """Griewank and Walther (2000): c checkpoints beside the input, binomial(c + r + 1, c + 1) stages, r reruns."""
     runs = [sum(isinstance(op, (Fn, Fck, Fe)) for op in revolve_sequence(homogeneous(10), c)) for c in (0, 2, 9)]
     assert runs[0] == 10 * 11 // 2  # from the start for every stage
     # l = binomial(5, 3) = 10 stages, c = 2, r = 2: l·r − binomial(c + r + 1, r − 1) = 20 − 5 advances, and one run of

@@ -47,7 +47,7 @@ _POOLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Mixed(nn.Module):
-    """Branches side by side, their results concatenated. A pair of convolutions in a branch is a fork, concatenated too."""
+    """Branches side by side, their results concatenated. A pair of convolutions is a fork, concatenated too."""
 
     def __init__(self, inputs: int, branches: tuple[Branch, ...]) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ class BatchNorm2dReLU(nn.BatchNorm2d):
 
 
 def initialize(model: nn.Module, mode: str, linear_std: float | None = None) -> None:
-    """He et al. (2015) for convolutions with ``mode`` "fan_in" or "fan_out"; linear layers normal if a deviation is given."""
+    """He et al. (2015) for convolutions, ``mode`` "fan_in" or "fan_out"; linear layers normal if given a deviation."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode=mode, nonlinearity="relu")  # type: ignore[arg-type]
