@@ -229,15 +229,10 @@ def report(results: dict[str, Any]) -> str:
         plain = found["plain_peak"]
         for p in points:
             whole = "does not fit" if p.rotor_flops is None else f"{p.rotor_flops:.3f}"
-            lines.append(
-                f"| {p.segments} | {100 * p.peak / found['plain_peak']:.1f} % | {p.flops:.3f} | "
-                + (
-                    "does not fit | | "
-                    if p.gain is None
-                    else f"{100 * p.ours_peak / plain:.1f} % | {p.ours_flops:.3f} | {100 * (p.gain - 1):.1f} % "
-                )
-                + f"| {whole} |"
-            )
+            ours = "does not fit | | "
+            if p.gain is not None and p.ours_peak is not None:
+                ours = f"{100 * p.ours_peak / plain:.1f} % | {p.ours_flops:.3f} | {100 * p.gain - 100:+.1f} %"
+            lines.append(f"| {p.segments} | {100 * p.peak / plain:.1f} % | {p.flops:.3f} | {ours} | {whole} |")
         lines.append("")
     if means:
         lines += [f"Mean gain over the models: **{100 * (sum(means) / len(means) - 1):.1f} %**.", ""]

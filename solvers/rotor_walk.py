@@ -16,11 +16,12 @@ from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One operation: the most memory (bytes) while it runs, and what is there after it."""
+    """One operation: the most memory (bytes) while it runs, what is there after it, and when it ends."""
 
     operation: Operation
     peak: int
     after: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class _Walker:
             peak = self._backward(operation)
         else:
             peak = self._forward(operation, following == B(operation.index))
-        self.moments.append(Moment(operation, peak, self.level))
+        self.moments.append(Moment(operation, peak, self.level, self.time))
 
     def _forward(self, operation: Fn | Fck | Fe, last: bool) -> int:
         i = operation.index

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and what is committed is what it shows."""
+"""The notebooks run from their first cell to their last, and what is committed is what they show."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "notebooks" / "test_rkgb.ipynb"
+ROTOR = ROOT / "notebooks" / "rotor.ipynb"
 
 
 def executed(notebook: NotebookNode) -> NotebookNode:
@@ -25,11 +27,11 @@ def executed(notebook: NotebookNode) -> NotebookNode:
     return fresh
 
 
-def printed(cell: NotebookNode) -> list[str]:
+def printed(cell: NotebookNode) -> str:
     """What a cell printed, without the cells that say that their figures vary."""
     if "varies" in cell.metadata.get("tags", ()):
-        return []
-    return [output.text for output in cell.get("outputs", ()) if output.output_type == "stream"]
+        return ""
+    return "".join(output.text for output in cell.get("outputs", ()) if output.output_type == "stream")
 
 
 def kinds(cell: NotebookNode) -> list[list[str]]:
@@ -37,11 +39,12 @@ def kinds(cell: NotebookNode) -> list[list[str]]:
     return [sorted(output.data) for output in cell.get("outputs", ()) if "data" in output]
 
 
-def test_notebook_shows_what_the_code_makes() -> None:
-    committed = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.parametrize("path", [NOTEBOOK, ROTOR], ids=lambda path: path.stem)
+def test_notebook_shows_what_the_code_makes(path: Path) -> None:
+    committed = nbformat.read(path, as_version=4)
     fresh = executed(committed)
     if os.environ.get("ROCKMATE_UPDATE") == "1":
-        nbformat.write(fresh, NOTEBOOK)
+        nbformat.write(fresh, path)
         return
     for known, now in zip(committed.cells, fresh.cells, strict=True):
         assert printed(known) == printed(now), "run again with ROCKMATE_UPDATE=1 if the change is meant, and look at it"
@@ -57,4 +60,28 @@ def test_notebook_has_the_pictures_of_every_model() -> None:
     for model in ("GPT2LMHeadModel(", "resnet101(", "regnet_x_3_2gf(", "mixer_s32_224", "nn.Transformer("):
         assert any(model in cell.source for cell in shown), f"no picture of {model}"
     assert any("image/png" in forms for cell in notebook.cells for forms in kinds(cell))
+    assert not [cell for cell in notebook.cells for output in cell.get("outputs", ()) if output.get("name") == "stderr"]
+
+
+def test_rotor_notebook_has_its_parts_in_order_and_a_picture() -> None:
+    notebook = nbformat.read(ROTOR, as_version=4)
+    nbformat.validate(notebook)
+    titles = [
+        line[3:]
+        for cell in notebook.cells
+        if cell.cell_type == "markdown"
+        for line in cell.source.splitlines()
+        if line.startswith("## ")
+    ]
+    assert titles == [
+        "The training loop",
+        "The simple usage",
+        "Measuring",
+        "The computed sequence",
+        "Limits",
+        "Sequentialisation",
+        "In-place operations",
+    ]
+    assert any("image/png" in forms for cell in notebook.cells for forms in kinds(cell))
+    assert all(cell.outputs for cell in notebook.cells if cell.cell_type == "code" and "print(" in cell.source)
     assert not [cell for cell in notebook.cells for output in cell.get("outputs", ()) if output.get("name") == "stderr"]
