@@ -242,7 +242,8 @@ def report(results: dict[str, Any]) -> str:
             "",
             f"ResNet-18, batch {e['batch']} at {e['size']}x{e['size']}: plain peak {e['plain_peak']} bytes, "
             f"limit {e['limit']}, predicted {e['predicted']}, measured {e['measured']}, "
-            f"predicted overhead {100 * e['overhead_predicted']:.1f} %, results equal: {'yes' if e['equal'] else 'NO'}.",
+            f"predicted overhead {100 * e['overhead_predicted']:.1f} %, "
+            f"results equal: {'yes' if e['equal'] else 'NO'}.",
             "",
         ]
     for d in results.get("dynamic_program", []):
@@ -276,7 +277,7 @@ def main() -> None:
         results["dynamic_program"] = [dynamic_program(*size, fraction) for fraction in (0.5, 0.2)]
         save()
     if wanted("example"):
-        results["example"] = example(8, 128) if options.short else example(32, 224)
+        results["example"] = example(4, 128) if options.short else example(32, 224)
         save()
     for name, make in models.items():
         if wanted(name):
