@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Hashable
 from typing import Any
 
@@ -67,8 +68,7 @@ class Checkpointable(nn.Module):
         if costs not in ("measured", "flops"):
             raise InputError(f'costs is {costs!r}: use "measured" or "flops"')
         self.model = model
-        self.names, functions = zip(*flatten(model), strict=True)
-        self._functions: tuple[nn.Module, ...] = functions
+        self.names = tuple(name for name, _ in flatten(model))
         self.mem_limit = None if mem_limit is None else parse_budget(mem_limit)
         self.mem_slots = mem_slots
         self.verbosity = verbosity
@@ -89,7 +89,7 @@ class Checkpointable(nn.Module):
     @property
     def functions(self) -> tuple[nn.Module, ...]:
         """The stages, in order."""
-        return self._functions
+        return tuple(function for _, function in flatten(self.model))
 
     def measure(self, custom_input: Any) -> None:
         """Measure time and memory of every stage on ``custom_input``. Model, generators and input stay as they are."""
@@ -190,8 +190,6 @@ class Checkpointable(nn.Module):
     def _say(self, limit: int) -> None:
         if self.verbosity > 0:
             walked = self.walked()
-            import sys
-
             sys.stderr.write(
                 f"rotor: {self.algo}, {len(self.functions)} stages, limit {show_bytes(limit)}, predicted peak "
                 f"{show_bytes(walked.peak)}, predicted overhead {100 * walked.overhead:.1f} %\n{self.sequence}\n"
@@ -200,8 +198,10 @@ class Checkpointable(nn.Module):
 
 def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """(name, layer) of all layers; a Sequential in it counts as its layers, unless it computes something else."""
-    if not isinstance(model, nn.Sequential) or _is_atomic(model):
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise InputError(f"the model is a {type(model).__name__}: rotor works on an nn.Sequential")
+    if not prefix and _has_hooks(model):
+        raise InputError("the model has hooks, which would not run: register them on a layer or on the Checkpointable")
     found: list[tuple[str, nn.Module]] = []
     for name, child in model._modules.items():  # a layer that stands in two places is two stages
         if child is None:
@@ -216,8 +216,13 @@ def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module
 
 
 def _is_atomic(module: nn.Sequential) -> bool:
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return isinstance(module, AtomicSequential) or type(module).forward is not nn.Sequential.forward or bool(hooked)
+    computes = type(module).forward is not nn.Sequential.forward
+    return isinstance(module, AtomicSequential) or computes or _has_hooks(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
 
 
 def _shape_of(x: Any) -> tuple[Hashable, ...]:

@@ -120,6 +120,11 @@ def test_flattening() -> None:
     assert [name for name, _ in flatten(nested)] == ["0.0", "0.1.0", "1"]
     with pytest.raises(InputError, match=r"works on an nn\.Sequential"):
         rotor.Checkpointable(nn.Linear(2, 2))  # type: ignore[arg-type]
+    nested[0].register_forward_hook(lambda *_: None)
+    assert [name for name, _ in flatten(nested)] == ["0", "1"]
+    nested.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="hooks, which would not run"):
+        rotor.Checkpointable(nested)
     with pytest.raises(InputError, match="no layers"):
         rotor.Checkpointable(nn.Sequential())
 
