@@ -172,9 +172,11 @@ class Table:
         if low >= high:
             return
         splits = np.add(behind[:, low:high], rest[:, low:high], out=buffer[: t - s, : high - low])
-        least = np.rint(self.needs.passes(s, t) / self.unit).astype(np.int64)
-        for k in np.flatnonzero(least > np.maximum(first, low)):
-            splits[k, : max(0, least[k] - low)] = np.inf
+        passes = self.needs.passes(s, t)  # they grow with k
+        if passes[-1] > low * self.unit:
+            least = np.rint(passes / self.unit).astype(np.int64)
+            for k in np.flatnonzero(least > np.maximum(first, low)):
+                splits[k, : max(0, least[k] - low)] = np.inf
         found = splits.min(axis=0)
         found -= np.float32(self.start[s])
         np.minimum(row[low:high], found, out=row[low:high])
