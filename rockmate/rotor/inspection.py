@@ -18,8 +18,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from rkgb.alone import _Feed, _Tap
 from rkgb.capture import preserved
-from rkgb.measure import _Feed, _Tap
 from rkgb.memory import measure_after, measure_memory
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
@@ -241,7 +241,7 @@ class _Probe:
                 results = tensors_of(self.function(x))
             ends = [t for t in results if t.requires_grad]
             end: torch.Tensor = _Feed.apply(
-                lambda grads: sizes.extend(g.untyped_storage().nbytes() for g in grads), *ends
+                lambda grads: sizes.extend(g.untyped_storage().nbytes() for g in grads), [None] * len(ends), *ends
             )
             return end
 
