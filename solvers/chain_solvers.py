@@ -38,7 +38,7 @@ def _judge(problem: Problem, schedule: Schedule) -> Judged:
 
 
 def _planner(problem: Problem, request: Request) -> ChainPlanner:
-    options = SolverOptions(request.milp, request.gap, min(10.0, request.time_limit), request.threads)
+    options = SolverOptions(request.milp, request.gap, request.time_limit, request.threads)
 
     def report(doing: str, part: float) -> None:
         request.report(None, problem.eager_time, f"{doing} {100 * part:.0f} %")

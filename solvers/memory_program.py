@@ -29,12 +29,13 @@ class SolverOptions:
     """How integer programs are solved.
 
     ``name``: a PuLP solver name (``HiGHS`` is called directly). ``gap``: relative gap at which a proof may stop.
-    ``time_limit``: seconds a solve. ``threads``: of the solver.
+    ``time_limit``: seconds a solve; far more than is needed, so that plans do not depend on how busy a machine is.
+    ``threads``: of the solver.
     """
 
     name: str = "HiGHS"
     gap: float = 1e-4
-    time_limit: float = 10.0
+    time_limit: float = 60.0
     threads: int = 1
 
 
