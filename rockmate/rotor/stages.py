@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from rkgb.capture import random_state, set_random_state
+from rkgb.randomness import random_state, set_random_state
 from rockmate.rotor.selective import Keep, Kept, Replay, storage_key
 
 Function = Callable[[Any], Any]
