@@ -1,0 +1,231 @@
+"""Small models, each with something that real ones contain: cases for ``benchmarks/zoo.py``.
+
+python benchmarks/zoo.py --cases benchmarks/features.py
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def names() -> list[str]:
+    """The cases."""
+    return list(CASES)
+
+
+def build(name: str) -> Case:
+    """(model in training mode, arguments, keyword arguments), the same at every call."""
+    torch.manual_seed(0)
+    model, args, kwargs = CASES[name]()
+    return model.train(), args, kwargs
+
+
+def case(make: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[make.__name__] = make
+    return make
+
+
+class Calls(nn.Module):
+    """A module whose forward is ``function(module, *args)``."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def linear(out: int = 8) -> nn.Linear:
+    return nn.Linear(8, out)
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@case
+def gru_both_ways() -> Case:
+    gru = nn.GRU(8, 16, 2, bidirectional=True, dropout=0.1, batch_first=True)
+    return Calls(lambda m, x: m.out(m.gru(x)[0]), gru=gru, out=nn.Linear(32, 4)), (torch.randn(4, 10, 8),), {}
+
+
+@case
+def packed_lstm() -> Case:
+    def forward(m: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return m.out(nn.utils.rnn.pad_packed_sequence(m.lstm(packed)[0], batch_first=True)[0])
+
+    model = Calls(forward, lstm=nn.LSTM(8, 16, batch_first=True), out=nn.Linear(16, 4))
+    return model, (torch.randn(4, 10, 8), torch.tensor([10, 7, 5, 3])), {}
+
+
+@case
+def unrolled_cell() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = c = x.new_zeros(x.shape[0], 16)
+        for t in range(x.shape[1]):
+            h, c = m.cell(x[:, t], (h, c))
+        return m.out(h)
+
+    return Calls(forward, cell=nn.LSTMCell(8, 16), out=nn.Linear(16, 4)), (torch.randn(4, 10, 8),), {}
+
+
+@case
+def mixture_of_experts() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = m.gate(x).softmax(-1).topk(2, -1)
+        every = torch.stack([expert(x) for expert in m.experts], -2)
+        index = chosen.unsqueeze(-1).expand(*chosen.shape, 8)
+        return (every.gather(-2, index) * weights.unsqueeze(-1)).sum(-2)
+
+    return Calls(forward, gate=linear(4), experts=nn.ModuleList(linear() for _ in range(4))), (torch.randn(4, 8),), {}
+
+
+@case
+def straight_through() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        return m.second(h + (h.round() - h).detach())
+
+    return Calls(forward, first=linear(), second=linear()), (torch.randn(4, 8),), {}
+
+
+@case
+def gumbel_codebook() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.out(F.gumbel_softmax(m.scores(x), hard=True) @ m.codes.weight)
+
+    return Calls(forward, scores=linear(16), codes=nn.Embedding(16, 8), out=linear()), (torch.randn(4, 8),), {}
+
+
+@case
+def parametrized_weights() -> Case:
+    normed, orthogonal = nn.utils.parametrizations.weight_norm(linear()), nn.utils.parametrizations.orthogonal(linear())
+    return Calls(lambda m, x: m.b(torch.relu(m.a(x))), a=normed, b=orthogonal), (torch.randn(4, 8),), {}
+
+
+@case
+def writes_into_slices() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(4, 3, 8)
+        for k in range(3):
+            rows[:, k] = m.first(x) * k
+        rows[:, 0] += x
+        return m.second(rows)
+
+    return Calls(forward, first=linear(), second=linear()), (torch.randn(4, 8),), {}
+
+
+@case
+def scattered() -> Case:
+    def forward(m: Any, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        sums = torch.zeros(5, 8).index_add(0, to, h)
+        return m.second(sums.scatter_reduce(0, to.unsqueeze(1).expand(4, 8), h, "amax"))[to]
+
+    return Calls(forward, first=linear(), second=linear()), (torch.randn(4, 8), torch.tensor([0, 2, 2, 4])), {}
+
+
+@case
+def vmapped() -> Case:
+    return (
+        Calls(lambda m, x: torch.vmap(lambda row: torch.tanh(m.first(row)))(x), first=linear()),
+        (torch.randn(4, 8),),
+        {},
+    )
+
+
+@case
+def nested_outputs() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        a, b = m.first(x).chunk(2, -1)
+        c, d = torch.split(b, [1, 3], -1)
+        return [a * 2, {"c": c, "rest": (d, None, 3)}, Pair(a, x.sum())]
+
+    return Calls(forward, first=linear()), (torch.randn(4, 8),), {}
+
+
+@case
+def inputs_as_outputs() -> Case:
+    def forward(m: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return x, m.first(x), y.view(-1), x[0]
+
+    return Calls(forward, first=linear()), (torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)), {}
+
+
+@case
+def writes_into_the_input() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return m.second(torch.relu(m.first(x)))
+
+    return Calls(forward, first=linear(), second=linear()), (torch.randn(4, 8),), {}
+
+
+@case
+def channels_last() -> Case:
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1)]
+    model = nn.Sequential(*layers, nn.Flatten(), linear(4)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model, (torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last),), {}
+
+
+@case
+def autocast_part() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = m.part(x)
+        return m.out(h.float())
+
+    part = nn.Sequential(linear(32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8))
+    return Calls(forward, part=part, out=linear()), (torch.randn(4, 8),), {}
+
+
+@case
+def masked_transformer() -> Case:
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    masks = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(4), "src_key_padding_mask": padding}
+    return model, (torch.randn(2, 5, 16), torch.randn(2, 4, 16)), masks
+
+
+@case
+def attention_with_weights() -> Case:
+    attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+    return Calls(lambda m, x: m.attention(x, x, x), attention=attention), (torch.randn(2, 5, 16),), {}
+
+
+@case
+def made_at_first_use() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if getattr(m, "positions", None) is None:
+            m.positions = torch.arange(x.shape[1]).float()
+        return m.first(x + m.positions)
+
+    return Calls(forward, first=linear()), (torch.randn(4, 8),), {}
+
+
+@case
+def norms_and_pools() -> Case:
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        nn.PReLU(),
+        nn.GroupNorm(2, 8),
+        nn.LocalResponseNorm(2),
+        nn.ConvTranspose2d(8, 4, 2, 2),
+        nn.Dropout2d(0.2),
+        nn.MaxPool2d(2),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+    ]
+    return nn.Sequential(*layers), (torch.randn(2, 3, 12, 12),), {}
