@@ -90,7 +90,7 @@ def test_stages_name_every_file_between_module_and_schedule() -> None:
     table = section(read("ARCHITECTURE.md"), "Stages")
     assert re.search(r"^\| stage \| file \| input → output \| invariant \|$", table, re.MULTILINE)
     stages = re.findall(r"^\| \w+ \| `.*", table, re.MULTILINE)
-    assert len(stages) == 15 and all("→" in stage for stage in stages)
+    assert len(stages) == 16 and all("→" in stage for stage in stages)
     tools = {f"rkgb/{path.name}" for path in (ROOT / "rkgb").glob("*tools.py")}
     assert {path for path in tools if f"`{path}`" not in table} == set()
 
