@@ -14,19 +14,23 @@ import cProfile
 import dataclasses
 import json
 import pstats
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
+# A program in this folder has the name of a package: leave the folder to scripts.
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-import rkgb
-import rockmate
-from rockmate import Rockmate
-from rockmate.compiled import compile_schedule
-from rockmate.gpt import GPT
-from solvers import all_baselines, parse_schedule, walk
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import rkgb  # noqa: E402
+import rockmate  # noqa: E402
+from rockmate import Rockmate  # noqa: E402
+from rockmate.compiled import compile_schedule  # noqa: E402
+from rockmate.gpt import GPT  # noqa: E402
+from solvers import all_baselines, parse_schedule, walk  # noqa: E402
 
 _OURS = tuple(str(Path(package.__file__ or "").parent) for package in (rkgb, rockmate))
 

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
+from pathlib import Path
 
-import torch
-import torch.nn.functional as F
+# A program in this folder has the name of a package: leave the folder to scripts.
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from rockmate import Rockmate, measure_peak
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+from rockmate import Rockmate, measure_peak  # noqa: E402
 
 
 def make_model() -> torch.nn.Module:

@@ -18,23 +18,27 @@ import argparse
 import copy
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential
-from torch.utils.flop_counter import FlopCounterMode
+# A program in this folder has the name of a package: leave the folder to scripts.
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from rockmate import InfeasibleBudgetError, measure_peak, rotor
-from rockmate.gpt import Layer
-from solvers.rotor_chain import Chain, Stage, Way
-from solvers.rotor_plans import no_checkpoint_sequence, persistent
-from solvers.rotor_walk import walk_sequence
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint_sequential  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from rockmate import InfeasibleBudgetError, measure_peak, rotor  # noqa: E402
+from rockmate.gpt import Layer  # noqa: E402
+from solvers.rotor_chain import Chain, Stage, Way  # noqa: E402
+from solvers.rotor_plans import no_checkpoint_sequence, persistent  # noqa: E402
+from solvers.rotor_walk import walk_sequence  # noqa: E402
 
 Make = Callable[[], tuple[nn.Sequential, Callable[[int], torch.Tensor], int]]
 
@@ -283,7 +287,7 @@ def main() -> None:
         results["dynamic_program"] = [dynamic_program(*size, fraction) for fraction in (0.5, 0.2)]
         save()
     if wanted("example"):
-        results["example"] = example(4, 128) if options.short else example(32, 224)
+        results["example"] = example(8, 128) if options.short else example(32, 224)
         save()
     for name, make in models.items():
         if wanted(name):

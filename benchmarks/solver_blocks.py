@@ -20,19 +20,23 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+# A program in this folder has the name of a package: leave the folder to scripts.
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from rockmate.gpt import GPT
-from rockmate.planning import make_planner
-from solvers import ChainPlanner, Grid, InfeasibleError, Problem, improve, keep_everything, solve, walk, write_problem
-from solvers.chain_costs import ChainCosts, kind_views
-from solvers.chain_table import ChainTable
-from solvers.ilp import Option, Point, grid_points
+import torch  # noqa: E402
+
+from rockmate.gpt import GPT  # noqa: E402
+from rockmate.planning import make_planner  # noqa: E402
+from solvers import ChainPlanner, Grid, InfeasibleError, Problem, improve, keep_everything, solve, walk, write_problem  # noqa: E402
+from solvers.chain_costs import ChainCosts, kind_views  # noqa: E402
+from solvers.chain_table import ChainTable  # noqa: E402
+from solvers.ilp import Option, Point, grid_points  # noqa: E402
 
 Json = dict[str, Any]
 

@@ -22,12 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.utils.checkpoint
+# A program in this folder has the name of a package: leave the folder to scripts.
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from rkgb.capture import preserved, random_state
-from rkgb.trees import tensors_of
-from rockmate import Rockmate, measure_peak
+import torch  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402
+
+from rkgb.capture import preserved, random_state  # noqa: E402
+from rkgb.trees import tensors_of  # noqa: E402
+from rockmate import Rockmate, measure_peak  # noqa: E402
 
 CASES = Path(__file__).resolve().parents[2] / "shared" / "zoo.py"
 

@@ -9,7 +9,9 @@ from solvers.errors import SolverError
 highspy: Any
 
 
-class _Missing:
+class Missing:
+    """Stands for the package where there is none."""
+
     def __getattr__(self, name: str) -> Any:
         raise SolverError(
             "HiGHS is not installed: pip install highspy, or name another solver that PuLP has. "
@@ -20,4 +22,4 @@ class _Missing:
 try:
     import highspy
 except ImportError:
-    highspy = _Missing()
+    highspy = Missing()

@@ -272,4 +272,5 @@ def test_ctrl_c_returns_the_best_so_far() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "feasible"
+    # What was found is checked; whether it is proven depends on the moment of the interrupt.
+    assert "interrupting" in done.stdout and done.stdout.splitlines()[-1] in ("feasible", "optimal")

@@ -25,9 +25,11 @@ from solvers import (
     ProblemError,
     Progress,
     Run,
+    SolverError,
     Step,
     all_baselines,
     frontier,
+    highs,
     keep_everything,
     solve,
     walk,
@@ -171,8 +173,8 @@ def test_a_missing_solver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = round(0.9 * walk(problem, keep_everything(problem)).peak)
     with pytest.raises(ProblemError, match="milp='NONE' is not available; PuLP finds:"):
         solve(problem, budget, milp="NONE")
-    monkeypatch.setattr(solver_programs, "highspy", None)
-    with pytest.raises(ProblemError, match="HiGHS is not installed: pip install highspy, or name another solver"):
+    monkeypatch.setattr(solver_programs, "highspy", highs.Missing())
+    with pytest.raises(SolverError, match="HiGHS is not installed: pip install highspy, or name another solver"):
         solve(problem, budget)
 
 
