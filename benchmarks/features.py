@@ -229,3 +229,12 @@ def norms_and_pools() -> Case:
         nn.Upsample(scale_factor=2, mode="bilinear"),
     ]
     return nn.Sequential(*layers), (torch.randn(2, 3, 12, 12),), {}
+
+
+@case
+def sparse_input() -> Case:
+    edges = torch.sparse_coo_tensor(
+        torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]), torch.rand(4), (4, 4), check_invariants=True
+    )
+    model = Calls(lambda m, x, a: m.second(torch.sparse.mm(a, m.first(x))), first=linear(), second=linear())
+    return model, (torch.randn(4, 8), edges), {}

@@ -12,7 +12,7 @@ import torch
 from rkgb.alone import Layouts, NodeRun, feed, is_parameter
 from rkgb.Atools import nodes_key
 from rkgb.capture import preserved
-from rkgb.graphs import S_graph, S_node
+from rkgb.graphs import S_graph, S_node, Value
 from rkgb.program import source_value
 
 Outgoing = dict[int, tuple[int, ...] | None]
@@ -58,7 +58,7 @@ def _outgoing(
     """The strides of the gradients that the node's backward gives to what it reads."""
     values = {
         v: source_value(s.d.sources[v], model, inputs)
-        if is_parameter(s.d, v)
+        if is_parameter(s.d, v) or not _is_strided(x)
         else torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
         for v in node.reads
         for x in [s.d.values[v]]
@@ -71,6 +71,11 @@ def _outgoing(
         return {node.reads.index(v): None for v in run.tapped}
     gradients = zip(run.tapped, came[0] if came else (), strict=False)
     return {node.reads.index(v): unless_contiguous(g) for v, g in gradients if g is not None}
+
+
+def _is_strided(value: Value) -> bool:
+    """Sparse inputs have no strides; they stand for themselves."""
+    return len(value.stride) == len(value.shape)
 
 
 def _of_sum(shape: tuple[int, ...], a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ...] | None:
