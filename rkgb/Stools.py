@@ -105,7 +105,7 @@ def _late_views(d: D_graph, groups: list[list[int]]) -> set[int]:
             node = d.nodes[k]
             if _is_view(d, k) and written.get(d.values[node.outputs[0]].storage, -1) < k:
                 base = node.reads()[0]
-                if base in made_late or (begins < k and uses[base] >= 2 and d.values[base].storage not in d.sources):
+                if base in made_late or (begins < k and uses[base] >= 2):
                     late.add(k)
                     made_late.update(node.outputs)
         begins = min([begins, *(k for k in ops if _differentiable(d, k))])

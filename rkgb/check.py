@@ -18,7 +18,7 @@ from rkgb.graphs import B_graph, Node
 from rkgb.guards import GuardFailed
 from rkgb.patches import traceable
 from rkgb.program import run_node, source_value
-from rkgb.trees import flatten, unflatten
+from rkgb.trees import flatten, tensors_of, unflatten
 
 
 def check_outputs(
@@ -40,14 +40,14 @@ def check_other_values(b: B_graph, model: torch.nn.Module, call: Any) -> None:
     Where the module reads values (guards), or cannot be called with these, nothing is compared.
     """
     other = _shifted(call)
-    with preserved(model, _tensors(other)), torch.enable_grad(), drop_saved():
+    with preserved(model, tensors_of(other)), torch.enable_grad(), drop_saved():
         try:
             theirs = _module_outputs(model, other)
         except Exception:  # noqa: BLE001 - the module may refuse the values; no plan is wrong by that
             return
-    with preserved(model, _tensors(other)), torch.enable_grad(), drop_saved():
+    with preserved(model, tensors_of(other)), torch.enable_grad(), drop_saved():
         try:
-            ours = list(run_program(b, model, _tensors(other)))
+            ours = list(run_program(b, model, tensors_of(other)))
         except (GuardFailed, RuntimeError):
             return  # other values take another path: planned when they come, or refused by the operation that fails
     for k, (mine, their) in enumerate(zip(ours, theirs, strict=False)):
@@ -79,10 +79,6 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
-def _tensors(call: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten(call)[0] if isinstance(leaf, torch.Tensor)]
-
-
 def _shifted(call: Any) -> Any:
     """The same arguments with rows moved on by one: other values, and each as valid as before."""
     leaves, spec = flatten(call)
@@ -101,7 +97,7 @@ def _shifted(call: Any) -> Any:
 def _module_outputs(model: torch.nn.Module, call: Any) -> list[torch.Tensor]:
     args, kwargs = call
     with _as_traced():
-        return [t.detach() for t in _tensors(model(*args, **kwargs))]
+        return [t.detach() for t in tensors_of(model(*args, **kwargs))]
 
 
 @contextlib.contextmanager
@@ -130,7 +126,7 @@ class _Fingerprints(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func is not torch.ops.aten._local_scalar_dense.default:
-            numbers = [t for t in _tensors(result) if not t.is_complex() and t.layout == torch.strided]
+            numbers = [t for t in tensors_of(result) if not t.is_complex() and t.layout == torch.strided]
             self.found += [(str(func), float(t.detach().double().nan_to_num().sum())) for t in numbers]
         return result
 
@@ -138,11 +134,11 @@ class _Fingerprints(TorchDispatchMode):
 def _first_difference(b: B_graph, model: torch.nn.Module, call: Any) -> str:
     """The first node with a result that the module does not compute at that place, for people."""
     theirs, ours = _Fingerprints(), _Fingerprints()
-    with preserved(model, _tensors(call)), torch.enable_grad(), drop_saved(), theirs:
+    with preserved(model, tensors_of(call)), torch.enable_grad(), drop_saved(), theirs:
         _module_outputs(model, call)
     made: list[tuple[int, Node]] = []  # how many fingerprints there are after each node
-    env: dict[int, Any] = {v: source_value(s, model, _tensors(call)) for v, s in b.sources.items()}
-    with preserved(model, _tensors(call)), torch.enable_grad(), drop_saved(), ours:
+    env: dict[int, Any] = {v: source_value(s, model, tensors_of(call)) for v, s in b.sources.items()}
+    with preserved(model, tensors_of(call)), torch.enable_grad(), drop_saved(), ours:
         for node in b.nodes:
             env.update(zip(node.outputs, run_node(node, env.__getitem__), strict=True))
             made.append((len(ours.found), node))
