@@ -20,6 +20,7 @@ from rkgb.decompose import is_split, split
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
 from rkgb.guards import Guard, is_guard
+from rkgb.memory import taken
 from rkgb.program import memory_of, run_node, source_value
 from rkgb.randomness import Drawn, node_generators, random_state
 from rkgb.sample import Sample, call_of
@@ -82,10 +83,10 @@ class _Probe:
         address = memory._cdata
         if address not in self.live:
             self.live[address] = len(self.storages)
-            self.storages.append(Storage(memory.nbytes(), owner))
+            self.storages.append(Storage(taken(memory.nbytes(), t.device), owner))
         s = self.live[address]
         self.holders.setdefault(s, set()).add(v)
-        size = t.numel() * t.element_size()
+        size = taken(t.numel() * t.element_size(), t.device)
         stride = tuple(t.stride()) if t.layout == torch.strided else ()
         self.values[v] = Value(tuple(t.shape), stride, t.dtype, t.device, t.requires_grad, s, size)
         return s
@@ -158,7 +159,7 @@ class _Probe:
         for v, t in zip(fixed.outputs, results, strict=True):
             self._define(v, t, index)
         known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
-        private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
+        private = tuple({x._cdata: taken(x.nbytes(), x.device) for x in packed if x._cdata not in self.live}.values())
         for t in results:
             if t.layout != torch.strided:
                 raise UnsupportedError(

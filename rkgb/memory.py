@@ -19,6 +19,21 @@ from torch.autograd.profiler import profile
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
+# Bytes that an allocator's blocks are multiples of; the CPU's counts what was asked for.
+_GRAIN = {"cuda": 512}
+
+
+def taken(size: int, device: torch.device) -> int:
+    """Bytes that the allocator of ``device`` counts for a block of ``size`` bytes: CUDA's rounds up."""
+    grain = _GRAIN.get(device.type, 1)
+    return -(-size // grain) * grain
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the memory of ``tensor`` takes, of which it may be a part."""
+    return taken(tensor.untyped_storage().nbytes(), tensor.device)
+
+
 def measure_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
     """(result, peak, net): bytes above the level at the call, at the worst moment and at the end."""
     if device.type == "cuda":
