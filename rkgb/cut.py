@@ -80,7 +80,7 @@ class _Repeat:
 
 @dataclass(frozen=True, slots=True)
 class _Merger:
-    """Joins neighbouring pieces. ``count[p]``: nodes before p that are decisions; ``bytes_at[p]``: what crosses there."""
+    """Joins neighbouring pieces. ``count[p]``: nodes before p that are decisions; ``bytes_at[p]``: bytes that cross."""
 
     count: list[int]
     bytes_at: list[int]
@@ -115,7 +115,7 @@ class _Merger:
         return [(pieces[a][0], pieces[b - 1][1]) for a, b in itertools.pairwise([*limits, found.stop])]
 
     def together(self, size: int, times: int) -> int:
-        """How many of ``times`` equal units of ``size`` nodes make one block; such that none is left over, if it can be."""
+        """How many of ``times`` equal units of ``size`` nodes make one block; none is left over, if that can be."""
         ways = [k for k in range(1, times + 1) if k * size <= self.target <= 2 * k * size] or [1]
         return min(ways, key=lambda k: (times % k > 0, -k))
 
