@@ -9,19 +9,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rkgb.Btools import PRIMITIVES
 from rkgb.capture import drop_saved, preserved
-from rkgb.check import same
 from rkgb.decompose import is_split, split
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
 from rkgb.guards import Guard, is_guard
 from rkgb.memory import taken
-from rkgb.program import memory_of, run_node, source_value
+from rkgb.program import memory_of, run_node, same, source_value
 from rkgb.randomness import Drawn, node_generators, random_state
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
@@ -31,11 +30,19 @@ _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", 
 
 def B_to_D(b: B_graph, model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> D_graph:
     """Run ``b`` once on the sample and keep what it showed. Memory: that of inference."""
-    return probe(b, model, tensors_of(call_of(sample, sample_kwargs)))[0]
+    return probe(b, model, tensors_of(call_of(sample, sample_kwargs))).graph
 
 
-def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[D_graph, list[torch.Tensor]]:
-    """The D graph, and the program's outputs on ``inputs``."""
+class Probed(NamedTuple):
+    """What one run showed: D, the outputs, and whether torch itself read numbers from tensors, which D guards."""
+
+    graph: D_graph
+    outputs: list[torch.Tensor]
+    numbers_read: bool
+
+
+def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Probed:
+    """Run ``b`` on ``inputs``."""
     run = _Probe(b)
     with preserved(model, inputs), torch.enable_grad(), drop_saved():
         for v, source in b.sources.items():
@@ -45,7 +52,7 @@ def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tup
         outputs = [run.env[v].detach() for v in b.outputs]
     d = _without_dead(run.graph())
     d.verify()
-    return d, outputs
+    return Probed(d, outputs, run.numbers_read)
 
 
 class _Probe:
@@ -61,6 +68,7 @@ class _Probe:
         self.live: dict[int, int] = {}  # address of a live storage -> its index
         self.holders: dict[int, set[int]] = {}  # storage -> live values in it
         self.buffers: set[int] = set()
+        self.numbers_read = False
         self.nodes: list[Node] = []
         self.facts: list[Facts] = []
         self.last_use = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
@@ -97,6 +105,7 @@ class _Probe:
             self._fold(node)
         elif node.name in PRIMITIVES and node.name != "data":  # torch itself read a number from a tensor
             self._fold(node)
+            self.numbers_read = True
             guard = Guard(node.op, node.name, self.folded[node.outputs[0]], node.line)
             self._run(dataclasses.replace(node, op=guard, name="guard", outputs=()))
         elif is_split(node, self.env.__getitem__):

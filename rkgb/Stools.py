@@ -73,7 +73,8 @@ def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
         last_write.update(dict.fromkeys(d.facts[k].writes, k))
     merged = nx.condensation(graph)
     members = {c: sorted(op for g in data["members"] for op in groups[g]) for c, data in merged.nodes(data=True)}
-    random = [c for k, f in enumerate(d.facts) if f.random for c in [next(c for c in members if k in members[c])]]
+    home = {op: c for c, ops in members.items() for op in ops}
+    random = [home[k] for k, f in enumerate(d.facts) if f.random]
     merged.add_edges_from((a, b) for a, b in itertools.pairwise(random) if a != b)  # draws stay in order
     order = nx.lexicographical_topological_sort(merged, key=lambda c: _position(d, members[c]))
     return [members[c] for c in order]
