@@ -64,7 +64,8 @@ def nodes_key(d: D_graph, nodes: Sequence[S_node], exact: bool = False) -> Hasha
             n = d.nodes[op]
             rated = not exact and n.name in _RATED
             arguments = (freeze(n.args, rated), tuple((k, freeze(a, rated)) for k, a in n.kwargs))
-            key.append((str(n.op), n.mode, arguments, tuple(name(v) for v in n.outputs)))
+            operation = n.op if isinstance(n.op, torch._ops.OpOverload) else str(n.op)
+            key.append((operation, n.mode, arguments, tuple(name(v) for v in n.outputs)))
         key.append(tuple(name(v) for v in node.makes))
         saved = tuple(storages.setdefault(x, len(storages)) for x in node.saved.storages)
         key.append((node.fixed, node.saved.private, saved))
@@ -74,7 +75,7 @@ def nodes_key(d: D_graph, nodes: Sequence[S_node], exact: bool = False) -> Hasha
 def _description(d: D_graph, v: int) -> tuple[Hashable, ...]:
     value = d.values[v]
     source = d.sources.get(v)
-    form = (value.shape, value.stride, str(value.dtype), str(value.device), value.requires_grad)
+    form = (value.shape, value.stride, value.dtype, value.device, value.requires_grad)
     # A source that several nodes read is told apart from one that is the block's alone by its use, not its name.
     return (*form, source.kind if source else "")
 

@@ -69,6 +69,7 @@ class _Probe:
         self.holders: dict[int, set[int]] = {}  # storage -> live values in it
         self.buffers: set[int] = set()
         self.numbers_read = False
+        self.random: dict[Drawn, torch.Tensor] = {}  # states of the generators that operations could draw from
         self.nodes: list[Node] = []
         self.facts: list[Facts] = []
         self.last_use = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
@@ -143,15 +144,16 @@ class _Probe:
         self.folded.update(zip(node.outputs, results, strict=True))
 
     def _run(self, node: Node) -> None:
-        fixed = dataclasses.replace(
-            node, args=self._put_numbers(node.args), kwargs=tuple((k, self._put_numbers(a)) for k, a in node.kwargs)
-        )
-        reads = fixed.reads()
+        fixed, reads = node, node.reads()
+        if any(v in self.folded for v in reads):
+            keywords = tuple((k, self._put_numbers(a)) for k, a in node.kwargs)
+            fixed = dataclasses.replace(node, args=self._put_numbers(node.args), kwargs=keywords)
+            reads = fixed.reads()
         versions = {v: self.env[v]._version for v in reads}
         contents = {v: self.env[v].clone() for v in reads if v in self.buffers and self.values[v].stride}
         devices = [torch.device("cpu"), *{self.env[v].device for v in reads}]
         drawn: list[Drawn] = [*devices, *node_generators(fixed)]
-        states = [random_state(x) for x in drawn]
+        before = [self.random[x] if x in self.random else random_state(x) for x in drawn]
         packed: list[torch.UntypedStorage] = []  # held until the node is done, so that addresses tell them apart
 
         def pack(t: torch.Tensor) -> None:
@@ -161,9 +163,10 @@ class _Probe:
             results = run_node(fixed, self.env.__getitem__)
         if not all(isinstance(r, torch.Tensor) for r in results):
             raise TraceError(f"{node.name} at {node.line} returns {results}, which is no tensor")
-        random = any(not torch.equal(a, random_state(x)) for a, x in zip(states, drawn, strict=True))
+        self.random.update((x, random_state(x)) for x in drawn)
+        random = any(not torch.equal(state, self.random[x]) for state, x in zip(before, drawn, strict=True))
         changed = {v for v in reads if self.env[v]._version != versions[v]}
-        changed |= {v for v, before in contents.items() if not same(before, self.env[v])}
+        changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         index = len(self.nodes)
         for v, t in zip(fixed.outputs, results, strict=True):
             self._define(v, t, index)

@@ -6,6 +6,7 @@ The one place that touches PyTorch's private tracing entry points.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -240,6 +241,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     return tree
 
 
+@functools.lru_cache(4096)
 def _call_name(func: Any) -> str:
     return ".".join((resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-2:])
 

@@ -76,9 +76,11 @@ def measure_nodes(
     ``report`` is told which part of the nodes is done.
     """
     fed = differentiated(s)
-    layouts = gradient_layouts(s, model, inputs, fed)
-    known: dict[Hashable, Cost] = {}
     d = s.d
+    number: dict[Hashable, int] = {}
+    same: list[Hashable] = [number.setdefault(nodes_key(d, [node]), len(number)) for node in s.nodes]
+    layouts = gradient_layouts(s, model, inputs, fed, same)
+    known: dict[Hashable, Cost] = {}
     found: list[Cost] = []
     last = {v: i for i, n in enumerate(s.nodes) for v in n.reads}
     env: dict[int, torch.Tensor] = {}
@@ -87,7 +89,7 @@ def measure_nodes(
             env[v] = source_value(source, model, inputs)
         for i, node in enumerate(s.nodes):
             has_grad = tuple(env[v].is_leaf and env[v].grad is not None for v in node.reads)
-            key = (nodes_key(d, [node]), fed[i], has_grad, layouts[i])
+            key = (same[i], fed[i], has_grad, layouts[i])
             if key not in known:
                 known[key] = _measure(NodeRun(d, node, env, fed[i], layouts[i]), costs, repeat)
             found.append(known[key])
