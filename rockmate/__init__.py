@@ -14,7 +14,7 @@ from rockmate.errors import (
     VariantLimitError,
 )
 from rockmate.module import Rockmate, frontier
-from rockmate.planning import Plan
+from rockmate.plan import Plan
 
 __all__ = [
     "BudgetError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from rockmate.budget import parse_budget
 from rockmate.errors import BudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.facade import Facade, signed_as_original
-from rockmate.planning import Plan, make_planner
+from rockmate.plan import Plan
+from rockmate.planning import make_planner
 from rockmate.progress import Progress
 from rockmate.state import check_parallel, module_key, watched_hooks
 from rockmate.variants import PLANNING, PlanCache, Variant, make_variant
@@ -38,8 +40,9 @@ class Rockmate(Facade):
     "measured" times every operation, "flops" models them (the same plan on every run and machine).
     ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default room
     is left for three times the outputs' bytes, which suffices for the usual losses; ``plan.predicted_peak``
-    is that of cross entropy, which takes two. ``progress``: True shows how far planning is, False does not;
-    None does on a terminal, when it takes more than a second.
+    is that of cross entropy, which takes two. ``time_limit``: seconds after which the search for a plan ends with the
+    best so far, as ``plan.reason`` then says; by default 60 for each integer program. ``progress``: True shows how
+    far planning is, False does not; None does on a terminal, when it takes more than a second.
 
     ``plan`` is the plan of the last call. Calls of another shape are planned when they first come, and
     cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
@@ -62,6 +65,7 @@ class Rockmate(Facade):
         sample_kwargs: dict[str, Any] | None = None,
         costs: str = "measured",
         loss_memory: int | None = None,
+        time_limit: float | None = None,
         progress: bool | None = None,
     ) -> None:
         args, kwargs = _checked_call(model, sample, sample_kwargs)
@@ -73,6 +77,7 @@ class Rockmate(Facade):
         self.plans_made = 0
         self._costs = saved.costs if saved else costs
         self._loss_memory = saved.loss_memory if saved else loss_memory
+        self._time_limit = _checked_limit(time_limit)
         self._progress = progress
         self._cache = PlanCache()
         self._last: Variant | None = self._planned(args, kwargs, saved)[0]
@@ -164,7 +169,9 @@ class Rockmate(Facade):
         with PLANNING, Progress(self._progress) as report:
             key, _ = _call_key(self.original, args, kwargs)
             with watched_hooks(self.original):
-                planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory, report, saved)
+                planner = make_planner(
+                    self.original, args, kwargs, self._costs, self._loss_memory, report, saved, self._time_limit
+                )
             variant = make_variant(planner, self._budget)
             self._cache.add(key, planner.missing, variant)
             self.plans_made += saved is None
@@ -195,6 +202,15 @@ def frontier(
     args, kwargs = _checked_call(model, sample, sample_kwargs)
     with Progress(progress) as report:
         return make_planner(model, args, kwargs, costs, loss_memory, report).frontier()
+
+
+def _checked_limit(time_limit: float | None) -> float:
+    """Seconds; infinite if there is no limit."""
+    if time_limit is None:
+        return inf
+    if isinstance(time_limit, bool) or not isinstance(time_limit, (int, float)) or not time_limit > 0:
+        raise InputError(f"time_limit={time_limit!r}: give a positive number of seconds, or None for no limit")
+    return float(time_limit)
 
 
 def _checked_call(
