@@ -248,4 +248,5 @@ def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         for x in leaves
     )
     modules, missing = module_key(model)
-    return (spec, described, current_mode(), modules), missing
+    cached = torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
+    return (spec, described, current_mode(), cached, modules), missing
