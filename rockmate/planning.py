@@ -67,7 +67,8 @@ def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
         for n in k.nodes
     )
     blocks = tuple(Block(a, b, kind) for (a, b), kind in zip(k.s.blocks, graphs.classes, strict=True))
-    loss = 4 * _in_float(k) if loss_memory is None else k.output_bytes + loss_memory
+    floats = _in_float(k)
+    loss = 3 * floats + max(floats, k.output_bytes) if loss_memory is None else k.output_bytes + loss_memory
     data = tuple(Data(d.name, d.bytes, d.owner) for d in k.data)
     problem = Problem(nodes, data, frozenset(k.outputs), loss, blocks)
     problem.verify()

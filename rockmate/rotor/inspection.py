@@ -39,10 +39,14 @@ _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
 
 @dataclass(frozen=True)
 class Measured:
-    """A chain, and for each stage and way the numbers of the expensive operations whose results the way keeps."""
+    """A chain, and for each stage and way the numbers of the expensive operations whose results the way keeps.
+
+    ``output_floats``: bytes of the outputs in single precision at least, as losses compute with them.
+    """
 
     chain: Chain
     keeps: tuple[tuple[frozenset[int], ...], ...]
+    output_floats: int
 
 
 def measure_chain(
@@ -75,7 +79,8 @@ def measure_chain(
             values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensors_of(output)}.values()))
             x = output
     gradient = sum(storage_bytes(t) for t in tensors_of(x) if t.requires_grad)
-    return Measured(Chain(tuple(stages), tuple(values), gradient), tuple(keeps))
+    floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in tensors_of(x) if t.requires_grad)
+    return Measured(Chain(tuple(stages), tuple(values), gradient), tuple(keeps), floats)
 
 
 def _identities(
