@@ -39,7 +39,7 @@ class Checkpointable(nn.Module):
     gradients that do not exist yet included. ``mem_slots``: how finely the dynamic program divides it. ``verbosity``: 1
     says on stderr what is planned, 2 also every operation as it runs. ``preserve_rng_state``: whether a layer that runs
     again draws the same random numbers; without it, gradients of random layers are wrong. ``loss_tmp_memory_usage``:
-    bytes that the loss allocates beside the output's gradient and three times the output, all in float32 at least, which
+    bytes that the loss allocates beside the output's gradient and three times the output (in float32 at least), which
     suffices for the usual losses. ``costs``: "measured" times every layer, "flops" models the times.
 
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
