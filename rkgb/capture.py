@@ -73,13 +73,17 @@ def drop_saved() -> saved_tensors_hooks:
 
 @contextlib.contextmanager
 def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Afterwards buffers, inputs and generators are as they were."""
+    """Afterwards buffers, inputs and generators are as they were, and the former count as never changed: graphs from
+    before may have saved them.
+    """
     devices = {torch.device("cpu")} | {t.device for t in (*inputs, *model.parameters())}
     drawn: list[Drawn] = [*devices, *own_generators(model)]
     states = [(x, random_state(x)) for x in drawn]
     buffers = dict(model.named_buffers())
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
     copies = [(t, t.detach().clone()) for t in (*buffers.values(), *inputs) if t.layout == torch.strided]
+    counted = tuple(t for t, _ in copies if not t.is_inference())
+    versions = tuple(t._version for t in counted)
     try:
         yield
     finally:
@@ -89,6 +93,7 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
             for t, copy in copies:
                 if not torch.equal(t, copy):
                     t.copy_(copy)
+        torch._C._autograd._unsafe_set_version_counter(counted, versions)
         for x, state in states:
             set_random_state(x, state)
 
