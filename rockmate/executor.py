@@ -46,6 +46,11 @@ class Slot:
         self.version = 0
 
 
+def _version(t: torch.Tensor) -> int:
+    """How often ``t`` was changed in place; tensors of inference mode do not count it, nor does autograd save them."""
+    return -1 if t.is_inference() else t._version
+
+
 def _form(t: torch.Tensor) -> Any:
     return (t.dtype, t.size(), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
 
@@ -67,7 +72,7 @@ class CallState:
         self.program = program
         d = program.s.d
         self.sources = {v: source_value(source, model, inputs) for v, source in d.sources.items()}
-        self.versions = {v: t._version for v, t in self.sources.items()}
+        self.versions = {v: _version(t) for v, t in self.sources.items()}
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
         self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
         self.made_at = [0] * len(program.owner)  # version of each datum when it was made
@@ -317,7 +322,7 @@ class CallState:
         if given is None:
             given = self.aliases.get(v)
         if given is not None:
-            if given._version != self.versions[v]:
+            if _version(given) != self.versions[v]:
                 name = self.program.s.d.names[v]
                 raise RuntimeError(_CHANGED.format(what=name, now=given._version, then=self.versions[v]))
             return given
