@@ -22,7 +22,8 @@ from rockmate.facade import Facade, signed_as_original
 from rockmate.plan import Plan
 from rockmate.planning import make_planner
 from rockmate.progress import Progress
-from rockmate.state import check_parallel, module_key, watched_hooks
+from rockmate.state import check_wrappers, module_key, watched_hooks
+from rockmate.surroundings import check_global_hooks, is_recorded, is_transformed, leave_plan, undisturbed
 from rockmate.variants import PLANNING, PlanCache, Variant, make_variant
 from solvers import Frontier
 
@@ -113,8 +114,12 @@ class Rockmate(Facade):
     @signed_as_original
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        if not (self.training and torch.is_grad_enabled()):
+        if not (self.training and torch.is_grad_enabled()) or is_recorded():
             return self.original(*args, **kwargs)
+        if is_transformed():
+            leave_plan()
+            return self.original(*args, **kwargs)
+        check_global_hooks()
         inputs = tensors_of((args, kwargs))
         variants = self._planned(args, kwargs)
         failed: list[str] = []
@@ -156,6 +161,12 @@ class Rockmate(Facade):
             self.original.get_submodule(module)._buffers[key] = tensor
         return unflatten(leaves, structure.outputs)
 
+    def _replicate_for_data_parallel(self) -> Rockmate:
+        raise InputError(
+            "torch.nn.DataParallel copies modules to every device, and a plan is for one. Use one process for each "
+            "device, and DistributedDataParallel(Rockmate(model, …)) in each."
+        )
+
     def backward(self) -> None:
         """Nothing: ``loss.backward()`` has done it. Kept for scripts of the first Rockmate, which call it."""
 
@@ -166,9 +177,11 @@ class Rockmate(Facade):
         return found or [self._make_variant(args, kwargs, saved)]
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
+        self._check_own_changes()
+        check_wrappers(self.original)
         with PLANNING, Progress(self._progress) as report:
             key, _ = _call_key(self.original, args, kwargs)
-            with watched_hooks(self.original):
+            with undisturbed(), watched_hooks(self.original):
                 planner = make_planner(
                     self.original, args, kwargs, self._costs, self._loss_memory, report, saved, self._time_limit
                 )
@@ -177,9 +190,20 @@ class Rockmate(Facade):
             self.plans_made += saved is None
         return variant
 
+    def _check_own_changes(self) -> None:
+        """Raise ``InputError`` where weights were replaced on the Rockmate, whose forward is not that of the model."""
+        hooks = [h for h in self._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils.")]
+        parametrized = type(self).__name__ == f"Parametrized{type(self).__mro__[1].__name__}"
+        if hooks or parametrized:
+            what = type(hooks[0]).__name__ if hooks else "a parametrization"
+            raise InputError(
+                f"{what} was registered on the Rockmate, and the model would not see it: register it on the model "
+                "(rk.original), before or after planning"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """Without plans; see ``PlanCache``."""
-        return {**self.__dict__, "_last": None, "plan": None}
+        return {**super().__getstate__(), "_last": None, "plan": None}
 
     def extra_repr(self) -> str:
         return f"budget={self.budget} bytes"
@@ -200,7 +224,7 @@ def frontier(
     ``Rockmate``.
     """
     args, kwargs = _checked_call(model, sample, sample_kwargs)
-    with Progress(progress) as report:
+    with undisturbed(), Progress(progress) as report:
         return make_planner(model, args, kwargs, costs, loss_memory, report).frontier()
 
 
@@ -219,7 +243,7 @@ def _checked_call(
     """The sample as arguments; refuses what no plan can be made for, before anything runs."""
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
-    check_parallel(model)
+    check_wrappers(model)
     args, kwargs = call_of(sample, sample_kwargs)
     inputs = tensors_of((args, kwargs))
     parameters = list(model.named_parameters())
