@@ -19,5 +19,9 @@ class MismatchError(GraphError):
     """The traced program and the module give different results on the sample."""
 
 
+class MeasureError(GraphError):
+    """Memory cannot be measured now."""
+
+
 class RenderWarning(UserWarning):
     """A picture of a graph could not be made; its source was written instead."""
