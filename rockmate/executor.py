@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from rkgb.program import in_mode, memory_of, source_value
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
 from rockmate.compiled import NodeCode, Program
 from rockmate.errors import BudgetWarning
-from solvers.schedule import Del
+from solvers.schedule import Del, Run
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -231,16 +232,33 @@ class CallState:
         self.skipped = self.skipped or k > self.at
         p = self.program
         staying = self.staying(i)
-        for j in range(self.at, k + 1):
-            for step in p.before[j]:
-                if isinstance(step, Del):
-                    if step.data not in staying:
-                        self.drop(step.data)
-                elif j == k:
-                    self.run_again(step.node)
-                    if not (self.retained or self.skipped) and (k, step.node) in p.final:
-                        self.random.pop(step.node, None)
+        for step in self.steps_up_to(k):
+            if isinstance(step, Run):
+                self.run_again(step.node)
+                if not (self.retained or self.skipped) and (k, step.node) in p.final:
+                    self.random.pop(step.node, None)
+            elif step.data not in staying:
+                self.drop(step.data)
         self.at = k + 1
+
+    def steps_up_to(self, k: int) -> Sequence[Run | Del]:
+        """The schedule's steps from here to backward k; what only the backwards that it leaves out need is not run."""
+        before = self.program.before
+        if k == self.at:
+            return before[k]
+        steps: list[Run | Del] = []
+        gone: set[int] = set()  # data that nothing needs before the steps chosen so far
+        for step in reversed([step for j in range(self.at, k + 1) for step in before[j]]):
+            if isinstance(step, Del):
+                gone.add(step.data)
+            else:
+                made = set(self.program.nodes[step.node].data)
+                if made <= gone:
+                    continue
+                gone |= made
+                gone -= set(self.read_by(step.node))
+            steps.append(step)
+        return steps[::-1]
 
     def staying(self, i: int) -> frozenset[int] | set[int]:
         """What the forward kept and a backward later than this one may need, when node i is reached."""
