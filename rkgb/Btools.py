@@ -161,10 +161,10 @@ class _Reader:
 
     def _node(self, node: Any) -> None:
         kind = node.kind()
-        outputs = list(node.outputs())
         if kind == "prim::Constant":
-            self.env[outputs[0].debugName()] = _constant(node)
+            self.env[node.output().debugName()] = _constant(node)
             return
+        outputs = list(node.outputs())
         inputs = [self.env[v.debugName()] for v in node.inputs()]
         mode, line, generator = self._call(node.scopeName())
         if generator is not None:

@@ -49,13 +49,18 @@ def drawing_again(sources: Sequence[Drawn], states: Sequence[torch.Tensor] | Non
 
 def own_generators(model: torch.nn.Module) -> list[torch.Generator]:
     """The generators that modules hold as attributes."""
-    held = (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Generator))
+    held = (v for m in model.modules() for v in vars(m).values() if _is_generator(v))
     return list({id(g): g for g in held}.values())
 
 
 def generators_in(arguments: Iterable[Any]) -> list[torch.Generator]:
     """The generators among the arguments of a call."""
-    return [a for a in arguments if isinstance(a, torch.Generator)]
+    return [a for a in arguments if _is_generator(a)]
+
+
+def _is_generator(x: Any) -> bool:
+    """``isinstance``, which is slow where the class is opaque to compilers; this is asked of every attribute."""
+    return torch.Generator in type(x).__mro__
 
 
 def drawn_by(s: S_graph, i: int) -> tuple[Drawn, ...]:
