@@ -136,6 +136,7 @@ class _Reader:
         self.taken: dict[str, int] = {}
         self.env: dict[str, Any] = {}  # what stands for each jit value: a constant, a Ref, or a list of them
         self.nodes: list[Node] = []
+        self.shapes: dict[int, tuple[int, ...]] = {}
         self.sources: dict[int, Source] = {}
         for value, source in zip(graph.inputs(), sources, strict=True):
             self.sources[self._define(value, _source_name(source))] = source
@@ -148,7 +149,9 @@ class _Reader:
         self._put_guards(reads, flat[count:])
         used = set(flat[:count]).union(*(n.reads() for n in self.nodes))
         sources = {v: s for v, s in self.sources.items() if v in used or s.kind == "input"}
-        b = B_graph(tuple(self.names), sources, tuple(self.nodes), tuple(flat[:count]), structure, tuple(notes))
+        b = B_graph(
+            tuple(self.names), sources, tuple(self.nodes), tuple(flat[:count]), structure, tuple(notes), self.shapes
+        )
         b.verify()
         return b
 
@@ -158,6 +161,14 @@ class _Reader:
         self.names.append(f"{name}_{again}" if again else name)
         self.env[value.debugName()] = Ref(len(self.names) - 1)
         return len(self.names) - 1
+
+    def _made(self, value: Any, name: str) -> int:
+        """Define a value that a node makes."""
+        v = self._define(value, name)
+        kind = value.type()
+        if isinstance(kind, torch._C.TensorType) and (shape := kind.sizes()) is not None:
+            self.shapes[v] = tuple(shape)
+        return v
 
     def _node(self, node: Any) -> None:
         kind = node.kind()
@@ -180,7 +191,7 @@ class _Reader:
             op, args, kwargs = self._operation(node, kind, inputs, line)
             name = kind.split("::")[1]
             several = len(outputs) > 1
-            made = tuple(self._define(v, name) for v in outputs)
+            made = tuple(self._made(v, name) for v in outputs)
             self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line))
 
     def _put_guards(self, reads: Sequence[HostRead], marked: list[int]) -> None:
@@ -206,7 +217,7 @@ class _Reader:
         node = self.nodes[at]
         if node.several:
             raise UnsupportedError(f"{node.name} at {node.line} returns nested lists")
-        made = tuple(self._define(v, node.name) for v in outputs)
+        made = tuple(self._made(v, node.name) for v in outputs)
         self.nodes[at] = Node(node.op, node.name, node.args, node.kwargs, made, True, node.mode, node.line)
 
     def _call(self, scope: str) -> Call:

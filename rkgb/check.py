@@ -27,8 +27,8 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
     """D of ``b``, whose program gives the module's outputs on the sample with its rows in another order.
 
     The one run that shows D is made on these other values, and compared with the module's. Where the module reads
-    values (guards), or cannot be called with these, it is made on the sample, ``call`` (args, kwargs), for which
-    ``expected`` are the outputs. Raises ``MismatchError`` where an output differs in a bit.
+    values (guards), cannot be called with these, or sizes depend on them, it is made on the sample, ``call`` (args,
+    kwargs), for which ``expected`` are the outputs. Raises ``MismatchError`` where an output differs in a bit.
     """
     other = _shifted(call)
     theirs = _outputs_if_any(model, other)
@@ -39,7 +39,8 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
             pass  # other values take another path: planned when they come, or refused by the operation that fails
         else:
             _compare(b, model, other, probed.outputs, theirs, "when the values of the sample are others")
-            if not probed.numbers_read:
+            values = probed.graph.values
+            if not probed.numbers_read and all(values[v].shape == x for v, x in b.shapes.items() if v in values):
                 return probed.graph
     del other, theirs
     probed = probe(b, model, tensors_of(call))

@@ -111,7 +111,7 @@ class B_graph(Drawn):
 
     Invariants: run in order it reproduces the module; each value is defined once, by a source or by
     one node before its first use; ``outputs`` lists the values returned. ``notes``: what people should
-    know of how the module was read.
+    know of how the module was read. ``shapes``: of tensors that nodes make, on the sample.
     """
 
     names: tuple[str, ...]
@@ -120,6 +120,7 @@ class B_graph(Drawn):
     outputs: tuple[int, ...]
     structure: Structure
     notes: tuple[str, ...] = ()
+    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def verify(self) -> None:
         """Assert the invariants."""

@@ -18,10 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from rkgb.alone import NodeRun, feed
 from rkgb.Atools import nodes_key
 from rkgb.capture import drop_saved, preserved
+from rkgb.errors import TraceError
 from rkgb.graphs import S_graph
+from rkgb.guards import GuardFailed
 from rkgb.layouts import differentiated, gradient_layouts
 from rkgb.memory import measure_memory, storage_bytes, taken
 from rkgb.program import memory_of, run_node, source_value
+from rkgb.stand_ins import runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,39 +73,53 @@ def measure_nodes(
     repeat: int = 5,
     report: Callable[[float], None] = lambda _: None,
 ) -> list[Cost]:
-    """The cost of every node. Runs S once, freeing by liveness; each distinct node is measured when it is met.
+    """The cost of every node. Each distinct node is measured when it is met; what it needs runs, freed by liveness.
 
     ``costs="flops"``: times come from counted operations and bytes instead of a clock, the same on every run.
     ``report`` is told which part of the nodes is done.
     """
     fed = differentiated(s)
-    d = s.d
     number: dict[Hashable, int] = {}
-    same: list[Hashable] = [number.setdefault(nodes_key(d, [node]), len(number)) for node in s.nodes]
+    same: list[Hashable] = [number.setdefault(nodes_key(s.d, [node]), len(number)) for node in s.nodes]
     layouts = gradient_layouts(s, model, inputs, fed, same)
+    sources = {v: source_value(source, model, inputs) for v, source in s.d.sources.items()}
+    given = {v for v, t in sources.items() if t.is_leaf and t.grad is not None}
+    keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i]) for i, n in enumerate(s.nodes)]
     known: dict[Hashable, Cost] = {}
-    found: list[Cost] = []
-    last = {v: i for i, n in enumerate(s.nodes) for v in n.reads}
-    env: dict[int, torch.Tensor] = {}
-    with preserved(model, inputs), torch.enable_grad():
-        for v, source in d.sources.items():
-            env[v] = source_value(source, model, inputs)
-        for i, node in enumerate(s.nodes):
-            has_grad = tuple(env[v].is_leaf and env[v].grad is not None for v in node.reads)
-            key = (same[i], fed[i], has_grad, layouts[i])
-            if key not in known:
-                known[key] = _measure(NodeRun(d, node, env, fed[i], layouts[i]), costs, repeat)
-            found.append(known[key])
-            with drop_saved():
-                for op in (d.nodes[k] for k in node.ops):
-                    env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
-            kept = set(node.makes)
-            for v in [v for op in node.ops for v in d.nodes[op].outputs if v not in kept]:
-                del env[v]
-            for v in [v for v in (*node.reads, *node.makes) if last.get(v, i) <= i and v not in d.sources]:
-                env.pop(v, None)
-            report((i + 1) / len(s.nodes))
-    return found
+
+    def measure(stand_ins: bool) -> None:
+        plan = runs(s, keys, stand_ins)
+        env = dict(sources)
+        with preserved(model, inputs), torch.enable_grad():
+            for i in sorted(plan.reads):
+                values = dict(zip(s.nodes[i].reads, (env[v] for v in plan.reads[i]), strict=True))
+                if i in plan.measured and keys[i] not in known:
+                    known[keys[i]] = _measure(NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i]), costs, repeat)
+                if i in plan.needed:
+                    env.update(_results(s, i, values))
+                for v in [v for v in (*plan.reads[i], *s.nodes[i].makes) if plan.last.get(v, i) <= i]:
+                    if v not in sources:
+                        env.pop(v, None)
+                del values
+                report((i + 1) / len(s.nodes))
+
+    try:
+        measure(stand_ins=True)
+    except (GuardFailed, RuntimeError, IndexError, TraceError):  # something depends on values
+        measure(stand_ins=False)
+    return [known[key] for key in keys]
+
+
+def _results(s: S_graph, i: int, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """What node ``i`` makes of ``values``."""
+    env = dict(values)
+    with drop_saved():
+        for op in (s.d.nodes[k] for k in s.nodes[i].ops):
+            env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
+    for v in s.nodes[i].makes:
+        if env[v].shape != s.d.values[v].shape:
+            raise TraceError(f"{s.d.names[v]} has the shape {list(env[v].shape)}, not {list(s.d.values[v].shape)}")
+    return {v: env[v] for v in s.nodes[i].makes}
 
 
 def _measure(run: NodeRun, costs: str, repeat: int) -> Cost:
