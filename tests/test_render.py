@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import Skip
 from torch import nn
 
 import rkgb
@@ -196,21 +197,6 @@ def test_source_lines_of_libraries_beside_torch_are_shown() -> None:
     assert names["line"]() == "resnet.py:2"
     exec(compile(code, torch.__path__[0] + "/nn/functional.py", "exec"), names)
     assert names["line"]().startswith("test_render.py:")
-
-
-class Skip(nn.Module):
-    """A skip across all layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.ones(8, 8).triu()
-        first = h = self.layers[0](x)
-        for layer in self.layers[1:]:
-            h = layer(h) * mask
-        return h + first
 
 
 @dot

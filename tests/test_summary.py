@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import torch
+from models import Skip
 from torch import nn
 
 from rkgb import Summary, make_all_graphs
 from rkgb.summary import interfaces, summarize
-
-
-class Skip(nn.Module):
-    """Four linear layers, the first of which is read again at the end; a mask that needs no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.ones(8, 8).triu()
-        first = h = self.layers[0](x)
-        for layer in self.layers[1:]:
-            h = layer(h) * mask
-        return (h + first).view(-1)
 
 
 def test_a_module_counted_by_hand() -> None:
