@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -198,6 +198,21 @@ def test_cached_parametrizations_while_planning() -> None:
             yield from step(call, (X,))
 
     assert_trains_as_eager(net(), planned(net()), train)
+
+
+def test_several_calls_with_cached_parametrizations() -> None:
+    """Each call computes the weight for itself, as eager mode does without the cache."""
+    eager, model = net(), net()
+    rk = planned(model)
+    for m in (eager, model):
+        parametrize.register_parametrization(m.head, "weight", nn.Softmax(dim=0))
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        with parametrize.cached() if call is rk else nullcontext():
+            (square_loss(call(X)) + square_loss(call(X + 1))).backward()
+        yield from gradients(call)
+
+    assert_trains_as_eager(eager, rk, train)
 
 
 def test_hooks_of_the_state_are_the_models() -> None:
