@@ -24,6 +24,7 @@ from rkgb.program import in_mode, memory_of, source_value
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
 from rockmate.compiled import NodeCode, Program
 from rockmate.errors import BudgetWarning
+from rockmate.surroundings import untransformed
 from solvers.schedule import Del, Run
 
 _CHANGED = (
@@ -306,6 +307,7 @@ class CallState:
             self.sources.clear()
             self.random.clear()
 
+    @untransformed()
     def run_again(self, i: int) -> None:
         """Recompute node i from live data: its results and what its backward reads."""
         p, code = self.program, self.program.nodes[i]

@@ -23,7 +23,14 @@ from rockmate.plan import Plan
 from rockmate.planning import make_planner
 from rockmate.progress import Progress
 from rockmate.state import check_wrappers, module_key, watched_hooks
-from rockmate.surroundings import check_global_hooks, is_recorded, is_transformed, leave_plan, undisturbed
+from rockmate.surroundings import (
+    check_global_hooks,
+    is_recorded,
+    is_transformed,
+    leave_plan,
+    undisturbed,
+    warn_of_saved_hooks,
+)
 from rockmate.variants import PLANNING, PlanCache, Variant, make_variant
 from solvers import Frontier
 
@@ -120,6 +127,7 @@ class Rockmate(Facade):
             leave_plan()
             return self.original(*args, **kwargs)
         check_global_hooks()
+        warn_of_saved_hooks()
         inputs = tensors_of((args, kwargs))
         variants = self._planned(args, kwargs)
         failed: list[str] = []

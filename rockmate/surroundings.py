@@ -32,6 +32,24 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+@contextlib.contextmanager
+def untransformed() -> Iterator[None]:
+    """Out of torch.func.vmap and of that of ``is_grads_batched``, under which a backward may run: what the forward
+    computed was not batched.
+    """
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
+
+
 def leave_plan() -> None:
     """Say that the model itself runs."""
     warnings.warn(
@@ -39,6 +57,17 @@ def leave_plan() -> None:
         BudgetWarning,
         stacklevel=3,
     )
+
+
+def warn_of_saved_hooks() -> None:
+    """Say that others' hooks of saved tensors (torch.utils.checkpoint, save_on_cpu) allocate beside the plan."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        warnings.warn(
+            "a Rockmate was called under hooks of saved tensors (torch.utils.checkpoint, save_on_cpu): results are "
+            "right, but these keep or compute tensors of their own, for which the memory budget has no room",
+            BudgetWarning,
+            stacklevel=3,
+        )
 
 
 def check_global_hooks() -> None:
