@@ -280,5 +280,6 @@ def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         for x in leaves
     )
     modules, missing = module_key(model)
-    cached = torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
-    return (spec, described, current_mode(), cached, modules), missing
+    mode = current_mode()
+    cached = bool(mode.autocast) and torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
+    return (spec, described, mode, cached, modules), missing
