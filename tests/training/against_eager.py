@@ -22,10 +22,13 @@ Train = Callable[[nn.Module, nn.Module], Iterable[Any]]
 
 
 def tight_budget(model: nn.Module, args: Any, kwargs: dict[str, Any] | None = None, fraction: float = 0.3) -> int:
-    """Between the least peak of what needs no optimiser (checkpoints, all recomputed) and that of no recomputation."""
+    """Between the least peak of what needs no optimiser (checkpoints, all recomputed) and that of no recomputation;
+    where these are the same, as for a single block, between the least that can be planned and that.
+    """
     planner = make_planner(copy.deepcopy(model), args, kwargs, "flops", None)
     peaks = [walk(planner.problem, schedule).peak for schedule in all_baselines(planner.problem).values()]
-    return SCALARS + min(peaks) + round(fraction * (max(peaks) - min(peaks)))
+    least = SCALARS + min(peaks) if min(peaks) < max(peaks) else planner.frontier().min_budget
+    return least + round(fraction * (SCALARS + max(peaks) - least))
 
 
 def under_budget(model: nn.Module, *args: Any, fraction: float = 0.3, **kwargs: Any) -> Rockmate:

