@@ -238,3 +238,25 @@ def sparse_input() -> Case:
     )
     model = Calls(lambda m, x, a: m.second(torch.sparse.mm(a, m.first(x))), first=linear(), second=linear())
     return model, (torch.randn(4, 8), edges), {}
+
+
+@case
+def cells_with_attention() -> Case:
+    """A GRU cell writes into parts of one memory that count their versions apart."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x[:, 0]
+        for t in range(1, 4):
+            weights = m.score(torch.cat([x, h.unsqueeze(1).expand(-1, 4, -1)], -1)).softmax(1)
+            h = m.cell((weights * x).sum(1) + x[:, t], h)
+        return m.out(h)
+
+    return Calls(forward, cell=nn.GRUCell(8, 8), score=nn.Linear(16, 1), out=linear()), (torch.randn(4, 4, 8),), {}
+
+
+@case
+def statistics_in_a_chain() -> Case:
+    """Norms that run again, whose statistics have changed since."""
+    layers = [nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8, momentum=None), nn.ReLU()]
+    layers += [nn.InstanceNorm1d(8, track_running_stats=True), nn.BatchNorm1d(8, affine=False), nn.RMSNorm([8, 10])]
+    return nn.Sequential(*layers), (torch.randn(3, 4, 12),), {}
