@@ -228,7 +228,7 @@ def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     described = tuple(
         (tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device, x.requires_grad)
         if isinstance(x, torch.Tensor)
-        else (type(x).__name__, repr(x))
+        else (type(x).__name__, x.tobytes() if hasattr(x, "tobytes") else repr(x))
         for x in leaves
     )
     modules, missing = module_key(model)
