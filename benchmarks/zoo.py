@@ -122,7 +122,7 @@ def _figures(built: Any, row: dict[str, Any]) -> None:
     model, args, kwargs = fresh(built)
     start = time.perf_counter()
     rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs)
-    with preserved(model, tensors_of((args, kwargs))):
+    with preserved(model, tensors_of((args, kwargs)), [name for name, _ in model.named_parameters()]):
         step(rk, model, args, kwargs, seeds)  # makes the plan for the values that this seed brings
     forget_gradients(model, args, kwargs)
     row["graph_seconds"] = round(time.perf_counter() - start, 1)

@@ -6,17 +6,19 @@ here parameters, buffers and captured tensors are inputs of the trace, so a tied
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rkgb.capture import Call, HostRead, Recorder, map_tensors, preserved, record
+from rkgb.capture import Call, HostRead, Recorder, call_in, map_tensors, preserved
 from rkgb.errors import UnsupportedError
-from rkgb.graphs import B_graph, Mode, Node, Ref, Source, Structure, refs
+from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.guards import Guard
 from rkgb.randomness import own_generators
+from rkgb.record import record
+from rkgb.respelled import constant, data_of
 from rkgb.sample import Sample, call_of
 from rkgb.trees import flatten, unflatten
 
@@ -31,7 +33,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "Bool": bool,
     "device": lambda t: t.device,
     "dtype": lambda t: t.dtype,
-    "data": lambda t: t.data,
+    "data": data_of,
     "size": lambda t, dim=None: list(t.shape) if dim is None else t.shape[dim],
 }
 _INLINE = ("prim::ListConstruct", "prim::TupleConstruct")
@@ -76,6 +78,8 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             except UnsupportedError:
                 if not any(t.requires_grad for t in seen.captured):  # these the trace must know of beforehand
                     raise
+            finally:
+                seen.written.put_back()
         more = [t for t in seen.captured if t.is_leaf]
         if not more or (captured and not any(t.requires_grad for t in more)):
             break  # made anew in each run: constants
@@ -84,7 +88,9 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
     ]
     sources += [Source("constant", t) for t in captured]
-    b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure[-1], seen.reads, notes)
+    written = tuple(name for name, t in own.items() if seen.written.changed(t))
+    called = replace(structure[-1], written=written)
+    b = _Reader(graph, sources, list(seen.calls)).read(len(results), called, seen.reads, notes)
     return b, [t.detach() for t in results]
 
 
@@ -162,10 +168,10 @@ class _Reader:
         kind = node.kind()
         outputs = list(node.outputs())
         inputs = [self.env[v.debugName()] for v in node.inputs()]
-        mode, line, generator = self._call(node.scopeName())
-        inputs = [generator if isinstance(a, torch.Generator) else a for a in inputs]
+        mode, line, what = call_in(node.scopeName(), self.calls)
+        inputs = [what if isinstance(a, torch.Generator) else a for a in inputs]
         if kind == "prim::Constant":
-            self.env[outputs[0].debugName()] = _constant(node)
+            self.env[outputs[0].debugName()] = constant(node)
         elif kind in _INLINE:
             self.env[outputs[0].debugName()] = inputs if kind == _INLINE[0] else tuple(inputs)
         elif kind in _UNPACK and isinstance(inputs[0], (list, tuple)):
@@ -175,7 +181,9 @@ class _Reader:
             self._unpack(inputs[0], outputs)
         else:
             op, args, kwargs = self._operation(node, kind, inputs, line)
-            name = kind.split("::")[1]
+            if callable(what):
+                op, args, kwargs = what, (inputs[0],), ()
+            name = kind.split("::")[1] if op is not data_of else "data"
             several = len(outputs) > 1
             made = tuple(self._define(v, name) for v in outputs)
             self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line))
@@ -206,10 +214,6 @@ class _Reader:
         made = tuple(self._define(v, node.name) for v in outputs)
         self.nodes[at] = Node(node.op, node.name, node.args, node.kwargs, made, True, node.mode, node.line)
 
-    def _call(self, scope: str) -> Call:
-        marks = re.findall(r"@(\d+)@", scope)
-        return self.calls[int(marks[-1])] if marks else (Mode(), "", None)
-
     def _operation(self, node: Any, kind: str, inputs: list[Any], line: str) -> tuple[Any, tuple[Any, ...], Any]:
         if kind == "prim::PythonOp":
             return _python_function(node), _python_arguments(node, inputs), ()
@@ -231,13 +235,6 @@ def _source_name(source: Source) -> str:
     if source.kind == "input":
         return f"input{source.key}"
     return str(source.key) if source.kind != "constant" else "constant"
-
-
-def _constant(node: Any) -> Any:
-    # A 0-dim tensor read by t() keeps its "wrapped number" flag, which decides type promotion.
-    if node.hasAttribute("value") and node.kindOf("value") == "t":
-        return node.t("value")
-    return node.output().toIValue()
 
 
 def _python_function(node: Any) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ def B_to_D(b: B_graph, model: torch.nn.Module, sample: Sample, sample_kwargs: di
 def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[D_graph, list[torch.Tensor]]:
     """The D graph, and the program's outputs on ``inputs``."""
     run = _Probe(b)
-    with preserved(model, inputs), torch.enable_grad(), drop_saved():
+    with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
         for v, source in b.sources.items():
             run.define_source(v, source_value(source, model, inputs), source.kind == "buffer")
         for index, node in enumerate(b.nodes):
@@ -151,6 +151,12 @@ class _Probe:
             results = run_node(fixed, self.env.__getitem__)
         if not all(isinstance(r, torch.Tensor) for r in results):
             raise TraceError(f"{node.name} at {node.line} returns {results}, which is no tensor")
+        for t in results:
+            if t.layout != torch.strided or t.is_nested:
+                raise UnsupportedError(
+                    f"{node.name} at {node.line} makes a {'nested' if t.is_nested else 'sparse'} tensor, which no plan "
+                    "can keep or drop. Wrap the submodules around that line instead of the whole module."
+                )
         random = any(not torch.equal(a, random_state(x)) for a, x in zip(states, drawn, strict=True))
         changed = {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, before in contents.items() if not same(before, self.env[v])}
@@ -159,11 +165,6 @@ class _Probe:
             self._define(v, t, index)
         known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
         private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
-        for t in results:
-            if t.layout != torch.strided:
-                raise UnsupportedError(
-                    f"{node.name} at {node.line} makes a sparse tensor, which no plan can keep or drop"
-                )
         packed.clear()  # the hook lives as long as the graph
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)

@@ -40,12 +40,12 @@ def check_other_values(b: B_graph, model: torch.nn.Module, call: Any) -> None:
     Where the module reads values (guards), or cannot be called with these, nothing is compared.
     """
     other = _shifted(call)
-    with preserved(model, tensors_of(other)), torch.enable_grad(), drop_saved():
+    with preserved(model, tensors_of(other), b.structure.written), torch.enable_grad(), drop_saved():
         try:
             theirs = _module_outputs(model, other)
         except Exception:  # noqa: BLE001 - the module may refuse the values; no plan is wrong by that
             return
-    with preserved(model, tensors_of(other)), torch.enable_grad(), drop_saved():
+    with preserved(model, tensors_of(other), b.structure.written), torch.enable_grad(), drop_saved():
         try:
             ours = list(run_program(b, model, tensors_of(other)))
         except (GuardFailed, RuntimeError):
@@ -134,11 +134,11 @@ class _Fingerprints(TorchDispatchMode):
 def _first_difference(b: B_graph, model: torch.nn.Module, call: Any) -> str:
     """The first node with a result that the module does not compute at that place, for people."""
     theirs, ours = _Fingerprints(), _Fingerprints()
-    with preserved(model, tensors_of(call)), torch.enable_grad(), drop_saved(), theirs:
+    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), theirs:
         _module_outputs(model, call)
     made: list[tuple[int, Node]] = []  # how many fingerprints there are after each node
     env: dict[int, Any] = {v: source_value(s, model, tensors_of(call)) for v, s in b.sources.items()}
-    with preserved(model, tensors_of(call)), torch.enable_grad(), drop_saved(), ours:
+    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), ours:
         for node in b.nodes:
             env.update(zip(node.outputs, run_node(node, env.__getitem__), strict=True))
             made.append((len(ours.found), node))

@@ -19,5 +19,12 @@ class MismatchError(GraphError):
     """The traced program and the module give different results on the sample."""
 
 
+BACKWARD_INSIDE = (
+    "{what} at {line} is an autograd.Function that runs a backward of modules inside its own, as reversible layers do: "
+    "parameters get gradients that no plan can foresee. Pass the parameters to the function and return their gradients "
+    "(torch.autograd.grad inside its backward), or wrap the submodules around it instead."
+)
+
+
 class RenderWarning(UserWarning):
     """A picture of a graph could not be made; its source was written instead."""

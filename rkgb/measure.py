@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rkgb.alone import NodeRun, feed
+from rkgb.alone import NodeRun, feed, gradients_watched
 from rkgb.Atools import nodes_key
 from rkgb.capture import drop_saved, preserved
 from rkgb.graphs import S_graph
@@ -82,14 +82,15 @@ def measure_nodes(
     found: list[Cost] = []
     last = {v: i for i, n in enumerate(s.nodes) for v in n.reads}
     env: dict[int, torch.Tensor] = {}
-    with preserved(model, inputs), torch.enable_grad():
+    with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
         for v, source in d.sources.items():
             env[v] = source_value(source, model, inputs)
         for i, node in enumerate(s.nodes):
             has_grad = tuple(env[v].is_leaf and env[v].grad is not None for v in node.reads)
             key = (nodes_key(d, [node]), fed[i], has_grad, layouts[i])
             if key not in known:
-                known[key] = _measure(NodeRun(d, node, env, fed[i], layouts[i]), costs, repeat)
+                with gradients_watched(model, d, node):
+                    known[key] = _measure(NodeRun(d, node, env, fed[i], layouts[i]), costs, repeat)
             found.append(known[key])
             with drop_saved():
                 for op in (d.nodes[k] for k in node.ops):
@@ -161,9 +162,10 @@ def _form_of(g: torch.Tensor, leaf: torch.Tensor | None) -> _Form:
 _Form = tuple[torch.UntypedStorage, bool, bool, int]
 
 
-def _note(found: dict[int, Any], run: NodeRun, v: int, gradient: torch.Tensor) -> None:
+def _note(found: dict[int, Any], run: NodeRun, v: int, gradient: torch.Tensor | None) -> None:
     """Holds the memory, not the gradient: autograd copies what somebody else holds."""
-    found[v] = _form_of(gradient, run.leaves[v])
+    if gradient is not None:
+        found[v] = _form_of(gradient, run.leaves[v])
 
 
 def _backward_memory(run: NodeRun, hold: Callable[[Any], None]) -> tuple[int, int]:
