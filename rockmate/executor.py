@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from rkgb.capture import drop_saved
 from rkgb.guards import GuardFailed
 from rkgb.program import in_mode, memory_of, source_value
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
@@ -97,12 +98,12 @@ class CallState:
         """
         p = self.program
         env = dict(self.sources)
-        hooks = saved_tensors_hooks(self.pack, unpack)
+        hooks, nothing = saved_tensors_hooks(self.pack, unpack), drop_saved()
         self.remember()
         try:
             with in_mode(p.mode):
-                for native, start, stop in p.segments:
-                    with contextlib.nullcontext() if native else hooks:
+                for native, dead, start, stop in p.segments:
+                    with nothing if dead else contextlib.nullcontext() if native else hooks:
                         for i in range(start, stop):
                             self.run_first(i, env)
         except GuardFailed:
