@@ -383,3 +383,31 @@ def function_that_writes() -> Case:
     model = Calls(lambda m, x: m.second(Counting.apply(m.first(x), m.mean)) - m.mean, first=linear(), second=linear())
     model.register_buffer("mean", torch.zeros(8))
     return model, (torch.randn(4, 8),), {}
+
+
+@case
+def losses_of_columns() -> Case:
+    """Losses of columns of one result, whose gradients must be added in eager mode's order."""
+
+    def forward(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h, p = m.first(x), (y == 1).float()
+        loss = F.cross_entropy(h, y) + F.nll_loss(h.log_softmax(1), y)
+        loss = loss + F.binary_cross_entropy_with_logits(h[:, 0], p)
+        return loss + F.smooth_l1_loss(h[:, 1], p) + F.huber_loss(h[:, 2], p)
+
+    return Calls(forward, first=linear()), (torch.randn(5, 8), torch.tensor([0, 1, 3, 1, 5])), {}
+
+
+@case
+def detached_branches() -> Case:
+    """A teacher that is run with gradients and then detached, and weights rounded to three values."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        target = m.teacher(x).detach()
+        w = m.first.weight
+        scale = w.abs().mean()
+        w = w + ((w / scale).round().clamp(-1, 1) * scale - w).detach()
+        return (m.second(F.linear(x, w).tanh()) - target).square()
+
+    teacher = nn.Sequential(*(layer for _ in range(6) for layer in (linear(), nn.Tanh())))
+    return Calls(forward, teacher=teacher, first=linear(), second=linear()), (torch.randn(64, 8),), {}

@@ -98,7 +98,7 @@ class _Probe:
             self._fold(node)
             guard = Guard(node.op, node.name, self.folded[node.outputs[0]], node.line)
             self._run(dataclasses.replace(node, op=guard, name="guard", outputs=()))
-        elif is_split(node, self.env.__getitem__):
+        elif not any(v in self.folded for v in reads) and is_split(node, self.env.__getitem__):
             for part in split(node, self.env.__getitem__, self._new_value):
                 self._run(part)
                 self.dying[index] += [v for v in part.outputs if v >= len(self.b.names)]
