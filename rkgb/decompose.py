@@ -6,8 +6,8 @@ drawn bits alone, a quarter of a float mask, and compute mask and product again 
 time. ATen's own dropout (``_dropout_impl`` in native/Dropout.cpp) draws the same bits, as numbers of the
 input's type, and divides them by 1 - p: results, gradients and random numbers are the same.
 
-``broadcast_tensors`` returns views of unrelated tensors. As one operation it would tie them together, and to its place in
-the program. Split, it is an ``expand`` of each, which is what ATen does.
+``broadcast_tensors`` returns views of unrelated tensors. As one operation it would tie them together, and to its place
+in the program. Split, it is an ``expand`` of each, which is what ATen does.
 """
 
 from __future__ import annotations

@@ -73,9 +73,10 @@ class NodeCode:
     ``joins``: results in memory of another node, likewise; ``aliases``: results in memory of a source;
     ``temporary``: values that nobody else reads. ``again``, ``remade``: what a second run runs and makes, the views
     that other nodes take of its results among it. ``private``: the data of what only its backward reads, or None.
-    ``native``: all that its backward reads stays from the forward on, so autograd keeps it itself. ``dead``: it has
-    no backward, though autograd would keep something for one (its results are detached). ``statistics``: source values that it changes, which a second run must leave alone. ``random``: it runs again, from the same random
-    state; what it draws from, empty if it does not.
+    ``native``: all that its backward reads stays from the forward on, so autograd keeps it itself. ``dead``: it has no
+    backward, though autograd would keep something for one (its results are detached). ``statistics``: source values
+    that it changes, which a second run must leave alone. ``random``: it runs again, from the same random state; what it
+    draws from, empty if it does not.
     """
 
     ops: tuple[Op, ...]
