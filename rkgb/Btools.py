@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rkgb.capture import Call, HostRead, Recorder, call_in, map_tensors, preserved
+from rkgb.capture import Call, HostRead, Recorder, call_in, map_tensors, outside_vmap, preserved
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.guards import Guard
@@ -72,7 +72,7 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     captured: list[torch.Tensor] = []
     while True:
         seen = Recorder([*known, *captured], own_generators(model))
-        with preserved(model, inputs):
+        with preserved(model, [*inputs, *captured]):
             try:
                 graph, results = record(run, [*known, *captured], seen)
             except UnsupportedError:
@@ -80,15 +80,16 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                     raise
             finally:
                 seen.written.put_back()
-        more = [t for t in seen.captured if t.is_leaf]
+        more = [t for t in seen.captured if t.is_leaf and outside_vmap(t) is t]
         if not more or (captured and not any(t.requires_grad for t in more)):
             break  # made anew in each run: constants
         captured += more
     sources = [Source("input", k) for k in range(len(inputs))] + [
         Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
     ]
-    sources += [Source("constant", t) for t in captured]
-    written = tuple(name for name, t in own.items() if seen.written.changed(t))
+    held = _held(model, captured)
+    sources += [Source("buffer", held[id(t)]) if id(t) in held else Source("constant", t) for t in captured]
+    written = (*(name for name, t in own.items() if seen.written.changed(t)), *held.values())
     called = replace(structure[-1], written=written)
     b = _Reader(graph, sources, list(seen.calls)).read(len(results), called, seen.reads, notes)
     return b, [t.detach() for t in results]
@@ -126,6 +127,13 @@ def _plainly_equal(a: Any, b: Any) -> bool:
 def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by qualified name; a tensor under several names is listed once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _held(model: torch.nn.Module, captured: Sequence[torch.Tensor]) -> dict[int, str]:
+    """The qualified names of modules' attributes that hold captured tensors, by the tensors' identities."""
+    wanted = {id(t) for t in captured}
+    attributes = [(f"{n}.{k}" if n else k, v) for n, m in model.named_modules() for k, v in vars(m).items()]
+    return {id(v): name for name, v in reversed(attributes) if id(v) in wanted}
 
 
 def _constants(leaves: Sequence[Any]) -> tuple[tuple[int, Any], ...]:

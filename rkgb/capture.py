@@ -77,13 +77,13 @@ def drop_saved() -> saved_tensors_hooks:
 
 @contextlib.contextmanager
 def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[None]:
-    """Afterwards buffers, inputs, generators and the parameters named in ``written`` are as they were."""
+    """Afterwards buffers, inputs, generators and the tensors named in ``written`` are as they were."""
     devices = {torch.device("cpu")} | {t.device for t in (*inputs, *model.parameters())}
     drawn: list[Drawn] = [*devices, *own_generators(model)]
     states = [(x, random_state(x)) for x in drawn]
     buffers = dict(model.named_buffers())
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
-    kept = [*buffers.values(), *inputs, *map(model.get_parameter, written)]
+    kept = [*buffers.values(), *inputs, *(_held(model, name) for name in written)]
     copies = [(t, t.detach().clone()) for t in kept if t.layout == torch.strided]
     try:
         yield
@@ -96,6 +96,12 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
                     t.copy_(copy)
         for x, state in states:
             set_random_state(x, state)
+
+
+def _held(model: torch.nn.Module, name: str) -> torch.Tensor:
+    module, _, key = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(module), key)
+    return tensor
 
 
 @contextlib.contextmanager
@@ -274,6 +280,8 @@ class Recorder(TorchFunctionMode):
             if t.grad_fn is None and not self._knows(t):
                 self._remember(t)
                 self.captured.append(t)
+                with untraced(torch._C._get_tracing_state()):
+                    self.written.keep_captured(t)
 
     def _remember(self, t: torch.Tensor) -> None:
         if not self._knows(t):

@@ -42,8 +42,8 @@ class Mode:
 class Source:
     """Where a value comes from that no operation makes.
 
-    ``kind`` is "input" (``key``: position among the flattened tensor inputs), "parameter" or
-    "buffer" (``key``: qualified name), or "constant" (``key``: the tensor itself).
+    ``kind`` is "input" (``key``: position among the flattened tensor inputs), "parameter" or "buffer" (``key``:
+    qualified name; other attributes that hold a tensor count as buffers), or "constant" (``key``: the tensor itself).
     """
 
     kind: str
@@ -95,7 +95,7 @@ class Structure:
     """How the module is called and what it returns (pytree specs; leaves that are no tensors are constants).
 
     ``assigned``: buffers, by qualified name, that forward assigns anew; their values follow the outputs'.
-    ``written``: parameters that forward changes.
+    ``written``: parameters that forward changes, and attributes that hold tensors, which it may change.
     """
 
     inputs: Any

@@ -42,6 +42,11 @@ class Written:
         if p is not None and id(p) not in self._copies:
             self._copies[id(p)] = (p, p.detach().clone())
 
+    def keep_captured(self, t: torch.Tensor) -> None:
+        """``t``, which nobody knew of, is about to be used."""
+        if _has_memory(t) and not torch._C._functorch.is_functorch_wrapped_tensor(t):
+            self._copies[id(t)] = (t, t.detach().clone())
+
     def is_parameter(self, t: torch.Tensor) -> bool:
         return id(t) in self._own and isinstance(t, torch.nn.Parameter)
 

@@ -136,7 +136,8 @@ class Program:
     backward there are steps to take, in the order of their backwards; ``before[k]``: these steps.
     ``kept``: data live when the forward phase ends. Only data that something but autograd itself will
     read again are tracked by the executor. ``final``: (stage, node) of each node's last run.
-    ``segments``: (native, dead, start, stop) of runs of nodes.
+    ``segments``: (native, dead, start, stop) of runs of nodes. ``held``: sources that are attributes of modules, but
+    neither parameters nor buffers.
     """
 
     s: S_graph
@@ -152,6 +153,7 @@ class Program:
     mode: Mode
     segments: tuple[tuple[bool, bool, int, int], ...]
     undo: Undo
+    held: tuple[int, ...]
 
 
 def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
@@ -195,6 +197,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         _usual_mode(s),
         tuple(_segments(nodes)),
         undo_of(s),
+        tuple(v for v, x in s.d.sources.items() if x.kind == "buffer" and x.key in s.d.structure.written),
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.capture import drop_saved
-from rkgb.guards import GuardFailed
+from rkgb.guards import Guard, GuardFailed
 from rkgb.program import in_mode, memory_of, source_value
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
 from rockmate.compiled import NodeCode, Program
@@ -97,6 +97,7 @@ class CallState:
         values.
         """
         p = self.program
+        self.check_held()
         env = dict(self.sources)
         hooks, nothing = saved_tensors_hooks(self.pack, unpack), drop_saved()
         self.remember()
@@ -110,6 +111,16 @@ class CallState:
             self.restore()
             raise
         return [env[v] for v in p.s.d.outputs]
+
+    def check_held(self) -> None:
+        """An attribute may hold another tensor than at planning, but not one of another form."""
+        d = self.program.s.d
+        for v in self.program.held:
+            t, planned = self.sources[v], d.values[v]
+            form = (tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad)
+            expected = (planned.shape, planned.stride, planned.dtype, planned.device, planned.requires_grad)
+            if form != expected:
+                raise GuardFailed(Guard(t.size, f"form of {d.names[v]}", expected, "planning"), form)
 
     def remember(self) -> None:
         """Keep what a failing guard must put back."""
