@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from rkgb.capture import current_mode
 from rkgb.graphs import Structure
@@ -204,6 +205,12 @@ def _checked_call(
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     check_parallel(model)
+    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise InputError(
+            f"{lazy[0]} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
+            "the optimizer needs it too"
+        )
     args, kwargs = call_of(sample, sample_kwargs)
     inputs = tensors_of((args, kwargs))
     parameters = list(model.named_parameters())

@@ -127,6 +127,15 @@ def test_nothing_computed_is_refused() -> None:
         Rockmate(Two(lambda m, x: x), torch.randn(4, 8), "1 GiB", costs="flops")
 
 
+def test_lazy_modules_are_made_first() -> None:
+    model, x = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2)), torch.randn(4, 8)
+    with pytest.raises(InputError, match=r"0\.weight of the model has no shape yet"):
+        Rockmate(model, x, "1 GiB", costs="flops")
+    model(x)
+    rk = Rockmate(model, x, "1 GiB", costs="flops")
+    assert torch.equal(rk(x), model(x))
+
+
 @dataclass(slots=True)
 class Slots:
     """Has no ``__dict__``."""
