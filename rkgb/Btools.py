@@ -6,6 +6,7 @@ here parameters, buffers and captured tensors are inputs of the trace, so a tied
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -175,12 +176,14 @@ class _Reader:
     def _node(self, node: Any) -> None:
         kind = node.kind()
         outputs = list(node.outputs())
-        inputs = [self.env[v.debugName()] for v in node.inputs()]
-        mode, line, what = call_in(node.scopeName(), self.calls)
-        inputs = [what if isinstance(a, torch.Generator) else a for a in inputs]
         if kind == "prim::Constant":
             self.env[outputs[0].debugName()] = constant(node)
-        elif kind in _INLINE:
+            return
+        inputs = [self.env[v.debugName()] for v in node.inputs()]
+        mode, line, what = call_in(node.scopeName(), self.calls)
+        if what is not None:
+            inputs = [what if isinstance(a, torch.Generator) else a for a in inputs]
+        if kind in _INLINE:
             self.env[outputs[0].debugName()] = inputs if kind == _INLINE[0] else tuple(inputs)
         elif kind in _UNPACK and isinstance(inputs[0], (list, tuple)):
             for value, item in zip(outputs, inputs[0], strict=True):
@@ -230,13 +233,19 @@ class _Reader:
         text = node.schema()
         if text == "(no schema)":
             raise UnsupportedError(f"{kind} at {line} has no place in a graph: wrap the submodules around it instead")
-        schema = torch._C.parse_schema(text)
-        namespace, name = schema.name.split("::")
-        packet = getattr(getattr(torch.ops, namespace), name)
-        op = getattr(packet, schema.overload_name or "default")
-        positional = tuple(a for a, s in zip(inputs, schema.arguments, strict=True) if not s.kwarg_only)
-        keyword = tuple((s.name, a) for a, s in zip(inputs, schema.arguments, strict=True) if s.kwarg_only)
+        op, arguments = _signature(text)
+        positional = tuple(a for a, (_, by_name) in zip(inputs, arguments, strict=True) if not by_name)
+        keyword = tuple((name, a) for a, (name, by_name) in zip(inputs, arguments, strict=True) if by_name)
         return op, positional, keyword
+
+
+@functools.cache
+def _signature(schema: str) -> tuple[Any, tuple[tuple[str, bool], ...]]:
+    """The operation of a schema; its arguments, and whether they are given by name."""
+    parsed = torch._C.parse_schema(schema)
+    namespace, name = parsed.name.split("::")
+    op = getattr(getattr(getattr(torch.ops, namespace), name), parsed.overload_name or "default")
+    return op, tuple((a.name, a.kwarg_only) for a in parsed.arguments)
 
 
 def _source_name(source: Source) -> str:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rkgb.Btools import PRIMITIVES
 from rkgb.capture import drop_saved, preserved
-from rkgb.check import same
 from rkgb.decompose import is_split, split
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
 from rkgb.guards import Guard, is_guard
-from rkgb.program import memory_of, run_node, source_value
+from rkgb.memory import taken
+from rkgb.program import memory_of, run_node, same, source_value
 from rkgb.randomness import Drawn, node_generators, random_state
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
@@ -30,11 +30,19 @@ _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", 
 
 def B_to_D(b: B_graph, model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> D_graph:
     """Run ``b`` once on the sample and keep what it showed. Memory: that of inference."""
-    return probe(b, model, tensors_of(call_of(sample, sample_kwargs)))[0]
+    return probe(b, model, tensors_of(call_of(sample, sample_kwargs))).graph
 
 
-def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[D_graph, list[torch.Tensor]]:
-    """The D graph, and the program's outputs on ``inputs``."""
+class Probed(NamedTuple):
+    """What one run showed: D, the outputs, and whether torch itself read numbers from tensors, which D guards."""
+
+    graph: D_graph
+    outputs: list[torch.Tensor]
+    numbers_read: bool
+
+
+def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Probed:
+    """Run ``b`` on ``inputs``."""
     run = _Probe(b)
     with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
         for v, source in b.sources.items():
@@ -44,7 +52,7 @@ def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tup
         outputs = [run.env[v].detach() for v in b.outputs]
     d = _without_dead(run.graph())
     d.verify()
-    return d, outputs
+    return Probed(d, outputs, run.numbers_read)
 
 
 class _Probe:
@@ -60,6 +68,8 @@ class _Probe:
         self.live: dict[int, int] = {}  # address of a live storage -> its index
         self.holders: dict[int, set[int]] = {}  # storage -> live values in it
         self.buffers: set[int] = set()
+        self.numbers_read = False
+        self.random: dict[Drawn, torch.Tensor] = {}  # states of the generators that operations could draw from
         self.nodes: list[Node] = []
         self.facts: list[Facts] = []
         self.last_use = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
@@ -82,10 +92,10 @@ class _Probe:
         address = memory._cdata
         if address not in self.live:
             self.live[address] = len(self.storages)
-            self.storages.append(Storage(memory.nbytes(), owner))
+            self.storages.append(Storage(taken(memory.nbytes(), t.device), owner))
         s = self.live[address]
         self.holders.setdefault(s, set()).add(v)
-        size = t.numel() * t.element_size()
+        size = taken(t.numel() * t.element_size(), t.device)
         stride = tuple(t.stride()) if t.layout == torch.strided else ()
         self.values[v] = Value(tuple(t.shape), stride, t.dtype, t.device, t.requires_grad, s, size)
         return s
@@ -96,6 +106,7 @@ class _Probe:
             self._fold(node)
         elif node.name in PRIMITIVES and node.name != "data":  # torch itself read a number from a tensor
             self._fold(node)
+            self.numbers_read = True
             guard = Guard(node.op, node.name, self.folded[node.outputs[0]], node.line)
             self._run(dataclasses.replace(node, op=guard, name="guard", outputs=()))
         elif not any(v in self.folded for v in reads) and is_split(node, self.env.__getitem__):
@@ -133,15 +144,16 @@ class _Probe:
         self.folded.update(zip(node.outputs, results, strict=True))
 
     def _run(self, node: Node) -> None:
-        fixed = dataclasses.replace(
-            node, args=self._put_numbers(node.args), kwargs=tuple((k, self._put_numbers(a)) for k, a in node.kwargs)
-        )
-        reads = fixed.reads()
+        fixed, reads = node, node.reads()
+        if any(v in self.folded for v in reads):
+            keywords = tuple((k, self._put_numbers(a)) for k, a in node.kwargs)
+            fixed = dataclasses.replace(node, args=self._put_numbers(node.args), kwargs=keywords)
+            reads = fixed.reads()
         versions = {v: self.env[v]._version for v in reads}
         contents = {v: self.env[v].clone() for v in reads if v in self.buffers and self.values[v].stride}
         devices = [torch.device("cpu"), *{self.env[v].device for v in reads}]
         drawn: list[Drawn] = [*devices, *node_generators(fixed)]
-        states = [random_state(x) for x in drawn]
+        before = [self.random[x] if x in self.random else random_state(x) for x in drawn]
         packed: list[torch.UntypedStorage] = []  # held until the node is done, so that addresses tell them apart
 
         def pack(t: torch.Tensor) -> None:
@@ -157,14 +169,15 @@ class _Probe:
                     f"{node.name} at {node.line} makes a {'nested' if t.is_nested else 'sparse'} tensor, which no plan "
                     "can keep or drop. Wrap the submodules around that line instead of the whole module."
                 )
-        random = any(not torch.equal(a, random_state(x)) for a, x in zip(states, drawn, strict=True))
+        self.random.update((x, random_state(x)) for x in drawn)
+        random = any(not torch.equal(state, self.random[x]) for state, x in zip(before, drawn, strict=True))
         changed = {v for v in reads if self.env[v]._version != versions[v]}
-        changed |= {v for v, before in contents.items() if not same(before, self.env[v])}
+        changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         index = len(self.nodes)
         for v, t in zip(fixed.outputs, results, strict=True):
             self._define(v, t, index)
         known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
-        private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
+        private = tuple({x._cdata: taken(x.nbytes(), x.device) for x in packed if x._cdata not in self.live}.values())
         packed.clear()  # the hook lives as long as the graph
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)

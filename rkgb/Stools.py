@@ -1,17 +1,13 @@
-"""S: the simplified graph. One node is one real operation with the views and in-place operations on its result.
-
-Then ``cut``: positions where little crosses split S into blocks, aligned with repeated structure.
-"""
+"""S: the simplified graph. One node is one real operation with the views and in-place operations on its result."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import networkx as nx
 
+from rkgb.cut import cut as cut
 from rkgb.graphs import D_graph, S_graph, S_node, Saved
 from rkgb.guards import is_guard
 
@@ -77,7 +73,8 @@ def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
         last_write.update(dict.fromkeys(d.facts[k].writes, k))
     merged = nx.condensation(graph)
     members = {c: sorted(op for g in data["members"] for op in groups[g]) for c, data in merged.nodes(data=True)}
-    random = [c for k, f in enumerate(d.facts) if f.random for c in [next(c for c in members if k in members[c])]]
+    home = {op: c for c, ops in members.items() for op in ops}
+    random = [home[k] for k, f in enumerate(d.facts) if f.random]
     merged.add_edges_from((a, b) for a, b in itertools.pairwise(random) if a != b)  # draws stay in order
     order = nx.lexicographical_topological_sort(merged, key=lambda c: _position(d, members[c]))
     return [members[c] for c in order]
@@ -203,109 +200,3 @@ def print_S_graph(
     from rkgb.render import print_graph
 
     return print_graph(s, name, open, render_format, directory)
-
-
-# ------------------------------------------------------------------------------------------------ cut
-
-
-def cut(s: S_graph, target: int = 12, largest: int = 24) -> S_graph:
-    """Cut where one tensor crosses; then merge to blocks of about ``target`` nodes, at most ``largest``.
-
-    Values that need no gradient and depend on none (ambient) do not count as crossing. Repeated
-    structure is kept: equal stretches give equal blocks. Where no single tensor crosses for more than
-    ``largest`` nodes, cut at the position of least crossing bytes.
-    """
-    from rkgb.Atools import block_keys
-
-    n = len(s.nodes)
-    crossing = _crossing(s)
-    narrow = [p for p in range(1, n) if len(crossing[p]) <= 1]
-    points = [0]
-    for stop in [*narrow, n]:
-        points += _split(s, crossing, points[-1], stop, largest)
-        points.append(stop)
-    pieces = list(itertools.pairwise(points))
-    keys = block_keys(s.with_blocks(tuple(pieces)))
-    count = [0, *itertools.accumulate(int(not node.fixed) for node in s.nodes)]  # ambient nodes are no decision
-    return s.with_blocks(tuple(_Merger(count, target, largest).merge(pieces, keys)))
-
-
-def _crossing(s: S_graph) -> list[set[int]]:
-    """For each position p, the storages made before node p, and read at or after it, that are not ambient."""
-    last: dict[int, int] = {}
-    for i, node in enumerate(s.nodes):
-        for v in node.reads:
-            last[s.d.values[v].storage] = i
-    crossing: list[set[int]] = [set() for _ in range(len(s.nodes) + 1)]
-    for i, node in enumerate(s.nodes):
-        if not node.fixed:
-            for storage in node.storages:
-                for p in range(i + 1, last.get(storage, i) + 1):
-                    crossing[p].add(storage)
-    return crossing
-
-
-def _split(s: S_graph, crossing: list[set[int]], start: int, stop: int, largest: int) -> list[int]:
-    """Positions inside start..stop that leave no piece larger than ``largest``, at least crossing bytes."""
-    if stop - start <= largest:
-        return []
-    quarter = (stop - start) // 4
-    inside = range(start + max(1, quarter), stop - max(1, quarter) + 1)
-    best = min(inside, key=lambda p: (sum(s.d.storages[x].bytes for x in crossing[p]), abs(2 * p - start - stop)))
-    return [*_split(s, crossing, start, best, largest), best, *_split(s, crossing, best, stop, largest)]
-
-
-Piece = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Merger:
-    """Joins neighbouring pieces. ``count[p]``: nodes before p that are decisions."""
-
-    count: list[int]
-    target: int
-    largest: int
-
-    def size(self, start: int, stop: int) -> int:
-        return self.count[stop] - self.count[start]
-
-    def merge(self, pieces: list[Piece], keys: Sequence[object]) -> list[Piece]:
-        """The longest stretch of repeated structure is treated first, as one; then what is on both sides of it."""
-        found = self.repeat(pieces, keys)
-        if found is None:
-            return self.join(pieces)
-        start, period, times = found
-        unit = self.size(pieces[start][0], pieces[start + period - 1][1])
-        together = max(1, self.target // max(1, unit))
-        end = start + period * times
-        middle = []
-        for at in range(start, end, period * together):
-            group = pieces[at : min(at + period * together, end)]
-            middle.append((group[0][0], group[-1][1]))
-        return [*self.merge(pieces[:start], keys[:start]), *middle, *self.merge(pieces[end:], keys[end:])]
-
-    def repeat(self, pieces: list[Piece], keys: Sequence[object]) -> tuple[int, int, int] | None:
-        """(start, period, times) of the repetition that covers most nodes, if any, with units that fit a block."""
-        best, found = 0, None
-        for period in range(1, len(pieces) // 2 + 1):
-            k = 0
-            while k + period < len(pieces):
-                end = k
-                while end + period < len(pieces) and keys[end] == keys[end + period]:
-                    end += 1
-                times = (end - k) // period + 1
-                unit = self.size(pieces[k][0], pieces[k + period - 1][1])
-                covered = self.size(pieces[k][0], pieces[k + period * times - 1][1])
-                if times > 1 and unit <= self.largest and covered > best:
-                    best, found = covered, (k, period, times)
-                k = max(end, k) + 1
-        return found
-
-    def join(self, pieces: list[Piece]) -> list[Piece]:
-        joined: list[Piece] = []
-        for start, stop in pieces:
-            if joined and self.size(joined[-1][0], stop) <= self.target:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        return joined

@@ -1,7 +1,7 @@
 """Graphs of PyTorch modules: B (basic), D (data flow), S (simplified), K (forward and backward)."""
 
 from rkgb import Atools, Btools, Dtools, Ktools, Stools
-from rkgb.errors import GraphError, MismatchError, RenderWarning, TraceError, UnsupportedError
+from rkgb.errors import GraphError, MeasureError, MismatchError, RenderWarning, TraceError, UnsupportedError
 from rkgb.pipeline import Graphs, make_all_graphs
 from rkgb.render import print_all_graphs, print_graph, test_rkgb
 from rkgb.sample import Sample
@@ -14,6 +14,7 @@ __all__ = [
     "GraphError",
     "Graphs",
     "Ktools",
+    "MeasureError",
     "MismatchError",
     "RenderWarning",
     "Sample",

@@ -6,6 +6,7 @@ With ``rkgb/record.py`` the place that touches PyTorch's private tracing entry p
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +78,9 @@ def drop_saved() -> saved_tensors_hooks:
 
 @contextlib.contextmanager
 def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[None]:
-    """Afterwards buffers, inputs, generators and the tensors named in ``written`` are as they were."""
+    """Afterwards buffers, inputs, generators and the tensors named in ``written`` are as they were, and all but the
+    generators count as never changed: graphs from before may have saved them.
+    """
     devices = {torch.device("cpu")} | {t.device for t in (*inputs, *model.parameters())}
     drawn: list[Drawn] = [*devices, *own_generators(model)]
     states = [(x, random_state(x)) for x in drawn]
@@ -85,6 +88,8 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
     kept = [*buffers.values(), *inputs, *(_held(model, name) for name in written)]
     copies = [(t, t.detach().clone()) for t in kept if t.layout == torch.strided]
+    counted = tuple(t for t, _ in copies if not t.is_inference())
+    versions = tuple(t._version for t in counted)
     try:
         yield
     finally:
@@ -94,6 +99,7 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
             for t, copy in copies:
                 if not torch.equal(t, copy):
                     t.copy_(copy)
+        torch._C._autograd._unsafe_set_version_counter(counted, versions)
         for x, state in states:
             set_random_state(x, state)
 
@@ -314,6 +320,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     return tree
 
 
+@functools.lru_cache(4096)
 def _call_name(func: Any) -> str:
     return ".".join((resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-2:])
 

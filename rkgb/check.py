@@ -1,4 +1,4 @@
-"""Does the program compute what the module computes? On the sample, and on a second input with other values.
+"""Does the program compute what the module computes? Asked on a second input, with other values than the sample's.
 
 Raises ``MismatchError`` that names the first operation whose result the module does not have.
 """
@@ -12,71 +12,65 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rkgb.Btools import State
 from rkgb.capture import drop_saved, preserved
+from rkgb.Dtools import probe
 from rkgb.errors import MismatchError
-from rkgb.graphs import B_graph, Node
+from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.guards import GuardFailed
 from rkgb.patches import traceable
-from rkgb.program import run_node, source_value
+from rkgb.program import run_node, same, source_value
 from rkgb.trees import flatten, tensors_of, unflatten
 
 
-def check_outputs(
-    b: B_graph, model: torch.nn.Module, call: Any, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
-) -> None:
-    """Raise ``MismatchError`` if the program's outputs on ``call`` (args, kwargs) are not the module's, bit for bit."""
-    for k, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        if not same(mine, other):
-            raise MismatchError(
-                f"output {k} ({b.names[b.outputs[k]]}) of the traced program differs from the module's on the sample, "
-                f"{_first_difference(b, model, call)}. The module does something that a trace does not show: wrap its "
-                "submodules instead."
-            )
+def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[torch.Tensor]) -> D_graph:
+    """D of ``b``, whose program gives the module's outputs on the sample with its rows in another order.
 
-
-def check_other_values(b: B_graph, model: torch.nn.Module, call: Any) -> None:
-    """Compare program and module on the sample with its rows in another order, so that the values are others.
-
-    Where the module reads values (guards), or cannot be called with these, nothing is compared.
+    The one run that shows D is made on these other values, and compared with the module's. Where the module reads
+    values (guards), or cannot be called with these, it is made on the sample, ``call`` (args, kwargs), for which
+    ``expected`` are the outputs. Raises ``MismatchError`` where an output differs in a bit.
     """
     other = _shifted(call)
-    with preserved(model, tensors_of(other), b.structure.written), torch.enable_grad(), drop_saved():
+    theirs = _outputs_if_any(b, model, other)
+    if theirs is not None:
         try:
-            theirs = _module_outputs(model, other)
-        except Exception:  # noqa: BLE001 - the module may refuse the values; no plan is wrong by that
-            return
-    with preserved(model, tensors_of(other), b.structure.written), torch.enable_grad(), drop_saved():
-        try:
-            ours = list(run_program(b, model, tensors_of(other)))
+            probed = probe(b, model, tensors_of(other))
         except (GuardFailed, RuntimeError):
-            return  # other values take another path: planned when they come, or refused by the operation that fails
-    for k, (mine, their) in enumerate(zip(ours, theirs, strict=False)):
-        if not same(mine, their):
+            pass  # other values take another path: planned when they come, or refused by the operation that fails
+        else:
+            _compare(b, model, other, probed.outputs, theirs, "when the values of the sample are others")
+            if not probed.numbers_read:
+                return probed.graph
+    del other, theirs
+    probed = probe(b, model, tensors_of(call))
+    _compare(b, model, call, probed.outputs, expected, "on the sample")
+    return probed.graph
+
+
+def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Any) -> list[torch.Tensor] | None:
+    """What the module returns, or None where it cannot be called so."""
+    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved():
+        try:
+            return _module_outputs(model, call)
+        except Exception:  # noqa: BLE001 - the module may refuse the values; no plan is wrong by that
+            return None
+
+
+def _compare(
+    b: B_graph,
+    model: torch.nn.Module,
+    call: Any,
+    ours: Sequence[torch.Tensor],
+    theirs: Sequence[torch.Tensor],
+    when: str,
+) -> None:
+    for k, v in enumerate(b.outputs):
+        if len(ours) != len(theirs) or not same(ours[k], theirs[k]):
             raise MismatchError(
-                f"output {k} ({b.names[b.outputs[k]]}) of the traced program differs from the module's when the values "
-                f"of the sample are others, {_first_difference(b, model, other)}. The module depends on something that "
-                "a trace does not show (a counter, data that left the tensors): wrap its submodules instead."
+                f"output {k} ({b.names[v]}) of the traced program differs from the module's {when}, "
+                f"{_first_difference(b, model, call)}. The module depends on something that a trace does not show (a "
+                "counter, data that left the tensors): wrap its submodules instead."
             )
-
-
-def run_program(b: B_graph, model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The outputs of ``b``, freeing by liveness."""
-    last = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
-    last.update(dict.fromkeys(b.outputs, len(b.nodes)))
-    env: dict[int, Any] = {v: source_value(source, model, list(inputs)) for v, source in b.sources.items()}
-    for k, node in enumerate(b.nodes):
-        env.update(zip(node.outputs, run_node(node, env.__getitem__), strict=True))
-        for v in (*node.reads(), *node.outputs):
-            if last.get(v, -1) <= k and v not in b.sources:
-                env.pop(v, None)
-    return (env[v].detach() for v in b.outputs)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, NaN equal to NaN."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def _shifted(call: Any) -> Any:
@@ -95,9 +89,12 @@ def _shifted(call: Any) -> Any:
 
 
 def _module_outputs(model: torch.nn.Module, call: Any) -> list[torch.Tensor]:
+    """What the module returns, and the buffers that it assigns anew."""
     args, kwargs = call
+    before = State(model)
     with _as_traced():
-        return [t.detach() for t in tensors_of(model(*args, **kwargs))]
+        results = tensors_of(model(*args, **kwargs))
+    return [t.detach() for t in (*results, *before.assigned().values())]
 
 
 @contextlib.contextmanager

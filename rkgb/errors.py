@@ -19,6 +19,10 @@ class MismatchError(GraphError):
     """The traced program and the module give different results on the sample."""
 
 
+class MeasureError(GraphError):
+    """Memory cannot be measured now."""
+
+
 BACKWARD_INSIDE = (
     "{what} at {line} is an autograd.Function that runs a backward of modules inside its own, as reversible layers do: "
     "parameters get gradients that no plan can foresee. Pass the parameters to the function and return their gradients "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -69,16 +69,19 @@ class Node:
 
     def reads(self) -> tuple[int, ...]:
         """Indices of the values read, in order of first use."""
-        return tuple(dict.fromkeys(refs((self.args, tuple(a for _, a in self.kwargs)))))
+        found = refs(self.args)
+        for _, a in self.kwargs:
+            found += refs(a)
+        return tuple(dict.fromkeys(found))
 
 
-def refs(arg: Any) -> Iterator[int]:
+def refs(arg: Any) -> list[int]:
     """The values that an argument refers to."""
     if isinstance(arg, Ref):
-        yield arg.index
-    elif isinstance(arg, (list, tuple)):
-        for a in arg:
-            yield from refs(a)
+        return [arg.index]
+    if isinstance(arg, (list, tuple)):
+        return [v for a in arg if isinstance(a, (Ref, list, tuple)) for v in refs(a)]
+    return []
 
 
 def substitute(arg: Any, put: Callable[[int], Any]) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Hashable
 import torch
 
 from rkgb.alone import Layouts, NodeRun, feed, gradients_watched, is_parameter
-from rkgb.Atools import nodes_key
 from rkgb.capture import preserved
 from rkgb.graphs import S_graph, S_node, Value
 from rkgb.program import source_value
@@ -32,18 +31,21 @@ def differentiated(s: S_graph) -> list[tuple[int, ...]]:
 
 
 def gradient_layouts(
-    s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], fed: list[tuple[int, ...]]
+    s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], fed: list[tuple[int, ...]], keys: list[Hashable]
 ) -> list[Layouts]:
-    """For each node the strides of the gradients that its backward gets, one for each position in ``fed``."""
+    """For each node the strides of the gradients that its backward gets, one for each position in ``fed``.
+
+    ``keys``: equal for equal nodes.
+    """
     strides: dict[int, tuple[int, ...] | None] = {}
     known: dict[Hashable, Outgoing] = {}
     found: list[Layouts] = []
     with preserved(model, [], s.d.structure.written), torch.enable_grad():
-        for node, results in zip(reversed(s.nodes), reversed(fed), strict=True):
+        for node, results, same in zip(reversed(s.nodes), reversed(fed), reversed(keys), strict=True):
             found.append(tuple(strides.pop(node.makes[k], None) for k in results))
             if not results:
                 continue
-            key = (nodes_key(s.d, [node]), results, found[-1])
+            key = (same, results, found[-1])
             if key not in known:
                 with gradients_watched(model, s.d, node):
                     known[key] = _outgoing(s, node, model, inputs, results, found[-1])

@@ -20,7 +20,7 @@ from rkgb.Atools import nodes_key
 from rkgb.capture import drop_saved, preserved
 from rkgb.graphs import S_graph
 from rkgb.layouts import differentiated, gradient_layouts
-from rkgb.memory import measure_memory
+from rkgb.memory import measure_memory, storage_bytes, taken
 from rkgb.program import memory_of, run_node, source_value
 
 
@@ -76,9 +76,11 @@ def measure_nodes(
     ``report`` is told which part of the nodes is done.
     """
     fed = differentiated(s)
-    layouts = gradient_layouts(s, model, inputs, fed)
-    known: dict[Hashable, Cost] = {}
     d = s.d
+    number: dict[Hashable, int] = {}
+    same: list[Hashable] = [number.setdefault(nodes_key(d, [node]), len(number)) for node in s.nodes]
+    layouts = gradient_layouts(s, model, inputs, fed, same)
+    known: dict[Hashable, Cost] = {}
     found: list[Cost] = []
     last = {v: i for i, n in enumerate(s.nodes) for v in n.reads}
     env: dict[int, torch.Tensor] = {}
@@ -87,7 +89,7 @@ def measure_nodes(
             env[v] = source_value(source, model, inputs)
         for i, node in enumerate(s.nodes):
             has_grad = tuple(env[v].is_leaf and env[v].grad is not None for v in node.reads)
-            key = (nodes_key(d, [node]), fed[i], has_grad, layouts[i])
+            key = (same[i], fed[i], has_grad, layouts[i])
             if key not in known:
                 with gradients_watched(model, d, node):
                     known[key] = _measure(NodeRun(d, node, env, fed[i], layouts[i]), costs, repeat)
@@ -141,21 +143,21 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
     found: dict[int, InputGradient | None] = {}
     arrived = dict(zip(run.tapped, came[0], strict=True)) if came else {}
     seen = {v: _form_of(g, None) for v, g in arrived.items() if g is not None}
-    for v, (memory, is_view, taken, size) in (seen | to_leaves).items():
+    for v, (memory, is_view, kept, size) in (seen | to_leaves).items():
         position = run.node.reads.index(v)
         if is_view:
             views.add(position)
         shares = places.get(memory._cdata)
-        found[v] = InputGradient(memory.nbytes(), shares) if taken else InputGradient(size, None)
-        if taken:
+        found[v] = InputGradient(taken(memory.nbytes(), memory.device), shares) if kept else InputGradient(size, None)
+        if kept:
             places.setdefault(memory._cdata, ("input", position))
     return tuple(found.get(v) for v in run.node.reads), frozenset(views)
 
 
 def _form_of(g: torch.Tensor, leaf: torch.Tensor | None) -> _Form:
     """How a gradient lies. A parameter's is copied if it lies otherwise than the parameter."""
-    taken = leaf is None or g.stride() == leaf.stride()
-    return memory_of(g), g._is_view(), taken, g.numel() * g.element_size()
+    kept = leaf is None or g.stride() == leaf.stride()
+    return memory_of(g), g._is_view(), kept, taken(g.numel() * g.element_size(), g.device)
 
 
 # Memory, whether a view, whether it is kept as it is, bytes.
@@ -175,7 +177,7 @@ def _backward_memory(run: NodeRun, hold: Callable[[Any], None]) -> tuple[int, in
     sizes: list[int] = []
 
     def note(grads: tuple[torch.Tensor, ...]) -> None:
-        sizes.extend(g.untyped_storage().nbytes() for g in grads)
+        sizes.extend(storage_bytes(g) for g in grads)
         hold(grads)
 
     end = feed(note, run, results)
@@ -188,14 +190,14 @@ def _times(run: NodeRun, repeat: int) -> tuple[int, int]:
     forward, backward = [], []
     grads = run.gradients(run.forward())
     for _ in range(repeat):
-        start = _clock(run.device)
+        start = _mark(run.device)
         results = run.forward()
-        middle = _clock(run.device)
+        middle = _mark(run.device)
         if grads:
             torch.autograd.backward(run.ends(results), grads)
-        end = _clock(run.device)
-        forward.append(middle - start)
-        backward.append(end - middle)
+        end = _mark(run.device)
+        forward.append(_between(start, middle))
+        backward.append(_between(middle, end))
     return int(median(forward)), int(median(backward))
 
 
@@ -223,7 +225,18 @@ def _counted(run: NodeRun) -> tuple[int, int]:
     return forward, roofline(counter.get_total_flops(), 2 * touched)
 
 
-def _clock(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter_ns()
+def _mark(device: torch.device) -> Any:
+    """A moment of the device: an event in its queue on CUDA."""
+    if device.type != "cuda":
+        return time.perf_counter_ns()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(start: Any, end: Any) -> int:
+    """Nanoseconds; waits for the device."""
+    if isinstance(end, int):
+        return end - int(start)
+    end.synchronize()
+    return round(1e6 * float(start.elapsed_time(end)))

@@ -6,32 +6,78 @@ replayed in time order (releases of blocks older than the session are left out).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
 
+from rkgb.errors import MeasureError
+
 # The profiler announces every session on stderr unless it is told not to before its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
+# Bytes that an allocator's blocks are multiples of; the CPU's counts what was asked for.
+_GRAIN = {"cuda": 512}
+
+
+def taken(size: int, device: torch.device) -> int:
+    """Bytes that the allocator of ``device`` counts for a block of ``size`` bytes: CUDA's rounds up."""
+    grain = _GRAIN.get(device.type, 1)
+    return -(-size // grain) * grain
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the memory of ``tensor`` takes, of which it may be a part."""
+    return taken(tensor.untyped_storage().nbytes(), tensor.device)
+
+
+_MEASURING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _measuring(device: torch.device) -> Iterator[None]:
+    """One measurement at a time: a second one would end what the first one counts, which then comes out too small."""
+    if not _MEASURING.acquire(blocking=False):
+        raise MeasureError(
+            "memory is being measured already, so that no plan can be made for a new kind of call (other shapes; "
+            "gradients that are there, or not, when the call begins). Call the function once before, just as it will "
+            "be measured"
+        )
+    try:
+        if device.type != "cuda" and torch._C._autograd._profiler_enabled():
+            warnings.warn(
+                "the running profiler session ends: memory is measured by another one. Start the profiler when plans "
+                "are made, after a first call of each kind",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        yield
+    finally:
+        _MEASURING.release()
+
+
 def measure_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
     """(result, peak, net): bytes above the level at the call, at the worst moment and at the end."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = function()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
-        return result, peak, torch.cuda.memory_allocated(device) - before
-    with profile(use_cpu=True, profile_memory=True) as prof:
-        result = function()
-    return result, *_replay(_events(prof))
+    with _measuring(device):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            result = function()
+            torch.cuda.synchronize(device)
+            peak = torch.cuda.max_memory_allocated(device) - before
+            return result, peak, torch.cuda.memory_allocated(device) - before
+        with profile(use_cpu=True, profile_memory=True) as prof:
+            result = function()
+        return result, *_replay(_events(prof))
 
 
 # Bytes of a block that marks a moment among the events: nothing else is likely to have this size.
@@ -46,7 +92,7 @@ def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], de
     """
     if device.type == "cuda":
         return measure_memory(partial(function, prepare()), device)[:2]
-    with profile(use_cpu=True, profile_memory=True) as prof:
+    with _measuring(device), profile(use_cpu=True, profile_memory=True) as prof:
         made = prepare()
         torch.empty(_MARK, dtype=torch.uint8)
         result = function(made)
@@ -60,7 +106,8 @@ def measure_peak(function: Callable[[], Any], device: torch.device | str | None 
     """Bytes that ``function`` allocates above the level at the call, at its worst moment.
 
     ``device``: where to look; by default the current CUDA device if CUDA has been used, else the CPU.
-    Call the function once before: the first use of a kernel allocates workspaces that stay.
+    Call the function once before: the first use of a kernel allocates workspaces that stay, and a plan cannot be made
+    while it is measured (``MeasureError``).
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"

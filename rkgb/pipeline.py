@@ -12,8 +12,7 @@ import torch
 from rkgb.Atools import classes
 from rkgb.Btools import trace
 from rkgb.capture import attributes_preserved
-from rkgb.check import check_other_values, check_outputs
-from rkgb.Dtools import probe
+from rkgb.check import checked
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K
 from rkgb.measure import measure_nodes
@@ -57,9 +56,7 @@ def make_S(
     with attributes_preserved(model):
         with torch.enable_grad():
             b, expected = trace(model, *call)
-        d, outputs = probe(b, model, tensors_of(call))
-        check_outputs(b, model, call, outputs, expected)
-        check_other_values(b, model, call)
+        d = checked(b, model, call, expected)
     report("simplify", 0.0)
     return b, d, cut(D_to_S(d))
 

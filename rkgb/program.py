@@ -20,6 +20,13 @@ def memory_of(t: torch.Tensor) -> torch.UntypedStorage:
     return (t._values() if t.layout == torch.sparse_coo else t.values()).untyped_storage()
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, NaN equal to NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
 def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
     """Run in ``mode``; the cache of cast weights stays off."""
     return contextlib.nullcontext() if mode == current_mode() else _switched(mode)

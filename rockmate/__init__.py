@@ -1,6 +1,6 @@
 """Train PyTorch models within a memory budget, at the least possible recomputation."""
 
-from rkgb.errors import GraphError, MismatchError, TraceError, UnsupportedError
+from rkgb.errors import GraphError, MeasureError, MismatchError, TraceError, UnsupportedError
 from rkgb.memory import measure_peak
 from rockmate.errors import (
     BudgetError,
@@ -14,7 +14,7 @@ from rockmate.errors import (
     VariantLimitError,
 )
 from rockmate.module import Rockmate, frontier
-from rockmate.planning import Plan
+from rockmate.plan import Plan
 
 __all__ = [
     "BudgetError",
@@ -23,6 +23,7 @@ __all__ = [
     "HookError",
     "InfeasibleBudgetError",
     "InputError",
+    "MeasureError",
     "MismatchError",
     "Plan",
     "PlanError",

@@ -38,6 +38,7 @@ class SavedPlan:
     loss_memory: int | None
     missing: frozenset[str]
     solver: str
+    reason: str
     program: str
     nodes: tuple[dict[str, Any], ...]
     data: tuple[dict[str, Any], ...]
@@ -132,6 +133,7 @@ def read_plan(path: str | Path) -> SavedPlan:
             found["loss_memory"],
             frozenset(found["missing"]),
             found["solver"],
+            found["reason"],
             "\n".join(found["program"]),
             tuple(found["nodes"]),
             tuple(found["data"]),

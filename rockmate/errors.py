@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from rkgb.errors import GraphError
-from solvers.errors import SolverError
-
 
 class RockmateError(Exception):
     """Base of the errors raised by ``rockmate`` itself."""
@@ -44,18 +41,3 @@ class InfeasibleBudgetError(RockmateError):
     def __init__(self, message: str, min_budget: int) -> None:
         super().__init__(message)
         self.min_budget = min_budget
-
-
-__all__ = [
-    "BudgetError",
-    "BudgetWarning",
-    "GraphError",
-    "HookError",
-    "InfeasibleBudgetError",
-    "InputError",
-    "PlanError",
-    "PlanningWarning",
-    "RockmateError",
-    "SolverError",
-    "VariantLimitError",
-]

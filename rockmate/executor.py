@@ -47,6 +47,11 @@ class Slot:
         self.version = 0
 
 
+def _version(t: torch.Tensor) -> int:
+    """How often ``t`` was changed in place; tensors of inference mode do not count it, nor does autograd save them."""
+    return -1 if t.is_inference() else t._version
+
+
 def _form(t: torch.Tensor) -> Any:
     return (t.dtype, t.size(), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
 
@@ -68,7 +73,7 @@ class CallState:
         self.program = program
         d = program.s.d
         self.sources = {v: source_value(source, model, inputs) for v, source in d.sources.items()}
-        self.versions = {v: t._version for v, t in self.sources.items()}
+        self.versions = {v: _version(t) for v, t in self.sources.items()}
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
         self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
         self.made_at: dict[int, int] = {}  # value -> version when it was made; values of one datum may count apart
@@ -97,9 +102,9 @@ class CallState:
         values.
         """
         p = self.program
-        self.check_held()
         env = dict(self.sources)
         hooks, nothing = saved_tensors_hooks(self.pack, unpack), drop_saved()
+        self.check_held()
         self.remember()
         try:
             with in_mode(p.mode):
@@ -330,7 +335,7 @@ class CallState:
         if given is None:
             given = self.aliases.get(v)
         if given is not None:
-            if given._version != self.versions[v]:
+            if _version(given) != self.versions[v]:
                 name = self.program.s.d.names[v]
                 raise RuntimeError(_CHANGED.format(what=name, now=given._version, then=self.versions[v]))
             return given
@@ -390,7 +395,6 @@ def unpack(slot: Slot) -> torch.Tensor:
         return _in_form(next(iter(held.values())), slot.form)
     t: torch.Tensor = held[slot.index]
     if t._version != slot.version:
-        raise RuntimeError(
-            _CHANGED.format(what=f"a tensor of shape {list(t.shape)}", now=t._version, then=slot.version)
-        )
+        what = f"a tensor of shape {list(t.shape)}"
+        raise RuntimeError(_CHANGED.format(what=what, now=t._version, then=slot.version))
     return t

@@ -5,13 +5,20 @@ What is kept in parameters, buffers and submodules is shared, by sharing the dic
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
 import torch
+
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 class Facade(torch.nn.Module):
@@ -27,6 +34,8 @@ class Facade(torch.nn.Module):
         self.__dict__["_original"] = original
         # The very dicts of the original: names, values and changes of parameters and submodules are the original's.
         self._parameters, self._buffers, self._modules = original._parameters, original._buffers, original._modules
+        for name in _STATE_HOOKS:  # those of ``state_dict`` and ``load_state_dict``, which are the original's
+            self.__dict__[name] = original.__dict__[name]
 
     @property
     def original(self) -> torch.nn.Module:
@@ -63,6 +72,10 @@ class Facade(torch.nn.Module):
         else:
             setattr(original, name, value)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made when it is asked for."""
+        return {k: v for k, v in self.__dict__.items() if k != "_signed"}
+
     def __dir__(self) -> Iterable[str]:
         return sorted({*super().__dir__(), *dir(self.original)})
 
@@ -90,35 +103,45 @@ class Facade(torch.nn.Module):
 
 
 class signed_as_original:
-    """A method of a ``Facade`` whose signature is that of the original's ``forward``.
+    """A method of a ``Facade`` whose signature is that of the original's ``forward``, and which is never compiled.
 
-    Trainers ask for it, to know which columns of a batch the model takes. No data descriptor: ``forward`` may be set.
+    Trainers ask for the signature, to know which columns of a batch the model takes. No data descriptor: ``forward``
+    may be set.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        functools.update_wrapper(self, function)
 
     def __get__(self, module: Facade | None, owner: type | None = None) -> Callable[..., Any]:
-        return self if module is None else MethodType(_Signed(self._function, module), module)
+        if module is None:
+            return self._function
+        forward = module.original.forward
+        made = module.__dict__.get("_signed")
+        if made is None or made[0] != forward:
+            made = module.__dict__["_signed"] = (forward, _signed(self._function, forward))
+        return MethodType(made[1], module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+
+def _signed(function: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the signature of the bound method ``forward``; ``torch.compile`` runs it as it is."""
+    uncompiled: Callable[..., Any] = torch.compiler.disable(
+        function, reason="a Rockmate runs a plan of its own; compile parts beside it, or rk.original without a budget"
+    )
+    # What ``inspect.signature`` follows; an attribute ``__signature__`` would go on to whatever wraps the bound method.
+    uncompiled.__wrapped__ = forward.__func__ if isinstance(forward, MethodType) else _with_self(forward)  # type: ignore[attr-defined]
+    return uncompiled
 
 
-class _Signed:
-    """The function below a bound method; its signature is made when someone asks."""
+def _with_self(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose signature is that of ``function`` behind ``self``."""
 
-    def __init__(self, function: Callable[..., Any], module: Facade) -> None:
-        self._function, self._module = function, module
-        self.__name__, self.__qualname__, self.__doc__ = function.__name__, function.__qualname__, function.__doc__
-        self.__module__ = function.__module__
+    def described(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = inspect.signature(self._module.original.forward)
-        return signature.replace(parameters=[first, *signature.parameters.values()])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    with contextlib.suppress(ValueError, TypeError):  # functions in C have none
+        signature = inspect.signature(function)
+        described.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[first, *signature.parameters.values()]
+        )
+    return described

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from rockmate.budget import parse_budget
 from rockmate.errors import BudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.facade import Facade, signed_as_original
-from rockmate.planning import Plan, make_planner
+from rockmate.plan import Plan
+from rockmate.planning import make_planner
 from rockmate.progress import Progress
-from rockmate.state import check_parallel, module_key, watched_hooks
+from rockmate.state import check_wrappers, module_key, watched_hooks
+from rockmate.surroundings import check_global_hooks, is_recorded, is_transformed, leave_plan, undisturbed
 from rockmate.variants import PLANNING, PlanCache, Variant, make_variant
 from solvers import Frontier
 
@@ -39,8 +42,9 @@ class Rockmate(Facade):
     "measured" times every operation, "flops" models them (the same plan on every run and machine).
     ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default room
     is left for three times the outputs' bytes, which suffices for the usual losses; ``plan.predicted_peak``
-    is that of cross entropy, which takes two. ``progress``: True shows how far planning is, False does not;
-    None does on a terminal, when it takes more than a second.
+    is that of cross entropy, which takes two. ``time_limit``: seconds after which the search for a plan ends with the
+    best so far, as ``plan.reason`` then says; by default 60 for each integer program. ``progress``: True shows how
+    far planning is, False does not; None does on a terminal, when it takes more than a second.
 
     ``plan`` is the plan of the last call. Calls of another shape are planned when they first come, and
     cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
@@ -63,6 +67,7 @@ class Rockmate(Facade):
         sample_kwargs: dict[str, Any] | None = None,
         costs: str = "measured",
         loss_memory: int | None = None,
+        time_limit: float | None = None,
         progress: bool | None = None,
     ) -> None:
         args, kwargs = _checked_call(model, sample, sample_kwargs)
@@ -74,6 +79,7 @@ class Rockmate(Facade):
         self.plans_made = 0
         self._costs = saved.costs if saved else costs
         self._loss_memory = saved.loss_memory if saved else loss_memory
+        self._time_limit = _checked_limit(time_limit)
         self._progress = progress
         self._cache = PlanCache()
         self._last: Variant | None = self._planned(args, kwargs, saved)[0]
@@ -109,8 +115,12 @@ class Rockmate(Facade):
     @signed_as_original
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        if not (self.training and torch.is_grad_enabled()):
+        if not (self.training and torch.is_grad_enabled()) or is_recorded():
             return self.original(*args, **kwargs)
+        if is_transformed():
+            leave_plan()
+            return self.original(*args, **kwargs)
+        check_global_hooks()
         inputs = tensors_of((args, kwargs))
         variants = self._planned(args, kwargs)
         failed: list[str] = []
@@ -152,6 +162,12 @@ class Rockmate(Facade):
             self.original.get_submodule(module)._buffers[key] = tensor
         return unflatten(leaves, structure.outputs)
 
+    def _replicate_for_data_parallel(self) -> Rockmate:
+        raise InputError(
+            "torch.nn.DataParallel copies modules to every device, and a plan is for one. Use one process for each "
+            "device, and DistributedDataParallel(Rockmate(model, …)) in each."
+        )
+
     def backward(self) -> None:
         """Nothing: ``loss.backward()`` has done it. Kept for scripts of the first Rockmate, which call it."""
 
@@ -162,18 +178,33 @@ class Rockmate(Facade):
         return found or [self._make_variant(args, kwargs, saved)]
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
+        self._check_own_changes()
+        check_wrappers(self.original)
         with PLANNING, Progress(self._progress) as report:
             key, _ = _call_key(self.original, args, kwargs)
-            with watched_hooks(self.original):
-                planner = make_planner(self.original, args, kwargs, self._costs, self._loss_memory, report, saved)
+            with undisturbed(), watched_hooks(self.original):
+                planner = make_planner(
+                    self.original, args, kwargs, self._costs, self._loss_memory, report, saved, self._time_limit
+                )
             variant = make_variant(planner, self._budget)
             self._cache.add(key, planner.missing, variant)
             self.plans_made += saved is None
         return variant
 
+    def _check_own_changes(self) -> None:
+        """Raise ``InputError`` where weights were replaced on the Rockmate, whose forward is not that of the model."""
+        hooks = [h for h in self._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils.")]
+        parametrized = type(self).__name__ == f"Parametrized{type(self).__mro__[1].__name__}"
+        if hooks or parametrized:
+            what = type(hooks[0]).__name__ if hooks else "a parametrization"
+            raise InputError(
+                f"{what} was registered on the Rockmate, and the model would not see it: register it on the model "
+                "(rk.original), before or after planning"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """Without plans; see ``PlanCache``."""
-        return {**self.__dict__, "_last": None, "plan": None}
+        return {**super().__getstate__(), "_last": None, "plan": None}
 
     def extra_repr(self) -> str:
         return f"budget={self.budget} bytes"
@@ -194,8 +225,17 @@ def frontier(
     ``Rockmate``.
     """
     args, kwargs = _checked_call(model, sample, sample_kwargs)
-    with Progress(progress) as report:
+    with undisturbed(), Progress(progress) as report:
         return make_planner(model, args, kwargs, costs, loss_memory, report).frontier()
+
+
+def _checked_limit(time_limit: float | None) -> float:
+    """Seconds; infinite if there is no limit."""
+    if time_limit is None:
+        return inf
+    if isinstance(time_limit, bool) or not isinstance(time_limit, (int, float)) or not time_limit > 0:
+        raise InputError(f"time_limit={time_limit!r}: give a positive number of seconds, or None for no limit")
+    return float(time_limit)
 
 
 def _checked_call(
@@ -204,7 +244,7 @@ def _checked_call(
     """The sample as arguments; refuses what no plan can be made for, before anything runs."""
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
-    check_parallel(model)
+    check_wrappers(model)
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
         raise InputError(
@@ -239,4 +279,5 @@ def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         for x in leaves
     )
     modules, missing = module_key(model)
-    return (spec, described, current_mode(), modules), missing
+    cached = torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
+    return (spec, described, current_mode(), cached, modules), missing

@@ -11,7 +11,7 @@ from solvers import Bwd, Frontier, Loss, Problem, Run, Schedule, Walk, all_basel
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rockmate.planning import Plan
+    from rockmate.plan import Plan
 
 MIB = 2**20
 

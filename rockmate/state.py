@@ -48,7 +48,7 @@ def module_key(model: torch.nn.Module) -> tuple[Hashable, frozenset[str]]:
         for k, p in held["_parameters"].items():
             if p is not None:
                 tensors += (k, first.setdefault(id(p), len(first)), p.requires_grad, p.dtype, p.shape, p.device)
-                if p.requires_grad and p.grad is None:
+                if p.requires_grad and (not p.is_leaf or p.grad is None):
                     missing.append(prefix + k)
         for k, b in held["_buffers"].items():
             if b is not None:
@@ -101,12 +101,17 @@ _PARALLEL = {
 }
 
 
-def check_parallel(model: torch.nn.Module) -> None:
-    """Raise ``InputError`` where a wrapper is inside that must be outside: a plan does not run its forward."""
+def check_wrappers(model: torch.nn.Module) -> None:
+    """Raise ``InputError`` where a wrapper is inside that must be outside, or cannot be: a plan does not run it."""
     for name, m in model.named_modules():
+        where = f"its submodule {name!r}" if name else "it"
+        if type(m).__name__ == "OptimizedModule" or m.__dict__.get("_compiled_call_impl") is not None:
+            raise InputError(
+                f"the model cannot be planned: {where} was compiled, and a plan runs operations one by one. Give the "
+                "module as it was before torch.compile, or plan the parts beside it."
+            )
         for cls in type(m).__mro__:
             if cls.__name__ in _PARALLEL and cls.__module__.startswith("torch."):
-                where = f"its submodule {name!r}" if name else "it"
                 what = "was sharded by fully_shard" if cls.__name__ == "FSDPModule" else f"is a {cls.__name__}"
                 raise InputError(f"the model cannot be planned: {where} {what}. Use {_PARALLEL[cls.__name__]}.")
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from rkgb.graphs import Structure
 from rockmate.compiled import Program, compile_schedule
 from rockmate.errors import PlanningWarning
-from rockmate.planning import Plan, Planner
+from rockmate.plan import Plan
+from rockmate.planning import Planner
 
 MAX_PLANS = 32
 """Plans kept, of all kinds of calls together."""

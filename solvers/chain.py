@@ -22,7 +22,7 @@ from solvers.chain_costs import Options, chain_costs, kind_options
 from solvers.chain_expand import expand
 from solvers.chain_table import ChainTable
 from solvers.errors import InfeasibleError
-from solvers.ilp import Grid, pareto
+from solvers.ilp import Grid, Limit, pareto
 from solvers.problem import Problem
 from solvers.schedule import Schedule, drop_useless_runs, with_deletes
 from solvers.solution import Frontier
@@ -76,7 +76,7 @@ class ChainPlanner:
     beside a single block: they are left out for budgets above ``TIGHT_BELOW`` times what the largest
     block needs to keep everything. ``options`` (per kind) replace the solved ones. ``report`` is told
     what is being done, and which part of it is (0 to 1). ``remaining`` (seconds) ends the search for options; what was
-    found until then is used.
+    found until then is used, and ``stopped`` counts the programs that were not solved to the end.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class ChainPlanner:
         report: Callable[[str, float], None] = lambda doing, part: None,
         remaining: Callable[[], float] | None = None,
     ) -> None:
-        self.problem, self.grid, self.report, self.remaining = problem, grid or Grid(), report, remaining
+        self.problem, self.grid, self.report = problem, grid or Grid(), report
+        self.limit = Limit(remaining) if remaining else Limit()
         self.slots = slots or (SLOTS if len(problem.blocks) <= SHORT else SLOTS // 2)
         self._given = options
         self._loose: _Candidates | None = None
@@ -99,6 +100,11 @@ class ChainPlanner:
     def options(self) -> Options:
         """All options per kind."""
         return self._full().options
+
+    @property
+    def stopped(self) -> int:
+        """How many integer programs were stopped, or left out, at a time limit: their options may not be the best."""
+        return self.limit.stopped
 
     def _full(self) -> _Candidates:
         if self._all is None and self._given is not None:
@@ -120,7 +126,7 @@ class ChainPlanner:
         return self._loose
 
     def _solve(self, grid: Grid, doing: str) -> Options:
-        return kind_options(self.problem, grid, partial(self.report, doing), self.remaining)
+        return kind_options(self.problem, grid, partial(self.report, doing), self.limit)
 
     def solve(self, budget: int) -> ChainPlan:
         """The cheapest plan with a peak of at most ``budget`` bytes; ``InfeasibleError`` says what would do."""

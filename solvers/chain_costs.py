@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from solvers.block import BlockView, block_view, counted, forward_figures, last_readers
-from solvers.ilp import Grid, Option, member_options, view_options
+from solvers.ilp import Grid, Limit, Option, member_options, view_options
 from solvers.problem import Problem
 
 
@@ -71,11 +71,11 @@ def kind_options(
     problem: Problem,
     grid: Grid,
     report: Callable[[float], None] = lambda _: None,
-    remaining: Callable[[], float] | None = None,
+    limit: Limit | None = None,
 ) -> dict[int, tuple[Option, ...]]:
     """Solve one block per kind, the one that looks like most of its kind; ``report``: which part of them is done.
 
-    ``remaining``: seconds left; when there are none, the options found so far have to do.
+    ``limit``: when no time is left, the options found so far have to do.
     """
     views = kind_views(problem)
     found: dict[int, tuple[Option, ...]] = {}
@@ -84,7 +84,7 @@ def kind_options(
         def of_all(part: float, done: int = done) -> None:
             report((done + part) / len(views))
 
-        found[kind] = view_options(view, grid, of_all, remaining)
+        found[kind] = view_options(view, grid, of_all, limit)
         of_all(1.0)
     return found
 

@@ -36,6 +36,9 @@ Slots = npt.NDArray[np.int64]
 ROWS = 128
 """Ends of segments that are looked at together; their columns stay in the processor's cache."""
 
+SPLITS = 8
+"""Splits after which the columns that can still improve are looked for again."""
+
 
 class ChainTable:
     """Optimal times for every number of slots up to ``size``, each slot ``unit`` bytes."""
@@ -74,10 +77,17 @@ class ChainTable:
                 used, time = self._used(i, o), float(option.forward_time + option.time)
                 self._offer(out[1:], self._least_kept(i, o, slice(i + 1, count)), used, self.inner[i + 1], time)
         best = self._best(i)
+        again = self._again(i)
         self._first[i][0] = _first(out[:1])[0]
-        # From here on a row cannot improve: running everything without any split is cheapest.
-        done_at = np.where(out[:, -1] <= best, (out <= best[:, None]).argmax(axis=1), self.size + 1)
+        done_at = np.empty(count - i, np.int64)
         for k in range(i + 1, count):
+            if (k - i - 1) % SPLITS == 0:
+                # From here on a row cannot improve: splits at k and later take the time of another pass at least.
+                limit = best[k - i :] + again[k - i - 1]
+                rows = out[k - i :]
+                done_at[k - i :] = np.where(
+                    rows[:, -1] <= limit, (rows <= limit[:, None]).argmax(axis=1), self.size + 1
+                )
             self._pass(i, k, done_at)
             self._first[i][k - i] = _first(out[k - i : k - i + 1])[0]
 
@@ -115,6 +125,12 @@ class ChainTable:
         sums = np.concatenate([[0.0], np.cumsum(self._kept_best[i:-1])]) + self._alone_best[i:]
         best: Times = (sums * (1 + 1e-6)).astype(np.float32)
         return best
+
+    def _again(self, i: int) -> Times:
+        """Per k, what a split there or later takes at least beyond ``_best``."""
+        extra = self._passes[i][2][: self.costs.blocks - i] + self._alone_best[i:] - self._kept_best[i:]
+        least: Times = np.minimum.accumulate(extra[::-1])[::-1].clip(0).astype(np.float32)
+        return least
 
     def _fill_top(self, i: int) -> None:
         for o, option in enumerate(self.costs.options[i]):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from math import inf
 
 from solvers.block import BlockView, Figures, Runs, Solved, block_view, figures
 from solvers.closure import ClosureModel, late_runs
@@ -36,6 +37,14 @@ class Grid:
     stride: int = 20
     solver: SolverOptions = field(default_factory=SolverOptions)
     threads: int = 2
+
+
+class Limit:
+    """The time that a search has. ``remaining()``: seconds left; ``stopped``: how many programs ended without proof."""
+
+    def __init__(self, remaining: Callable[[], float] = lambda: inf) -> None:
+        self.remaining = remaining
+        self.stopped = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +127,13 @@ def grid_points(
     view: BlockView,
     grid: Grid,
     report: Callable[[float], None] = lambda _: None,
-    remaining: Callable[[], float] | None = None,
+    limit: Limit | None = None,
 ) -> list[Point]:
-    """Solve ``grid``, loose to tight; points for which ``remaining`` (seconds) leaves no time are missing.
+    """Solve ``grid``, loose to tight; points for which ``limit`` leaves no time are missing.
 
     ``report`` is told which part of the work is done.
     """
-    keep, low = figures(view, keep_runs(view)), least_peak(view)
+    keep, low, limit = figures(view, keep_runs(view)), least_peak(view), limit or Limit()
     levels = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves))
     some = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves[:: grid.stride]))
     above = max(0, keep.backward_peak - low)
@@ -134,13 +143,13 @@ def grid_points(
     # HiGHS releases the interpreter while it runs; every series is independent, so the result is the same.
     pool = ThreadPoolExecutor(max_workers=grid.threads)
     try:
-        solves = [
-            pool.submit(_Series(view, grid.solver, fresh, peak, remaining).points, saves)
-            for fresh, peak, saves in series
-        ]
+        runs = [_Series(view, grid.solver, fresh, peak, limit) for fresh, peak, _ in series]
+        solves = [pool.submit(run.points, saves) for run, (_, _, saves) in zip(runs, series, strict=True)]
         for done, _ in enumerate(as_completed(solves), 1):
             report(done / len(series))
-        return [point for solve in solves for point in solve.result()]
+        found = [point for solve in solves for point in solve.result()]
+        limit.stopped += sum(run.stopped for run in runs)
+        return found
     finally:  # after Ctrl-C nothing new is begun
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -154,13 +163,14 @@ class _Series:
         solver: SolverOptions,
         fresh: bool,
         peak: int | None,
-        remaining: Callable[[], float] | None,
+        limit: Limit,
     ) -> None:
-        self.fresh, self.peak, self.solver, self.remaining = fresh, peak, solver, remaining
+        self.fresh, self.peak, self.solver, self.limit = fresh, peak, solver, limit
         self.loose = None if fresh else ClosureModel(view)
         self.tight = None if peak is None else StagedModel(view, fresh)
         self.solved: list[tuple[int, Solved]] = []
         self.infeasible = -1
+        self.stopped = 0
 
     def points(self, saves: Sequence[int]) -> list[Point]:
         """The points for ``saves``, which fall."""
@@ -170,6 +180,7 @@ class _Series:
             try:
                 solved = self._at(save)
             except TimeoutError:
+                self.stopped += 1
                 continue
             found.append(Point(self.fresh, save, self.peak, solved, time.process_time() - start))
         return found
@@ -185,16 +196,15 @@ class _Series:
         if answer is None:
             self.infeasible = save
         else:
+            self.stopped += not answer.optimal
             self.solved.append((save, answer))
         return answer
 
     def _solve(self, save: int) -> Solved | None:
-        options = self.solver
-        if self.remaining:
-            left = self.remaining()
-            if left <= 0:
-                raise TimeoutError("no time is left")
-            options = dataclasses.replace(options, time_limit=min(left, options.time_limit))
+        left = self.limit.remaining()
+        if left <= 0:
+            raise TimeoutError("no time is left")
+        options = dataclasses.replace(self.solver, time_limit=min(left, self.solver.time_limit))
         if self.loose:
             answer = self.loose.solve(save, options)
             if self.peak is None or (answer.optimal and answer.figures.backward_peak <= self.peak):
@@ -207,7 +217,7 @@ def view_options(
     view: BlockView,
     grid: Grid,
     report: Callable[[float], None] = lambda _: None,
-    remaining: Callable[[], float] | None = None,
+    limit: Limit | None = None,
 ) -> tuple[Option, ...]:
     """The Pareto set of options of the block seen as ``view``; other arguments as for ``grid_points``."""
     keep = figures(view, keep_runs(view))
@@ -217,7 +227,7 @@ def view_options(
         again = figures(view, runs)
         found.append(option(again, _is_fresh(again), True, again.time if _is_fresh(again) else 0))
     if any(found[1].runs):
-        for point in grid_points(view, grid, report, remaining):
+        for point in grid_points(view, grid, report, limit):
             if point.solved:
                 s = point.solved
                 found.append(option(s.figures, point.fresh or _is_fresh(s.figures), s.optimal, s.bound))

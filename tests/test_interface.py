@@ -8,7 +8,7 @@ from models import case
 from torch import nn
 
 import rockmate
-from rockmate import InfeasibleBudgetError, InputError, Rockmate, frontier, measure_peak
+from rockmate import InfeasibleBudgetError, InputError, MeasureError, Rockmate, frontier, measure_peak
 from rockmate.budget import parse_budget
 from rockmate.demo import main as demo
 from rockmate.errors import BudgetError
@@ -121,6 +121,30 @@ def test_peaks_that_can_be_computed_by_hand() -> None:
     assert measure_peak(chain, "cpu") == 8000
     old = [torch.ones(5000)]
     assert measure_peak(lambda: old.clear() or a * a, "cpu") == 4000  # an older block's release is no gain
+
+
+def test_a_plan_made_while_memory_is_measured_would_spoil_the_measurement() -> None:
+    model = mlp()
+    rk = Rockmate(model, X, "10 MiB", costs="flops")
+    other = X[:64]
+
+    def step() -> None:
+        model.zero_grad()
+        rk(other).sum().backward()
+
+    with pytest.raises(MeasureError, match="Call the function once before"):
+        measure_peak(step)
+    step()
+    assert 0 < measure_peak(step) <= rk.budget
+
+
+def test_planning_ends_a_running_profiler_and_says_so() -> None:
+    with (
+        torch.autograd.profiler.profile(use_cpu=True),
+        pytest.warns(RuntimeWarning, match="the running profiler session ends"),
+    ):
+        rk = Rockmate(mlp(), X, "10 MiB", costs="flops")
+    assert rk.plan.predicted_peak == Rockmate(mlp(), X, "10 MiB", costs="flops").plan.predicted_peak
 
 
 def test_text_for_training() -> None:

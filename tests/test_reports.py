@@ -15,7 +15,7 @@ from torch import nn
 
 from rockmate import Rockmate, frontier, progress
 from rockmate.gpt import GPT
-from rockmate.planning import Plan
+from rockmate.plan import Plan
 from rockmate.plot import plot_frontier
 from rockmate.progress import Progress
 from rockmate.report import MOST_LINES, BlockChoice, block_choices, block_table

@@ -23,8 +23,8 @@ from solvers.rotor_plans import ALGORITHMS
 from solvers.rotor_walk import Walked, walk_sequence
 
 _SHARE_OF_FREE_MEMORY = 0.9
-# Room for the usual losses beside the outputs and their gradients, in outputs; cross entropy takes one, a mean square
-# three.
+# Room for the usual losses beside the outputs and their gradients, in outputs of single precision; cross entropy takes
+# one, a mean square three.
 _LOSS_OUTPUTS = 3
 # For the loss's numbers: its value, its gradient, counts.
 _SCALARS = 64
@@ -39,8 +39,8 @@ class Checkpointable(nn.Module):
     gradients that do not exist yet included. ``mem_slots``: how finely the dynamic program divides it. ``verbosity``: 1
     says on stderr what is planned, 2 also every operation as it runs. ``preserve_rng_state``: whether a layer that runs
     again draws the same random numbers; without it, gradients of random layers are wrong. ``loss_tmp_memory_usage``:
-    bytes that the loss allocates beside the output's gradient and three times the output, which suffices for the usual
-    losses. ``costs``: "measured" times every layer, "flops" models the times.
+    bytes that the loss allocates beside the output's gradient and three times the output (in float32 at least), which
+    suffices for the usual losses. ``costs``: "measured" times every layer, "flops" models the times.
 
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
     then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
@@ -109,7 +109,8 @@ class Checkpointable(nn.Module):
             raise InputError("nothing has been measured: call measure(sample) before compute_sequence()")
         m = self._measured.chain
         unit = max(1, -(-parse_budget(mem_limit) // self.mem_slots))
-        loss = _LOSS_OUTPUTS * m.value_bytes[-1] + self.loss_tmp_memory_usage
+        floats = self._measured.output_floats
+        loss = _LOSS_OUTPUTS * floats + max(0, floats - m.output_gradient) + self.loss_tmp_memory_usage
         self.chain = Chain(m.stages, m.values, m.output_gradient, loss, unit)
 
     def compute_sequence(

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rkgb.alone import _Feed, _Tap
 from rkgb.capture import preserved
-from rkgb.memory import measure_after, measure_memory
+from rkgb.memory import measure_after, measure_memory, storage_bytes
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
 from rockmate.rotor.selective import Survey, nested_choices, storage_key
@@ -39,10 +39,14 @@ _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
 
 @dataclass(frozen=True)
 class Measured:
-    """A chain, and for each stage and way the numbers of the expensive operations whose results the way keeps."""
+    """A chain, and for each stage and way the numbers of the expensive operations whose results the way keeps.
+
+    ``output_floats``: bytes of the outputs in single precision at least, as losses compute with them.
+    """
 
     chain: Chain
     keeps: tuple[tuple[frozenset[int], ...], ...]
+    output_floats: int
 
 
 def measure_chain(
@@ -74,8 +78,9 @@ def measure_chain(
             identities = _identities(function, output, identities, len(functions) + i * 1000)
             values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensors_of(output)}.values()))
             x = output
-    gradient = sum(t.untyped_storage().nbytes() for t in tensors_of(x) if t.requires_grad)
-    return Measured(Chain(tuple(stages), tuple(values), gradient), tuple(keeps))
+    gradient = sum(storage_bytes(t) for t in tensors_of(x) if t.requires_grad)
+    floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in tensors_of(x) if t.requires_grad)
+    return Measured(Chain(tuple(stages), tuple(values), gradient), tuple(keeps), floats)
 
 
 def _identities(
@@ -89,7 +94,7 @@ def _identities(
     here: dict[int, tuple[int, int]] = {}
     for k, t in enumerate(tensors_of(output)):
         key = storage_key(t)
-        size = 0 if key in owned else t.untyped_storage().nbytes()
+        size = 0 if key in owned else storage_bytes(t)
         here[key] = found.get(key, (fresh + k, size))
     return here
 
@@ -174,7 +179,7 @@ class _Probe:
         size = {k: sum(o.results.values()) for k, o in enumerate(rerun)}
         able = [k for k, o in enumerate(rerun) if o.keepable and not o.results.keys() & ends]
         # The second run makes a saved output again, whether or not the first one is still there.
-        again = sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(output)}.values())
+        again = sum({storage_key(t): storage_bytes(t) for t in tensors_of(output)}.values())
         refilled = saved.private + (again if saved.keeps_output else 0)
         found: list[tuple[frozenset[int], Way]] = []
         for keep in nested_choices([(k, size[k], cost[k]) for k in able], _WAYS):
@@ -216,7 +221,7 @@ class _Probe:
             owned = {storage_key(t) for t in (*self.function.parameters(), *self.function.buffers())}
         inputs = {storage_key(t) for t in tensors_of(self.x)}
         outputs = {storage_key(t) for t in tensors_of(output)}
-        private = {k: t.untyped_storage().nbytes() for k, t in found.items() if k not in owned | inputs | outputs}
+        private = {k: storage_bytes(t) for k, t in found.items() if k not in owned | inputs | outputs}
         return _Saved(sum(private.values()), bool(inputs & found.keys()), bool((outputs - inputs) & found.keys()))
 
     def _backward(self, output: Any) -> tuple[int, int, int, int]:
@@ -241,13 +246,13 @@ class _Probe:
                 results = tensors_of(self.function(x))
             ends = [t for t in results if t.requires_grad]
             end: torch.Tensor = _Feed.apply(
-                lambda grads: sizes.extend(g.untyped_storage().nbytes() for g in grads), [None] * len(ends), *ends
+                lambda grads: sizes.extend(storage_bytes(g) for g in grads), [None] * len(ends), *ends
             )
             return end
 
         _, peak = measure_after(forward, torch.Tensor.backward, self.device)
-        passed = {storage_key(g): g.untyped_storage().nbytes() for gs in came for g in gs if g is not None}
-        made = sum(p.grad.untyped_storage().nbytes() for p in leaves.values() if p.grad is not None)
+        passed = {storage_key(g): storage_bytes(g) for gs in came for g in gs if g is not None}
+        made = sum(storage_bytes(p.grad) for p in leaves.values() if p.grad is not None)
         return sum(sizes), peak, sum(passed.values()), made
 
     def _times(self) -> tuple[int, int, int]:

@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from rkgb.memory import storage_bytes
+
 
 @dataclass
 class Kept:
@@ -125,7 +127,7 @@ class Survey(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         spent = self.clock() - start
         read = {storage_key(t) for t in _tensors((args, kwargs))}
-        made = {storage_key(t): t.untyped_storage().nbytes() for t in _tensors(out)}
+        made = {storage_key(t): storage_bytes(t) for t in _tensors(out)}
         if _is_in_place(func):
             target = storage_key(args[0])
             if target in self.owner and target in self.read:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rockmate import measure_peak, rotor
+from rockmate import InfeasibleBudgetError, measure_peak, rotor
 from rockmate.gpt import Layer
 from rockmate.rotor.models.utils import ReLUAtEnd
 from solvers.rotor_plans import ALGORITHMS, segments_sequence
@@ -279,6 +279,28 @@ def test_autocast_is_restored() -> None:
         chk = checkpointed(model, x)
     assert torch.equal(run(chk), run(eager))
     assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+
+
+def test_room_for_a_loss_on_outputs_of_low_precision() -> None:
+    """It works on float32 copies, and these count; the peak is at the loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 8), *(nn.Tanh() for _ in range(8)), nn.Linear(8, 512))
+    x, target = torch.randn(64, 32), torch.zeros(64, dtype=torch.int64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            rotor.Checkpointable(model, x, 1000)
+        limit = error.value.min_budget
+        chk = rotor.Checkpointable(model, x, limit)
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = chk(x).float()
+        F.cross_entropy(y, target).backward()
+
+    step()
+    model.zero_grad()
+    assert measure_peak(step, "cpu") <= limit
 
 
 def test_a_dropped_graph_releases_its_checkpoints_at_once() -> None:

@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from against_eager import assert_same, snapshot, under_budget
 from models import randn, tokens
+from sections import Sections
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from rockmate import InputError, Rockmate, measure_peak
+from rockmate import InputError, Rockmate
 from rockmate.executor import CallState
 from rockmate.gpt import GPT
+from rockmate.planning import SCALARS
 
 RANKS = 2
 IDS = (4, 16)
@@ -97,8 +99,8 @@ def ddp_one_plan(rank: int, folder: Path) -> None:
     assert_same(results[1], results[0])
 
 
-def ddp_budget(rank: int, folder: Path) -> None:
-    """Accumulation without synchronisation, and the peak of a step."""
+def ddp_accumulation(rank: int, folder: Path) -> None:
+    """Steps without synchronisation, and one with it."""
     rk = planned(rank, folder)
     parallel = [DistributedDataParallel(m, gradient_as_bucket_view=True) for m in (gpt(), rk)]
     for k in range(2):
@@ -110,8 +112,35 @@ def ddp_budget(rank: int, folder: Path) -> None:
             loss_of(call, ids(rank, k + 5)).backward()
             results.append([*snapshot(call)])
         assert_same(results[1], results[0])
-    x = ids(rank, 7)
-    assert measure_peak(lambda: loss_of(parallel[1], x).backward(), "cpu") <= rk.budget
+
+
+def ddp_budget(rank: int, folder: Path) -> None:
+    """From the model's forward on a step takes what it takes alone, communication included. Before it, within the
+    wrapper's forward, DDP allocates the buffers that it sends, as one, and once, in the second step, its buckets anew.
+    """
+    rk, x = planned(rank, folder), ids(rank, 0)
+    alone = rk.plan.predicted_peak + SCALARS
+    assert alone <= rk.budget
+    buckets, sent = sum(p.nbytes for p in rk.parameters()), sum(b.nbytes for b in rk.buffers())
+    for options in ({}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02}):
+        for inside in (True, False):
+            rk.zero_grad()
+            parallel, sections = DistributedDataParallel(rk, **options), Sections()
+            start = sections.begin if inside else lambda: None
+            handle = rk.register_forward_pre_hook(lambda *_, start=start: start())
+            with sections:
+                for _ in range(4):
+                    if not inside:
+                        sections.begin()
+                    loss_of(parallel, x).backward()
+                    sections.end()
+                    parallel.zero_grad()
+            handle.remove()
+            first, second, *later = sections.peaks
+            more = 0 if inside else sent
+            assert max(first, *later) <= alone + more, (options, inside, sections.peaks, alone)
+            assert second <= alone + more + (0 if inside else buckets)
+            assert inside or second - max(later) >= buckets - sent, "the buckets are no longer made anew: say so"
 
 
 def ddp_overlap(rank: int, folder: Path) -> None:
@@ -162,6 +191,26 @@ def fsdp(rank: int, folder: Path) -> None:
     assert_same(results[1], results[0])
     assert all(block.plan.recomputed > 0 and block.plans_made == 1 for block in models[1].layers)
     assert list(models[1].state_dict()) == list(models[0].state_dict())
+
+
+def fsdp_budget(rank: int, folder: Path) -> None:
+    """A block's own memory is in its budget. ``fully_shard`` adds the gathered weights and, while it copies them out of
+    the collective's buffer, or gradients into one, as much again.
+    """
+    x = randn(*IDS, 32, seed=0, requires_grad=True)
+    block = under_budget(gpt().layers[0], x)
+    weights = sum(p.nbytes for p in block.parameters())
+    fully_shard(block)
+    sections = Sections()
+    measured = sections.around(lambda: block(x).square().mean().backward())
+    with sections:
+        for _ in range(3):
+            measured()
+            for t in (x, *block.parameters()):
+                t.grad = None
+    assert block.plans_made == 1
+    for peak in sections.peaks:
+        assert block.budget < peak <= block.budget + 2 * weights, (sections.peaks, block.budget, weights)
 
 
 def other_way_round(rank: int, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_same, assert_trains_as_eager, planned, step, tight_budget
+from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, tight_budget
 from models import case, square_loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rkgb.measure
 import rkgb.pipeline
 from rkgb.memory import measure_memory
-from rockmate import Rockmate
+from rockmate import InfeasibleBudgetError, InputError, Rockmate
 from rockmate.executor import CallState
-from solvers import ChainPlanner, Grid, SolverOptions, walk
+from solvers import ChainPlanner, Grid, SolverOptions, all_baselines, walk
 
 
 class Fails(TorchDispatchMode):
@@ -198,15 +199,49 @@ def test_planning_fails_at_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None
     assert rk.plans_made == 1
 
 
-def test_the_solver_hits_its_time_limit() -> None:
-    """The best schedule found so far is used; nothing is called optimal that is not proven."""
+def test_the_search_ends_at_its_time_limit(tmp_path: Path) -> None:
+    """The best plan so far is used and keeps the budget; the plan says so, and so does its file."""
+    c = case("gpt")
+    eager, whole = planned(c)
+    args, _ = c.call(0)
+    rk = Rockmate(c.model(), args, whole.budget, costs="flops", time_limit=1e-9)
+    assert rk.plan.recomputed > 0
+    assert rk.plan.predicted_overhead > whole.plan.predicted_overhead
+    assert rk.plan.status == "feasible"
+    assert re.fullmatch(
+        r"at the time limit of 1e-09 s, with [1-9]\d* integer programs not solved to the end", rk.plan.reason
+    )
+    assert f"search stopped      {rk.plan.reason}" in str(rk.plan)
+    assert_trains_as_eager(eager, rk, lambda _, call: step(call, *c.call(2)))
+    assert_in_budget(rk, lambda: step(rk, args))
+    rk.plan.save(tmp_path / "plan.json")
+    assert Rockmate(c.model(), args, plan=tmp_path / "plan.json").plan.reason == rk.plan.reason
+    with pytest.raises(InfeasibleBudgetError, match=r"The search was stopped at the time limit of 1e-09 s"):
+        rk.budget = 1000
+
+
+def test_a_search_that_ends_says_nothing_of_time() -> None:
     _, rk = planned(case("gpt"))
-    problem = rk.plan.problem
-    grid = Grid(solver=SolverOptions(time_limit=1e-9))
-    planner = ChainPlanner(problem, grid=grid)
-    found = planner.solve(rk.budget)
-    assert walk(problem, found.schedule).peak <= rk.budget
-    assert found.overhead >= rk.plan.predicted_overhead
+    assert rk.plan.reason == ""
+    assert "search stopped" not in str(rk.plan)
+    rk.budget = 2 * rk.budget
+    assert (rk.plan.status, rk.plan.reason) == ("optimal", "")
+
+
+def test_one_program_hits_its_own_limit() -> None:
+    """Without a limit for the search each integer program has one."""
+    problem = planned(case("gpt"))[1].plan.problem
+    planner = ChainPlanner(problem, grid=Grid(solver=SolverOptions(time_limit=1e-9)))
+    least = min(walk(problem, s).peak for s in all_baselines(problem).values())
+    assert planner.solve(least).peak <= least
+    assert planner.stopped > 0
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), True, "1"])
+def test_limits_that_are_none(limit: Any) -> None:
+    c = case("mlp")
+    with pytest.raises(InputError, match=r"time_limit=.*give a positive number of seconds"):
+        Rockmate(c.model(), c.call(0)[0], "1 MiB", time_limit=limit)
 
 
 def test_without_highs(tmp_path: Path) -> None:
@@ -220,7 +255,7 @@ import sys
 sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]
 sys.modules["highspy"] = None
 from models import case
-from rockmate import Rockmate
+from rockmate import InfeasibleBudgetError, InputError, Rockmate
 from solvers import SolverError
 c = case("mlp")
 loaded = Rockmate(c.model(), c.call(0)[0], plan=sys.argv[1])

@@ -10,11 +10,13 @@ import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, under_budget
 from models import randn, tokens
+from sections import Sections
 from torch import nn
 from torch.nn import functional as F
 from vision import import_can_go_on
 
-from rockmate import Rockmate
+from rockmate import Rockmate, frontier
+from rockmate.planning import SCALARS
 
 import_can_go_on()
 transformers: Any = pytest.importorskip("transformers")
@@ -86,30 +88,50 @@ def assert_loss_in_budget(rk: Rockmate) -> None:
     assert_in_budget(rk, one)
 
 
-def test_transformers_trainer(tmp_path: Path) -> None:
-    eager = llama()
-    rk = under_budget(llama(), **batch(0))
-    histories = []
-    for k, model in enumerate((eager, rk)):
+def assert_nothing_added(rk: Rockmate, sections: Sections) -> None:
+    """The library's steps are in the budget, and allocate nothing beyond the prediction but the loss's own numbers."""
+    assert rk.plan.recomputed > 0
+    assert max(sections.peaks) <= rk.budget
+    assert rk.plan.predicted_peak <= max(sections.peaks) <= rk.plan.predicted_peak + SCALARS
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_transformers_trainer(precision: str, tmp_path: Path) -> None:
+    def trainer(model: nn.Module) -> Any:
         options = transformers.TrainingArguments(
-            output_dir=str(tmp_path / str(k)),
+            output_dir=str(tmp_path),
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             max_steps=3,
             logging_steps=1,
             report_to=[],
             use_cpu=True,
+            bf16=precision == "bf16",
             save_strategy="no",
             disable_tqdm=True,
             seed=3,
         )
-        trainer = transformers.Trainer(model, options, train_dataset=Texts(24))
-        trainer.train()
-        histories.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
-        trainer.save_model(str(tmp_path / f"saved{k}"))
+        return transformers.Trainer(model, options, train_dataset=Texts(24))
+
+    eager = llama()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+        rk = under_budget(llama(), **batch(0))
+    histories = []
+    for k, model in enumerate((eager, rk)):
+        found = trainer(model)
+        found.train()
+        histories.append([x["loss"] for x in found.state.log_history if "loss" in x])
+        found.save_model(str(tmp_path / f"saved{k}"))
     assert len(histories[0]) == 3
     assert histories[1] == histories[0]
     assert_same(rk.parameters(), eager.parameters())
+    rk.zero_grad()
+    again, sections = trainer(rk), Sections()
+    again.training_step = sections.around(again.training_step)
+    with sections:
+        again.train()
+    assert len(sections.peaks) == 6
+    assert_nothing_added(rk, sections)
 
 
 @pytest.mark.filterwarnings(
@@ -152,28 +174,38 @@ def rows(seed: int) -> torch.Tensor:
     "ignore:The 'train_dataloader' does not have many workers:lightning.pytorch.utilities.warnings.PossibleUserWarning",
     "ignore:The number of training batches:lightning.pytorch.utilities.warnings.PossibleUserWarning",
 )
-def test_lightning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning(precision: str, tmp_path: Path) -> None:
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self, net: nn.Module) -> None:
             super().__init__()
             self.net = net
             self.losses: list[float] = []
+            self.sections = Sections()
 
         def training_step(self, rows: torch.Tensor, _: int) -> torch.Tensor:
-            loss = F.cross_entropy(self.net(rows), torch.zeros(len(rows), dtype=torch.int64))
-            self.losses.append(float(loss.detach()))
-            return loss
+            self.sections.begin()
+            return F.cross_entropy(self.net(rows), torch.zeros(len(rows), dtype=torch.int64))
+
+        def on_after_backward(self) -> None:
+            self.sections.end()
+
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            self.losses.append(float(outputs["loss"]))
 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+        rk = under_budget(mlp(), rows(0))
     results = []
-    for net in (mlp(), under_budget(mlp(), rows(0))):
+    for net in (mlp(), rk):
         torch.manual_seed(1)
         module = Module(net)
         trainer = lightning.Trainer(
             max_epochs=2,
             accelerator="cpu",
+            precision=precision,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -182,12 +214,15 @@ def test_lightning(tmp_path: Path) -> None:
             accumulate_grad_batches=2,
             default_root_dir=tmp_path,
         )
-        trainer.fit(module, torch.utils.data.DataLoader([row for k in range(3) for row in rows(k)], batch_size=64))
+        with module.sections:
+            trainer.fit(module, torch.utils.data.DataLoader([row for k in range(3) for row in rows(k)], batch_size=64))
         results.append([*module.losses, *module.parameters()])
         trainer.save_checkpoint(tmp_path / "checkpoint")
         keys = torch.load(tmp_path / "checkpoint", weights_only=True)["state_dict"]
         assert list(keys) == [f"net.{key}" for key in mlp().state_dict()]
     assert_same(results[1], results[0])
+    assert len(module.losses) == len(module.sections.peaks) == 6
+    assert_nothing_added(rk, module.sections)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -199,20 +234,44 @@ def test_accelerate(precision: str) -> None:
         net = model
         if results:
             with tool.autocast():
-                net = under_budget(model, rows(0))
+                net = rk = under_budget(model, rows(0))
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         data = torch.utils.data.DataLoader([row for k in range(4) for row in rows(k)], batch_size=64)
         net, optimizer, data = tool.prepare(net, optimizer, data)
         torch.manual_seed(1)
-        losses = []
-        for x in data:
-            with tool.accumulate(net):
-                loss = F.cross_entropy(net(x), torch.zeros(len(x), dtype=torch.int64))
-                tool.backward(loss)
-                tool.clip_grad_norm_(net.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
+        losses, sections = [], Sections()
+        with sections:
+            for x in data:
+                with tool.accumulate(net):
+                    target = torch.zeros(len(x), dtype=torch.int64)
+                    sections.begin()
+                    loss = F.cross_entropy(net(x), target)
+                    tool.backward(loss)
+                    sections.end()
+                    tool.clip_grad_norm_(net.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.detach())
         results.append([*losses, *tool.unwrap_model(net).parameters()])
     assert_same(results[1], results[0])
+    assert_nothing_added(rk, sections)
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+def test_outputs_that_accelerate_casts_fit_in_the_room_for_the_loss() -> None:
+    """In mixed precision its wrapper returns them in float32, which is a copy. Here the peak is at the loss."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    tool = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 8), *(nn.Tanh() for _ in range(8)), nn.Linear(8, 512)), randn(64, 32, seed=0)
+    with tool.autocast():
+        rk = Rockmate(model, x, frontier(model, x, costs="flops").min_budget, costs="flops")
+    net, target = tool.prepare(rk), torch.zeros(64, dtype=torch.int64)
+
+    def step(call: nn.Module) -> None:
+        out = call(x)
+        assert out.dtype == torch.float32
+        tool.backward(F.cross_entropy(out, target))
+
+    assert_in_budget(rk, lambda: step(net))
     accelerate.state.AcceleratorState._reset_state(True)

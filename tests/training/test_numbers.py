@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_in_budget, assert_trains_as_eager, planned, step, under_budget
+from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
 from models import case, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
@@ -198,6 +198,44 @@ def test_autocast_within_the_model() -> None:
 
     eager, rk = pair(Inside, randn(128, 16, seed=0))
     assert_trains_as_eager(eager, rk, steps(lambda k: randn(128, 16, seed=k)))
+
+
+def test_several_calls_in_one_autocast_cast_for_themselves() -> None:
+    """Eager casts a weight once for all calls, and adds their gradients before it casts them back; without its cache of
+    cast weights it does what we do, bit for bit.
+    """
+    c = case("mlp")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rk = under_budget(c.model(), *c.call(0)[0])
+
+    def grads(call: nn.Module, cached: bool) -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+            loss = sum(square_loss(call(*c.call(k)[0])) for k in range(2))
+        return list(torch.autograd.grad(loss, list(call.parameters())))
+
+    eager = c.model()
+    for cached in (False, True):
+        assert_same(grads(rk, cached), grads(eager, cached=False))
+    assert not all(map(torch.equal, grads(rk, True), grads(eager, True))), "the README says that these differ"
+
+
+def test_autocast_without_its_cache_is_another_plan() -> None:
+    """A weight used twice in one call is then cast twice, and its gradients are added in float32."""
+    c = case("tied")
+    eager = c.model()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rk = under_budget(c.model(), *c.call(0)[0])
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        for cached in (True, False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+                out = call(*c.call(1)[0])
+            square_loss(out).backward()
+            yield from (p.grad.clone() for p in call.parameters() if p.grad is not None)
+            call.zero_grad()
+
+    assert_trains_as_eager(eager, rk, train)
+    assert rk.plans_made == 2
 
 
 def test_inputs_changed_before_the_backward_are_an_error() -> None:

@@ -1,0 +1,147 @@
+"""The plan of a module: what it keeps and runs again, and the figures promised for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rkgb.guards import is_guard
+from rkgb.Ktools import K_graph
+from rockmate.artefact import write_plan
+from rockmate.budget import show_bytes
+from rockmate.report import block_table
+from solvers import Problem, Run, Schedule, format_schedule, step_name, walk
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Plans that are by this fraction of the step above a proven bound, or less, are called the least.
+PROVEN = 1e-4
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What will be kept and what computed again, with the figures promised for it.
+
+    ``usual_loss``: the bytes of the loss that ``predicted_peak`` counts; ``problem.loss`` leaves room for a larger one.
+    ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever runs
+    again (proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole_graph``'s
+    class where that is higher); None for a plan that was loaded. ``reason``: what cut the search short, such as a time
+    limit; empty if nothing did.
+    """
+
+    budget: int
+    predicted_peak: int
+    predicted_overhead: float
+    schedule: Schedule
+    problem: Problem
+    graph: K_graph
+    solver: str
+    setup_seconds: dict[str, float]
+    usual_loss: int
+    costs: str = "measured"
+    loss_memory: int | None = None
+    missing: frozenset[str] = frozenset()
+    lower_bound: int | None = None
+    reason: str = ""
+
+    @property
+    def status(self) -> Literal["optimal", "feasible"]:
+        """ "optimal": no schedule within the budget takes less time, which is proven. "feasible": some may."""
+        return "optimal" if self.gap is not None and self.gap < PROVEN else "feasible"
+
+    @property
+    def gap(self) -> float | None:
+        """How much less, as a fraction of the planned step, the best schedule can take at most; 0 if none is better."""
+        if self.lower_bound is None:
+            return None
+        planned = walk(self.problem, self.schedule).time
+        return (planned - self.lower_bound) / planned if planned else 0.0
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """Values that the module's Python read from tensors; a call that finds others is planned anew."""
+        return tuple(f"{n.op} at {n.line}" for n in self.graph.s.d.nodes if is_guard(n))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of how the module was read."""
+        return self.graph.s.d.notes
+
+    @property
+    def recomputed(self) -> int:
+        """How many times a node runs again."""
+        return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine."""
+        write_plan(
+            path,
+            self.graph,
+            self.problem,
+            self.schedule,
+            budget=self.budget,
+            predicted_peak=self.predicted_peak,
+            predicted_overhead=self.predicted_overhead,
+            solver=self.solver,
+            costs=self.costs,
+            loss_memory=self.loss_memory,
+            missing=sorted(self.missing),
+            reason=self.reason,
+        )
+
+    def program(self) -> str:
+        """The schedule as a readable program."""
+        return format_schedule(self.problem, self.schedule)
+
+    def problem_with_usual_loss(self) -> Problem:
+        """The problem whose walk has the predicted peak."""
+        return dataclasses.replace(self.problem, loss=self.usual_loss)
+
+    def plot_memory(self, path: str | Path | None = None) -> Figure:
+        """Memory over the time of a step as a figure, also written to ``path``; see ``rockmate.plot.plot_memory``."""
+        from rockmate.plot import plot_memory
+
+        return plot_memory(self, path)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """A notebook shows the summary."""
+        printer.text(str(self))
+
+    def _overhead(self) -> str:
+        return f"{100 * self.predicted_overhead:.1f} %"
+
+    def _proof(self) -> str:
+        gap = self.gap
+        if gap is None:
+            return ""
+        return (
+            ", proven to be the least" if gap < PROVEN else f", at most {100 * gap:.2f} % of the step above the least"
+        )
+
+    def __str__(self) -> str:
+        seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
+        kinds = len({b.kind for b in self.problem.blocks})
+        walked = walk(self.problem_with_usual_loss(), self.schedule)
+        at = step_name(self.problem, self.schedule[walked.peak_step])
+        notes = [f"search stopped      {self.reason}"] if self.reason else []
+        notes += [f"guard               {g}" for g in self.guards] + [f"note                {n}" for n in self.notes]
+        return "\n".join(
+            [
+                f"budget              {show_bytes(self.budget)}",
+                f"predicted peak      {show_bytes(self.predicted_peak)}, at {at}",
+                f"predicted overhead  {self._overhead()}{self._proof()}",
+                f"nodes               {len(self.problem.nodes)}; runs again: {self.recomputed}",
+                f"blocks              {len(self.problem.blocks)}, of them distinct: {kinds}",
+                f"found by            {self.solver}",
+                f"set-up              {sum(self.setup_seconds.values()):.1f} s: {seconds}",
+                *notes,
+                "",
+                block_table(self.problem, self.schedule),
+            ]
+        )

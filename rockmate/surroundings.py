@@ -1,0 +1,83 @@
+"""What is in force around a call: hooks of all modules, hooks of saved tensors, tracers and transforms of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockmate.errors import BudgetWarning, HookError
+
+_GLOBAL_HOOKS = {
+    "register_module_forward_pre_hook": modules._global_forward_pre_hooks,
+    "register_module_forward_hook": modules._global_forward_hooks,
+    "register_module_full_backward_pre_hook": modules._global_backward_pre_hooks,
+    "register_module_full_backward_hook": modules._global_backward_hooks,
+}
+
+
+def is_recorded() -> bool:
+    """Whether torch.jit.trace, torch.export or another Rockmate records operations: those of the model itself."""
+    return torch._C._is_tracing() or torch.compiler.is_compiling()
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is in force; under these, autograd cannot be told what to save."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def leave_plan() -> None:
+    """Say that the model itself runs."""
+    warnings.warn(
+        "under torch.func's transforms the model itself runs, and the memory budget does not hold",
+        BudgetWarning,
+        stacklevel=3,
+    )
+
+
+def check_global_hooks() -> None:
+    """Raise ``HookError`` where a hook of all modules would not be called; torch's own only say where it is."""
+    for register, hooks in _GLOBAL_HOOKS.items():
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch."):
+                name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                raise HookError(
+                    f"the hook {name} of all modules ({register}) would not be called under a plan, which "
+                    "runs operations and not modules. Remove it (handle.remove()) before training; in eval() mode "
+                    "and without gradients it is called."
+                )
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Plan without what the caller's context would add: hooks of saved tensors (torch.utils.checkpoint,
+    save_on_cpu), modes that see every operation (FlopCounterMode), torch's own hooks of all modules, and the cache
+    of parametrizations.
+
+    Raises ``HookError`` for others' hooks of all modules.
+    """
+    check_global_hooks()
+    held = [(hooks, dict(hooks)) for hooks in _GLOBAL_HOOKS.values()]
+    saved: list[tuple[Any, Any]] = []
+    autograd = torch._C._autograd
+    cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        for hooks, _ in held:
+            hooks.clear()
+        while top := autograd._top_saved_tensors_default_hooks(True):
+            autograd._pop_saved_tensors_default_hooks()
+            saved.append(top)
+        with _disable_current_modes():
+            yield
+    finally:
+        parametrize._cache_enabled = cached
+        for pack, unpack in reversed(saved):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+        for hooks, before in held:
+            hooks.update(before)

@@ -1,0 +1,61 @@
+"""Peaks of parts of a longer program: of the steps that a training library runs by itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+from rkgb.memory import _events, _replay
+
+# Bytes of blocks that mark a moment among the allocator's events; nothing else has these sizes.
+BEGIN, END = 1_000_003, 1_000_033
+
+
+class Sections:
+    """One profiler session over a program; ``peaks``: bytes above the level at each ``begin()``, until its ``end()``.
+
+    What is released between the two counts as released whenever in the session it was allocated. Planning
+    measures memory too, and cannot happen in the session.
+    """
+
+    def __init__(self) -> None:
+        self.peaks: list[int] = []
+
+    def __enter__(self) -> Sections:
+        gc.collect()
+        self._profile = profile(use_cpu=True, profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        events = _events(self._profile)
+        begins = [k for k, event in enumerate(events) if event[2] == BEGIN]
+        ends = [k for k, event in enumerate(events) if event[2] == END]
+        for begin, end in zip(begins, ends, strict=True):
+            before = _replay(events[:begin])[1]
+            self.peaks.append(_replay(events[:begin] + events[begin + 2 : end], begin)[0] - before)
+
+    def begin(self) -> None:
+        """A section starts."""
+        torch.empty(BEGIN, dtype=torch.uint8)
+
+    def end(self) -> None:
+        """It ends."""
+        torch.empty(END, dtype=torch.uint8)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, each of its calls a section."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            self.begin()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.end()
+
+        return measured

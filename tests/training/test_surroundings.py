@@ -1,0 +1,218 @@
+"""A Rockmate under torch's compilers, tracers and transforms, and hooks of all modules: it works, or says what not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, step
+from models import square_loss
+from test_ways import X, gradients, net, planned
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
+
+from rockmate import BudgetWarning, HookError, InputError, Rockmate
+
+# ------------------------------------------------------------------------------------------- compilers
+
+
+def compiled(call: nn.Module) -> Any:
+    yield from step(torch.compile(call, backend="eager"), (X,))
+
+
+def compiled_within(call: nn.Module) -> Any:
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Linear(32, 32), nn.GELU(), call, nn.Tanh(), nn.Linear(32, 4))
+    yield from step(torch.compile(whole, backend="eager"), (X,))
+    yield from gradients(whole)
+
+
+def compiled_in_place(call: nn.Module) -> Any:
+    call.compile(backend="eager")
+    yield from step(call, (X[:40],))
+
+
+@pytest.mark.parametrize("way", [compiled, compiled_within, compiled_in_place], ids=lambda way: way.__name__)
+def test_a_rockmate_runs_as_it_is_under_torch_compile(way: Any) -> None:
+    """Its plan is not compiled; what lies around it is."""
+    rk = planned(net())
+    assert_trains_as_eager(net(), rk, lambda _, call: way(call))
+    assert_in_budget(rk, lambda: step(torch.compile(rk, backend="eager"), (X,)))
+
+
+def test_models_that_were_compiled_are_refused() -> None:
+    with pytest.raises(InputError, match=r"it was compiled.*as it was before torch\.compile"):
+        Rockmate(torch.compile(net(), backend="eager"), X, "1 MiB")
+    rk = planned(net())
+    rk.layers[0].compile(backend="eager")
+    with pytest.raises(InputError, match=r"its submodule 'layers\.0' was compiled"):
+        rk(X)
+
+
+@pytest.mark.filterwarnings(r"ignore:`torch.jit.\w+` is deprecated:DeprecationWarning")
+def test_what_records_operations_records_the_model() -> None:
+    eager, rk = net().eval(), planned(net())
+    exported = torch.export.export(rk, (X,)).module()  # while it trains
+    recorded = torch.jit.trace(rk.eval(), (X,))
+    assert_same([recorded(X)], [eager(X)])
+    assert exported(X).shape == X.shape
+    assert_trains_as_eager(net(), planned(net()), lambda _, call: step(call, (X,)))
+
+
+def test_a_rockmate_within_another() -> None:
+    """The outer one's plan covers both."""
+    eager, inner = nn.Sequential(net(), nn.Tanh()), nn.Sequential(planned(net()), nn.Tanh())
+    rk = Rockmate(inner, X, 3 * planned(net()).budget, costs="flops")
+    assert_trains_as_eager(eager, rk, lambda _, call: step(call, (X,)))
+    assert inner[0].plans_made == 0
+
+
+# ------------------------------------------------------------------------------------------ transforms
+
+
+def without_random(model: Any) -> None:
+    model.norm.eval()
+    for layer in model.layers:
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+
+
+def gradient_of_parameters(model: nn.Module, call: nn.Module) -> Any:
+    tensors = {k: p.detach() for k, p in model.named_parameters()}
+    loss = lambda given: square_loss(torch.func.functional_call(call, given, (X,)))  # noqa: E731
+    return torch.func.grad(loss)(tensors).values()
+
+
+def gradient_of_each_row(_: nn.Module, call: nn.Module) -> Any:
+    return [torch.func.vmap(torch.func.grad(lambda x: square_loss(call(x[None]))))(X)]
+
+
+def forward_mode(_: nn.Module, call: nn.Module) -> Any:
+    return torch.func.jvp(call, (X,), (torch.ones_like(X),))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's forward mode
+@pytest.mark.parametrize(
+    "way", [gradient_of_parameters, gradient_of_each_row, forward_mode], ids=lambda way: way.__name__
+)
+def test_under_transforms_the_model_itself_runs_and_says_so(way: Any) -> None:
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        without_random(model)
+        yield from way(model, call)
+
+    with pytest.warns(BudgetWarning, match=r"under torch\.func's transforms the model itself runs"):
+        assert_trains_as_eager(net(), planned(net()), train)
+
+
+# --------------------------------------------------------------------------------- hooks of all modules
+
+
+@contextmanager
+def hook_of_all(kind: str) -> Iterator[list[Any]]:
+    seen: list[Any] = []
+    handle = getattr(modules, f"register_module_{kind}_hook")(lambda module, *_: seen.append(type(module)))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_all_modules_are_refused_by_name(kind: str) -> None:
+    rk = planned(net())
+    with hook_of_all(kind) as seen:
+        with pytest.raises(
+            HookError, match=rf"hook_of_all\.<locals>\.<lambda> of all modules \(register_module_{kind}"
+        ):
+            rk(X)
+        with pytest.raises(HookError, match=rf"register_module_{kind}_hook"):
+            Rockmate(net(), X, "1 MiB")
+        seen.clear()
+        rk.eval()(X.clone().requires_grad_()).sum().backward()
+        assert nn.GELU in seen
+    rk.train().zero_grad()
+    assert_trains_as_eager(net(), rk, lambda _, call: step(call, (X,)))
+
+
+def test_flops_are_counted_around_a_step() -> None:
+    """torch's counter hooks all modules. It counts what a plan runs again, and nothing of the planning."""
+    counts = []
+    for call in (net(), planned(net()), Rockmate(copy.deepcopy(net()), X, "1 GiB", costs="flops")):
+        for x in (X, X[:40]):
+            with FlopCounterMode(display=False) as counter:
+                step(call, (x,))
+            counts.append(counter.get_total_flops())
+    eager, planned_, kept = counts[:2], counts[2:4], counts[4:]
+    assert kept == eager
+    assert planned_[0] >= eager[0]
+    assert not modules._global_forward_pre_hooks
+
+
+# -------------------------------------------------------------------------- changes to the Rockmate itself
+
+
+class Direct(nn.Module):
+    """Has a weight of its own, not in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+@pytest.mark.parametrize(
+    ("register", "name"),
+    [
+        (lambda m: parametrize.register_parametrization(m, "weight", nn.Identity()), "a parametrization"),
+        (lambda m: parametrizations.weight_norm(m, "weight"), "a parametrization"),
+        (lambda m: prune.l1_unstructured(m, "weight", amount=0.5), "L1Unstructured"),
+    ],
+    ids=["parametrize", "weight_norm", "prune"],
+)
+def test_weights_replaced_on_the_rockmate_are_refused(register: Any, name: str) -> None:
+    """The model's forward would not see them; on the model they work."""
+    eager, model = Direct(), Direct()
+    rk = Rockmate(model, X, "1 MiB", costs="flops")
+    register(rk)
+    with pytest.raises(InputError, match=rf"{name} was registered on the Rockmate.*rk\.original"):
+        rk(X)
+    model = Direct()
+    rk = Rockmate(model, X, "1 MiB", costs="flops")
+    register(model)
+    register(eager)
+    assert_trains_as_eager(eager, rk, lambda _, call: step(call, (X,)))
+
+
+def test_cached_parametrizations_while_planning() -> None:
+    def train(model: Any, call: nn.Module) -> Any:
+        parametrize.register_parametrization(model.head, "weight", nn.Identity())
+        with parametrize.cached():
+            yield from step(call, (X,))
+
+    assert_trains_as_eager(net(), planned(net()), train)
+
+
+def test_hooks_of_the_state_are_the_models() -> None:
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        seen: list[str] = []
+        call.register_state_dict_pre_hook(lambda *_: seen.append("before"))
+        call.register_state_dict_post_hook(lambda *_: seen.append("after"))
+        call.register_load_state_dict_pre_hook(lambda *_: seen.append("before loading"))
+        call.register_load_state_dict_post_hook(lambda *_: seen.append("after loading"))
+        nn.Sequential(call).load_state_dict(nn.Sequential(call).state_dict())
+        yield seen
+
+    assert_trains_as_eager(net(), planned(net()), train)
+
+
+def test_copies_on_many_devices_are_refused() -> None:
+    with pytest.raises(InputError, match=r"DataParallel copies modules.*DistributedDataParallel\(Rockmate"):
+        planned(net())._replicate_for_data_parallel()
