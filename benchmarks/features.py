@@ -238,3 +238,176 @@ def sparse_input() -> Case:
     )
     model = Calls(lambda m, x, a: m.second(torch.sparse.mm(a, m.first(x))), first=linear(), second=linear())
     return model, (torch.randn(4, 8), edges), {}
+
+
+@case
+def cells_with_attention() -> Case:
+    """A GRU cell writes into parts of one memory that count their versions apart."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x[:, 0]
+        for t in range(1, 4):
+            weights = m.score(torch.cat([x, h.unsqueeze(1).expand(-1, 4, -1)], -1)).softmax(1)
+            h = m.cell((weights * x).sum(1) + x[:, t], h)
+        return m.out(h)
+
+    return Calls(forward, cell=nn.GRUCell(8, 8), score=nn.Linear(16, 1), out=linear()), (torch.randn(4, 4, 8),), {}
+
+
+@case
+def statistics_in_a_chain() -> Case:
+    """Norms that run again, whose statistics have changed since."""
+    layers = [nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8, momentum=None), nn.ReLU()]
+    layers += [nn.InstanceNorm1d(8, track_running_stats=True), nn.BatchNorm1d(8, affine=False), nn.RMSNorm([8, 10])]
+    return nn.Sequential(*layers), (torch.randn(3, 4, 12),), {}
+
+
+@case
+def codebook_by_data() -> Case:
+    """Buffers written through ``.data``, and a codebook assigned."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        nearest = torch.cdist(h, m.codes).argmin(-1)
+        chosen = F.one_hot(nearest, 5).float()
+        with torch.no_grad():
+            m.count.data.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            m.sums.data.mul_(0.9).add_(chosen.T @ h, alpha=0.1)
+            m.codes.data.copy_(m.sums / m.count.clamp(min=0.1).unsqueeze(1))
+        return m.second(h + (F.embedding(nearest, m.codes) - h).detach())
+
+    model = Calls(forward, first=linear(), second=linear())
+    model.register_buffer("codes", torch.randn(5, 8))
+    model.register_buffer("count", torch.zeros(5))
+    model.register_buffer("sums", torch.randn(5, 8))
+    return model, (torch.randn(4, 8),), {}
+
+
+@case
+def averaged_teacher() -> Case:
+    """Parameters written in forward: averaged in place and through ``.data``, clamped, normalized."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for p, q in zip(m.first.parameters(), m.teacher.parameters(), strict=True):
+                q.mul_(0.9).add_(p, alpha=0.1)
+            for p, q in zip(m.second.parameters(), m.other.parameters(), strict=True):
+                q.data = q.data * 0.9 + p.data * 0.1
+            m.second.bias.clamp_(-0.1, 0.1)
+            target = m.other(m.teacher(x).relu())
+        m.second.weight.data.div_(m.second.weight.data.norm(dim=1, keepdim=True))
+        h = m.first(x).relu()
+        h.data.clamp_(max=0.5)
+        return (m.second(h) - target).square().mean(-1)
+
+    parts = {name: linear() for name in ("first", "second", "teacher", "other")}
+    for name in ("teacher", "other"):
+        parts[name].requires_grad_(False)
+    return Calls(forward, **parts), (torch.randn(4, 8),), {}
+
+
+@case
+def booleans_as_numbers() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        keep = (x > 0) & True
+        keep |= torch.full((4, 8), False)
+        keep = keep.scatter(1, torch.zeros(4, 1, dtype=torch.long), True)
+        keep &= True
+        signs = x.view(torch.int32) >> 31
+        return m.first(x).masked_fill(keep == False, 0.0) * (2 + signs)  # noqa: E712
+
+    return Calls(forward, first=linear()), (torch.randn(4, 8),), {}
+
+
+@case
+def weights_from_another_net() -> Case:
+    """``functional_call`` with computed weights, alone and for an ensemble; parametrizations cached."""
+
+    def forward(m: Any, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        weights = m.maker(c)
+        parts = {"weight": weights[:64].view(8, 8), "bias": weights[64:]}
+        h = torch.func.functional_call(m.target, parts, (x,)).relu()
+        three = {k: torch.stack([v, 2 * v, v.tanh()]) for k, v in parts.items()}
+        several = torch.vmap(lambda p, y: torch.func.functional_call(m.target, p, (y,)), (0, None))(three, h)
+        with nn.utils.parametrize.cached():
+            return m.symmetric(m.symmetric(several).tanh())
+
+    symmetric = linear()
+    nn.utils.parametrize.register_parametrization(symmetric, "weight", Calls(lambda m, w: w.triu() + w.triu(1).mT))
+    target = linear().requires_grad_(False)
+    return (
+        Calls(forward, maker=nn.Linear(5, 72), target=target, symmetric=symmetric),
+        (torch.randn(4, 8), torch.randn(5)),
+        {},
+    )
+
+
+@case
+def attention_by_given_kernels() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = m.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            h = F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, h, is_causal=True)
+
+    return Calls(forward, qkv=linear(48)), (torch.randn(2, 7, 8),), {}
+
+
+@case
+def vmapped_dropout() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: F.dropout(m.first(row), 0.5), randomness="different")(x)
+
+    return Calls(forward, first=linear()), (torch.randn(4, 8),), {}
+
+
+class Counting(torch.autograd.Function):
+    """Writes into a buffer, and into its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        x.clamp_(min=0)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * (x > 0), None
+
+
+@case
+def function_that_writes() -> Case:
+    model = Calls(lambda m, x: m.second(Counting.apply(m.first(x), m.mean)) - m.mean, first=linear(), second=linear())
+    model.register_buffer("mean", torch.zeros(8))
+    return model, (torch.randn(4, 8),), {}
+
+
+@case
+def losses_of_columns() -> Case:
+    """Losses of columns of one result, whose gradients must be added in eager mode's order."""
+
+    def forward(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h, p = m.first(x), (y == 1).float()
+        loss = F.cross_entropy(h, y) + F.nll_loss(h.log_softmax(1), y)
+        loss = loss + F.binary_cross_entropy_with_logits(h[:, 0], p)
+        return loss + F.smooth_l1_loss(h[:, 1], p) + F.huber_loss(h[:, 2], p)
+
+    return Calls(forward, first=linear()), (torch.randn(5, 8), torch.tensor([0, 1, 3, 1, 5])), {}
+
+
+@case
+def detached_branches() -> Case:
+    """A teacher that is run with gradients and then detached, and weights rounded to three values."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        target = m.teacher(x).detach()
+        w = m.first.weight
+        scale = w.abs().mean()
+        w = w + ((w / scale).round().clamp(-1, 1) * scale - w).detach()
+        return (m.second(F.linear(x, w).tanh()) - target).square()
+
+    teacher = nn.Sequential(*(layer for _ in range(6) for layer in (linear(), nn.Tanh())))
+    return Calls(forward, teacher=teacher, first=linear(), second=linear()), (torch.randn(64, 8),), {}

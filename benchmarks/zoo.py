@@ -72,7 +72,7 @@ def step(call: Any, model: torch.nn.Module, args: Any, kwargs: Any, seeds: dict[
 def difference(a: list[Any], b: list[Any]) -> float:
     """The largest relative difference, 0.0 where all is equal bit for bit."""
     worst = 0.0
-    for x, y in zip(a, b, strict=True):
+    for x, y in zip(map(_dense, a), map(_dense, b), strict=True):
         if (x is None) != (y is None) or (x is not None and x.shape != y.shape):
             return float("inf")
         if x is not None and not torch.equal(x, y) and not torch.allclose(x, y, rtol=0, atol=0, equal_nan=True):
@@ -81,11 +81,18 @@ def difference(a: list[Any], b: list[Any]) -> float:
     return worst
 
 
+def _dense(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Gradients of sparse embeddings, and adjacency matrices, are compared as what they stand for."""
+    return t if t is None or t.layout == torch.strided else t.detach().to_dense()
+
+
 @contextlib.contextmanager
 def plain_checkpoints() -> Iterator[None]:
     """torch.utils.checkpoint changes batch norm's statistics twice a step; the reference changes them once."""
     original = torch.utils.checkpoint.checkpoint
-    torch.utils.checkpoint.checkpoint = lambda f, *args, use_reentrant=None, **kwargs: f(*args, **kwargs)
+    torch.utils.checkpoint.checkpoint = lambda f, *args, use_reentrant=None, preserve_rng_state=True, **kwargs: f(
+        *args, **kwargs
+    )
     try:
         yield
     finally:
@@ -122,7 +129,7 @@ def _figures(built: Any, row: dict[str, Any]) -> None:
     model, args, kwargs = fresh(built)
     start = time.perf_counter()
     rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs)
-    with preserved(model, tensors_of((args, kwargs))):
+    with preserved(model, tensors_of((args, kwargs)), [name for name, _ in model.named_parameters()]):
         step(rk, model, args, kwargs, seeds)  # makes the plan for the values that this seed brings
     forget_gradients(model, args, kwargs)
     row["graph_seconds"] = round(time.perf_counter() - start, 1)

@@ -7,17 +7,19 @@ here parameters, buffers and captured tensors are inputs of the trace, so a tied
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rkgb.capture import Call, HostRead, Recorder, map_tensors, preserved, record
+from rkgb.capture import Call, HostRead, Recorder, call_in, map_tensors, outside_vmap, preserved
 from rkgb.errors import UnsupportedError
-from rkgb.graphs import B_graph, Mode, Node, Ref, Source, Structure, refs
+from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.guards import Guard
 from rkgb.randomness import own_generators
+from rkgb.record import record
+from rkgb.respelled import constant, data_of
 from rkgb.sample import Sample, call_of
 from rkgb.trees import flatten, unflatten
 
@@ -32,7 +34,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "Bool": bool,
     "device": lambda t: t.device,
     "dtype": lambda t: t.dtype,
-    "data": lambda t: t.data,
+    "data": data_of,
     "size": lambda t, dim=None: list(t.shape) if dim is None else t.shape[dim],
 }
 _INLINE = ("prim::ListConstruct", "prim::TupleConstruct")
@@ -71,21 +73,26 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     captured: list[torch.Tensor] = []
     while True:
         seen = Recorder([*known, *captured], own_generators(model))
-        with preserved(model, inputs):
+        with preserved(model, [*inputs, *captured]):
             try:
                 graph, results = record(run, [*known, *captured], seen)
             except UnsupportedError:
                 if not any(t.requires_grad for t in seen.captured):  # these the trace must know of beforehand
                     raise
-        more = [t for t in seen.captured if t.is_leaf]
+            finally:
+                seen.written.put_back()
+        more = [t for t in seen.captured if t.is_leaf and outside_vmap(t) is t]
         if not more or (captured and not any(t.requires_grad for t in more)):
             break  # made anew in each run: constants
         captured += more
     sources = [Source("input", k) for k in range(len(inputs))] + [
         Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
     ]
-    sources += [Source("constant", t) for t in captured]
-    b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure[-1], seen.reads, notes)
+    held = _held(model, captured)
+    sources += [Source("buffer", held[id(t)]) if id(t) in held else Source("constant", t) for t in captured]
+    written = (*(name for name, t in own.items() if seen.written.changed(t)), *held.values())
+    called = replace(structure[-1], written=written)
+    b = _Reader(graph, sources, list(seen.calls)).read(len(results), called, seen.reads, notes)
     return b, [t.detach() for t in results]
 
 
@@ -121,6 +128,13 @@ def _plainly_equal(a: Any, b: Any) -> bool:
 def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by qualified name; a tensor under several names is listed once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _held(model: torch.nn.Module, captured: Sequence[torch.Tensor]) -> dict[int, str]:
+    """The qualified names of modules' attributes that hold captured tensors, by the tensors' identities."""
+    wanted = {id(t) for t in captured}
+    attributes = [(f"{n}.{k}" if n else k, v) for n, m in model.named_modules() for k, v in vars(m).items()]
+    return {id(v): name for name, v in reversed(attributes) if id(v) in wanted}
 
 
 def _constants(leaves: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
@@ -173,13 +187,13 @@ class _Reader:
     def _node(self, node: Any) -> None:
         kind = node.kind()
         if kind == "prim::Constant":
-            self.env[node.output().debugName()] = _constant(node)
+            self.env[node.output().debugName()] = constant(node)
             return
         outputs = list(node.outputs())
         inputs = [self.env[v.debugName()] for v in node.inputs()]
-        mode, line, generator = self._call(node.scopeName())
-        if generator is not None:
-            inputs = [generator if isinstance(a, torch.Generator) else a for a in inputs]
+        mode, line, what = call_in(node.scopeName(), self.calls)
+        if what is not None:
+            inputs = [what if isinstance(a, torch.Generator) else a for a in inputs]
         if kind in _INLINE:
             self.env[outputs[0].debugName()] = inputs if kind == _INLINE[0] else tuple(inputs)
         elif kind in _UNPACK and isinstance(inputs[0], (list, tuple)):
@@ -189,7 +203,9 @@ class _Reader:
             self._unpack(inputs[0], outputs)
         else:
             op, args, kwargs = self._operation(node, kind, inputs, line)
-            name = kind.split("::")[1]
+            if callable(what):
+                op, args, kwargs = what, (inputs[0],), ()
+            name = kind.split("::")[1] if op is not data_of else "data"
             several = len(outputs) > 1
             made = tuple(self._made(v, name) for v in outputs)
             self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line))
@@ -220,10 +236,6 @@ class _Reader:
         made = tuple(self._made(v, node.name) for v in outputs)
         self.nodes[at] = Node(node.op, node.name, node.args, node.kwargs, made, True, node.mode, node.line)
 
-    def _call(self, scope: str) -> Call:
-        marks = re.findall(r"@(\d+)@", scope)
-        return self.calls[int(marks[-1])] if marks else (Mode(), "", None)
-
     def _operation(self, node: Any, kind: str, inputs: list[Any], line: str) -> tuple[Any, tuple[Any, ...], Any]:
         if kind == "prim::PythonOp":
             return _python_function(node), _python_arguments(node, inputs), ()
@@ -251,13 +263,6 @@ def _source_name(source: Source) -> str:
     if source.kind == "input":
         return f"input{source.key}"
     return str(source.key) if source.kind != "constant" else "constant"
-
-
-def _constant(node: Any) -> Any:
-    # A 0-dim tensor read by t() keeps its "wrapped number" flag, which decides type promotion.
-    if node.hasAttribute("value") and node.kindOf("value") == "t":
-        return node.t("value")
-    return node.output().toIValue()
 
 
 def _python_function(node: Any) -> Callable[..., Any]:

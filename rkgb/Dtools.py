@@ -44,7 +44,7 @@ class Probed(NamedTuple):
 def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Probed:
     """Run ``b`` on ``inputs``."""
     run = _Probe(b)
-    with preserved(model, inputs), torch.enable_grad(), drop_saved():
+    with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
         for v, source in b.sources.items():
             run.define_source(v, source_value(source, model, inputs), source.kind == "buffer")
         for index, node in enumerate(b.nodes):
@@ -109,7 +109,7 @@ class _Probe:
             self.numbers_read = True
             guard = Guard(node.op, node.name, self.folded[node.outputs[0]], node.line)
             self._run(dataclasses.replace(node, op=guard, name="guard", outputs=()))
-        elif is_split(node, self.env.__getitem__):
+        elif not any(v in self.folded for v in reads) and is_split(node, self.env.__getitem__):
             for part in split(node, self.env.__getitem__, self._new_value):
                 self._run(part)
                 self.dying[index] += [v for v in part.outputs if v >= len(self.b.names)]
@@ -163,6 +163,12 @@ class _Probe:
             results = run_node(fixed, self.env.__getitem__)
         if not all(isinstance(r, torch.Tensor) for r in results):
             raise TraceError(f"{node.name} at {node.line} returns {results}, which is no tensor")
+        for t in results:
+            if t.layout != torch.strided or t.is_nested:
+                raise UnsupportedError(
+                    f"{node.name} at {node.line} makes a {'nested' if t.is_nested else 'sparse'} tensor, which no plan "
+                    "can keep or drop. Wrap the submodules around that line instead of the whole module."
+                )
         self.random.update((x, random_state(x)) for x in drawn)
         random = any(not torch.equal(state, self.random[x]) for state, x in zip(before, drawn, strict=True))
         changed = {v for v in reads if self.env[v]._version != versions[v]}
@@ -172,11 +178,6 @@ class _Probe:
             self._define(v, t, index)
         known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
         private = tuple({x._cdata: taken(x.nbytes(), x.device) for x in packed if x._cdata not in self.live}.values())
-        for t in results:
-            if t.layout != torch.strided:
-                raise UnsupportedError(
-                    f"{node.name} at {node.line} makes a sparse tensor, which no plan can keep or drop"
-                )
         packed.clear()  # the hook lives as long as the graph
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)

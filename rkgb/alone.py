@@ -6,11 +6,13 @@ backward, so that autograd is their only owner, as in a whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
 from rkgb.graphs import D_graph, S_node
 from rkgb.program import run_node
 
@@ -99,6 +101,30 @@ class NodeRun:
     def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients for ``ends(results)``."""
         return [gradient(t.shape, x, t.dtype, t.device) for t, x in zip(self.ends(results), self.layouts, strict=True)]
+
+
+@contextlib.contextmanager
+def gradients_watched(model: torch.nn.Module, d: D_graph, node: S_node) -> Iterator[None]:
+    """Raise ``UnsupportedError`` if the backward of ``node`` gives parameters of ``model`` gradients by itself."""
+    functions = [d.nodes[op] for op in node.ops if not isinstance(d.nodes[op].op, torch._ops.OpOverload)]
+    if not functions:
+        yield
+        return
+    before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        changed = [
+            p for p, g, copy in before if p.grad is not g or not (g is None or copy is None or torch.equal(g, copy))
+        ]
+        for p, g, copy in before if changed else ():
+            p.grad = g if g is None or copy is None else g.copy_(copy)
+    if changed:
+        raise UnsupportedError(BACKWARD_INSIDE.format(what=functions[0].name, line=functions[0].line))
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is None or b is None or torch.equal(a, b)
 
 
 def feed(note: Callable[[Any], None], run: NodeRun, results: list[torch.Tensor]) -> torch.Tensor:

@@ -1,30 +1,30 @@
 """Run a module under observation: what a trace cannot tell (captured tensors, reads by Python), and its modes.
 
-The one place that touches PyTorch's private tracing entry points.
+With ``rkgb/record.py`` the place that touches PyTorch's private tracing entry points.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
-import warnings
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from rkgb.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import Mode
 from rkgb.guards import shaped_by_data, shapes, snapshot
-from rkgb.patches import traceable
+from rkgb.lines import user_line
 from rkgb.randomness import Drawn, generators_in, own_generators, random_state, set_random_state
+from rkgb.respelled import Respelled, respelled
+from rkgb.written import Written
 
 # What Python reads from the data of tensors.
 _HOST_READS = frozenset(
@@ -34,14 +34,14 @@ _HOST_READS = frozenset(
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
-# What people print of them: no decision follows.
-_PRINTED = frozenset({"Tensor.__repr__", "Tensor.__str__", "Tensor.__format__"})
-
 _HOOKS = frozenset({"Tensor.register_hook", "Tensor.register_post_accumulate_grad_hook"})
 
-# Sizes are plain numbers in a trace: a call with other shapes is traced again.
-_SIZES = frozenset(
+_SWITCHES = frozenset({"Tensor.requires_grad_", "requires_grad.__set__"})
+
+# Sizes are plain numbers in a trace: a call with other shapes is traced again. Nothing follows from what is printed.
+_UNRECORDED = frozenset(
     {"Tensor.size", "Tensor.stride", "Tensor.numel", "Tensor.nelement", "Tensor.__len__", "shape.__get__"}
+    | {"Tensor.__repr__", "Tensor.__str__", "Tensor.__format__"}
 )
 
 
@@ -57,9 +57,14 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def current_mode() -> Mode:
-    """The grad mode and autocast state of this thread."""
+    """The grad mode and autocast state of this thread, and the kernels of attention."""
     on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return Mode(torch.is_grad_enabled(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in on))
+    kernels = attention_kernels()
+    return Mode(
+        torch.is_grad_enabled(),
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
+        () if kernels == USUAL_ATTENTION else kernels,
+    )
 
 
 def drop_saved() -> saved_tensors_hooks:
@@ -72,16 +77,17 @@ def drop_saved() -> saved_tensors_hooks:
 
 
 @contextlib.contextmanager
-def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Afterwards buffers, inputs and generators are as they were, and the former count as never changed: graphs from
-    before may have saved them.
+def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[None]:
+    """Afterwards buffers, inputs, generators and the tensors named in ``written`` are as they were, and all but the
+    generators count as never changed: graphs from before may have saved them.
     """
     devices = {torch.device("cpu")} | {t.device for t in (*inputs, *model.parameters())}
     drawn: list[Drawn] = [*devices, *own_generators(model)]
     states = [(x, random_state(x)) for x in drawn]
     buffers = dict(model.named_buffers())
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
-    copies = [(t, t.detach().clone()) for t in (*buffers.values(), *inputs) if t.layout == torch.strided]
+    kept = [*buffers.values(), *inputs, *(_held(model, name) for name in written)]
+    copies = [(t, t.detach().clone()) for t in kept if t.layout == torch.strided]
     counted = tuple(t for t, _ in copies if not t.is_inference())
     versions = tuple(t._version for t in counted)
     try:
@@ -96,6 +102,12 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterato
         torch._C._autograd._unsafe_set_version_counter(counted, versions)
         for x, state in states:
             set_random_state(x, state)
+
+
+def _held(model: torch.nn.Module, name: str) -> torch.Tensor:
+    module, _, key = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(module), key)
+    return tensor
 
 
 @contextlib.contextmanager
@@ -128,8 +140,14 @@ class HostRead:
         return list(tensors_in((self.args, self.kwargs)))
 
 
-Call = tuple[Mode, str, torch.Generator | None]
-"""Mode and source line of a traced call, and the generator that it was given (a trace holds a copy)."""
+Call = tuple[Mode, str, torch.Generator | Respelled | None]
+"""Mode and source line of a traced call; the generator that it was given (a trace holds a copy), or what it does."""
+
+
+def call_in(scope: str, calls: Sequence[Call]) -> Call:
+    """Which of the recorder's ``calls`` the scope of a node in the trace stands for."""
+    marks = re.findall(r"@(\d+)@", scope)
+    return calls[int(marks[-1])] if marks else (Mode(), "", None)
 
 
 class Recorder(TorchFunctionMode):
@@ -147,6 +165,7 @@ class Recorder(TorchFunctionMode):
         self.reads: list[HostRead] = []
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
+        self.written = Written(known)
         self.calls: dict[Call, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,33 +173,52 @@ class Recorder(TorchFunctionMode):
         if tracing is None or self.inside_function:
             return func(*args, **(kwargs or {}))
         name = _call_name(func)
+        kwargs = kwargs or {}
+        self._refuse(func, name, args)
+        if name in _UNRECORDED:
+            with untraced(tracing):
+                return func(*args, **kwargs)
+        what = respelled(name, args, kwargs)
+        if what is not None or not name.endswith("__get__"):
+            self._look_for_captured((args, kwargs))
+        if name == "data.__set__":
+            return self._assign_data(*args)
+        if what is not None:
+            return self._recorded_as(tracing, what, args[0])
+        if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
+            return self._read(tracing, func, name.split(".")[-1].strip("_"), args, kwargs)
+        return self._recorded(tracing, func, name, args, kwargs)
+
+    def _refuse(self, func: Any, name: str, args: tuple[Any, ...]) -> None:
+        """Raise ``UnsupportedError`` for what no plan can do."""
         if name in _HOOKS:
             raise UnsupportedError(
                 f"forward registers a hook on a tensor ({name} at {user_line()}), which a plan would not do again. "
                 "Use an autograd.Function for what the hook does to the gradient."
             )
-        if name in _SIZES:
-            with _untraced(tracing):
-                return func(*args, **(kwargs or {}))
-        if not name.endswith("__get__"):
-            self._look_for_captured((args, kwargs))
-        if name in _PRINTED:
-            with _untraced(tracing):
-                return func(*args, **(kwargs or {}))
         if func in _GRADIENTS:
             raise UnsupportedError(
                 f"{name} at {user_line()}: the module computes gradients inside its forward, which no plan can "
                 "foresee. Wrap the submodules that do not, instead of the whole module."
             )
-        if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
-            return self._read(tracing, func, name.split(".")[-1].strip("_"), args, kwargs or {})
-        generator = self._generator(name, (*args, *(kwargs or {}).values()))
+        if name in _SWITCHES and self.written.is_parameter(args[0]) and args[0].requires_grad != all(args[1:]):
+            raise UnsupportedError(
+                f"forward switches requires_grad of a parameter at {user_line()}, which a plan would not do again. "
+                "Use its values without gradient instead: detach(), or functional_call with detached parameters."
+            )
+
+    def _recorded(self, tracing: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call as the trace records it."""
+        generator = self._generator(name, (*args, *kwargs.values()))
         before = _draws(tracing, generator)
+        with untraced(tracing):
+            copies = self.written.before(name, (args, kwargs))
         tracing.push_scope(self.scope(generator))
         try:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         finally:
             tracing.pop_scope()
+        self.written.after(copies)
         if _draws(tracing, generator) != before:
             self.draws += self._marked(tracing, list(tensors_in(result)))
         for t in tensors_in(result):
@@ -189,6 +227,29 @@ class Recorder(TorchFunctionMode):
         if shaped_by_data(name.split(".")[-1], args):
             self._read(tracing, shapes, "shape", tuple(tensors_in(result)), {})
         return result
+
+    def _recorded_as(self, tracing: Any, what: Respelled, t: torch.Tensor) -> torch.Tensor:
+        """``what(t)``, whose node in the trace is one that the tracer knows."""
+        with untraced(tracing):
+            self.written.keep(t)
+            result = what(t)
+        tracing.push_scope(self.scope(what))
+        try:
+            torch._C._set_value_trace(result, torch._C._get_value_trace(t.detach()))  # type: ignore[attr-defined]
+        finally:
+            tracing.pop_scope()
+        self._remember(result)
+        return result
+
+    def _assign_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
+        """``t.data = value``: of a tensor that stays, its contents are changed."""
+        if not self.written.may_take(t, value):
+            raise UnsupportedError(
+                f"forward gives a tensor the memory of another (.data = … at {user_line()}), which a plan would not do "
+                "again. Write into it instead (.data.copy_(…)), or compute a new tensor."
+            )
+        with self, torch.no_grad():
+            t.data.copy_(value)
 
     def _generator(self, name: str, arguments: tuple[Any, ...]) -> torch.Generator | None:
         """The generator that a call is given."""
@@ -200,14 +261,14 @@ class Recorder(TorchFunctionMode):
             )
         return generator
 
-    def scope(self, generator: torch.Generator | None = None) -> str:
-        """A scope name that stands for the present mode and source line, and the generator of the call."""
-        return f"@{self.calls.setdefault((current_mode(), user_line(), generator), len(self.calls))}@"
+    def scope(self, what: torch.Generator | Respelled | None = None) -> str:
+        """A scope name that stands for the present mode and source line, and what else is known of the call."""
+        return f"@{self.calls.setdefault((current_mode(), user_line(), what), len(self.calls))}@"
 
     def _read(self, tracing: Any, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Read outside the trace; a marker of each tensor says in the trace what was read, and where."""
         marked = self._marked(tracing, args), self._marked(tracing, kwargs)
-        with _untraced(tracing):
+        with untraced(tracing):
             value = func(*args, **kwargs)
             self.reads.append(HostRead(func, name, marked[0], marked[1], snapshot(value), user_line()))
         return value
@@ -216,7 +277,7 @@ class Recorder(TorchFunctionMode):
         """``tree`` with each tensor replaced by a marker: an empty tensor whose node in the trace reads it."""
         tracing.push_scope(self.scope())
         try:
-            return map_tensors(tree, lambda t: t.new_empty(0) if t.layout == torch.strided else t.detach())
+            return map_tensors(tree, lambda t: _mark(outside_vmap(t)))
         finally:
             tracing.pop_scope()
 
@@ -225,6 +286,8 @@ class Recorder(TorchFunctionMode):
             if t.grad_fn is None and not self._knows(t):
                 self._remember(t)
                 self.captured.append(t)
+                with untraced(torch._C._get_tracing_state()):
+                    self.written.keep_captured(t)
 
     def _remember(self, t: torch.Tensor) -> None:
         if not self._knows(t):
@@ -233,6 +296,17 @@ class Recorder(TorchFunctionMode):
     def _knows(self, t: torch.Tensor) -> bool:
         known = self._known.get(id(t))
         return known is not None and known() is t
+
+
+def _mark(t: torch.Tensor) -> torch.Tensor:
+    return t.new_empty(0) if t.layout == torch.strided else t.detach()
+
+
+def outside_vmap(t: torch.Tensor) -> torch.Tensor:
+    """The tensor that one seen inside ``vmap`` is a part of."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -251,22 +325,8 @@ def _call_name(func: Any) -> str:
     return ".".join((resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-2:])
 
 
-_INSIDE = (os.path.dirname(__file__) + os.sep, contextlib.__file__, str(torch.__path__[0]) + os.sep)
-
-
-def user_line() -> str:
-    """The innermost source line outside this file and torch, as "file.py:12", or "cell:12" in a notebook."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    folder, name = os.path.split(frame.f_code.co_filename)
-    return f"{'cell' if 'ipykernel_' in folder else name}:{frame.f_lineno}"  # a notebook's files are numbers
-
-
 @contextlib.contextmanager
-def _untraced(tracing: Any) -> Iterator[None]:
+def untraced(tracing: Any) -> Iterator[None]:
     """What runs here is not recorded."""
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
@@ -277,66 +337,5 @@ def _untraced(tracing: Any) -> Iterator[None]:
 
 def _draws(tracing: Any, generator: torch.Generator | None) -> bytes:
     """The state of the generator, by default that of the CPU."""
-    with _untraced(tracing):
+    with untraced(tracing):
         return random_state(generator or torch.device("cpu")).numpy().tobytes()
-
-
-@contextlib.contextmanager
-def _functions_marked(seen: Recorder) -> Iterator[None]:
-    """``autograd.Function.apply`` is no torch function: name its call in the scopes, leave its inside alone."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        tracing = torch._C._get_tracing_state()
-        if tracing is None or seen.inside_function:
-            return original.__func__(cls, *args, **kwargs)
-        tracing.push_scope(seen.scope())
-        seen.inside_function = True
-        try:
-            return original.__func__(cls, *args, **kwargs)
-        finally:
-            seen.inside_function = False
-            tracing.pop_scope()
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-def record(
-    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], seen: Recorder
-) -> tuple[Any, list[torch.Tensor]]:
-    """Trace ``function(*inputs)`` into a torch.jit graph whose inputs are ``inputs``; ``seen`` looks on.
-
-    Returns the graph and the function's results. The graph's outputs are these, then
-    the markers of ``Recorder.draws`` and those of ``Recorder.reads``.
-    """
-    results: list[torch.Tensor] = []
-
-    def traced(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with seen:
-            results[:] = function(*args)
-        return (*results, *seen.draws, *(t for read in seen.reads for t in read.markers()))
-
-    lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
-    with (
-        _functions_marked(seen),
-        traceable(),
-        drop_saved(),
-        warnings.catch_warnings(),
-    ):
-        # What Python reads from data, the recorder sees.
-        warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
-        # A weight that was cast before would be a tensor from nowhere. Within the trace the cache does what it does in
-        # eager mode: a weight used twice is cast once, and the gradients of both uses are added before they are cast.
-        torch.clear_autocast_cache()
-        try:
-            graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)
-        except RuntimeError as error:
-            raise UnsupportedError(f"torch.jit could not trace the module: {error}") from error
-        finally:
-            torch.clear_autocast_cache()
-    torch._C._jit_pass_inline(graph)
-    return graph, results

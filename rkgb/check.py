@@ -31,7 +31,7 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
     kwargs), for which ``expected`` are the outputs. Raises ``MismatchError`` where an output differs in a bit.
     """
     other = _shifted(call)
-    theirs = _outputs_if_any(model, other)
+    theirs = _outputs_if_any(b, model, other)
     if theirs is not None:
         try:
             probed = probe(b, model, tensors_of(other))
@@ -48,9 +48,9 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
     return probed.graph
 
 
-def _outputs_if_any(model: torch.nn.Module, call: Any) -> list[torch.Tensor] | None:
+def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Any) -> list[torch.Tensor] | None:
     """What the module returns, or None where it cannot be called so."""
-    with preserved(model, tensors_of(call)), torch.enable_grad(), drop_saved():
+    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved():
         try:
             return _module_outputs(model, call)
         except Exception:  # noqa: BLE001 - the module may refuse the values; no plan is wrong by that
@@ -132,11 +132,11 @@ class _Fingerprints(TorchDispatchMode):
 def _first_difference(b: B_graph, model: torch.nn.Module, call: Any) -> str:
     """The first node with a result that the module does not compute at that place, for people."""
     theirs, ours = _Fingerprints(), _Fingerprints()
-    with preserved(model, tensors_of(call)), torch.enable_grad(), drop_saved(), theirs:
+    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), theirs:
         _module_outputs(model, call)
     made: list[tuple[int, Node]] = []  # how many fingerprints there are after each node
     env: dict[int, Any] = {v: source_value(s, model, tensors_of(call)) for v, s in b.sources.items()}
-    with preserved(model, tensors_of(call)), torch.enable_grad(), drop_saved(), ours:
+    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), ours:
         for node in b.nodes:
             env.update(zip(node.outputs, run_node(node, env.__getitem__), strict=True))
             made.append((len(ours.found), node))

@@ -1,10 +1,13 @@
-"""Operations that are split into cheaper parts, because a plan gains by it.
+"""Operations that are split into parts, because a plan gains by it.
 
 ``dropout`` on the CPU draws a mask (slow, as large as its input) and multiplies by it (fast). As one
 operation, computing its result again would draw the mask again. Split in three, the plan can keep the
 drawn bits alone, a quarter of a float mask, and compute mask and product again in a fraction of the
 time. ATen's own dropout (``_dropout_impl`` in native/Dropout.cpp) draws the same bits, as numbers of the
 input's type, and divides them by 1 - p: results, gradients and random numbers are the same.
+
+``broadcast_tensors`` returns views of unrelated tensors. As one operation it would tie them together, and to its place
+in the program. Split, it is an ``expand`` of each, which is what ATen does.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ import torch
 
 from rkgb.graphs import Node, Ref
 
+_BROADCAST = torch.ops.aten.broadcast_tensors.default
 _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
 
 
 def is_split(node: Node, read: Callable[[int], torch.Tensor]) -> bool:
     """Whether ``split`` applies to ``node`` on these values."""
+    if node.op is _BROADCAST:
+        return all(isinstance(a, Ref) for a in node.args[0])
     if node.op not in _DROPOUT or not isinstance(node.args[0], Ref):
         return False
     x, (_, p, train) = read(node.args[0].index), node.args
@@ -30,6 +36,10 @@ def is_split(node: Node, read: Callable[[int], torch.Tensor]) -> bool:
 def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[str], int]) -> list[Node]:
     """The parts of ``node``; ``new_value(name)`` makes a value for an intermediate result."""
     aten = torch.ops.aten
+    if node.op is _BROADCAST:
+        shape = list(torch.broadcast_shapes(*(read(a.index).shape for a in node.args[0])))
+        each = zip(node.args[0], node.outputs, strict=True)
+        return [Node(aten.expand.default, "expand", (a, shape), (), (v,), False, node.mode, node.line) for a, v in each]
     ref, p = node.args[0], node.args[1]
     like = torch.empty_like(read(ref.index))
     form = (("dtype", torch.uint8), ("device", like.device))

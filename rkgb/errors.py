@@ -23,5 +23,12 @@ class MeasureError(GraphError):
     """Memory cannot be measured now."""
 
 
+BACKWARD_INSIDE = (
+    "{what} at {line} is an autograd.Function that runs a backward of modules inside its own, as reversible layers do: "
+    "parameters get gradients that no plan can foresee. Pass the parameters to the function and return their gradients "
+    "(torch.autograd.grad inside its backward), or wrap the submodules around it instead."
+)
+
+
 class RenderWarning(UserWarning):
     """A picture of a graph could not be made; its source was written instead."""

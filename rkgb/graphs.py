@@ -27,21 +27,23 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """The state of PyTorch that an operation runs in: grad mode, and autocast per device type.
+    """The state of PyTorch that an operation runs in: grad mode, autocast per device type, kernels of attention.
 
-    ``autocast`` is a tuple of (device type, dtype) of the device types for which it is on.
+    ``autocast`` is a tuple of (device type, dtype) of the device types for which it is on. ``attention`` is what
+    ``torch.nn.attention.sdpa_kernel`` sets (see ``rkgb/capture.py``), empty for what it was when rkgb was imported.
     """
 
     grad: bool = True
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    attention: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a value comes from that no operation makes.
 
-    ``kind`` is "input" (``key``: position among the flattened tensor inputs), "parameter" or
-    "buffer" (``key``: qualified name), or "constant" (``key``: the tensor itself).
+    ``kind`` is "input" (``key``: position among the flattened tensor inputs), "parameter" or "buffer" (``key``:
+    qualified name; other attributes that hold a tensor count as buffers), or "constant" (``key``: the tensor itself).
     """
 
     kind: str
@@ -96,6 +98,7 @@ class Structure:
     """How the module is called and what it returns (pytree specs; leaves that are no tensors are constants).
 
     ``assigned``: buffers, by qualified name, that forward assigns anew; their values follow the outputs'.
+    ``written``: parameters that forward changes, and attributes that hold tensors, which it may change.
     """
 
     inputs: Any
@@ -103,6 +106,7 @@ class Structure:
     outputs: Any
     output_constants: tuple[tuple[int, Any], ...]
     assigned: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)

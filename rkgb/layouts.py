@@ -9,7 +9,7 @@ from collections.abc import Hashable
 
 import torch
 
-from rkgb.alone import Layouts, NodeRun, feed, is_parameter
+from rkgb.alone import Layouts, NodeRun, feed, gradients_watched, is_parameter
 from rkgb.capture import preserved
 from rkgb.graphs import S_graph, S_node, Value
 from rkgb.program import source_value
@@ -40,14 +40,15 @@ def gradient_layouts(
     strides: dict[int, tuple[int, ...] | None] = {}
     known: dict[Hashable, Outgoing] = {}
     found: list[Layouts] = []
-    with preserved(model, []), torch.enable_grad():
+    with preserved(model, [], s.d.structure.written), torch.enable_grad():
         for node, results, same in zip(reversed(s.nodes), reversed(fed), reversed(keys), strict=True):
             found.append(tuple(strides.pop(node.makes[k], None) for k in results))
             if not results:
                 continue
             key = (same, results, found[-1])
             if key not in known:
-                known[key] = _outgoing(s, node, model, inputs, results, found[-1])
+                with gradients_watched(model, s.d, node):
+                    known[key] = _outgoing(s, node, model, inputs, results, found[-1])
             for position, stride in known[key].items():
                 v = node.reads[position]
                 strides[v] = _of_sum(s.d.values[v].shape, strides[v], stride) if v in strides else stride

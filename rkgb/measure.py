@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rkgb.alone import NodeRun, feed
+from rkgb.alone import NodeRun, feed, gradients_watched
 from rkgb.Atools import nodes_key
 from rkgb.capture import drop_saved, preserved
 from rkgb.errors import TraceError
@@ -90,11 +90,13 @@ def measure_nodes(
     def measure(stand_ins: bool) -> None:
         plan = runs(s, keys, stand_ins)
         env = dict(sources)
-        with preserved(model, inputs), torch.enable_grad():
+        with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
             for i in sorted(plan.reads):
                 values = dict(zip(s.nodes[i].reads, (env[v] for v in plan.reads[i]), strict=True))
                 if i in plan.measured and keys[i] not in known:
-                    known[keys[i]] = _measure(NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i]), costs, repeat)
+                    run = NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i])
+                    with gradients_watched(model, s.d, s.nodes[i]):
+                        known[keys[i]] = _measure(run, costs, repeat)
                 if i in plan.needed:
                     env.update(_results(s, i, values))
                 for v in [v for v in (*plan.reads[i], *s.nodes[i].makes) if plan.last.get(v, i) <= i]:
@@ -180,9 +182,10 @@ def _form_of(g: torch.Tensor, leaf: torch.Tensor | None) -> _Form:
 _Form = tuple[torch.UntypedStorage, bool, bool, int]
 
 
-def _note(found: dict[int, Any], run: NodeRun, v: int, gradient: torch.Tensor) -> None:
+def _note(found: dict[int, Any], run: NodeRun, v: int, gradient: torch.Tensor | None) -> None:
     """Holds the memory, not the gradient: autograd copies what somebody else holds."""
-    found[v] = _form_of(gradient, run.leaves[v])
+    if gradient is not None:
+        found[v] = _form_of(gradient, run.leaves[v])
 
 
 def _backward_memory(run: NodeRun, hold: Callable[[Any], None]) -> tuple[int, int]:

@@ -9,17 +9,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._functorch.eager_transforms
+import torch.nn.utils.parametrize
+import torch.nn.utils.stateless
 import torch.utils.checkpoint
 
 from rkgb.cumulative import cumulative_as_one
 from rkgb.errors import UnsupportedError
+from rkgb.lines import user_line
 from rkgb.scripted import run_scripted
 
 
 @contextlib.contextmanager
 def traceable() -> Iterator[None]:
     """The module runs as in eager mode, but so that a trace sees all of it."""
-    with _plain_checkpoint(), _scripts_as_python(), cumulative_as_one(), _no_other_randomness(), _libraries_as_eager():
+    with (
+        _plain_checkpoint(),
+        _scripts_as_python(),
+        _stateless_as_eager(),
+        _no_inner_gradients(),
+        cumulative_as_one(),
+        _no_other_randomness(),
+        _libraries_as_eager(),
+    ):
         yield
 
 
@@ -52,6 +64,59 @@ def _scripts_as_python() -> Iterator[None]:
     finally:
         function.__call__ = original
         del module.__call__
+
+
+class _Untraced:
+    """``torch`` as modules see it that ask whether they are traced: they are not."""
+
+    def __init__(self, original: Any, **answers: Any) -> None:
+        self._original = original
+        vars(self).update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+@contextlib.contextmanager
+def _stateless_as_eager() -> Iterator[None]:
+    """``functional_call`` and ``parametrize.cached`` refuse to be traced, though a trace shows what they do."""
+    untraced = _Untraced(
+        torch,
+        jit=_Untraced(torch.jit, is_tracing=lambda: False),
+        _C=_Untraced(torch._C, _get_tracing_state=lambda: None),
+    )
+    asking: tuple[Any, ...] = (torch.nn.utils.stateless, torch.nn.utils.parametrize)
+    for module in asking:
+        module.torch = untraced
+    try:
+        yield
+    finally:
+        for module in asking:
+            module.torch = torch
+
+
+@contextlib.contextmanager
+def _no_inner_gradients() -> Iterator[None]:
+    """Refuse ``torch.func.grad`` and its kind, forward and reverse, by name."""
+    places: tuple[tuple[Any, str], ...] = (
+        (torch.autograd.graph, "disable_saved_tensors_hooks"),  # as reverse mode does first of all
+        (torch._functorch.eager_transforms, "jvp_increment_nesting"),
+    )
+    originals = [getattr(module, name) for module, name in places]
+
+    def refuse(*_: Any) -> Any:
+        raise UnsupportedError(
+            f"the call at {user_line()} computes derivatives inside forward (torch.func), which no plan can foresee. "
+            "Wrap the submodules that do not, instead of the whole module."
+        )
+
+    for module, name in places:
+        setattr(module, name, refuse)
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rkgb.attention import attention_by
 from rkgb.capture import current_mode
 from rkgb.graphs import Mode, Node, Source, substitute
 
@@ -27,7 +28,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
-    """Run in ``mode`` (grad mode and autocast; the cache of cast weights stays off)."""
+    """Run in ``mode``; the cache of cast weights stays off."""
     return contextlib.nullcontext() if mode == current_mode() else _switched(mode)
 
 
@@ -35,6 +36,8 @@ def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
 def _switched(mode: Mode) -> Any:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(mode.grad))
+        if mode.attention != current_mode().attention:
+            stack.enter_context(attention_by(mode.attention))
         if mode.autocast == current_mode().autocast:
             yield
             return

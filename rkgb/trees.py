@@ -1,13 +1,16 @@
 """Arguments and outputs as flat lists of leaves: PyTorch's pytrees, and objects with tensors in their attributes.
 
-PyTorch knows lists, tuples, dicts and what libraries register. A dataclass, or a cache of keys and values, is
-taken apart by its attributes here, and built again with the same class.
+PyTorch knows lists, tuples, dicts and what libraries register. A dataclass, a cache of keys and values, or a dict of
+another class is taken apart by its attributes and items here, and built again with the same class.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -18,19 +21,54 @@ from rkgb.errors import UnsupportedError
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 
 
+_ITEM, _ATTRIBUTE = "item", "attribute"
+
+
 @dataclass
-class _Attributes:
-    """Stands for an object while its tree is flattened."""
+class _Parts:
+    """Stands for an object while its tree is flattened: its values by (whether an item or an attribute, key)."""
 
     owner: Any
-    values: dict[str, Any]
+    values: dict[tuple[str, Any], Any]
+
+
+def _parts(thing: Any) -> dict[tuple[str, Any], Any]:
+    """What an object holds: the items of dicts and lists of other classes, attributes in ``__dict__`` and in slots."""
+    found: dict[tuple[str, Any], Any] = {}
+    if isinstance(thing, (dict, list)):
+        found.update(((_ITEM, k), v) for k, v in (thing.items() if isinstance(thing, dict) else enumerate(thing)))
+    found.update(((_ATTRIBUTE, k), v) for k, v in getattr(thing, "__dict__", {}).items())
+    for cls in type(thing).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(thing, name) and name not in ("__dict__", "__weakref__"):
+                found[_ATTRIBUTE, name] = getattr(thing, name)
+    return found
+
+
+def _out_of_reach(thing: Any) -> list[Any]:
+    """What an object holds where it cannot be replaced: elements of sets, what functions have captured."""
+    if isinstance(thing, (set, frozenset, tuple)):
+        return list(thing)
+    if isinstance(thing, functools.partial):
+        return [*thing.args, *thing.keywords.values()]
+    cells = getattr(thing, "__closure__", None) if isinstance(thing, FunctionType) else None
+    return [cell.cell_contents for cell in cells or () if cell != CellType()]
+
+
+def _set(thing: Any, key: tuple[str, Any], value: Any) -> None:
+    kind, name = key
+    if kind == _ATTRIBUTE:
+        object.__setattr__(thing, name, value)
+    else:
+        (dict if isinstance(thing, dict) else list).__setitem__(thing, name, value)
 
 
 def _rebuild(values: Any, context: Any) -> Any:
-    owner, names = context
+    owner, keys = context
     made = copy.copy(owner)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
+    for key, value in zip(keys, values, strict=True):
+        _set(made, key, value)
     return made
 
 
@@ -47,27 +85,30 @@ class _Context(tuple[Any, ...]):
         return hash((type(self[0]), self[1]))
 
     def __repr__(self) -> str:
-        return f"{type(self[0]).__qualname__}{self[1]}"
+        return f"{type(self[0]).__qualname__}{tuple(name for _, name in self[1])}"
 
 
-def _without_tensors(owner: Any) -> Any:
+def _without_values(owner: Any, keys: Iterable[tuple[str, Any]]) -> Any:
     """A shallow copy that holds none of the values."""
     empty = copy.copy(owner)
-    for name in vars(owner):
-        object.__setattr__(empty, name, None)
+    for key in keys:
+        _set(empty, key, None)
     return empty
 
 
 pytree.register_pytree_node(
-    _Attributes,
-    lambda a: (list(a.values.values()), _Context((_without_tensors(a.owner), tuple(a.values)))),
+    _Parts,
+    lambda p: (list(p.values.values()), _Context((_without_values(p.owner, p.values), tuple(p.values)))),
     _rebuild,
-    serialized_type_name="rkgb.trees._Attributes",
+    serialized_type_name="rkgb.trees._Parts",
 )
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """(leaves, spec) of nested containers and objects. Raises ``UnsupportedError`` for objects that hold each other."""
+    """(leaves, spec) of nested containers and objects.
+
+    Raises ``UnsupportedError`` for objects that hold each other, and for those that hide tensors.
+    """
     return pytree.tree_flatten(_opened(tree, ()))
 
 
@@ -82,14 +123,14 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def _opened(tree: Any, around: tuple[int, ...]) -> Any:
-    """``tree`` with every object that holds tensors replaced by its attributes."""
+    """``tree`` with every object that holds tensors replaced by its parts."""
 
     def open_leaf(leaf: Any) -> Any:
         if isinstance(leaf, (torch.Tensor, *_PLAIN)) or not _holds_tensors(leaf, ()):
             return leaf
         if id(leaf) in around:
             raise UnsupportedError(f"an argument or output of type {type(leaf).__name__} refers to itself")
-        return _Attributes(leaf, {k: _opened(v, (*around, id(leaf))) for k, v in vars(leaf).items()})
+        return _Parts(leaf, {k: _opened(v, (*around, id(leaf))) for k, v in _parts(leaf).items()})
 
     return pytree.tree_map(open_leaf, tree)
 
@@ -99,5 +140,11 @@ def _holds_tensors(thing: Any, around: tuple[int, ...]) -> bool:
         return True
     if isinstance(thing, (_PLAIN, torch.nn.Module)) or id(thing) in around or len(around) > 8:
         return False
-    parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
-    return any(_holds_tensors(part, (*around, id(thing))) for p in parts for part in pytree.tree_leaves(p))
+    inside = (*around, id(thing))
+    hidden = any(_holds_tensors(part, inside) for p in _out_of_reach(thing) for part in pytree.tree_leaves(p))
+    if hidden or isinstance(thing, Iterator):
+        raise UnsupportedError(
+            f"an argument or output of type {type(thing).__name__} hides tensors, or makes them later, so that a plan "
+            "cannot know them: give lists, tuples, dicts, dataclasses or other objects that have them as attributes."
+        )
+    return any(_holds_tensors(part, inside) for p in _parts(thing).values() for part in pytree.tree_leaves(p))

@@ -73,9 +73,10 @@ class NodeCode:
     ``joins``: results in memory of another node, likewise; ``aliases``: results in memory of a source;
     ``temporary``: values that nobody else reads. ``again``, ``remade``: what a second run runs and makes, the views
     that other nodes take of its results among it. ``private``: the data of what only its backward reads, or None.
-    ``native``: all that its backward reads stays from the forward on, so autograd keeps it itself. ``statistics``:
-    source values that it changes, which a second run must leave alone. ``random``: it runs again, from the same random
-    state; what it draws from, empty if it does not.
+    ``native``: all that its backward reads stays from the forward on, so autograd keeps it itself. ``dead``: it has no
+    backward, though autograd would keep something for one (its results are detached). ``statistics``: source values
+    that it changes, which a second run must leave alone. ``random``: it runs again, from the same random state; what it
+    draws from, empty if it does not.
     """
 
     ops: tuple[Op, ...]
@@ -89,6 +90,7 @@ class NodeCode:
     data: tuple[int, ...]
     private: int | None
     native: bool
+    dead: bool
     statistics: tuple[int, ...]
     random: tuple[Drawn, ...]
     rerun: bool
@@ -134,7 +136,8 @@ class Program:
     backward there are steps to take, in the order of their backwards; ``before[k]``: these steps.
     ``kept``: data live when the forward phase ends. Only data that something but autograd itself will
     read again are tracked by the executor. ``final``: (stage, node) of each node's last run.
-    ``segments``: (native, start, stop) of runs of nodes.
+    ``segments``: (native, dead, start, stop) of runs of nodes. ``held``: sources that are attributes of modules, but
+    neither parameters nor buffers.
     """
 
     s: S_graph
@@ -148,8 +151,9 @@ class Program:
     values_of: tuple[tuple[int, ...], ...]
     owner: tuple[int, ...]
     mode: Mode
-    segments: tuple[tuple[bool, int, int], ...]
+    segments: tuple[tuple[bool, bool, int, int], ...]
     undo: Undo
+    held: tuple[int, ...]
 
 
 def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
@@ -193,6 +197,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         _usual_mode(s),
         tuple(_segments(nodes)),
         undo_of(s),
+        tuple(v for v, x in s.d.sources.items() if x.kind == "buffer" and x.key in s.d.structure.written),
     )
 
 
@@ -237,13 +242,12 @@ def _stages(steps: Schedule, tracked: set[int]) -> tuple[list[int], list[tuple[R
     return stages, before
 
 
-def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, int, int]]:
-    found: list[tuple[bool, int, int]] = []
+def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:
+    found: list[tuple[bool, bool, int, int]] = []
     for i, code in enumerate(nodes):
-        if found and found[-1][0] == code.native:
-            found[-1] = (code.native, found[-1][1], i + 1)
-        else:
-            found.append((code.native, i, i + 1))
+        kind = code.native, code.dead
+        start = found.pop()[2] if found and found[-1][:2] == kind else i
+        found.append((*kind, start, i + 1))
     return found
 
 
@@ -268,6 +272,7 @@ def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native:
         data=tuple(d for d in makes if d in tracked),
         private=next((d for d in makes if k.data[d].storage is None and d in tracked), None),
         native=native,
+        dead=node.requires_grad and k.nodes[i].backward is None,
         statistics=tuple(v for v in node.reads if s.d.values[v].storage in written),
         random=drawn_by(s, i) if again else (),
         rerun=k.nodes[i].rerun,

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from rkgb.guards import GuardFailed
+from rkgb.capture import drop_saved
+from rkgb.guards import Guard, GuardFailed
 from rkgb.program import in_mode, memory_of, source_value
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
 from rockmate.compiled import NodeCode, Program
@@ -77,7 +78,7 @@ class CallState:
         self.versions = {v: _version(t) for v, t in self.sources.items()}
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
         self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
-        self.made_at = [0] * len(program.owner)  # version of each datum when it was made
+        self.made_at: dict[int, int] = {}  # value -> version when it was made; values of one datum may count apart
         self.known: dict[int, int] = {}  # address of a live storage -> its datum, -1 for a source
         self.random: dict[int, list[torch.Tensor]] = {}
         self.slots: list[weakref.ref[Slot]] = []
@@ -104,18 +105,29 @@ class CallState:
         """
         p = self.program
         env = dict(self.sources)
-        hooks = saved_tensors_hooks(self.pack, unpack)
+        hooks, nothing = saved_tensors_hooks(self.pack, unpack), drop_saved()
+        self.check_held()
         self.remember()
         try:
             with in_mode(p.mode):
-                for native, start, stop in p.segments:
-                    with contextlib.nullcontext() if native else hooks:
+                for native, dead, start, stop in p.segments:
+                    with nothing if dead else contextlib.nullcontext() if native else hooks:
                         for i in range(start, stop):
                             self.run_first(i, env)
         except GuardFailed:
             self.restore()
             raise
         return [env[v] for v in p.s.d.outputs]
+
+    def check_held(self) -> None:
+        """An attribute may hold another tensor than at planning, but not one of another form."""
+        d = self.program.s.d
+        for v in self.program.held:
+            t, planned = self.sources[v], d.values[v]
+            form = (tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad)
+            expected = (planned.shape, planned.stride, planned.dtype, planned.device, planned.requires_grad)
+            if form != expected:
+                raise GuardFailed(Guard(t.size, f"form of {d.names[v]}", expected, "planning"), form)
 
     def remember(self) -> None:
         """Keep what a failing guard must put back."""
@@ -159,6 +171,7 @@ class CallState:
                 self.known[env[v].untyped_storage()._cdata] = datum
         for v, datum in code.joins:
             self.live[datum][v] = env[v].detach()
+            self.made_at[v] = env[v]._version
         for v in code.aliases:
             self.aliases[v] = env[v].detach()
             self.versions[v] = env[v]._version
@@ -173,7 +186,7 @@ class CallState:
         elif datum < 0:
             slot.held, slot.version = t.detach() if t.grad_fn is not None else t, t._version
         else:
-            slot.data, slot.form, slot.version = datum, _form(t), t._version
+            slot.data, slot.form = datum, _form(t)
         self.slots.append(weakref.ref(slot))
         return slot
 
@@ -182,7 +195,7 @@ class CallState:
         for slot, t, address in self.pending:
             datum = self.known.get(address)
             if datum is not None:
-                slot.data, slot.form, slot.version = datum, _form(t), t._version
+                slot.data, slot.form = datum, _form(t)
             elif code.private is not None:
                 slot.data, slot.index, slot.version = code.private, len(self.live[code.private]), t._version
                 self.live[code.private].append(t)
@@ -197,7 +210,7 @@ class CallState:
             self.live[code.private] = []
         for v, datum in made:
             self.live[datum][v] = env[v].detach()
-            self.made_at[datum] = env[v]._version
+            self.made_at[v] = env[v]._version
 
     def drop(self, datum: int) -> None:
         held = self.live[datum]
@@ -314,7 +327,7 @@ class CallState:
         values = p.s.d.values
         env: dict[int, torch.Tensor] = {}
         for v in code.reads:
-            t = self.value(v)
+            t = self.sources[v] if v in code.statistics else self.value(v)  # its results do not depend on statistics
             needs = values[v].requires_grad
             env[v] = t.detach().requires_grad_(True) if needs else t.detach()
         for v in code.statistics:
@@ -349,10 +362,13 @@ class CallState:
         datum = self.program.data_of[v]
         self.need(datum)
         tensor: torch.Tensor = self.live[datum][v]
-        if tensor._version != self.made_at[datum]:
-            name = self.program.s.d.names[v]
-            raise RuntimeError(_CHANGED.format(what=name, now=tensor._version, then=self.made_at[datum]))
+        self.check_unchanged(v, tensor)
         return tensor
+
+    def check_unchanged(self, v: int, tensor: torch.Tensor) -> None:
+        if tensor._version != self.made_at[v]:
+            name = self.program.s.d.names[v]
+            raise RuntimeError(_CHANGED.format(what=name, now=tensor._version, then=self.made_at[v]))
 
     def need(self, datum: int) -> None:
         """Make ``datum`` live, outside the schedule if it is not (second backwards, backwards of a part)."""
@@ -393,8 +409,12 @@ def unpack(slot: Slot) -> torch.Tensor:
         return slot.held
     state.need(slot.data)
     held = state.live[slot.data]
-    t: torch.Tensor = held[slot.index] if slot.index >= 0 else next(iter(held.values()))
+    if slot.index < 0:
+        for v, value in held.items():
+            state.check_unchanged(v, value)
+        return _in_form(next(iter(held.values())), slot.form)
+    t: torch.Tensor = held[slot.index]
     if t._version != slot.version:
-        what = state.program.s.d.names[next(iter(held))] if slot.index < 0 else f"a tensor of shape {list(t.shape)}"
+        what = f"a tensor of shape {list(t.shape)}"
         raise RuntimeError(_CHANGED.format(what=what, now=t._version, then=slot.version))
-    return t if slot.index >= 0 else _in_form(t, slot.form)
+    return t

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from rkgb.capture import current_mode
 from rkgb.graphs import Structure
@@ -252,6 +253,12 @@ def _checked_call(
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     check_wrappers(model)
+    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise InputError(
+            f"{lazy[0]} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
+            "the optimizer needs it too"
+        )
     args, kwargs = call_of(sample, sample_kwargs)
     inputs = tensors_of((args, kwargs))
     parameters = list(model.named_parameters())
@@ -276,7 +283,7 @@ def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     described = tuple(
         (tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device, x.requires_grad)
         if isinstance(x, torch.Tensor)
-        else (type(x).__name__, repr(x))
+        else (type(x).__name__, x.tobytes() if hasattr(x, "tobytes") else repr(x))
         for x in leaves
     )
     modules, missing = module_key(model)

@@ -264,6 +264,11 @@ def make_planner(
         if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
             _check_call(model, sample, sample_kwargs, error)
         raise
+    if not graphs.S.nodes:
+        raise InputError(
+            "the model returns no tensor that it computes from this sample, so there is nothing to plan: check what "
+            "its forward returns, and the mode that it is in"
+        )
     phase("solve", 0.0)
     problem = problem_of(graphs, loss_memory)
     usual = 3 * _in_float(graphs.K) if loss_memory is None else problem.loss

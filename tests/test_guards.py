@@ -245,3 +245,20 @@ def test_scripted_parts_are_seen_through() -> None:
 def test_printing_a_tensor_is_no_decision() -> None:
     rk = Rockmate(Layers(lambda m, x: (f"{x} {x.sum():.2f}", m.run(x))[1]), inputs(), "1 GiB", costs="flops")
     assert not rk.plan.guards
+
+
+def test_an_attribute_that_holds_a_tensor_is_looked_up_at_every_call() -> None:
+    def function(m: Layers, x: torch.Tensor) -> torch.Tensor:
+        m.seen += x.detach().mean(0)
+        return m.run(x) * m.scale - m.seen
+
+    model = Layers(function)
+    model.scale, model.seen = torch.tensor(2.0), torch.zeros(8)
+    eager = copy.deepcopy(model)
+    rk = tight(model, inputs())
+    assert torch.equal(model.seen, eager.seen)  # planning leaves it as it was
+    for plans, scale in ((1, 2.0), (1, 5.0), (2, [2.0] * 8)):
+        model.scale, eager.scale = torch.tensor(scale), torch.tensor(scale)
+        assert_equal_step(rk, eager, inputs(1))
+        assert torch.equal(model.seen, eager.seen)
+        assert rk.plans_made == plans

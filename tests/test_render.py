@@ -15,7 +15,7 @@ from torch import nn
 
 import rkgb
 from rkgb import Graphs, RenderWarning, Stools, make_all_graphs, print_all_graphs, print_graph, render_draw
-from rkgb.capture import user_line
+from rkgb.lines import user_line
 from rkgb.render_parts import counted, tip
 from rkgb.units import format_bytes, format_time
 from rockmate.gpt import GPT

@@ -1,0 +1,81 @@
+"""Calls that torch's tracer does not record, or not as they are, spelled so that it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def data_of(t: torch.Tensor) -> torch.Tensor:
+    """``t.data``, which the tracer takes for a constant."""
+    return t.data
+
+
+@dataclass(frozen=True)
+class ViewAs:
+    """``t.view(dtype)``, for which the tracer finds no overload."""
+
+    dtype: torch.dtype
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        return t.view(self.dtype)
+
+
+Respelled = Callable[[torch.Tensor], torch.Tensor]
+
+
+def respelled(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Respelled | None:
+    """What the call ``name(*args, **kwargs)`` does to its first argument, if the tracer would not see it."""
+    if name == "data.__get__":
+        return data_of
+    if name == "Tensor.view":
+        dtype = next(iter((*args[1:], *kwargs.values())), None)
+        if isinstance(dtype, torch.dtype):
+            return ViewAs(dtype)
+    return None
+
+
+_BOOLEAN = "boolean"  # an attribute of constants
+
+
+def spell_booleans(block: Any) -> Any:
+    """Python's True and False, given for numbers (``mask & True``), match no overload of torch.jit: make them 1 and 0.
+
+    ``constant`` reads them as what they were. Returns the first operation that matches none all the same, or None.
+    """
+    for node in list(block.nodes()):
+        unmatched = next(filter(None, map(spell_booleans, node.blocks())), None)
+        if unmatched is None and node.kind().startswith("aten::") and not _is_known(node):
+            for value in filter(_is_boolean, node.inputs()):
+                value.setType(torch._C.IntType.get())
+                if _is_known(node):
+                    value.node().i_(_BOOLEAN, 1)
+                    break
+                value.setType(torch._C.BoolType.get())
+            else:
+                unmatched = node
+        if unmatched is not None:
+            return unmatched
+    return None
+
+
+def _is_known(node: Any) -> bool:
+    known: bool = node.schema() != "(no schema)"
+    return known
+
+
+def _is_boolean(value: Any) -> bool:
+    return value.node().kind() == "prim::Constant" and type(value.toIValue()) is bool
+
+
+def constant(node: Any) -> Any:
+    """The value of a constant of the graph."""
+    if node.hasAttribute(_BOOLEAN):
+        return bool(node.i("value"))
+    # A 0-dim tensor read by t() keeps its "wrapped number" flag, which decides type promotion.
+    if node.hasAttribute("value") and node.kindOf("value") == "t":
+        return node.t("value")
+    return node.output().toIValue()
