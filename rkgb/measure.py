@@ -91,7 +91,7 @@ def measure_nodes(
         plan = runs(s, keys, stand_ins)
         env = dict(sources)
         with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
-            for i in sorted(plan.reads):
+            for done, i in enumerate(sorted(plan.reads), 1):
                 values = dict(zip(s.nodes[i].reads, (env[v] for v in plan.reads[i]), strict=True))
                 if i in plan.measured and keys[i] not in known:
                     run = NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i])
@@ -103,7 +103,7 @@ def measure_nodes(
                     if v not in sources:
                         env.pop(v, None)
                 del values
-                report((i + 1) / len(s.nodes))
+                report(done / len(plan.reads))
 
     try:
         measure(stand_ins=True)

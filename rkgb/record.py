@@ -26,13 +26,13 @@ def _functions_marked(seen: Recorder) -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         tracing = torch._C._get_tracing_state()
         if tracing is None or seen.inside_function:
-            return original.__func__(cls, *args, **kwargs)
+            return original.__get__(None, cls)(*args, **kwargs)
         _refuse_hidden_parameters(cls, args)
         tracing.push_scope(seen.scope())
         seen.inside_function = True
         try:
             with _forward_untraced(cls, tracing):
-                return original.__func__(cls, *args, **kwargs)
+                return original.__get__(None, cls)(*args, **kwargs)
         finally:
             seen.inside_function = False
             tracing.pop_scope()

@@ -225,8 +225,8 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.shape[1] == 8 else x
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is not supported in Python 3.14:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is not supported in Python 3.14")
 def test_scripted_parts_are_seen_through() -> None:
     function = torch.jit.script(twice)
 

@@ -21,6 +21,7 @@ from models import case, square_loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rkgb.check
 import rkgb.measure
 import rkgb.pipeline
 from rkgb.memory import measure_memory
@@ -134,7 +135,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: t
 
 PHASES = [
     (rkgb.pipeline, "trace"),
-    (rkgb.pipeline, "probe"),
+    (rkgb.check, "probe"),
     (rkgb.pipeline, "D_to_S"),
     (rkgb.measure, "measure_memory"),
     (rkgb.pipeline, "S_to_K"),
@@ -190,7 +191,7 @@ def test_planning_fails_at_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None
     eager, rk = planned(c)
     ids = c.call(1)[0][0]
     with (
-        interrupted(monkeypatch, rkgb.pipeline, "probe", torch.OutOfMemoryError),
+        interrupted(monkeypatch, rkgb.check, "probe", torch.OutOfMemoryError),
         pytest.raises(torch.OutOfMemoryError),
     ):
         rk(ids[:1])

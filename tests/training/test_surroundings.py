@@ -55,7 +55,7 @@ def test_models_that_were_compiled_are_refused() -> None:
         rk(X)
 
 
-@pytest.mark.filterwarnings(r"ignore:`torch.jit.\w+` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:`torch.jit.\w+` is deprecated")
 def test_what_records_operations_records_the_model() -> None:
     eager, rk = net().eval(), planned(net())
     exported = torch.export.export(rk, (X,)).module()  # while it trains
@@ -97,7 +97,7 @@ def forward_mode(_: nn.Module, call: nn.Module) -> Any:
     return torch.func.jvp(call, (X,), (torch.ones_like(X),))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward mode
 @pytest.mark.parametrize(
     "way", [gradient_of_parameters, gradient_of_each_row, forward_mode], ids=lambda way: way.__name__
 )

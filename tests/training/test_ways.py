@@ -268,7 +268,7 @@ WAYS: list[Callable[[Any, nn.Module], Any]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward mode
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_ways(way: Callable[[Any, nn.Module], Any]) -> None:
     def train(model: Any, call: nn.Module) -> Any:
