@@ -25,47 +25,9 @@ from rkgb.program import in_mode, memory_of, source_value
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
 from rockmate.compiled import NodeCode, Program
 from rockmate.errors import BudgetWarning
+from rockmate.slots import Slot, changed, form_of, unpack, version_of
 from rockmate.surroundings import untransformed
 from solvers.schedule import Del, Run
-
-_CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-    "{what} is at version {now}; expected version {then} instead. It was changed between the forward and "
-    "the backward that reads it."
-)
-
-
-class Slot:
-    """What autograd keeps in place of a tensor that node ``node`` saves: which datum, and how the tensor lies in it."""
-
-    __slots__ = ("__weakref__", "data", "form", "held", "index", "node", "state", "version")
-
-    def __init__(self, state: CallState, node: int) -> None:
-        self.state, self.node = state, node
-        self.data = -1  # -1: ``held`` is the tensor itself
-        self.index = -1  # position among the private tensors, -1: a view of the datum's storage
-        self.form: Any = None
-        self.held: torch.Tensor | None = None
-        self.version = 0
-
-
-def _version(t: torch.Tensor) -> int:
-    """How often ``t`` was changed in place; tensors of inference mode do not count it, nor does autograd save them."""
-    return -1 if t.is_inference() else t._version
-
-
-def _form(t: torch.Tensor) -> Any:
-    return (t.dtype, t.size(), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
-
-
-def _in_form(base: torch.Tensor, form: Any) -> torch.Tensor:
-    """The tensor of this form in the storage of ``base``."""
-    dtype, size, stride, offset, conj, neg = form
-    if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
-        return base.as_strided(size, stride, offset)
-    t = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
-    t = torch._neg_view(t) if neg else t
-    return torch._conj(t) if conj else t
 
 
 class CallState:
@@ -75,7 +37,7 @@ class CallState:
         self.program = program
         d = program.s.d
         self.sources = {v: source_value(source, model, inputs) for v, source in d.sources.items()}
-        self.versions = {v: _version(t) for v, t in self.sources.items()}
+        self.versions = {v: version_of(t) for v, t in self.sources.items()}
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
         self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
         self.made_at: dict[int, int] = {}  # value -> version when it was made; values of one datum may count apart
@@ -186,7 +148,7 @@ class CallState:
         elif datum < 0:
             slot.held, slot.version = t.detach() if t.grad_fn is not None else t, t._version
         else:
-            slot.data, slot.form = datum, _form(t)
+            slot.data, slot.form = datum, form_of(t)
         self.slots.append(weakref.ref(slot))
         return slot
 
@@ -195,7 +157,7 @@ class CallState:
         for slot, t, address in self.pending:
             datum = self.known.get(address)
             if datum is not None:
-                slot.data, slot.form = datum, _form(t)
+                slot.data, slot.form = datum, form_of(t)
             elif code.private is not None:
                 slot.data, slot.index, slot.version = code.private, len(self.live[code.private]), t._version
                 self.live[code.private].append(t)
@@ -355,9 +317,9 @@ class CallState:
         if given is None:
             given = self.aliases.get(v)
         if given is not None:
-            if _version(given) != self.versions[v]:
+            if version_of(given) != self.versions[v]:
                 name = self.program.s.d.names[v]
-                raise RuntimeError(_CHANGED.format(what=name, now=given._version, then=self.versions[v]))
+                raise changed(name, given, self.versions[v])
             return given
         datum = self.program.data_of[v]
         self.need(datum)
@@ -368,7 +330,7 @@ class CallState:
     def check_unchanged(self, v: int, tensor: torch.Tensor) -> None:
         if tensor._version != self.made_at[v]:
             name = self.program.s.d.names[v]
-            raise RuntimeError(_CHANGED.format(what=name, now=tensor._version, then=self.made_at[v]))
+            raise changed(name, tensor, self.made_at[v])
 
     def need(self, datum: int) -> None:
         """Make ``datum`` live, outside the schedule if it is not (second backwards, backwards of a part)."""
@@ -396,25 +358,3 @@ def _graph_is_retained() -> bool:
     """Whether the backward that runs was called with retain_graph=True (or create_graph=True)."""
     kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return kept
-
-
-def unpack(slot: Slot) -> torch.Tensor:
-    """The tensor that autograd saved; computed again if the schedule has dropped it."""
-    state = slot.state
-    if slot.data < 0:
-        assert slot.held is not None
-        if slot.held._version != slot.version:
-            what = f"a tensor of shape {list(slot.held.shape)}"
-            raise RuntimeError(_CHANGED.format(what=what, now=slot.held._version, then=slot.version))
-        return slot.held
-    state.need(slot.data)
-    held = state.live[slot.data]
-    if slot.index < 0:
-        for v, value in held.items():
-            state.check_unchanged(v, value)
-        return _in_form(next(iter(held.values())), slot.form)
-    t: torch.Tensor = held[slot.index]
-    if t._version != slot.version:
-        what = f"a tensor of shape {list(t.shape)}"
-        raise RuntimeError(_CHANGED.format(what=what, now=t._version, then=slot.version))
-    return t
