@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -195,6 +196,46 @@ def test_what_a_trace_does_not_show_is_refused_by_line() -> None:
     with pytest.raises(MismatchError, match=r"from mul at test_guards\.py:\d+ on"):
         Rockmate(model, inputs(), "1 GiB")
     assert model.calls == 0
+
+
+class Jitter(torch.autograd.Function):
+    """A kernel with other results in every run, as atomic sums have."""
+
+    step = 0.0
+    runs = itertools.cycle(range(3))
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + Jitter.step * next(Jitter.runs))
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g
+
+
+@pytest.mark.parametrize("step", [2.0**-23, 1.0])
+def test_kernels_that_do_not_repeat_themselves_are_compared_within_rounding(
+    monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    monkeypatch.setattr(Jitter, "step", step)
+    model = Layers(lambda m, x: m.run(Jitter.apply(m.run(x))))
+    if step < 1e-6:
+        notes = Rockmate(model, inputs(), "1 GiB", costs="flops").plan.notes
+        assert notes == ("the module's own runs differ in some bits; the program was compared within rounding",)
+    else:
+        with pytest.raises(MismatchError, match="differs from the module's when the values of the sample are others"):
+            Rockmate(model, inputs(), "1 GiB", costs="flops")
+
+
+def test_a_small_step_that_python_counts_is_no_rounding() -> None:
+    def function(m: Layers, x: torch.Tensor) -> torch.Tensor:
+        m.calls = int(m.calls) + 1
+        return m.run(x) * (1 + m.calls * 2.0**-22)
+
+    model = Layers(function)
+    model.calls = 0  # type: ignore[assignment]
+    with pytest.raises(MismatchError, match=r"from mul at test_guards\.py:\d+ on"):
+        Rockmate(model, inputs(), "1 GiB")
 
 
 def test_an_attribute_that_forward_sets_is_noted() -> None:
