@@ -14,7 +14,7 @@ import torch
 
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
 from rkgb.graphs import D_graph, S_node
-from rkgb.program import run_node
+from rkgb.program import run_node, same
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 """The strides of some gradients; None: contiguous."""
@@ -114,17 +114,11 @@ def gradients_watched(model: torch.nn.Module, d: D_graph, node: S_node) -> Itera
     try:
         yield
     finally:
-        changed = [
-            p for p, g, copy in before if p.grad is not g or not (g is None or copy is None or torch.equal(g, copy))
-        ]
+        changed = [p for p, g, copy in before if p.grad is not g or not (g is None or copy is None or same(g, copy))]
         for p, g, copy in before if changed else ():
             p.grad = g if g is None or copy is None else g.copy_(copy)
     if changed:
         raise UnsupportedError(BACKWARD_INSIDE.format(what=functions[0].name, line=functions[0].line))
-
-
-def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is None or b is None or torch.equal(a, b)
 
 
 def feed(note: Callable[[Any], None], run: NodeRun, results: list[torch.Tensor]) -> torch.Tensor:

@@ -22,6 +22,7 @@ from rkgb.guards import GuardFailed
 from rkgb.patches import traceable
 from rkgb.program import run_node, same, source_value
 from rkgb.trees import flatten, tensors_of, unflatten
+from rkgb.written import put_back
 
 
 def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[torch.Tensor]) -> D_graph:
@@ -55,7 +56,7 @@ def _noted(d: D_graph, notes: tuple[str, ...]) -> D_graph:
 
 def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Any) -> list[torch.Tensor] | None:
     """What the module returns, or None where it cannot be called so."""
-    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved():
+    with preserved(model, tensors_of(call), b.structure.written), put_back(model), torch.enable_grad(), drop_saved():
         try:
             return _module_outputs(model, call)
         except Exception:  # noqa: BLE001 - the module may refuse the values; no plan is wrong by that
@@ -109,7 +110,7 @@ def _shifted(call: Any) -> Any:
 
     def shift(t: torch.Tensor) -> torch.Tensor:
         along = next((k for k, size in enumerate(t.shape) if size > 1), None)
-        if along is None or t.layout != torch.strided:
+        if along is None or t.layout != torch.strided or torch._debug_has_internal_overlap(t) == 1:
             return t
         moved = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
         return moved.copy_(t.detach().roll(1, along)).requires_grad_(t.requires_grad)

@@ -40,17 +40,21 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 _MEASURING = threading.Lock()
+_measurers: list[int] = []  # the thread that measures
+_PATIENCE = 60.0  # seconds that another thread waits for it
 
 
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
     """One measurement at a time: a second one would end what the first one counts, which then comes out too small."""
-    if not _MEASURING.acquire(blocking=False):
+    me = threading.get_ident()
+    if me in _measurers or not _MEASURING.acquire(timeout=_PATIENCE):
         raise MeasureError(
-            "memory is being measured already, so that no plan can be made for a new kind of call (other shapes; "
-            "gradients that are there, or not, when the call begins). Call the function once before, just as it will "
-            "be measured"
+            "memory is being measured already, so that no plan can be made meanwhile for a "
+            "new kind of call (other shapes; gradients that are there, or not, when the call begins). Call the "
+            "function once before, just as it will be measured"
         )
+    _measurers.append(me)
     try:
         if device.type != "cuda" and torch._C._autograd._profiler_enabled():
             warnings.warn(
@@ -61,6 +65,7 @@ def _measuring(device: torch.device) -> Iterator[None]:
             )
         yield
     finally:
+        _measurers.clear()
         _MEASURING.release()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,11 +20,32 @@ from rkgb.errors import UnsupportedError
 from rkgb.lines import user_line
 from rkgb.scripted import run_scripted
 
+TRACING = threading.RLock()
+"""Held while a module is traced: tracing changes parts of torch for a while."""
+
+_tracing = threading.local()
+
+
+def is_traced() -> bool:
+    """Whether this thread runs a module within ``traceable``."""
+    return getattr(_tracing, "depth", 0) > 0
+
+
+@contextlib.contextmanager
+def _in_this_thread() -> Iterator[None]:
+    _tracing.depth = getattr(_tracing, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _tracing.depth -= 1
+
 
 @contextlib.contextmanager
 def traceable() -> Iterator[None]:
-    """The module runs as in eager mode, but so that a trace sees all of it."""
+    """The module runs as in eager mode, but so that a trace sees all of it. One thread at a time."""
     with (
+        TRACING,
+        _in_this_thread(),
         _plain_checkpoint(),
         _scripts_as_python(),
         _stateless_as_eager(),
@@ -104,14 +126,19 @@ def _no_inner_gradients() -> Iterator[None]:
     )
     originals = [getattr(module, name) for module, name in places]
 
-    def refuse(*_: Any) -> Any:
-        raise UnsupportedError(
-            f"the call at {user_line()} computes derivatives inside forward (torch.func), which no plan can foresee. "
-            "Wrap the submodules that do not, instead of the whole module."
-        )
+    def refusing(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_traced():  # another thread's
+                return original(*args, **kwargs)
+            raise UnsupportedError(
+                f"the call at {user_line()} computes derivatives inside forward (torch.func), which no plan can "
+                "foresee. Wrap the submodules that do not, instead of the whole module."
+            )
 
-    for module, name in places:
-        setattr(module, name, refuse)
+        return call
+
+    for (module, name), original in zip(places, originals, strict=True):
+        setattr(module, name, refusing(original))
     try:
         yield
     finally:

@@ -101,8 +101,8 @@ def record(
 
     lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
     with (
-        _functions_marked(seen),
         traceable(),
+        _functions_marked(seen),
         drop_saved(),
         warnings.catch_warnings(),
     ):

@@ -49,17 +49,25 @@ def spell_booleans(block: Any) -> Any:
     for node in list(block.nodes()):
         unmatched = next(filter(None, map(spell_booleans, node.blocks())), None)
         if unmatched is None and node.kind().startswith("aten::") and not _is_known(node):
-            for value in filter(_is_boolean, node.inputs()):
-                value.setType(torch._C.IntType.get())
-                if _is_known(node):
-                    value.node().i_(_BOOLEAN, 1)
-                    break
-                value.setType(torch._C.BoolType.get())
-            else:
+            booleans = list(filter(_is_boolean, node.inputs()))
+            if not any(_known_with_numbers(node, some) for some in (*([value] for value in booleans), booleans)):
                 unmatched = node
         if unmatched is not None:
             return unmatched
     return None
+
+
+def _known_with_numbers(node: Any, booleans: list[Any]) -> bool:
+    """Whether ``node`` matches an overload with ``booleans`` as numbers, which they then stay."""
+    for value in booleans:
+        value.setType(torch._C.IntType.get())
+    known = _is_known(node)
+    for value in booleans:
+        if known:
+            value.node().i_(_BOOLEAN, 1)
+        else:
+            value.setType(torch._C.BoolType.get())
+    return known
 
 
 def _is_known(node: Any) -> bool:

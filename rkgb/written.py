@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _Copies = list[tuple[torch.Tensor, int, torch.Tensor]]  # tensor, its version, a copy
 
@@ -67,6 +69,50 @@ class Written:
     def changed(self, t: torch.Tensor) -> bool:
         """Whether ``put_back`` had to change it."""
         return id(t) in self._changed
+
+
+class _Keeping(TorchDispatchMode):
+    """Copies each of ``own`` before the first operation that writes to it."""
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.own: dict[int, list[torch.Tensor]] = {}
+        for t in own:
+            self.own.setdefault(_address(t), []).append(t)
+        self.copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+            written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+            for own in (own for t in _strided(written) for own in self.own.get(_address(t), ())):
+                if id(own) not in self.copies:
+                    self.copies[id(own)] = (own, own._version, own.detach().clone())
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def put_back(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards parameters, and tensors that modules hold as plain attributes, are what they were.
+
+    Takes the memory of what is written, not of all.
+    """
+    held = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
+    own = [t for t in (*model.parameters(), *held) if t.layout == torch.strided]
+    data = [(t, t.detach()) for t in own]
+    keeping = _Keeping(own)
+    try:
+        with keeping:
+            yield
+    finally:
+        with torch.no_grad():
+            for t, before in data:
+                if _address(t) != _address(before):
+                    t.data = before
+            for t, version, copy in keeping.copies.values():
+                t.copy_(copy)
+                torch._C._autograd._unsafe_set_version_counter((t,), (version,))
 
 
 def _strided(tree: Any) -> Iterable[torch.Tensor]:

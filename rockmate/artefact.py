@@ -133,7 +133,7 @@ def read_plan(path: str | Path) -> SavedPlan:
             found["loss_memory"],
             frozenset(found["missing"]),
             found["solver"],
-            found["reason"],
+            found.get("reason", ""),
             "\n".join(found["program"]),
             tuple(found["nodes"]),
             tuple(found["data"]),

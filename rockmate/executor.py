@@ -286,6 +286,8 @@ class CallState:
     def run_again(self, i: int) -> None:
         """Recompute node i from live data: its results and what its backward reads."""
         p, code = self.program, self.program.nodes[i]
+        if code.random and i not in self.random:
+            raise self.unforeseen(i)
         values = p.s.d.values
         env: dict[int, torch.Tensor] = {}
         for v in code.reads:
@@ -332,6 +334,12 @@ class CallState:
             name = self.program.s.d.names[v]
             raise changed(name, tensor, self.made_at[v])
 
+    def unforeseen(self, i: int) -> RuntimeError:
+        return RuntimeError(
+            f"{self.program.s.nodes[i].name} must run again for this backward, which the plan did not foresee (a "
+            "second backward, or one of a part of the graph). Call forward again before it."
+        )
+
     def need(self, datum: int) -> None:
         """Make ``datum`` live, outside the schedule if it is not (second backwards, backwards of a part)."""
         if self.live[datum] is not None:
@@ -345,10 +353,7 @@ class CallState:
                 continue
             missing.add(owner)
             if not self.program.nodes[owner].rerun or (self.program.s.nodes[owner].random and owner not in self.random):
-                raise RuntimeError(
-                    f"{self.program.s.nodes[owner].name} must run again for this backward, which the plan did not "
-                    "foresee (a second backward, or one of a part of the graph). Call forward again before it."
-                )
+                raise self.unforeseen(owner)
             left += [d for d in self.read_by(owner) if self.live[d] is None]
         for i in sorted(missing):
             self.run_again(i)

@@ -7,12 +7,14 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from rkgb.capture import current_mode
 from rkgb.graphs import Structure
 from rkgb.guards import GuardFailed
+from rkgb.patches import TRACING
 from rkgb.sample import Sample, call_of
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate.artefact import SavedPlan, read_plan
@@ -32,7 +34,7 @@ from rockmate.surroundings import (
     undisturbed,
     warn_of_saved_hooks,
 )
-from rockmate.variants import PLANNING, PlanCache, Variant, make_variant
+from rockmate.variants import PlanCache, Variant, make_variant
 from solvers import Frontier
 
 # Plans for calls that differ only in what the module's Python reads from tensors.
@@ -188,7 +190,7 @@ class Rockmate(Facade):
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
         self._check_own_changes()
         check_wrappers(self.original)
-        with PLANNING, Progress(self._progress) as report:
+        with TRACING, Progress(self._progress) as report:
             key, _ = _call_key(self.original, args, kwargs)
             with undisturbed(), watched_hooks(self.original):
                 planner = make_planner(
@@ -233,7 +235,7 @@ def frontier(
     ``Rockmate``.
     """
     args, kwargs = _checked_call(model, sample, sample_kwargs)
-    with undisturbed(), Progress(progress) as report:
+    with TRACING, undisturbed(), Progress(progress) as report:
         return make_planner(model, args, kwargs, costs, loss_memory, report).frontier()
 
 
@@ -277,13 +279,20 @@ def _checked_call(
     return args, kwargs
 
 
+def _value(x: Any) -> tuple[Hashable, ...]:
+    """What distinguishes a leaf that is no tensor; arrays print shortened."""
+    if isinstance(x, (np.ndarray, np.generic)) and not x.dtype.hasobject:
+        return x.dtype.str, x.shape, x.tobytes()
+    return (repr(x),)
+
+
 def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, frozenset[str]]:
     """(key, parameters without gradient). Calls with equal keys run the same graph."""
     leaves, spec = flatten((args, kwargs))
     described = tuple(
         (tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device, x.requires_grad)
         if isinstance(x, torch.Tensor)
-        else (type(x).__name__, x.tobytes() if hasattr(x, "tobytes") else repr(x))
+        else (type(x).__name__, *_value(x))
         for x in leaves
     )
     modules, missing = module_key(model)

@@ -12,6 +12,7 @@ from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rkgb.patches import is_traced
 from rockmate.errors import BudgetWarning, HookError
 
 _GLOBAL_HOOKS = {
@@ -24,7 +25,7 @@ _GLOBAL_HOOKS = {
 
 def is_recorded() -> bool:
     """Whether torch.jit.trace, torch.export or another Rockmate records operations: those of the model itself."""
-    return torch._C._is_tracing() or torch.compiler.is_compiling()
+    return is_traced() or torch._C._is_tracing() or torch.compiler.is_compiling()
 
 
 def is_transformed() -> bool:

@@ -16,9 +16,6 @@ from rockmate.planning import Planner
 MAX_PLANS = 32
 """Plans kept, of all kinds of calls together."""
 
-PLANNING = threading.RLock()
-"""Held while a module is traced: tracing changes parts of torch for a while."""
-
 
 @dataclass(frozen=True, eq=False)
 class Variant:

@@ -284,3 +284,48 @@ def test_gradients_of_gradients_match_numbers() -> None:
     with pytest.warns(BudgetWarning, match="retain_graph"):
         assert torch.autograd.gradcheck(rk, (x,))
     assert_same([rk.plans_made], [1])
+
+
+class Sides(nn.Module):
+    """Two outputs of one random tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(1 << 10))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = self.weight + torch.rand_like(self.weight)
+        y = torch.atan2(drawn, (x * 1.5).cos().exp())
+        for _ in range(6):
+            y = y.sin().exp() * x
+        return drawn.sin(), y
+
+
+@pytest.mark.filterwarnings("ignore:a backward of a part of the graph")
+def test_one_output_after_the_other_never_draws_anew() -> None:
+    """The second backward gets eager's gradients, or an error where the generator's state is gone."""
+    model, x = Sides(), torch.rand(1 << 10)
+    rk = Rockmate(model, x, "1 MiB", costs="flops")
+    found = rk.frontier()
+    outcomes = set()
+    for k in range(6):
+        rk.budget = found.min_budget + k * (found.max_budget - found.min_budget) // 5
+        grads = []
+        for call in (model, rk):
+            model.zero_grad()
+            torch.manual_seed(0)
+            side, y = call(x)
+            y.sum().backward()
+            try:
+                side.sum().backward()
+                grads.append(model.weight.grad)
+            except RuntimeError as error:
+                assert "must run again for this backward" in str(error)
+                grads.append(None)
+            drawn_next = torch.rand(1)
+            torch.manual_seed(0)
+            torch.rand(1 << 10)
+            assert torch.equal(drawn_next, torch.rand(1))
+        outcomes.add(grads[1] is None)
+        assert grads[1] is None or torch.equal(grads[0], grads[1])
+    assert outcomes == {True, False}

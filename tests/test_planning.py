@@ -1,0 +1,166 @@
+"""Planning leaves the model and torch as they were, refuses no valid model, and tells calls apart that differ."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rkgb import make_all_graphs
+from rkgb.measure import measure_nodes
+from rkgb.stand_ins import runs
+from rockmate import Rockmate
+
+
+class After(nn.Module):
+    """A linear layer, and a function of its result and the other arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x: torch.Tensor, *others: Any) -> Any:
+        return self.function(self.linear(x), *others)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return 2 * g
+
+
+class Negative(torch.autograd.Function):
+    """Refuses positive numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if (x > 0).any():
+            raise ValueError("positive")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g
+
+
+class WritesElsewhere(nn.Module):
+    """Writes a parameter and a plain tensor where the first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.held = torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] > 0:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+                self.linear.bias.data = torch.zeros(8)
+                self.held.mul_(0.5)
+        return self.linear(x).sin() * self.held
+
+
+def test_what_forward_writes_for_other_values_is_put_back() -> None:
+    model, x = WritesElsewhere(), torch.randn(4, 8)
+    x[:, 0] = torch.tensor([-1.0, 1, 1, 1])
+    before = [t.clone() for t in (*model.parameters(), model.held)]
+    versions = [t._version for t in (*model.parameters(), model.held)]
+    Rockmate(model, x, "1 MiB", costs="flops")
+    assert all(torch.equal(a, b) for a, b in zip(before, (*model.parameters(), model.held), strict=True))
+    assert versions == [t._version for t in (*model.parameters(), model.held)]
+
+
+def test_inputs_that_overlap_in_memory_are_planned() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(1, 8).expand(6, 8)
+    assert torch.equal(Rockmate(model, x, "1 MiB", costs="flops")(x), model(x))
+
+
+def test_gradients_that_are_not_a_number_are_no_change() -> None:
+    model = After(Doubled.apply)
+    model.linear.weight.grad = torch.full((8, 8), float("nan"))
+    assert Rockmate(model, torch.randn(4, 8), "1 MiB", costs="flops").plan.predicted_peak > 0
+
+
+def test_two_booleans_as_numbers() -> None:
+    model = After(lambda x: x * torch.where(x > 0, True, False))
+    x = torch.randn(4, 8)
+    assert torch.equal(Rockmate(model, x, "1 MiB", costs="flops")(x), model(x))
+
+
+def test_arrays_of_other_shapes_and_types_are_other_calls() -> None:
+    model, x = After(lambda x, a: x.sum() * torch.from_numpy(a)), torch.randn(3, 8)
+    rk = Rockmate(model, (x, numpy.zeros((2, 3))), "1 MiB", costs="flops")
+    for array in (numpy.zeros((3, 2)), numpy.zeros((2, 3), "int64")):
+        assert rk(x, array).shape == array.shape
+    assert rk.plans_made == 3
+
+
+def test_threads_that_plan_leave_torch_as_it_is() -> None:
+    models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(3)]
+    before = torch.autograd.graph.disable_saved_tensors_hooks
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda m: make_all_graphs(m, torch.ones(2, 8), costs="flops").S, models))
+    assert len({str(s) for s in found}) == 1
+    assert torch.autograd.graph.disable_saved_tensors_hooks is before
+
+
+def test_other_threads_may_differentiate_while_one_plans() -> None:
+    """``torch.func.grad`` is refused inside forward, in the thread that traces."""
+    found = []
+
+    def elsewhere(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: found.append(torch.func.grad(torch.sin)(torch.tensor(0.0))))
+        thread.start()
+        thread.join()
+        return x
+
+    Rockmate(After(elsewhere), torch.ones(2, 8), "1 MiB", costs="flops")
+    assert found == [torch.tensor(1.0)] * len(found)
+    assert found
+
+
+def through_negative(x: torch.Tensor) -> torch.Tensor:
+    """Of the two products the first stands in for the second where costs are measured."""
+    first = x.square() * 2.0
+    result: torch.Tensor = Negative.apply(first * -3.0)
+    return result
+
+
+def test_operations_may_refuse_what_stands_in() -> None:
+    model, x = After(through_negative), torch.randn(4, 8)
+    assert torch.equal(Rockmate(model, x, "1 MiB", costs="flops")(x), model(x))
+
+
+def chosen(x: torch.Tensor) -> torch.Tensor:
+    positive = F.softplus(x).neg().neg()
+    return positive[positive > 0].sin()
+
+
+def test_costs_do_not_depend_on_what_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second negation would be measured on the first one's result, of which nothing is chosen."""
+    model, x = After(chosen), torch.randn(64, 8)
+    s = make_all_graphs(model, x, costs="flops").S
+    with_stand_ins = measure_nodes(s, model, [x], "flops")
+    monkeypatch.setattr("rkgb.measure.runs", lambda s, keys, stand_ins: runs(s, keys, False))
+    assert with_stand_ins == measure_nodes(s, model, [x], "flops")
+
+
+def test_a_rockmate_within_a_module_that_is_planned_says_nothing() -> None:
+    inner = Rockmate(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(4, 8), "1 MiB", costs="flops")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Rockmate(nn.Sequential(nn.Linear(8, 8), inner), torch.ones(4, 8), "1 MiB", costs="flops")
+    assert inner.plans_made == 1
