@@ -21,7 +21,7 @@ from rkgb.lines import user_line
 from rkgb.scripted import run_scripted
 
 TRACING = threading.RLock()
-"""Held while a module is traced: tracing changes parts of torch for a while."""
+"""Held while a module is traced or measured: this changes parts of torch for a while."""
 
 _tracing = threading.local()
 

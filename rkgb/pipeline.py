@@ -16,6 +16,7 @@ from rkgb.check import checked
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K
 from rkgb.measure import measure_nodes
+from rkgb.patches import TRACING
 from rkgb.render_notebook import Drawn
 from rkgb.sample import Sample, call_of
 from rkgb.Stools import D_to_S, cut
@@ -75,9 +76,10 @@ def make_all_graphs(
     ``costs``: "measured", or "flops" for times from a model of the operations, the same on every run.
     ``report`` is told the phase as it starts, and now and then which part of it is done (0 to 1).
     """
-    b, d, s = make_S(model, sample, sample_kwargs, report)
-    report("measure", 0.0)
-    inputs = tensors_of(call_of(sample, sample_kwargs))
-    measured = measure_nodes(s, model, inputs, costs, report=partial(report, "measure"))
+    with TRACING:  # counting operations sets hooks of all modules, which another thread's trace would meet
+        b, d, s = make_S(model, sample, sample_kwargs, report)
+        report("measure", 0.0)
+        inputs = tensors_of(call_of(sample, sample_kwargs))
+        measured = measure_nodes(s, model, inputs, costs, report=partial(report, "measure"))
     k = S_to_K(s, model, inputs, measured)
     return Graphs(b, d, s, tuple(classes(s)), k)

@@ -28,17 +28,22 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
-    """Run in ``mode``; the cache of cast weights stays off."""
-    return contextlib.nullcontext() if mode == current_mode() else _switched(mode)
+    """Run in ``mode``, from now on; the cache of cast weights stays off."""
+    now = current_mode()
+    if mode == now:
+        return contextlib.nullcontext()
+    if mode.autocast == now.autocast and mode.attention == now.attention:
+        return torch.set_grad_enabled(mode.grad)
+    return _switched(mode, now)
 
 
 @contextlib.contextmanager
-def _switched(mode: Mode) -> Any:
+def _switched(mode: Mode, now: Mode) -> Any:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(mode.grad))
-        if mode.attention != current_mode().attention:
+        if mode.attention != now.attention:
             stack.enter_context(attention_by(mode.attention))
-        if mode.autocast == current_mode().autocast:
+        if mode.autocast == now.autocast:
             yield
             return
         on = dict(mode.autocast)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -208,13 +208,15 @@ class CallState:
         self.skipped = self.skipped or k > self.at
         p = self.program
         staying = self.staying(i)
-        for step in self.steps_up_to(k):
-            if isinstance(step, Run):
-                self.run_again(step.node)
-                if not (self.retained or self.skipped) and (k, step.node) in p.final:
-                    self.random.pop(step.node, None)
-            elif step.data not in staying:
-                self.drop(step.data)
+        steps = self.steps_up_to(k)
+        with self.running_again() if any(isinstance(step, Run) for step in steps) else contextlib.nullcontext():
+            for step in steps:
+                if isinstance(step, Run):
+                    self.run_again(step.node)
+                    if not (self.retained or self.skipped) and (k, step.node) in p.final:
+                        self.random.pop(step.node, None)
+                elif step.data not in staying:
+                    self.drop(step.data)
         self.at = k + 1
 
     def steps_up_to(self, k: int) -> Sequence[Run | Del]:
@@ -282,9 +284,14 @@ class CallState:
             self.sources.clear()
             self.random.clear()
 
-    @untransformed()
+    @contextlib.contextmanager
+    def running_again(self) -> Iterator[None]:
+        """Nodes run as in the forward, whatever a backward runs under."""
+        with untransformed(), in_mode(self.program.mode):
+            yield
+
     def run_again(self, i: int) -> None:
-        """Recompute node i from live data: its results and what its backward reads."""
+        """Recompute node i from live data: its results and what its backward reads. Within ``running_again``."""
         p, code = self.program, self.program.nodes[i]
         if code.random and i not in self.random:
             raise self.unforeseen(i)
@@ -305,7 +312,7 @@ class CallState:
             if address not in known:
                 packed.append((t.detach(), address))
 
-        with drawing_again(code.random, self.random.get(i)), in_mode(p.mode), saved_tensors_hooks(pack, unpack):
+        with drawing_again(code.random, self.random.get(i)), saved_tensors_hooks(pack, unpack):
             for op in code.again:
                 op.run(env, p.mode)
         self.keep_results(code, code.remade, env)
@@ -355,8 +362,9 @@ class CallState:
             if not self.program.nodes[owner].rerun or (self.program.s.nodes[owner].random and owner not in self.random):
                 raise self.unforeseen(owner)
             left += [d for d in self.read_by(owner) if self.live[d] is None]
-        for i in sorted(missing):
-            self.run_again(i)
+        with self.running_again():
+            for i in sorted(missing):
+                self.run_again(i)
 
 
 def _graph_is_retained() -> bool:
