@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -66,13 +66,17 @@ class Node:
     several: bool
     mode: Mode
     line: str
+    _reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
-    def reads(self) -> tuple[int, ...]:
-        """Indices of the values read, in order of first use."""
+    def __post_init__(self) -> None:
         found = refs(self.args)
         for _, a in self.kwargs:
             found += refs(a)
-        return tuple(dict.fromkeys(found))
+        object.__setattr__(self, "_reads", tuple(dict.fromkeys(found)))
+
+    def reads(self) -> tuple[int, ...]:
+        """Indices of the values read, in order of first use."""
+        return self._reads
 
 
 def refs(arg: Any) -> list[int]:
