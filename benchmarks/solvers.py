@@ -158,7 +158,7 @@ def _part(part: str, options: argparse.Namespace) -> Any:
     if part == "synthetic":
         return synthetic((30, 60) if options.short else (100, 250, 500), options.seconds)
     if part == "large":
-        return large(2, (0.5,), 5.0) if options.short else large(30, (0.7, 0.5, 0.3), 300.0)
+        return large(2, (0.5,), 5.0) if options.short else large(30, (0.7, 0.5, 0.3), 285.0)
     return walker(100 if options.short else 20_000, 0.5)
 
 
