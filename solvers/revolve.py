@@ -21,7 +21,10 @@ Splits = list[list[int]]
 
 
 def binomial_splits(length: int, checkpoints: int) -> Splits:
-    """``splits[c][l]``: how many of l blocks stand before the next checkpoint, with c of them left."""
+    """``splits[c][l]``: how many of l blocks (or stages) stand before the next checkpoint, with c of them left.
+
+    The last block needs no checkpoint: its input is what the run before it made.
+    """
     base = np.arange(length + 1, dtype=np.int64)
     runs = base * (base - 1) // 2
     splits = [[max(1, size - 1) for size in range(length + 1)]]

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-import numpy as np
-
 from solvers.errors import InfeasibleError
+from solvers.revolve import binomial_splits
 from solvers.rotor_chain import Chain
 from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 from solvers.rotor_table import LeastMemory, Table, build
@@ -125,7 +124,7 @@ def _useful_checkpoints(length: int) -> int:
 
 def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:
     """Fewest forward runs when at most ``checkpoints`` values beside the input are stored at a time."""
-    splits = _binomial_splits(chain.length, checkpoints)
+    splits = binomial_splits(chain.length, checkpoints)
     return Sequence(
         build(
             chain,
@@ -135,28 +134,6 @@ def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:
         ),
         f"griewank({checkpoints} checkpoints)",
     )
-
-
-def _binomial_splits(length: int, checkpoints: int) -> list[list[int]]:
-    """``splits[c][l]``: where to set the next checkpoint in a chain of l stages with c checkpoints left.
-
-    runs[c][l] = min over 1 <= j < l of  j + runs[c-1][l-j] + runs[c][j];  runs[0][l] = l (l-1) / 2. A last
-    stage needs no checkpoint: its input is what the run before it made.
-    """
-    base = np.arange(length + 1, dtype=np.int64)
-    runs = [base * (base - 1) // 2]
-    splits = [[max(1, size - 1) for size in range(length + 1)]]
-    for _ in range(checkpoints):
-        fewer, row, split = runs[-1], np.zeros(length + 1, np.int64), [1, 1]
-        for size in range(2, length + 1):
-            j = np.arange(1, size)
-            total = j + fewer[size - j] + row[j]
-            best = int(total.argmin())
-            row[size] = total[best]
-            split.append(best + 1)
-        runs.append(row)
-        splits.append(split)
-    return splits
 
 
 def _fastest(chain: Chain, limit: int, sequences: Iterable[Sequence]) -> Sequence:
