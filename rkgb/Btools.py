@@ -229,7 +229,7 @@ class _Reader:
 
     def _unpack(self, ref: Ref, outputs: list[Any]) -> None:
         """The operation that returned the list defines its elements instead."""
-        at = max(k for k, n in enumerate(self.nodes) if ref.index in n.outputs)
+        at = next(k for k in reversed(range(len(self.nodes))) if ref.index in self.nodes[k].outputs)
         node = self.nodes[at]
         if node.several:
             raise UnsupportedError(f"{node.name} at {node.line} returns nested lists")

@@ -3,8 +3,8 @@
 ``dropout`` on the CPU draws a mask (slow, as large as its input) and multiplies by it (fast). As one
 operation, computing its result again would draw the mask again. Split in three, the plan can keep the
 drawn bits alone, a quarter of a float mask, and compute mask and product again in a fraction of the
-time. ATen's own dropout (``_dropout_impl`` in native/Dropout.cpp) draws the same bits, as numbers of the
-input's type, and divides them by 1 - p: results, gradients and random numbers are the same.
+time. ATen's own dropout (``_dropout_impl`` in native/Dropout.cpp) draws the same bits, as numbers of the input's type,
+and divides them by 1 - p: results, gradients and random numbers are the same.
 
 ``broadcast_tensors`` returns views of unrelated tensors. As one operation it would tie them together, and to its place
 in the program. Split, it is an ``expand`` of each, which is what ATen does.
@@ -43,13 +43,13 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
     ref, p = node.args[0], node.args[1]
     like = torch.empty_like(read(ref.index))
     form = (("dtype", torch.uint8), ("device", like.device))
-    empty, bits, mask = (new_value(name) for name in ("empty", "bits", "mask"))
-    scale = torch.ones((), dtype=like.dtype).div_(1 - p)
+    empty, bits, cast, mask = (new_value(name) for name in ("empty", "bits", "cast", "mask"))
     multiply = aten.mul_.Tensor if node.op is _DROPOUT[1] else aten.mul.Tensor
     parts: list[tuple[Any, str, tuple[Any, ...], tuple[tuple[str, Any], ...], int]] = [
         (aten.empty_strided.default, "empty", (list(like.shape), list(like.stride())), form, empty),
         (aten.bernoulli_.float, "bernoulli_", (Ref(empty), 1 - p), (("generator", None),), bits),
-        (aten.mul.Tensor, "mask", (Ref(bits), scale), (), mask),
+        (aten._to_copy.default, "cast", (Ref(bits),), (("dtype", like.dtype),), cast),
+        (aten.div_.Scalar, "mask", (Ref(cast), 1 - p), (), mask),
         (multiply, "dropout", (ref, Ref(mask)), (), node.outputs[0]),
     ]
     return [Node(op, name, args, kwargs, (out,), False, node.mode, node.line) for op, name, args, kwargs, out in parts]

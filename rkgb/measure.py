@@ -6,7 +6,7 @@ Equal nodes are measured once, each alone (``rkgb/alone.py``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -85,6 +85,7 @@ def measure_nodes(
     given = {v for v, t in sources.items() if t.is_leaf and t.grad is not None}
     keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i]) for i, n in enumerate(s.nodes)]
     known: dict[Hashable, Cost] = {}
+    others = _to_read(model)
 
     def measure(stand_ins: bool) -> None:
         plan = runs(s, keys, stand_ins)
@@ -95,7 +96,7 @@ def measure_nodes(
                 if i in plan.measured and keys[i] not in known:
                     run = NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i])
                     with gradients_watched(model, s.d, s.nodes[i]):
-                        known[keys[i]] = _measure(run, costs, repeat)
+                        known[keys[i]] = _measure(run, costs, repeat, others)
                 if i in plan.needed:
                     env.update(_results(s, i, values))
                 for v in [v for v in (*plan.reads[i], *s.nodes[i].makes) if plan.last.get(v, i) <= i]:
@@ -124,13 +125,13 @@ def _results(s: S_graph, i: int, values: dict[int, torch.Tensor]) -> dict[int, t
     return {v: env[v] for v in s.nodes[i].makes}
 
 
-def _measure(run: NodeRun, costs: str, repeat: int) -> Cost:
+def _measure(run: NodeRun, costs: str, repeat: int, others: Sequence[torch.Tensor]) -> Cost:
     values = run.values
     with preserved(torch.nn.Module(), [values[v] for v in run.node.reads if v in run.d.sources and _written(run, v)]):
         run.forward()  # first use of a kernel
         results, forward_peak, _ = measure_memory(run.forward, run.device)
         del results
-        times = _counted(run) if costs == "flops" else _times(run, repeat)
+        times = _counted(run) if costs == "flops" else _times(run, repeat, others)
         if not run.fed:
             return Cost(times[0], forward_peak)
         inputs, views = _gradient_sources(run)
@@ -142,6 +143,21 @@ def _measure(run: NodeRun, costs: str, repeat: int) -> Cost:
 
 def _written(run: NodeRun, v: int) -> bool:
     return any(run.d.values[v].storage in run.d.facts[op].writes for op in run.node.ops)
+
+
+_CACHE = 64 * 2**20  # bytes, more than a processor's
+
+
+def _to_read(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters that fill a processor's cache, or all that there are: a step reads them, too."""
+    found: list[torch.Tensor] = []
+    left = _CACHE
+    for p in model.parameters():
+        if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.is_contiguous():
+            count = min(p.numel(), left // p.element_size())
+            found.append(p.detach().view(-1)[:count])
+            left -= found[-1].nbytes
+    return found
 
 
 def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], frozenset[int]]:
@@ -203,11 +219,17 @@ def _backward_memory(run: NodeRun, hold: Callable[[Any], None]) -> tuple[int, in
     return sum(sizes), peak
 
 
-def _times(run: NodeRun, repeat: int) -> tuple[int, int]:
-    """Medians of forward and backward time in ns."""
+def _times(run: NodeRun, repeat: int, others: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Medians of forward and backward time in ns; before each run ``others`` are read.
+
+    A node that runs again finds what it reads in memory, not in the processor's cache, where a run just before would
+    leave it; up to twice the time for a layer norm.
+    """
     forward, backward = [], []
     grads = run.gradients(run.forward())
     for _ in range(repeat):
+        for t in others:
+            t.sum()
         start = _mark(run.device)
         results = run.forward()
         middle = _mark(run.device)

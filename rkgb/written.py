@@ -1,4 +1,8 @@
-"""Parameters that a module's forward changes (averaged copies of others, clamped scales): put back after a trace."""
+"""Parameters that a module's forward changes (averaged copies of others, clamped scales): put back after a trace.
+
+In two ways: below autograd, where every write shows (``put_back``), except while tracing (``Written``), where a mode
+there would hide convolutions from the tracer, which records them from inside.
+"""
 
 from __future__ import annotations
 
