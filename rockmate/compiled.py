@@ -128,14 +128,23 @@ def undo_bytes(s: S_graph) -> int:
     return state_bytes(undo.drawn) + sum(s.d.values[v].bytes for v in undo.sources)
 
 
+@dataclass(frozen=True, slots=True)
+class Give:
+    """From here on only backwards read ``data``, each once: what autograd saved of it keeps it, and lets it go."""
+
+    data: int
+
+
 @dataclass(frozen=True)
 class Program:
     """The executable form of one plan.
 
     ``after[i]``: data dropped right after node i in the forward phase. ``stages``: nodes before whose
-    backward there are steps to take, in the order of their backwards; ``before[k]``: these steps.
-    ``kept``: data live when the forward phase ends. Only data that something but autograd itself will
-    read again are tracked by the executor. ``final``: (stage, node) of each node's last run.
+    backward there are steps to take, in the order of their backwards; ``before[k]``: these steps, with the deletions
+    since the stage before, also those that autograd makes by itself (see ``Give``).
+    ``kept``: data live when the forward phase ends; ``given``: those that autograd keeps from then on. Only data that
+    something but autograd itself will read again are tracked by the executor. ``final``: (stage, node) of each node's
+    last run.
     ``segments``: (native, dead, start, stop) of runs of nodes. ``held``: sources that are attributes of modules, but
     neither parameters nor buffers.
     """
@@ -144,7 +153,8 @@ class Program:
     nodes: tuple[NodeCode, ...]
     after: tuple[tuple[int, ...], ...]
     stages: tuple[int, ...]
-    before: tuple[tuple[Run | Del, ...], ...]
+    before: tuple[tuple[Run | Del | Give, ...], ...]
+    given: tuple[int, ...]
     final: frozenset[tuple[int, int]]
     kept: frozenset[int]
     data_of: dict[int, int]
@@ -175,7 +185,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
             again.add(step.node)
             dropped.update(k.nodes[step.node].makes)
     tracked = _tracked(k, again, native)
-    stages, before = _stages(schedule[at_loss + 1 :], tracked)
+    stages, before, touched = _stages(k, schedule[at_loss + 1 :], tracked)
     last_run = {step.node: stage for stage, steps in enumerate(before) for step in steps if isinstance(step, Run)}
     of_storage = {data.storage: d for d, data in enumerate(k.data) if data.storage is not None}
     data_of = {v: of_storage[x] for n in s.nodes for v in n.makes if (x := s.d.values[v].storage) in of_storage}
@@ -189,6 +199,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         tuple(tuple(a) for a in after),
         tuple(stages),
         tuple(before),
+        tuple(sorted((live & tracked) - touched)),
         frozenset((stage, node) for node, stage in last_run.items()),
         frozenset(live),
         data_of,
@@ -227,19 +238,38 @@ def _tracked(k: K_graph, again: set[int], native: set[int]) -> set[int]:
     return tracked
 
 
-def _stages(steps: Schedule, tracked: set[int]) -> tuple[list[int], list[tuple[Run | Del, ...]]]:
-    """Nodes before whose backward there are steps to take, and these; what autograd alone holds, it drops itself."""
+def _stages(
+    k: K_graph, steps: Schedule, tracked: set[int]
+) -> tuple[list[int], list[tuple[Run | Del | Give, ...]], set[int]]:
+    """Nodes before whose backward there are steps to take; these; data that autograd cannot keep from the forward on.
+
+    A deletion alone is no reason to stop autograd where it makes it by itself: after the last run that reads or makes
+    the data, and where none does. Outputs may not be saved by anyone.
+    """
+    last = {d: at for at, step in enumerate(steps) if isinstance(step, Run) for d in _touched(k, step) if d in tracked}
+    last.update(dict.fromkeys(k.outputs, len(steps)))
     stages: list[int] = []
-    before: list[tuple[Run | Del, ...]] = []
-    pending: list[Run | Del] = []
-    for step in steps:
-        if isinstance(step, Run) or (isinstance(step, Del) and step.data in tracked):
+    before: list[tuple[Run | Del | Give, ...]] = []
+    pending: list[Run | Del | Give] = []
+    wanted = False
+    for at, step in enumerate(steps):
+        if isinstance(step, Run):
+            wanted = True
             pending.append(step)
-        elif isinstance(step, Bwd) and pending:
+            pending += [Give(d) for d in _touched(k, step) if last.get(d) == at]
+        elif isinstance(step, Del) and step.data in tracked:
+            wanted = wanted or last.get(step.data, -1) > at
+            pending.append(step)
+        elif isinstance(step, Bwd) and wanted:
             stages.append(step.node)
             before.append(tuple(pending))
-            pending = []
-    return stages, before
+            pending, wanted = [], False
+    return stages, before, set(last)
+
+
+def _touched(k: K_graph, step: Run) -> dict[int, None]:
+    """The data that a run reads or makes."""
+    return dict.fromkeys((*k.nodes[step.node].reads, *k.nodes[step.node].makes))
 
 
 def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:

@@ -11,6 +11,7 @@ accumulation into ``.grad``, ``retain_graph`` and double backward are therefore 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,13 @@ from rkgb.capture import drop_saved
 from rkgb.guards import Guard, GuardFailed
 from rkgb.program import in_mode, memory_of, source_value
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
-from rockmate.compiled import NodeCode, Program
+from rockmate.compiled import Give, NodeCode, Program
 from rockmate.errors import BudgetWarning
 from rockmate.slots import Slot, changed, form_of, unpack, version_of
-from rockmate.surroundings import untransformed
+from rockmate.surroundings import runs_plainly, untransformed
 from solvers.schedule import Del, Run
+
+_FORGET = drop_saved()
 
 
 class CallState:
@@ -44,6 +47,7 @@ class CallState:
         self.known: dict[int, int] = {}  # address of a live storage -> its datum, -1 for a source
         self.random: dict[int, list[torch.Tensor]] = {}
         self.slots: list[weakref.ref[Slot]] = []
+        self.readers: dict[int, list[weakref.ref[Slot]]] = {}  # datum -> the slots that stand for it
         self.pending: list[tuple[Slot, torch.Tensor, int]] = []
         self.stage = {node: k for k, node in enumerate(program.stages)}
         self.running = -1  # the node whose operations run
@@ -51,6 +55,8 @@ class CallState:
         self.states: list[tuple[Drawn, torch.Tensor]] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.task = -1  # the backward that was here last, while it runs
+        self.thread = 0  # where
+        self.plainly = False  # it runs under what the forward ran under, but for the grad mode
         self.retained = False  # the graph stays: what the forward kept, stays
         self.skipped = False  # a part of the graph was left out: what it needs, stays
         self.warned = False
@@ -79,6 +85,8 @@ class CallState:
         except GuardFailed:
             self.restore()
             raise
+        for datum in p.given:
+            self.give(datum)
         return [env[v] for v in p.s.d.outputs]
 
     def check_held(self) -> None:
@@ -148,19 +156,26 @@ class CallState:
         elif datum < 0:
             slot.held, slot.version = t.detach() if t.grad_fn is not None else t, t._version
         else:
-            slot.data, slot.form = datum, form_of(t)
+            slot.form = form_of(t)
+            self.stand_for(slot, datum)
         self.slots.append(weakref.ref(slot))
         return slot
+
+    def stand_for(self, slot: Slot, datum: int) -> None:
+        slot.data = datum
+        self.readers.setdefault(datum, []).append(weakref.ref(slot))
 
     def settle(self, code: NodeCode) -> None:
         """The node is done: what autograd saved of it is a result, or private to its backward."""
         for slot, t, address in self.pending:
             datum = self.known.get(address)
             if datum is not None:
-                slot.data, slot.form = datum, form_of(t)
+                slot.form = form_of(t)
+                self.stand_for(slot, datum)
             elif code.private is not None:
-                slot.data, slot.index, slot.version = code.private, len(self.live[code.private]), t._version
+                slot.index, slot.version = len(self.live[code.private]), t._version
                 self.live[code.private].append(t)
+                self.stand_for(slot, code.private)
             else:
                 slot.held, slot.version = t, t._version
         self.pending.clear()
@@ -181,6 +196,16 @@ class CallState:
             for t in held.values():
                 self.known.pop(t.untyped_storage()._cdata, None)
 
+    def give(self, datum: int) -> None:
+        """Leave ``datum`` to the slots that stand for it: it goes with the last of them."""
+        held = self.live[datum]
+        if held is not None:
+            self.live[datum] = None
+            for ref in self.readers.get(datum, ()):
+                slot = ref()
+                if slot is not None:
+                    slot.store = held
+
     # ------------------------------------------------------------------------------------- backward
 
     def hook(self, i: int, results: list[torch.Tensor]) -> None:
@@ -197,7 +222,7 @@ class CallState:
         if task != self.task:
             if self.task >= 0:  # an error ended that one, or this one runs inside it
                 self.end()
-            self.task = task
+            self.task, self.thread = task, 0
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
         k = self.stage[i]
         if k < self.at:
@@ -206,30 +231,31 @@ class CallState:
             self.retained = True
             self.leave_schedule("backward was called with retain_graph=True (or create_graph=True)")
         self.skipped = self.skipped or k > self.at
-        p = self.program
-        staying = self.staying(i)
-        steps = self.steps_up_to(k)
-        with self.running_again() if any(isinstance(step, Run) for step in steps) else contextlib.nullcontext():
+        staying = self.staying(i) if self.retained or self.skipped else frozenset()
+        steps = self.program.before[k] if k == self.at else self.steps_up_to(k)
+        with self.running_again():
             for step in steps:
                 if isinstance(step, Run):
                     self.run_again(step.node)
-                    if not (self.retained or self.skipped) and (k, step.node) in p.final:
+                    if not (self.retained or self.skipped) and (k, step.node) in self.program.final:
                         self.random.pop(step.node, None)
-                elif step.data not in staying:
+                elif step.data in staying:
+                    continue
+                elif isinstance(step, Del):
                     self.drop(step.data)
+                elif not self.retained:
+                    self.give(step.data)
         self.at = k + 1
 
-    def steps_up_to(self, k: int) -> Sequence[Run | Del]:
+    def steps_up_to(self, k: int) -> Sequence[Run | Del | Give]:
         """The schedule's steps from here to backward k; what only the backwards that it leaves out need is not run."""
         before = self.program.before
-        if k == self.at:
-            return before[k]
-        steps: list[Run | Del] = []
+        steps: list[Run | Del | Give] = []
         gone: set[int] = set()  # data that nothing needs before the steps chosen so far
         for step in reversed([step for j in range(self.at, k + 1) for step in before[j]]):
             if isinstance(step, Del):
                 gone.add(step.data)
-            else:
+            elif isinstance(step, Run):
                 made = set(self.program.nodes[step.node].data)
                 if made <= gone:
                     continue
@@ -243,8 +269,6 @@ class CallState:
         p = self.program
         if self.retained:
             return p.kept
-        if not self.skipped:
-            return frozenset()
         needed: set[int] = set()
         slots = (ref() for ref in self.slots)
         left = [slot.data for slot in slots if slot is not None and slot.node > i and slot.data >= 0]
@@ -283,10 +307,26 @@ class CallState:
             self.aliases.clear()
             self.sources.clear()
             self.random.clear()
+        else:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Data that runs read or make are the state's again, as when the forward phase ended."""
+        for slot in (ref() for ref in self.slots):
+            if slot is not None and slot.store is not None and slot.data not in self.program.given:
+                if slot.data in self.program.kept:
+                    self.live[slot.data] = slot.store
+                slot.store = None
+
+    def running_again(self) -> contextlib.AbstractContextManager[None]:
+        """Nodes run as in the forward, whatever a backward runs under; that is asked once for each backward."""
+        thread = threading.get_ident()
+        if self.thread != thread:
+            self.thread, self.plainly = thread, runs_plainly(self.program.mode)
+        return torch.set_grad_enabled(self.program.mode.grad) if self.plainly else self.running_otherwise()
 
     @contextlib.contextmanager
-    def running_again(self) -> Iterator[None]:
-        """Nodes run as in the forward, whatever a backward runs under."""
+    def running_otherwise(self) -> Iterator[None]:
         with untransformed(), in_mode(self.program.mode):
             yield
 
@@ -299,10 +339,22 @@ class CallState:
         env: dict[int, torch.Tensor] = {}
         for v in code.reads:
             t = self.sources[v] if v in code.statistics else self.value(v)  # its results do not depend on statistics
-            needs = values[v].requires_grad
-            env[v] = t.detach().requires_grad_(True) if needs else t.detach()
+            env[v] = t.detach().requires_grad_(True) if values[v].requires_grad else t.detach()
         for v in code.statistics:
             env[v] = env[v].clone()
+        with drawing_again(code.random, self.random[i]) if code.random else contextlib.nullcontext():
+            if code.private is None:
+                with _FORGET:
+                    for op in code.again:
+                        op.run(env, p.mode)
+            else:
+                private = self.run_for_private(code, env)
+        self.keep_results(code, code.remade, env)
+        if code.private is not None:
+            self.live[code.private] = private
+
+    def run_for_private(self, code: NodeCode, env: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Run the node's operations again; what autograd would save and only their backward reads."""
         known = {memory_of(env[v])._cdata for v in code.reads}
         known.update(t.untyped_storage()._cdata for t in (self.sources[v] for v in code.statistics))
         packed: list[tuple[torch.Tensor, int]] = []
@@ -312,13 +364,11 @@ class CallState:
             if address not in known:
                 packed.append((t.detach(), address))
 
-        with drawing_again(code.random, self.random.get(i)), saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, unpack):
             for op in code.again:
-                op.run(env, p.mode)
-        self.keep_results(code, code.remade, env)
+                op.run(env, self.program.mode)
         own = {env[v].untyped_storage()._cdata for v, _ in code.made}
-        if code.private is not None:
-            self.live[code.private] = [t for t, address in packed if address not in own]
+        return [t for t, address in packed if address not in own]
 
     def value(self, v: int) -> torch.Tensor:
         """The tensor of value v, from a source, an alias, or live data."""

@@ -11,9 +11,12 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """What autograd keeps in place of a tensor that node ``node`` saves: which datum, and how the tensor lies in it."""
+    """What autograd keeps in place of a tensor that node ``node`` saves: which datum, and how the tensor lies in it.
 
-    __slots__ = ("__weakref__", "data", "form", "held", "index", "node", "state", "version")
+    ``store``: the datum itself, once only backwards read it (see ``rockmate.compiled.Give``).
+    """
+
+    __slots__ = ("__weakref__", "data", "form", "held", "index", "node", "state", "store", "version")
 
     def __init__(self, state: CallState, node: int) -> None:
         self.state, self.node = state, node
@@ -21,6 +24,7 @@ class Slot:
         self.index = -1  # position among the private tensors, -1: a view of the datum's storage
         self.form: Any = None
         self.held: torch.Tensor | None = None
+        self.store: Any = None
         self.version = 0
 
 
@@ -61,8 +65,10 @@ def unpack(slot: Slot) -> torch.Tensor:
         if slot.held._version != slot.version:
             raise changed(f"a tensor of shape {list(slot.held.shape)}", slot.held, slot.version)
         return slot.held
-    state.need(slot.data)
-    held = state.live[slot.data]
+    held = slot.store
+    if held is None:
+        state.need(slot.data)
+        held = state.live[slot.data]
     if slot.index < 0:
         for v, value in held.items():
             state.check_unchanged(v, value)

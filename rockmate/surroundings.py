@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rkgb.capture import current_mode
+from rkgb.graphs import Mode
 from rkgb.patches import is_traced
 from rockmate.errors import BudgetWarning, HookError
 
@@ -31,6 +34,13 @@ def is_recorded() -> bool:
 def is_transformed() -> bool:
     """Whether a transform of torch.func is in force; under these, autograd cannot be told what to save."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def runs_plainly(mode: Mode) -> bool:
+    """Whether nothing but perhaps the grad mode differs from ``mode``, and no transform is in force."""
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return depth == 0 and not is_transformed() and replace(current_mode(), grad=mode.grad) == mode
 
 
 @contextlib.contextmanager

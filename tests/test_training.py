@@ -16,6 +16,7 @@ from rockmate import Rockmate, measure_peak
 from rockmate.executor import CallState
 from rockmate.planning import Planner, make_planner
 from rockmate.variants import Variant, make_variant
+from solvers.schedule import Del, Run
 
 FRACTIONS = (0.0, 0.5, 1.0)
 
@@ -119,6 +120,19 @@ def test_predicted_peak_is_the_measured_one(percent: int, allocated: bool, held:
     train()
     measured = measure_peak(train, "cpu")
     assert rk.plan.predicted_peak <= measured <= rk.plan.predicted_peak + 64
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("c", ZOO, ids=lambda c: c.name)
+def test_a_backward_is_stopped_only_where_something_runs_again(c: Case, fraction: float) -> None:
+    """Or for what autograd cannot let go by itself: outputs, and data that come back later."""
+    variant = make_variant(planner_of(c.name), budget_of(c.name, fraction))
+    program, k = variant.program, variant.plan.graph
+    needed = set(k.outputs)
+    for steps in reversed(program.before):
+        runs = [step for step in steps if isinstance(step, Run)]
+        assert runs or any(step.data in needed for step in steps if isinstance(step, Del))
+        needed.update(d for run in runs for d in (*k.nodes[run.node].reads, *k.nodes[run.node].makes))
 
 
 def half(name: str = "gpt") -> tuple[Case, torch.nn.Module, torch.nn.Module, Rockmate]:
