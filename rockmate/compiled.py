@@ -130,7 +130,7 @@ def undo_bytes(s: S_graph) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """From here on only backwards read ``data``, each once: what autograd saved of it keeps it, and lets it go."""
+    """From here on only backwards read ``data``: what autograd saved of it keeps it, and lets it go."""
 
     data: int
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from rkgb import Graphs, make_all_graphs
 from rockmate import Plan, Rockmate
-from rockmate.compiled import Program, compile_schedule
-from solvers import Del, Run
+from rockmate.compiled import Give, Program, compile_schedule
+from solvers import Run
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "ARCHITECTURE.md"
 BUDGET = "31 KiB"
@@ -79,9 +79,19 @@ def _program(plan: Plan, program: Program) -> Iterator[str]:
         kept = "autograd keeps what it saves" if code.native else "autograd keeps slots"
         dropped = "".join(f", then drop {data[d]}" for d in program.after[i])
         yield f"forward {names[i]}: {kept}{dropped}"
+    given = set(program.given)
+    if given:
+        yield f"end of the forward: leave {', '.join(data[d] for d in program.given)} to autograd"
     for i, steps in zip(program.stages, program.before, strict=True):
-        told = [f"drop {data[s.data]}" for s in steps if isinstance(s, Del)]
-        told += [f"run {names[s.node]} again" for s in steps if isinstance(s, Run)]
+        told = []
+        for step in steps:
+            if isinstance(step, Run):
+                told.append(f"run {names[step.node]} again")
+            elif isinstance(step, Give):
+                told.append(f"leave {data[step.data]} to autograd")
+                given.add(step.data)
+            elif step.data not in given:
+                told.append(f"drop {data[step.data]}")
         yield f"before backward {names[i]}: {', '.join(told)}"
 
 
