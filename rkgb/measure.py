@@ -146,6 +146,7 @@ def _written(run: NodeRun, v: int) -> bool:
 
 
 _CACHE = 64 * 2**20  # bytes, more than a processor's
+_FEWEST, _ENOUGH = 3, 50_000_000  # runs; ns that need no more of them
 
 
 def _to_read(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -220,14 +221,15 @@ def _backward_memory(run: NodeRun, hold: Callable[[Any], None]) -> tuple[int, in
 
 
 def _times(run: NodeRun, repeat: int, others: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Medians of forward and backward time in ns; before each run ``others`` are read.
+    """Median times of forward and backward in ns, of ``repeat`` runs or fewer long ones; ``others`` are read before.
 
     A node that runs again finds what it reads in memory, not in the processor's cache, where a run just before would
     leave it; up to twice the time for a layer norm.
     """
-    forward, backward = [], []
+    forward: list[int] = []
+    backward: list[int] = []
     grads = run.gradients(run.forward())
-    for _ in range(repeat):
+    while len(forward) < repeat and (len(forward) < _FEWEST or sum(forward) + sum(backward) < _ENOUGH):
         for t in others:
             t.sum()
         start = _mark(run.device)
