@@ -28,7 +28,7 @@ from rockmate.text import batches, load_tokens
 
 # glibc gives large blocks back to the system and faults them in again; this would be most of what a step's
 # time shows, for every method alike.
-_MALLOC = {"MALLOC_TRIM_THRESHOLD_": "20000000000", "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": "67108864"}
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": "20000000000", "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": "67108864"}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         equal = _same_training(rk, eager, data, options.grads_allocated)
         peak = measure_peak(partial(step, rk, data[0]), device)
         # The model itself, not its copy: where parameters lie in memory changes a step's time by some percent.
-        slower = _overhead(partial(step, rk.original, data[0]), partial(step, rk, data[0]), options.pairs, device)
+        slower = overhead(partial(step, rk.original, data[0]), partial(step, rk, data[0]), options.pairs, device)
         measured.append((peak, slower))
         good = good and equal and peak <= rk.budget
         print(
@@ -133,7 +133,7 @@ def _trained(model: torch.nn.Module, data: list[Batch], keep_grads: bool) -> Ite
         optimizer.step()
 
 
-def _overhead(base: Callable[[], object], other: Callable[[], object], pairs: int, device: torch.device) -> float:
+def overhead(base: Callable[[], object], other: Callable[[], object], pairs: int, device: torch.device) -> float:
     """Median over interleaved pairs of how much longer ``other`` takes, as a fraction."""
 
     def seconds(function: Callable[[], object]) -> float:
@@ -172,6 +172,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux" and any(os.environ.get(k) != v for k, v in _MALLOC.items()):
-        os.execve(sys.executable, [sys.executable, "-m", "rockmate.demo", *sys.argv[1:]], os.environ | _MALLOC)
+    if sys.platform == "linux" and any(os.environ.get(k) != v for k, v in MALLOC.items()):
+        os.execve(sys.executable, [sys.executable, "-m", "rockmate.demo", *sys.argv[1:]], os.environ | MALLOC)
     sys.exit(main())

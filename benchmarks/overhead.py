@@ -1,0 +1,114 @@
+"""What a step under each budget takes longer than the model's own: the demo's model, over several processes.
+
+Within a process, the same kernel takes up to a quarter longer in one step than in the other for as long as it lives,
+by where its memory happens to lie; so steps are compared in interleaved pairs, and processes by their medians.
+
+python benchmarks/overhead.py [--processes 6] [--pairs 4] [--budgets 100 80 60 40] [--threads 1] [--out FILE] [--short]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+# A program in this folder has the name of a package: leave the folder to scripts.
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+from rockmate import Rockmate, measure_peak  # noqa: E402
+from rockmate.demo import MALLOC, overhead  # noqa: E402
+from rockmate.gpt import GPT  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Row:
+    """``percent`` of eager's peak. Overheads as fractions: medians over the processes; ``each``: measured in each."""
+
+    percent: float
+    predicted: float
+    measured: float
+    each: tuple[float, ...]
+    peak_within_budget: bool
+
+
+def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, float, bool]]:
+    """For each budget: predicted and measured overhead, and whether the peak was within it."""
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model = GPT(options.layers, options.width, 4, options.length, options.vocabulary)
+    x, y = torch.randint(options.vocabulary, (2, options.batch, options.length))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def step(module: torch.nn.Module) -> None:
+        module.zero_grad(set_to_none=False)
+        F.cross_entropy(module(x).flatten(0, 1), y.flatten()).backward()
+
+    step(model)
+    peak = measure_peak(partial(step, model))
+    found = {}
+    for percent in options.budgets:
+        rk = Rockmate(model, x, int(peak * percent / 100))
+        within = measure_peak(partial(step, rk)) <= rk.budget
+        measured = overhead(partial(step, model), partial(step, rk), options.pairs, torch.device("cpu"))
+        found[percent] = rk.plan.predicted_overhead, measured, within
+    return found
+
+
+def rows(options: argparse.Namespace) -> list[Row]:
+    """Run the processes, one after the other."""
+    command = [sys.executable, __file__, "--child", *options.argv]
+    found = []
+    for k in range(options.processes):
+        done = subprocess.run(command, env=os.environ | MALLOC, stdout=subprocess.PIPE, check=True, text=True)
+        found.append({float(percent): values for percent, values in json.loads(done.stdout).items()})
+        print(f"process {k + 1} of {options.processes}", found[-1], file=sys.stderr, flush=True)
+    made = []
+    for percent in options.budgets:
+        predicted, measured, within = zip(*(run[percent] for run in found), strict=True)
+        made.append(Row(percent, statistics.median(predicted), statistics.median(measured), measured, all(within)))
+    return made
+
+
+def main(argv: list[str] | None = None) -> list[Row]:
+    """Print one row for each budget; write them as JSON with ``--out``."""
+    parser = argparse.ArgumentParser()
+    for name, default in (("layers", 12), ("width", 256), ("length", 256), ("batch", 8), ("vocabulary", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[100, 80, 60, 40, 25, 20], help="percent")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--short", action="store_true", help="a small model, two processes, two budgets")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    options.argv = sys.argv[1:] if argv is None else argv
+    if options.short:
+        options.layers, options.width, options.length, options.vocabulary = 2, 32, 64, 64
+        options.processes, options.pairs, options.budgets = 2, 1, [100, 70]
+    if options.child:
+        print(json.dumps(in_one_process(options)))
+        return []
+    made = rows(options)
+    print("budget  predicted  measured (each process)")
+    for row in made:
+        each = " ".join(f"{100 * m:+.1f}" for m in row.each)
+        print(f"{row.percent:>4.0f} %  {100 * row.predicted:>+7.1f} %  {100 * row.measured:>+6.1f} % ({each})")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps([asdict(row) for row in made], indent=1) + "\n")
+    return made
+
+
+if __name__ == "__main__":
+    main()
