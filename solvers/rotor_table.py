@@ -33,6 +33,8 @@ from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation
 
 Times = npt.NDArray[np.float32]
 _GROUP = 8
+_FIRST = 4  # the part of the columns that is done first
+_ROUNDING = 3e-6  # of all times together
 
 
 class Needs:
@@ -44,8 +46,7 @@ class Needs:
         a, after, grads = chain.value_bytes, chain.parameter_gradients_after, chain.gradient_bytes
         self.a = a
         self.inputs = np.array(a[:-1], np.int64)
-        self.pass_peaks = np.array([s.pass_peak for s in chain.stages], np.int64)
-        self._passes: dict[int, npt.NDArray[np.int64]] = {}
+        self.passes = [self._passes(s) for s in range(chain.length)]
         self.besides = [a[-1] + grads[t + 1] + after[t] for t in range(last)] + [0]
         self.backward = [
             tuple(
@@ -72,14 +73,12 @@ class Needs:
         """Bytes for (2)."""
         return max(self.besides[t] + self.chain.stages[s].ways[way].forward_peak, self.backward[s][way])
 
-    def passes(self, s: int, t: int) -> npt.NDArray[np.int64]:
-        """Bytes for (1), for k = s+1..t."""
-        if s not in self._passes:
-            peaks = self.pass_peaks[s:].copy()
-            peaks[1:] += self.inputs[s + 1 :]
-            self._passes[s] = np.maximum.accumulate(peaks)
-        found: npt.NDArray[np.int64] = self._passes[s][: t - s] + self.besides[t]
-        return found
+    def _passes(self, s: int) -> npt.NDArray[np.int64]:
+        """Bytes for (1), for k = s+1..L, but for D; they grow with k."""
+        peaks = np.array([stage.pass_peak for stage in self.chain.stages[s:]], np.int64)
+        peaks[1:] += self.inputs[s + 1 :]
+        grown: npt.NDArray[np.int64] = np.maximum.accumulate(peaks)
+        return grown
 
     def kept(self, s: int, way: int) -> int:
         """Bytes that (2) takes from what lies behind s."""
@@ -108,18 +107,26 @@ class Table:
         # behind[t][k](m) = T[k,t](m - a_k) plus the time to run the stages before k from stage 0
         self.behind: list[Times] = [np.full((t + 1, size + 1), np.inf, np.float32) for t in range(length)]
         self.first = [np.full(t + 1, size + 1, np.int64) for t in range(length)]
-        buffer = np.empty((length, size + 1), np.float32)
+        self.lowest = np.full(length, size + 1).tolist()  # of first[t] so far
+        self.ways = [
+            [
+                (w, self.slots(self.needs.kept(s, w)), self.run[s] + (x.backward_time + way.refill_time) / self.scale)
+                for w, way in enumerate(x.ways if s < length - 1 else ())
+            ]
+            for s, x in enumerate(chain.stages)
+        ]
+        self.buffer = np.empty(length * (size + 1), np.float32)
         # Row t of ``behind`` is read for several s while it is in the processor's cache.
         for high in range(length - 1, -1, -_GROUP):
             group = range(high, max(-1, high - _GROUP), -1)
             for t in range(group[-1], length):
                 for s in (s for s in group if s <= t):
-                    self._fill(s, t, buffer)
+                    self._fill(s, t)
 
     def slots(self, size: int) -> int:
         return round(size / self.unit)
 
-    def _fill(self, s: int, t: int, buffer: Times) -> None:
+    def _fill(self, s: int, t: int) -> None:
         row = self.rows[s][t - s]
         for _, least, used, time, rest in self._direct(s, t):
             start = max(least, used)
@@ -128,56 +135,58 @@ class Table:
             found = time if rest is None else rest[start - used : self.size + 1 - used] + np.float32(time)
             np.minimum(row[start:], found, out=row[start:])
         if s < t:
-            self._offer_splits(s, t, row, buffer)
+            self._offer_splits(s, t, row)
         used = self.slots(self.needs.a[s])
         if used <= self.size:
             shifted = self.behind[t][s]
-            shifted[used:] = row[: self.size + 1 - used] + np.float32(self.start[s])
+            np.add(row[: self.size + 1 - used], np.float32(self.start[s]), out=shifted[used:])
             finite = np.isfinite(shifted)
-            self.first[t][s] = int(finite.argmax()) if finite[-1] else self.size + 1
+            if finite[-1]:
+                first = self.first[t][s] = int(finite.argmax())
+                self.lowest[t] = min(self.lowest[t], first)
 
     def _direct(self, s: int, t: int) -> list[tuple[int, int, int, float, Times | None]]:
         """(2) and (3): way, least slots, slots taken from the rest, time, the rest's times."""
-        stage, needs = self.chain.stages[s], self.needs
-        back = stage.backward_time / self.scale
-        if s == t:
-            tail = 0.0 if s == self.chain.length - 1 else stage.tail_time / self.scale
-            return [
-                (
-                    w,
-                    self.slots(needs.leaf(s, w)),
-                    0,
-                    self.run[s] - tail + back + stage.ways[w].refill_time / self.scale,
-                    None,
-                )
-                for w in needs.leaf_ways(s)
-            ]
-        rest = self.rows[s + 1][t - s - 1]
-        return [
-            (
-                w,
-                self.slots(needs.enable(s, t, w)),
-                self.slots(needs.kept(s, w)),
-                self.run[s] + back + way.refill_time / self.scale,
-                rest,
-            )
-            for w, way in enumerate(stage.ways)
-        ]
+        needs = self.needs
+        if s < t:
+            rest = self.rows[s + 1][t - s - 1]
+            return [(w, self.slots(needs.enable(s, t, w)), used, time, rest) for w, used, time in self.ways[s]]
+        stage = self.chain.stages[s]
+        tail = 0 if s == self.chain.length - 1 else stage.tail_time
+        times = [(stage.backward_time - tail + stage.ways[w].refill_time) / self.scale for w in needs.leaf_ways(s)]
+        return [(w, self.slots(needs.leaf(s, w)), 0, self.run[s] + time, None) for w, time in enumerate(times)]
 
-    def _offer_splits(self, s: int, t: int, row: Times, buffer: Times) -> None:
-        """(1), in the columns where something is recomputed in (2): no split takes less than keeping everything."""
-        first, behind, rest = self.first[t][s + 1 : t + 1], self.behind[t][s + 1 : t + 1], self.rows[s][: t - s]
-        low = int(first.min())
-        high = int(np.searchsorted(-row, -self._everything(s, t)))
+    def _offer_splits(self, s: int, t: int, row: Times) -> None:
+        """(1), in the columns where something is recomputed in (2): no split takes less than keeping everything.
+
+        Nor does a split at k take less than that and a second run of s..k-1. So where a few columns are done, those of
+        more memory, which take no longer, need the first splits only.
+        """
+        low, everything = self.lowest[t], self._everything(s, t)
+        high = int(np.searchsorted(-row, -everything))
         if low >= high:
             return
-        splits = np.add(behind[:, low:high], rest[:, low:high], out=buffer[: t - s, : high - low])
-        passes = self.needs.passes(s, t)  # they grow with k
-        if passes[-1] > low * self.unit:
-            least = np.rint(passes / self.unit).astype(np.int64)
-            for k in np.flatnonzero(least > np.maximum(first, low)):
-                splits[k, : max(0, least[k] - low)] = np.inf
-        found = splits.min(axis=0)
+        middle = low + 1 + (high - low) // _FIRST
+        self._offer_some(s, t, row, t - s, low, min(middle, high))
+        if middle < high:
+            least = row[middle - 1]
+            np.minimum(row[middle:high], least, out=row[middle:high])
+            again = self.start[s] + (least - everything) + _ROUNDING
+            splits = int(np.searchsorted(self.start[s + 1 : t + 1], again, "right"))
+            if splits:
+                self._offer_some(s, t, row, splits, middle, high)
+
+    def _offer_some(self, s: int, t: int, row: Times, splits: int, low: int, high: int) -> None:
+        """The first of these, in the columns from ``low`` to ``high``."""
+        behind, rest = self.behind[t][s + 1 : s + 1 + splits, low:high], self.rows[s][:splits, low:high]
+        times = self.buffer[: splits * (high - low)].reshape(splits, high - low)
+        np.add(behind, rest, out=times)
+        passes, besides = self.needs.passes[s], self.needs.besides[t]
+        if passes[splits - 1] + besides > low * self.unit:
+            least = np.rint((passes[:splits] + besides) / self.unit).astype(np.int64)
+            for k in np.flatnonzero(least > np.maximum(self.first[t][s + 1 : s + 1 + splits], low)):
+                times[k, : max(0, least[k] - low)] = np.inf
+        found = np.minimum.reduce(times)
         found -= np.float32(self.start[s])
         np.minimum(row[low:high], found, out=row[low:high])
 
@@ -217,7 +226,8 @@ class Table:
 
     def _column(self, s: int, t: int, m: int) -> Times:
         column: Times = self.behind[t][s + 1 : t + 1, m] + self.rows[s][: t - s, m] - np.float32(self.start[s])
-        column[np.rint(self.needs.passes(s, t) / self.unit) > m] = np.inf
+        passes = self.needs.passes[s][: t - s] + self.needs.besides[t]
+        column[np.rint(passes / self.unit) > m] = np.inf
         return column
 
 
@@ -276,7 +286,7 @@ class LeastMemory:
         self.least[s, t], self.choices[s, t] = best, (way, s + 1)
         if s < t:
             peaks = np.maximum(a[s + 1 : t + 1] + self.least[s + 1 : t + 1, t], self.least[s, s:t])
-            peaks = np.maximum(peaks, needs.passes(s, t))
+            peaks = np.maximum(peaks, needs.passes[s][: t - s] + needs.besides[t])
             k = int(peaks.argmin())
             if peaks[k] < best:
                 self.least[s, t], self.choices[s, t] = peaks[k], (None, s + 1 + k)
