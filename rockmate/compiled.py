@@ -71,8 +71,9 @@ class NodeCode:
 
     ``made``: (value, data) of results in memory of the node's own, of data that are tracked (see ``Program``);
     ``joins``: results in memory of another node, likewise; ``aliases``: results in memory of a source;
-    ``temporary``: values that nobody else reads. ``again``, ``remade``: what a second run runs and makes, the views
-    that other nodes take of its results among it. ``private``: the data of what only its backward reads, or None.
+    ``temporary``: values that nobody else reads. ``again``, ``remakes``, ``remade``: what a second run runs, and the
+    data and values that it makes, tracked or not (outside the schedule any node may run), with the views that other
+    nodes take of its results. ``private``: the data of what only its backward reads, or None.
     ``native``: all that its backward reads stays from the forward on, so autograd keeps it itself. ``dead``: it has no
     backward, though autograd would keep something for one (its results are detached). ``statistics``: source values
     that it changes, which a second run must leave alone. ``random``: it runs again, from the same random state; what it
@@ -84,6 +85,7 @@ class NodeCode:
     made: tuple[tuple[int, int], ...]
     joins: tuple[tuple[int, int], ...]
     again: tuple[Op, ...]
+    remakes: tuple[int, ...]
     remade: tuple[tuple[int, int], ...]
     aliases: tuple[int, ...]
     temporary: tuple[int, ...]
@@ -172,12 +174,15 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     at_loss = schedule.index(Loss())
     after, live = _forward_phase(k, schedule[:at_loss])
     dropped: set[int] = set(range(len(k.data))) - live  # or made anew, since the forward
+    run_on = {d for step in schedule[at_loss + 1 :] if isinstance(step, Run) for d in _touched(k, step)} - set(
+        k.outputs
+    )
     native: set[int] = {i for i, n in enumerate(k.nodes) if n.backward is None}
     again: set[int] = set()
     for step in schedule[at_loss + 1 :]:
         if isinstance(step, Bwd):
             backward = k.nodes[step.node].backward
-            if backward and dropped.isdisjoint(backward.reads):
+            if backward and dropped.isdisjoint(backward.reads) and run_on.isdisjoint(backward.reads):
                 native.add(step.node)
         elif isinstance(step, Del):
             dropped.add(step.data)
@@ -287,16 +292,16 @@ def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native:
     written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
     makes = k.nodes[i].makes
     kept = tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked)
-    made = tuple((v, datum) for v, datum in kept if datum in makes)
-    views = _views_elsewhere(s, i) if again else ()
-    seen = tuple((v, data_of[v]) for n in views for v in n.makes if data_of[v] in tracked)
+    views = _views_elsewhere(s, i)
+    remade = tuple((v, data_of[v]) for n in (node, *views) for v in n.makes if data_of.get(v) in makes)
     return NodeCode(
         ops=tuple(map(op_of, ops)),
         reads=node.reads,
-        made=made,
+        made=tuple((v, datum) for v, datum in kept if datum in makes),
         joins=tuple((v, datum) for v, datum in kept if datum not in makes),
         again=tuple(map(op_of, (*ops, *(s.d.nodes[op] for n in views for op in n.ops)))),
-        remade=(*made, *seen),
+        remakes=tuple(makes),
+        remade=remade,
         aliases=tuple(v for v in node.makes if v not in data_of),
         temporary=tuple(v for op in ops for v in op.outputs if v not in node.makes),
         data=tuple(d for d in makes if d in tracked),

@@ -59,6 +59,7 @@ class CallState:
         self.plainly = False  # it runs under what the forward ran under, but for the grad mode
         self.retained = False  # the graph stays: what the forward kept, stays
         self.skipped = False  # a part of the graph was left out: what it needs, stays
+        self.spent = False  # no slot is left: only autograd's own error can come
         self.warned = False
         for t in self.sources.values():
             self.known[memory_of(t)._cdata] = -1
@@ -136,7 +137,7 @@ class CallState:
     def note_results(self, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
         """Keep what will be read again, and know it by its memory."""
         if code.data:
-            self.keep_results(code, code.made, env)
+            self.keep_results(code, code.data, code.made, env)
             for v, datum in code.made:
                 self.known[env[v].untyped_storage()._cdata] = datum
         for v, datum in code.joins:
@@ -180,8 +181,10 @@ class CallState:
                 slot.held, slot.version = t, t._version
         self.pending.clear()
 
-    def keep_results(self, code: NodeCode, made: tuple[tuple[int, int], ...], env: dict[int, torch.Tensor]) -> None:
-        for datum in code.data:
+    def keep_results(
+        self, code: NodeCode, data: Sequence[int], made: Sequence[tuple[int, int]], env: dict[int, torch.Tensor]
+    ) -> None:
+        for datum in data:
             self.live[datum] = {}
         if code.private is not None:
             self.live[code.private] = []
@@ -195,16 +198,21 @@ class CallState:
         if isinstance(held, dict):
             for t in held.values():
                 self.known.pop(t.untyped_storage()._cdata, None)
+        if datum not in self.program.kept:  # made for a part of the graph that this backward leaves out
+            for slot in self.standing_for(datum):
+                slot.store = None
 
     def give(self, datum: int) -> None:
         """Leave ``datum`` to the slots that stand for it: it goes with the last of them."""
         held = self.live[datum]
         if held is not None:
             self.live[datum] = None
-            for ref in self.readers.get(datum, ()):
-                slot = ref()
-                if slot is not None:
-                    slot.store = held
+            for slot in self.standing_for(datum):
+                slot.store = held
+
+    def standing_for(self, datum: int) -> list[Slot]:
+        """The slots of ``datum`` that autograd still holds."""
+        return [slot for ref in self.readers.get(datum, ()) if (slot := ref()) is not None]
 
     # ------------------------------------------------------------------------------------- backward
 
@@ -225,7 +233,7 @@ class CallState:
             self.task, self.thread = task, 0
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
         k = self.stage[i]
-        if k < self.at:
+        if k < self.at or self.spent:
             return
         if not self.retained and _graph_is_retained():
             self.retained = True
@@ -299,11 +307,11 @@ class CallState:
         """A backward is over: if the graph is spent nothing is needed, else all that the forward kept."""
         self.task = -1
         self.at = 0
-        spent = all(ref() is None for ref in self.slots)
+        self.spent = all(ref() is None for ref in self.slots)
         for datum in range(len(self.live)):
-            if spent or datum not in self.program.kept:
+            if self.spent or datum not in self.program.kept:
                 self.live[datum] = None
-        if spent:
+        if self.spent:
             self.aliases.clear()
             self.sources.clear()
             self.random.clear()
@@ -349,7 +357,7 @@ class CallState:
                         op.run(env, p.mode)
             else:
                 private = self.run_for_private(code, env)
-        self.keep_results(code, code.remade, env)
+        self.keep_results(code, code.remakes, code.remade, env)
         if code.private is not None:
             self.live[code.private] = private
 
@@ -412,7 +420,7 @@ class CallState:
             if not self.program.nodes[owner].rerun or (self.program.s.nodes[owner].random and owner not in self.random):
                 raise self.unforeseen(owner)
             left += [d for d in self.read_by(owner) if self.live[d] is None]
-        with self.running_again():
+        with self.running_otherwise():  # whatever surrounds the reader: autocast, another backward, none
             for i in sorted(missing):
                 self.run_again(i)
 
