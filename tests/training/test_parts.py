@@ -1,0 +1,119 @@
+"""Backwards of parts of a graph, one after another, under the least budget and above, against eager mode."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_in_budget, assert_trains_as_eager
+from models import randn, square_loss
+from torch import nn
+from torch.nn import functional as F
+
+from rockmate import BudgetWarning, Rockmate, frontier
+
+
+def under(model: nn.Module, x: torch.Tensor, fraction: float = 0.0) -> Rockmate:
+    """``model`` under a budget between the least (0) and that of no recomputation (1)."""
+    found = frontier(model, x, costs="flops")
+    budget = found.min_budget + round(fraction * (found.max_budget - found.min_budget))
+    rk = Rockmate(model, x, budget, costs="flops")
+    assert rk.plan.recomputed > 0, "the budget forces nothing"
+    return rk
+
+
+class Branches(nn.Module):
+    """Three outputs of one random tensor, whose making autograd saves nothing for: eager mode takes them one by one."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads  # whether the last one's backward reads the random tensor
+        self.weight, self.head = nn.Parameter(torch.rand(32, 32)), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        drawn = self.weight + torch.rand_like(self.weight)
+        first = second = drawn
+        for _ in range(3):
+            first = torch.tanh(first.sin().exp() * 0.2) * x
+        for _ in range(3):
+            second = torch.tanh(second.cos().exp() * 0.2) * x
+        return first, self.head(second), drawn.sin() if self.reads else drawn * 2
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.3])
+@pytest.mark.filterwarnings("ignore:a backward of a part of the graph")
+def test_one_output_after_the_other_in_any_order(fraction: float) -> None:
+    torch.manual_seed(0)
+    eager, x = Branches(reads=False), randn(32, 32, seed=0)
+    rk = under(copy.deepcopy(eager), x, fraction)
+    for order in itertools.permutations(range(3)):
+
+        def train(model: nn.Module, call: nn.Module, order: tuple[int, ...] = order) -> Any:
+            model.zero_grad()
+            outs = call(x)
+            for k in order:
+                square_loss(outs[k]).backward()
+                yield model.weight.grad.clone()
+
+        assert_trains_as_eager(eager, rk, train)
+
+
+def test_an_output_left_out_is_within_the_budget() -> None:
+    """What runs again for its part goes where the schedule deletes it."""
+    torch.manual_seed(0)
+    x = randn(32, 32, seed=0)
+    rk = under(Branches(reads=True), x)
+
+    def train() -> None:
+        first, _, last = rk(x)
+        square_loss((first, last)).backward()
+
+    assert_in_budget(rk, train)
+
+
+class Recurring(nn.Module):
+    """One layer applied again and again; three outputs of its last result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.layer, self.norm = nn.Linear(16, 32), nn.Linear(32, 32), nn.BatchNorm1d(32)
+        self.down = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.up(x)
+        for _ in range(4):
+            h = h + F.gelu(self.norm(self.layer(h)))
+        return self.down(h), h.mean(0), torch.softmax(h, -1)
+
+
+def test_a_second_backward_under_autocast() -> None:
+    """What it computes again is computed as in the forward, whatever the first backward ran under."""
+    torch.manual_seed(0)
+    eager, x = Recurring(), randn(32, 16, seed=0)
+    rk = under(copy.deepcopy(eager), x)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        outs = call(x)
+        for first, second in itertools.permutations(outs, 2):
+            first.backward(torch.ones_like(first), retain_graph=True)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                second.backward(torch.ones_like(second), retain_graph=True)
+            yield model.up.weight.grad.clone()
+
+    with pytest.warns(BudgetWarning, match="memory budget"):
+        assert_trains_as_eager(eager, rk, train)
+
+
+def test_a_spent_graph_gets_the_error_of_autograd() -> None:
+    """Also where nothing behind the outputs was saved, so that the first to be asked is the schedule."""
+    torch.manual_seed(0)
+    x = randn(32, 16, seed=0)
+    for fraction in (0.0, 0.3):
+        rk = under(Recurring(), x, fraction)
+        total = sum(out.sum() for out in rk(x))
+        total.backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            total.backward()
