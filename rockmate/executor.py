@@ -218,27 +218,26 @@ class CallState:
 
     def hook(self, i: int, results: list[torch.Tensor]) -> None:
         def before(_: Any) -> None:
-            self.reach(i)
+            self.reach(i, self.stage[i])
 
         for function in dict.fromkeys(t.grad_fn for t in results):
             if function is not None:
                 function.register_prehook(before)
 
-    def reach(self, i: int) -> None:
-        """The backward of node i is next: take the schedule's steps up to it."""
+    def reach(self, i: int, k: int) -> None:
+        """The backward of node i is next: take the schedule's steps up to stage k."""
         task = torch._C._current_graph_task_id()
         if task != self.task:
             if self.task >= 0:  # an error ended that one, or this one runs inside it
                 self.end()
             self.task, self.thread = task, 0
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
-        k = self.stage[i]
         if k < self.at or self.spent:
             return
         if not self.retained and _graph_is_retained():
             self.retained = True
             self.leave_schedule("backward was called with retain_graph=True (or create_graph=True)")
-        self.skipped = self.skipped or k > self.at
+        self.skipped = self.skipped or k > self.at or i not in self.stage
         staying = self.staying(i) if self.retained or self.skipped else frozenset()
         steps = self.program.before[k] if k == self.at else self.steps_up_to(k)
         with self.running_again():
@@ -404,6 +403,13 @@ class CallState:
             f"{self.program.s.nodes[i].name} must run again for this backward, which the plan did not foresee (a "
             "second backward, or one of a part of the graph). Call forward again before it."
         )
+
+    def catch_up(self, i: int) -> None:
+        """Node i reads what a stage makes whose own backward is left out: take the steps up to that stage."""
+        if torch._C._current_graph_task_id() >= 0:
+            k = sum(node >= i for node in self.program.stages) - 1
+            if k >= 0:
+                self.reach(i, k)
 
     def need(self, datum: int) -> None:
         """Make ``datum`` live, outside the schedule if it is not (second backwards, backwards of a part)."""

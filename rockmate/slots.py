@@ -65,6 +65,8 @@ def unpack(slot: Slot) -> torch.Tensor:
         if slot.held._version != slot.version:
             raise changed(f"a tensor of shape {list(slot.held.shape)}", slot.held, slot.version)
         return slot.held
+    if slot.store is None and state.live[slot.data] is None:
+        state.catch_up(slot.node)
     held = slot.store
     if held is None:
         state.need(slot.data)
