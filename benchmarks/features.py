@@ -232,6 +232,16 @@ def norms_and_pools() -> Case:
 
 
 @case
+def unpooled() -> Case:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        pooled, where = F.max_pool2d(torch.relu(m.up(x)), 2, return_indices=True)
+        return m.down(F.max_unpool2d(torch.tanh(pooled), where, 2))
+
+    up, down = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+    return Calls(forward, up=up, down=down), (torch.randn(2, 3, 8, 8),), {}
+
+
+@case
 def sparse_input() -> Case:
     edges = torch.sparse_coo_tensor(
         torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]), torch.rand(4), (4, 4), check_invariants=True

@@ -49,6 +49,7 @@ def traceable() -> Iterator[None]:
         _plain_checkpoint(),
         _scripts_as_python(),
         _stateless_as_eager(),
+        _sizes_checked(),
         _no_inner_gradients(),
         cumulative_as_one(),
         _no_other_randomness(),
@@ -115,6 +116,22 @@ def _stateless_as_eager() -> Iterator[None]:
     finally:
         for module in asking:
             module.torch = torch
+
+
+@contextlib.contextmanager
+def _sizes_checked() -> Iterator[None]:
+    """``torch._check`` takes no tensors; while traced, sizes inside functions of torch are tensors."""
+    library: Any = torch
+    original = library._check_with
+
+    def check(error: type[Exception], condition: Any, message: Any) -> Any:
+        return original(error, bool(condition) if is_traced() else condition, message)
+
+    library._check_with = check
+    try:
+        yield
+    finally:
+        library._check_with = original
 
 
 @contextlib.contextmanager
