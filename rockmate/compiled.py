@@ -73,11 +73,11 @@ class NodeCode:
     ``joins``: results in memory of another node, likewise; ``aliases``: results in memory of a source;
     ``temporary``: values that nobody else reads. ``again``, ``remakes``, ``remade``: what a second run runs, and the
     data and values that it makes, tracked or not (outside the schedule any node may run), with the views that other
-    nodes take of its results. ``private``: the data of what only its backward reads, or None.
-    ``native``: all that its backward reads stays from the forward on, so autograd keeps it itself. ``dead``: it has no
-    backward, though autograd would keep something for one (its results are detached). ``statistics``: source values
-    that it changes, which a second run must leave alone. ``random``: it runs again, from the same random state; what it
-    draws from, empty if it does not.
+    nodes take of its results; but outputs, which the caller holds, stay the first run's. ``private``: the data of what
+    only its backward reads, or None. ``native``: all that its backward reads stays from the forward on, so autograd
+    keeps it itself. ``dead``: it has no backward, though autograd would keep something for one (its results are
+    detached). ``statistics``: source values that it changes, which a second run must leave alone. ``random``: it runs
+    again, from the same random state; what it draws from, empty if it does not.
     """
 
     ops: tuple[Op, ...]
@@ -197,7 +197,10 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     values_of: list[list[int]] = [[] for _ in k.data]
     for v, d in data_of.items():
         values_of[d].append(v)
-    nodes = tuple(_node_code(k, i, data_of, i in again, i in native, tracked) for i in range(len(s.nodes)))
+    views = _views_elsewhere(s)
+    nodes = tuple(
+        _node_code(k, i, data_of, i in again, i in native, tracked, views.get(i, [])) for i in range(len(s.nodes))
+    )
     return Program(
         s,
         nodes,
@@ -286,13 +289,20 @@ def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:
     return found
 
 
-def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native: bool, tracked: set[int]) -> NodeCode:
+def _node_code(
+    k: K_graph,
+    i: int,
+    data_of: dict[int, int],
+    again: bool,
+    native: bool,
+    tracked: set[int],
+    views: list[S_node],
+) -> NodeCode:
     s, node = k.s, k.s.nodes[i]
     ops = tuple(s.d.nodes[op] for op in node.ops)
     written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
     makes = k.nodes[i].makes
     kept = tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked)
-    views = _views_elsewhere(s, i)
     remade = tuple((v, data_of[v]) for n in (node, *views) for v in n.makes if data_of.get(v) in makes)
     return NodeCode(
         ops=tuple(map(op_of, ops)),
@@ -300,8 +310,8 @@ def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native:
         made=tuple((v, datum) for v, datum in kept if datum in makes),
         joins=tuple((v, datum) for v, datum in kept if datum not in makes),
         again=tuple(map(op_of, (*ops, *(s.d.nodes[op] for n in views for op in n.ops)))),
-        remakes=tuple(makes),
-        remade=remade,
+        remakes=tuple(d for d in makes if d not in k.outputs),
+        remade=tuple((v, datum) for v, datum in remade if datum not in k.outputs),
         aliases=tuple(v for v in node.makes if v not in data_of),
         temporary=tuple(v for op in ops for v in op.outputs if v not in node.makes),
         data=tuple(d for d in makes if d in tracked),
@@ -314,14 +324,16 @@ def _node_code(k: K_graph, i: int, data_of: dict[int, int], again: bool, native:
     )
 
 
-def _views_elsewhere(s: S_graph, i: int) -> tuple[S_node, ...]:
-    """The nodes that only look at results of node i."""
-    mine = set(s.nodes[i].storages)
-    return tuple(
-        n
-        for n in s.nodes[i + 1 :]
-        if n.makes and not n.storages and all(s.d.values[v].storage in mine for v in (*n.makes, *n.reads))
-    )
+def _views_elsewhere(s: S_graph) -> dict[int, list[S_node]]:
+    """For a node that others only look at the results of, these others."""
+    maker = {x: i for i, n in enumerate(s.nodes) for x in n.storages}
+    found: dict[int, list[S_node]] = {}
+    for i, n in enumerate(s.nodes):
+        if n.makes and not n.storages:
+            makers = {maker.get(s.d.values[v].storage, i) for v in (*n.makes, *n.reads)}
+            if len(makers) == 1 and i not in makers:
+                found.setdefault(makers.pop(), []).append(n)
+    return found
 
 
 def _usual_mode(s: S_graph) -> Mode:

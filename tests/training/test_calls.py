@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -229,3 +230,33 @@ def test_outputs_dropped_without_a_backward_free_everything() -> None:
     _, peak, net = measure_memory(run, torch.device("cpu"))
     assert peak > 0
     assert net == 0
+
+
+class Pooled(nn.Module):
+    """Returns indices that a node makes beside what must run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled, where = F.max_pool2d(self.first(x).relu(), 2, return_indices=True)
+        return self.second(F.max_unpool2d(pooled.tanh(), where, 2)), where
+
+
+def test_outputs_that_are_held_are_not_kept_twice_where_their_node_runs_again() -> None:
+    torch.manual_seed(0)
+    eager = Pooled()
+    x = randn(2, 3, 16, 16, seed=0)
+    rk = under_budget(copy.deepcopy(eager), x, fraction=0.0)
+
+    def hold(call: nn.Module) -> Any:
+        outputs = call(x)
+        square_loss(outputs).backward()
+        return outputs
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        yield from (t.detach().clone() for t in hold(call))
+
+    assert_trains_as_eager(eager, rk, train)
+    assert_in_budget(rk, lambda: hold(rk))
