@@ -22,7 +22,9 @@ def D_to_S(d: D_graph) -> S_graph:
     """Group the nodes of ``d``; the graph is one block until ``cut``."""
     together = _groups(d)
     groups = _ordered(d, together)
-    if late := _late_views(d, groups):
+    late: set[int] = set()
+    while more := _late_views(d, groups) - late:  # a group that falls apart may leave others behind its views
+        late |= more
         groups = _ordered(d, [*([k for k in ops if k not in late] for ops in together), *_chains(d, sorted(late))])
     uses: dict[int, set[int]] = {v: {-1} for v in d.outputs}
     for index, ops in enumerate(groups):
@@ -71,11 +73,10 @@ def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
         sources += [of[last_write[s]] for s in touched if s in last_write]
         graph.add_edges_from((g, of[k]) for g in sources if g != of[k])
         last_write.update(dict.fromkeys(d.facts[k].writes, k))
+    random = [of[k] for k, f in enumerate(d.facts) if f.random]
+    graph.add_edges_from((a, b) for a, b in itertools.pairwise(random) if a != b)  # draws stay in order
     merged = nx.condensation(graph)
     members = {c: sorted(op for g in data["members"] for op in groups[g]) for c, data in merged.nodes(data=True)}
-    home = {op: c for c, ops in members.items() for op in ops}
-    random = [home[k] for k, f in enumerate(d.facts) if f.random]
-    merged.add_edges_from((a, b) for a, b in itertools.pairwise(random) if a != b)  # draws stay in order
     order = nx.lexicographical_topological_sort(merged, key=lambda c: _position(d, members[c]))
     return [members[c] for c in order]
 

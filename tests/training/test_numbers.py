@@ -13,7 +13,7 @@ from models import case, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import Rockmate, UnsupportedError
+from rockmate import Rockmate, UnsupportedError, frontier
 
 
 def pair(make: Callable[[], nn.Module], *args: Any, fraction: float = 0.3) -> tuple[nn.Module, Any]:
@@ -330,3 +330,47 @@ def test_low_rank_updates_of_a_frozen_model() -> None:
     assert any(p.requires_grad for p in rk.parameters())
     assert_trains_as_eager(eager, rk, steps(lambda k: ids(k)[0][0]))
     assert_step_in_budget(rk, *ids(3)[0])
+
+
+class ViewsOfBase(nn.Module):
+    """Uses of one value: an index, and views before and behind what needs the index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x.view(4, 16, 16))
+        near = h[torch.arange(4)[:, None, None], torch.arange(48).view(16, 3) * 7 % 16]
+        return self.down(F.gelu(torch.cat([near - h[:, :, None], h[:, :, None].expand_as(near)], -1))).view(64, -1)
+
+
+def test_gradients_of_views_are_added_in_the_order_of_the_program() -> None:
+    eager, rk = pair(ViewsOfBase, x16(0))
+    assert_trains_as_eager(eager, rk, steps(x16))
+    assert_step_in_budget(rk, x16(3))
+
+
+class DrawnInPlace(nn.Module):
+    """Draws between a result and random changes of it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            noisy = h * torch.rand_like(h)
+            x = x * F.gelu(F.dropout(h, 0.3, inplace=True) + noisy)
+        return F.dropout(F.alpha_dropout(x, 0.1, training=True), 0.3, inplace=True)
+
+
+def test_draws_around_random_changes_in_place() -> None:
+    torch.manual_seed(0)
+    eager = DrawnInPlace()
+    found = frontier(eager, x16(0), costs="flops")
+    rk = Rockmate(copy.deepcopy(eager), x16(0), (found.min_budget + found.max_budget) // 2, costs="flops")
+    assert rk.plan.recomputed
+    assert_trains_as_eager(eager, rk, steps(x16))
+    assert_step_in_budget(rk, x16(3))
