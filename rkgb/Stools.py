@@ -10,6 +10,7 @@ import networkx as nx
 from rkgb.cut import cut as cut
 from rkgb.graphs import D_graph, S_graph, S_node, Saved
 from rkgb.guards import is_guard
+from rkgb.uses import moved_uses, with_aliases
 
 # These change their running statistics, but their results in training do not depend on them: they may run
 # again (on copies of the statistics). Any other change of a buffer happens once.
@@ -19,13 +20,11 @@ STATISTICS = frozenset(
 
 
 def D_to_S(d: D_graph) -> S_graph:
-    """Group the nodes of ``d``; the graph is one block until ``cut``."""
-    together = _groups(d)
-    groups = _ordered(d, together)
-    late: set[int] = set()
-    while more := _late_views(d, groups) - late:  # a group that falls apart may leave others behind its views
-        late |= more
-        groups = _ordered(d, [*([k for k in ops if k not in late] for ops in together), *_chains(d, sorted(late))])
+    """Group the nodes of ``d``, with aliases where ``rkgb.uses`` wants some; the graph is one block until ``cut``."""
+    groups = _all_groups(d)
+    while moved := moved_uses(d, groups):
+        d = with_aliases(d, moved)
+        groups = _all_groups(d)
     uses: dict[int, set[int]] = {v: {-1} for v in d.outputs}
     for index, ops in enumerate(groups):
         for op in ops:
@@ -39,6 +38,17 @@ def D_to_S(d: D_graph) -> S_graph:
     s = S_graph(d, tuple(nodes), ((0, len(nodes)),) if nodes else ())
     s.verify()
     return s
+
+
+def _all_groups(d: D_graph) -> list[list[int]]:
+    """The groups, in the order in which they run."""
+    together = _groups(d)
+    groups = _ordered(d, together)
+    late: set[int] = set()
+    while more := _late_views(d, groups) - late:  # a group that falls apart may leave others behind its views
+        late |= more
+        groups = _ordered(d, [*([k for k in ops if k not in late] for ops in together), *_chains(d, sorted(late))])
+    return groups
 
 
 def _groups(d: D_graph) -> list[list[int]]:

@@ -59,7 +59,8 @@ def make_S(
             b, expected = trace(model, *call)
         d = checked(b, model, call, expected)
     report("simplify", 0.0)
-    return b, d, cut(D_to_S(d))
+    s = cut(D_to_S(d))
+    return b, s.d, s
 
 
 def make_all_graphs(

@@ -332,25 +332,6 @@ def test_low_rank_updates_of_a_frozen_model() -> None:
     assert_step_in_budget(rk, *ids(3)[0])
 
 
-class ViewsOfBase(nn.Module):
-    """Uses of one value: an index, and views before and behind what needs the index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x.view(4, 16, 16))
-        near = h[torch.arange(4)[:, None, None], torch.arange(48).view(16, 3) * 7 % 16]
-        return self.down(F.gelu(torch.cat([near - h[:, :, None], h[:, :, None].expand_as(near)], -1))).view(64, -1)
-
-
-def test_gradients_of_views_are_added_in_the_order_of_the_program() -> None:
-    eager, rk = pair(ViewsOfBase, x16(0))
-    assert_trains_as_eager(eager, rk, steps(x16))
-    assert_step_in_budget(rk, x16(3))
-
-
 class DrawnInPlace(nn.Module):
     """Draws between a result and random changes of it in place."""
 

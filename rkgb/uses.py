@@ -1,0 +1,89 @@
+"""Uses of a value, in the order of the program: it decides how the sum of their gradients is rounded.
+
+Autograd adds the gradients of a value's uses in the reverse of their order. An operation in place runs with the group
+whose memory it changes, which may be earlier or later than in the program; what it reads is then read through an alias,
+a view of its own that stays where the program reads the value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+
+from rkgb.graphs import D_graph, Facts, Node, Ref, Saved, substitute
+
+Use = tuple[int, int]
+"""(D node, value that it reads)."""
+
+
+def moved_uses(d: D_graph, groups: list[list[int]]) -> set[Use]:
+    """Uses that come before or after another one as in the program no more, when ``groups`` run one after the other.
+
+    Not those that no alias can put in order: views and changes of the value itself.
+    """
+    at = {k: place for place, k in enumerate(itertools.chain(*groups))}
+    uses: dict[int, list[int]] = {}
+    for k, node in enumerate(d.nodes):
+        if any(d.values[v].requires_grad for v in node.outputs):
+            for v in node.reads():
+                if d.values[v].requires_grad:
+                    uses.setdefault(v, []).append(k)
+    found: set[Use] = set()
+    for v, nodes in uses.items():
+        places = [at[k] for k in nodes]
+        latest = itertools.accumulate(places, max)
+        earliest = [*itertools.accumulate(reversed(places), min)][::-1]
+        for k, place, before, behind in zip(nodes, places, latest, earliest, strict=True):
+            if not before == place == behind and not _shares_memory(d, k, v):
+                found.add((k, v))
+    return found
+
+
+def _shares_memory(d: D_graph, k: int, v: int) -> bool:
+    """Whether node k changes or only looks at the memory of v."""
+    storage = d.values[v].storage
+    return storage in d.facts[k].writes or any(d.values[u].storage == storage for u in d.nodes[k].outputs)
+
+
+def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
+    """``d`` with an alias in front of each of ``uses``."""
+    names, values = list(d.names), dict(d.values)
+    nodes: list[Node] = []
+    facts: list[Facts] = []
+    number: dict[int, int] = {}  # of each node, in the new graph
+    for k, node in enumerate(d.nodes):
+        put: dict[int, Ref] = {}
+        for v in node.reads():
+            if (k, v) in uses:
+                alias = len(names)
+                put[v] = Ref(alias)
+                values[alias] = d.values[v]
+                operation = torch.ops.aten.alias.default
+                nodes.append(Node(operation, "alias", (Ref(v),), (), (alias,), False, node.mode, node.line))
+                facts.append(Facts((), False, Saved((), ())))
+                names.append(_new_name(names, f"{d.names[v]}_alias"))
+        number[k] = len(nodes)
+        nodes.append(_reading(node, put) if put else node)
+        facts.append(d.facts[k])
+    storages = tuple(s if s.owner is None else dataclasses.replace(s, owner=number[s.owner]) for s in d.storages)
+    changed = dataclasses.replace(
+        d, names=tuple(names), nodes=tuple(nodes), facts=tuple(facts), values=values, storages=storages
+    )
+    changed.verify()
+    return changed
+
+
+def _reading(node: Node, put: dict[int, Ref]) -> Node:
+    def other(v: int) -> Ref:
+        return put.get(v, Ref(v))
+
+    return dataclasses.replace(
+        node, args=substitute(node.args, other), kwargs=tuple((key, substitute(a, other)) for key, a in node.kwargs)
+    )
+
+
+def _new_name(names: list[str], name: str) -> str:
+    taken = set(names)
+    return next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in taken)

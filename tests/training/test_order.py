@@ -1,0 +1,81 @@
+"""Gradients of a value's uses are added in eager mode's order, which decides how their sum is rounded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_in_budget, assert_trains_as_eager, step, under_budget
+from models import randn
+from torch import nn
+from torch.nn import functional as F
+
+
+def assert_two_steps_equal(make: Callable[[], nn.Module]) -> None:
+    """Under a budget that makes something run again."""
+    torch.manual_seed(0)
+    eager = make()
+    rk = under_budget(copy.deepcopy(eager), randn(64, 16, seed=0), fraction=0.0)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for k in range(2):
+            optimizer.zero_grad()
+            yield from step(call, (randn(64, 16, seed=k),))
+            optimizer.step()
+
+    assert_trains_as_eager(eager, rk, train)
+    x = randn(64, 16, seed=3)
+    assert_in_budget(rk, lambda: step(rk, (x,)))
+
+
+class ViewsOfBase(nn.Module):
+    """Uses of one value: an index, and views before and behind what needs the index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x.view(4, 16, 16))
+        near = h[torch.arange(4)[:, None, None], torch.arange(48).view(16, 3) * 7 % 16]
+        return self.down(F.gelu(torch.cat([near - h[:, :, None], h[:, :, None].expand_as(near)], -1))).view(64, -1)
+
+
+def test_gradients_of_views_are_added_in_the_order_of_the_program() -> None:
+    assert_two_steps_equal(ViewsOfBase)
+
+
+def gru_into_rows(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Each state is written where the sequence is collected, and used three times after that."""
+    h, states = torch.zeros(16, 16), torch.empty(16, 4, 16)
+    for k, row in enumerate(x.view(16, 4, 16).unbind(1)):
+        gate = torch.sigmoid(m.gate(h) + row)
+        h = (1 - gate) * torch.tanh(m.state(h) + row) + gate * h
+        states[:, k] = h
+    return states.flatten(0, 1)
+
+
+def late_sum_in_place(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What is added in place to an early result has been used between."""
+    y = m.gate(x)
+    h = m.state(x)
+    product = y.sin() * torch.cos(y)
+    h += y
+    return F.gelu(h * product) * y
+
+
+@pytest.mark.parametrize("function", [gru_into_rows, late_sum_in_place])
+def test_gradients_of_uses_are_added_in_the_order_of_the_program(function: Callable[..., torch.Tensor]) -> None:
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.state = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(self, x)
+
+    assert_two_steps_equal(Uses)
