@@ -114,6 +114,11 @@ def record(
         try:
             graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)
         except RuntimeError as error:
+            if "dynamo-optimized" in str(error):
+                raise UnsupportedError(
+                    f"the module calls what torch.compile made{place(error)}, and a plan runs operations one by one. "
+                    "Call the function as it was before."
+                ) from None
             raise UnsupportedError(f"torch.jit could not trace the module{place(error)}: {error}") from error
         finally:
             torch.clear_autocast_cache()

@@ -80,6 +80,8 @@ def print_all_graphs(
     directory: str | Path = "graphviz_dir",
 ) -> list[Path]:
     """Write the pictures of all stages, ``<name>_B``, ``_D``, ``_S``, ``_K``; see ``print_graph``."""
+    if not isinstance(result, Graphs):
+        raise TypeError(f"{type(result).__name__} is not what rkgb.make_all_graphs(model, sample) makes: give that")
     stages: dict[str, Graph] = {"B": result.B, "D": result.D, "S": result.S, "K": result.K}
     return [print_graph(g, f"{name}_{stage}", open, render_format, directory) for stage, g in stages.items()]
 

@@ -120,6 +120,8 @@ def _fields(thing: Any) -> dict[str, Any]:
 
 def read_plan(path: str | Path) -> SavedPlan:
     """The plan in a file. Raises ``PlanError`` if there is none that this version can read."""
+    if not isinstance(path, (str, Path)):
+        raise PlanError(f"plan is a {type(path).__name__}: give the path of the file that plan.save(path) wrote")
     try:
         found = json.loads(Path(path).read_text())
         if found["format"] != FORMAT:

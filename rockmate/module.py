@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -254,6 +254,13 @@ def _checked_call(
     """The sample as arguments; refuses what no plan can be made for, before anything runs."""
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(
+            "the model was scripted or traced by torch.jit as a whole: give the module as it was before. Scripted "
+            "parts of a model can be planned."
+        )
+    if torch.is_inference_mode_enabled():
+        raise InputError("nothing can be trained under torch.inference_mode(): plan outside of it")
     check_wrappers(model)
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
@@ -261,6 +268,8 @@ def _checked_call(
             f"{lazy[0]} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
             "the optimizer needs it too"
         )
+    if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
+        raise InputError(f"sample_kwargs is a {type(sample_kwargs).__name__}: give a dict of keyword arguments")
     args, kwargs = call_of(sample, sample_kwargs)
     inputs = tensors_of((args, kwargs))
     parameters = list(model.named_parameters())

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from dataclasses import dataclass, field
 from math import inf
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -242,6 +243,7 @@ def make_planner(
     """
     if costs not in ("measured", "flops"):
         raise InputError(f'costs={costs!r}: choose "measured" (time every operation) or "flops" (same on every run)')
+    loss_memory = _checked_loss(loss_memory)
     seconds: dict[str, float] = {}
     marks: list[tuple[str, float]] = []
 
@@ -280,6 +282,15 @@ def make_planner(
         )
     planned = saved.missing if saved else missing
     return Planner(graphs, problem, usual, costs, loss_memory, planned, saved, seconds, report, time_limit)
+
+
+def _checked_loss(loss_memory: Any) -> int | None:
+    """Bytes; None for the usual room."""
+    if loss_memory is None:
+        return None
+    if isinstance(loss_memory, bool) or not isinstance(loss_memory, Integral) or loss_memory < 0:
+        raise InputError(f"loss_memory={loss_memory!r}: give whole bytes, 0 or more, or None for the usual room")
+    return int(loss_memory)
 
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from models import case
 from torch import nn
 
 import rockmate
-from rockmate import InfeasibleBudgetError, InputError, MeasureError, Rockmate, frontier, measure_peak
+from rockmate import (
+    InfeasibleBudgetError,
+    InputError,
+    MeasureError,
+    PlanError,
+    Rockmate,
+    UnsupportedError,
+    frontier,
+    measure_peak,
+)
 from rockmate.budget import parse_budget
 from rockmate.demo import main as demo
 from rockmate.errors import BudgetError
@@ -24,7 +36,16 @@ X = torch.ones(128, 16)
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2 GiB", 2 * 2**30), ("500 MB", 500 * 10**6), ("1.5kib", 1536), ("7", 7), (12, 12), (3e6, 3 * 10**6)],
+    [
+        ("2 GiB", 2 * 2**30),
+        ("500 MB", 500 * 10**6),
+        ("1.5kib", 1536),
+        ("7", 7),
+        (12, 12),
+        (3e6, 3 * 10**6),
+        (np.int64(12), 12),
+        (np.float32(3e6), 3 * 10**6),
+    ],
 )
 def test_budgets_in_text_and_numbers(text: object, size: int) -> None:
     assert parse_budget(text) == size  # type: ignore[arg-type]
@@ -33,6 +54,12 @@ def test_budgets_in_text_and_numbers(text: object, size: int) -> None:
 @pytest.mark.parametrize("budget", ["2 parsecs", "", "GiB", "1.2.3 MB", 0, -5, "-1 GiB", True, None, [1], float("nan")])
 def test_budgets_that_are_none(budget: object) -> None:
     with pytest.raises(BudgetError, match="budget"):
+        Rockmate(mlp(), X, budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", ["80%", 0.5])
+def test_budgets_that_are_shares(budget: object) -> None:
+    with pytest.raises(BudgetError, match=r"multiply rockmate.frontier\(model, sample\).max_budget"):
         Rockmate(mlp(), X, budget)  # type: ignore[arg-type]
 
 
@@ -68,6 +95,37 @@ def test_not_a_module_and_unknown_costs() -> None:
         Rockmate(lambda x: x, X, "1 MiB")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="choose"):
         Rockmate(mlp(), X, "1 MiB", costs="guessed")
+
+
+def test_arguments_of_another_kind() -> None:
+    arguments: list[tuple[dict[str, Any], str]] = [
+        ({"budget": "1 MiB", "sample_kwargs": [1]}, "sample_kwargs is a list: give a dict"),
+        ({"budget": "1 MiB", "loss_memory": "1 MiB"}, "loss_memory='1 MiB': give whole bytes"),
+        ({"budget": "1 MiB", "loss_memory": -1}, "loss_memory=-1: give whole bytes"),
+    ]
+    for given, message in arguments:
+        with pytest.raises(InputError, match=message):
+            Rockmate(mlp(), X, **given)
+    with pytest.raises(PlanError, match="plan is a dict: give the path of the file"):
+        Rockmate(mlp(), X, plan={"budget": 1})  # type: ignore[arg-type]
+    with torch.inference_mode(), pytest.raises(InputError, match="plan outside of it"):
+        Rockmate(mlp(), X, "1 MiB")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_models_and_parts_that_are_compiled() -> None:
+    scripted = torch.jit.script(mlp())
+    for model in (scripted, torch.jit.trace(mlp(), X)):
+        with pytest.raises(InputError, match=r"by torch\.jit as a whole: give the module as it was before"):
+            Rockmate(model, X, "1 MiB")
+    compiled = torch.compile(torch.tanh, backend="eager")
+
+    class Calls(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return compiled(super().forward(x))
+
+    with pytest.raises(UnsupportedError, match=r"torch.compile made at test_interface.py:\d+.*Call the function as it"):
+        Rockmate(Calls(16, 16), X, "1 MiB")
 
 
 def test_ways_to_give_the_sample() -> None:

@@ -214,6 +214,8 @@ def test_the_chain_says_what_passes_between_blocks(tmp_path: Path) -> None:
 def test_what_is_no_graph_is_refused(tiny: Graphs, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="list is no graph: give one of the graphs B, D, S, K"):
         print_graph([tiny.S], directory=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Linear is not what rkgb.make_all_graphs\(model, sample\) makes"):
+        print_all_graphs(torch.nn.Linear(1, 1), directory=tmp_path)  # type: ignore[arg-type]
 
 
 @dot
