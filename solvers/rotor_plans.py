@@ -43,10 +43,7 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
             break
     if fitting:
         return min(fitting, key=lambda s: walk_sequence(chain, s).time)
-    least = Sequence(LeastMemory(chain).sequence(), name)
-    if walk_sequence(chain, least).peak <= limit:
-        return least
-    raise infeasible(chain, limit, [least, *sequential_sequences(chain)])
+    return _fastest(chain, limit, [Sequence(LeastMemory(chain).sequence(), name), *sequential_sequences(chain)])
 
 
 def rotor(chain: Chain, limit: int, slots: int) -> Sequence:

@@ -93,6 +93,17 @@ def test_a_limit_too_small_names_the_smallest() -> None:
         chk.compute_sequence(error.value.min_budget - 1)
 
 
+def test_the_limit_that_the_error_names_is_one_that_fits() -> None:
+    torch.manual_seed(0)
+    blocks = [(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(2)]
+    chk = rotor.Checkpointable(nn.Sequential(*(layer for block in blocks for layer in block)), costs="flops")
+    chk.measure(torch.randn(64, 32).requires_grad_())
+    with pytest.raises(InfeasibleBudgetError) as error:
+        chk.compute_sequence(1000)
+    chk.compute_sequence(error.value.min_budget)
+    assert chk.get_expected_memory() <= error.value.min_budget
+
+
 def test_eval_and_no_grad_run_the_model() -> None:
     m = model()
     chk = rotor.Checkpointable(m, x(), LIMIT, costs="flops")
