@@ -26,6 +26,8 @@ from solvers.rotor_walk import Walked, walk_sequence
 _NOMINAL = (1.05, 1.6)
 # The table takes time by length³ · slots: chains shorter than _LONG get up to _FINER times the slots for nothing.
 _LONG, _FINER = 120, 8
+# All binomial sequences together have length³ operations: a second on a chain of this length.
+_SHORT = 60
 
 
 def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
@@ -43,7 +45,9 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
             break
     if fitting:
         return min(fitting, key=lambda s: walk_sequence(chain, s).time)
-    return _fastest(chain, limit, [Sequence(LeastMemory(chain).sequence(), name), *sequential_sequences(chain)])
+    least = Sequence(LeastMemory(chain).sequence(), name)
+    binomial = _revolve_sequences(chain) if chain.length <= _SHORT else ()
+    return _fastest(chain, limit, [least, *sequential_sequences(chain), *binomial])
 
 
 def rotor(chain: Chain, limit: int, slots: int) -> Sequence:
@@ -111,12 +115,12 @@ def sequential(chain: Chain, limit: int, slots: int = 0) -> Sequence:
 
 def griewank(chain: Chain, limit: int, slots: int = 0) -> Sequence:
     """Binomial checkpointing with at most ``c`` checkpoints beside the input; the ``c`` that fits and is fastest."""
-    return _fastest(chain, limit, (revolve_sequence(chain, c) for c in range(_useful_checkpoints(chain.length) + 1)))
+    return _fastest(chain, limit, _revolve_sequences(chain))
 
 
-def _useful_checkpoints(length: int) -> int:
-    """With this many, every stage runs twice at most."""
-    return max(0, length - 1)
+def _revolve_sequences(chain: Chain) -> Iterable[Sequence]:
+    """Every useful number of checkpoints: with the last, every stage runs twice at most."""
+    return (revolve_sequence(chain, c) for c in range(max(1, chain.length)))
 
 
 def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:

@@ -121,7 +121,9 @@ class _Walker:
                 self.drop(i)
         else:
             stops = False
-            peak = self.level + stage.pass_peak + (0 if i in self.states else stage.state)
+            peak = (
+                self.level + stage.pass_peak + stage.state
+            )  # kept by the first run; put aside by those that draw again
             self.time += stage.forward_time
             if isinstance(operation, Fck) and i not in self.stored:
                 self.stored.add(i)

@@ -99,9 +99,11 @@ class Call:
                 self._announce(operation)
                 self.stages[operation.index].clear()
                 self.current = None
-            elif operation.index <= i:  # else its backward was not needed
+            elif operation.index <= i:
                 self._announce(operation)
                 self._rerun(operation, following == B(operation.index))
+            else:  # its backward was not needed, or read nothing
+                self.stored.pop(operation.index, None)
         if self.stages[i].input is not None:
             self.stages[i].refill()
             self.stages[i].spend()

@@ -352,3 +352,46 @@ def test_relu_at_end_is_one_layer() -> None:
     eager = copy.deepcopy(model)
     x = torch.randn(8, 16)
     assert_same(train(checkpointed(model, x, 2), model, x), train(eager, eager, x))
+
+
+class First(nn.Module):
+    """Of a tuple; its backward reads nothing."""
+
+    def forward(self, pair: tuple[torch.Tensor, object]) -> torch.Tensor:
+        return pair[0]
+
+
+def frozen_draws() -> nn.Sequential:
+    """A random layer that no gradient reaches runs again for those behind it."""
+    draws = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(3)]
+    return nn.Sequential(draws[0].requires_grad_(False), *draws[1:])
+
+
+@pytest.mark.parametrize("make", [frozen_draws, lambda: nn.Sequential(nn.LSTM(32, 32), First(), nn.Linear(32, 32))])
+def test_the_least_memory_is_enough_where_a_backward_reads_nothing(make: Any) -> None:
+    chk = rotor.Checkpointable(make(), costs="flops")
+    x = torch.randn(64, 32)
+    chk.measure(x)
+
+    def train() -> None:
+        for p in chk.parameters():
+            p.grad = None
+        output = chk(x)
+        output.square().mean().backward()
+
+    for algorithm in ALGORITHMS:
+        with pytest.raises(InfeasibleBudgetError) as error:
+            chk.compute_sequence(1000, algo=algorithm)
+        chk.compute_sequence(error.value.min_budget, algo=algorithm)
+        train()
+        chk.zero_grad()
+        assert measure_peak(train) <= error.value.min_budget, algorithm
+
+
+def test_persistent_takes_what_binomial_checkpointing_takes() -> None:
+    chk = rotor.Checkpointable(frozen_draws().requires_grad_(), costs="flops")
+    chk.measure(torch.randn(64, 32))
+    with pytest.raises(InfeasibleBudgetError) as error:
+        chk.compute_sequence(1000, algo="griewank")
+    chk.compute_sequence(error.value.min_budget)
+    assert chk.get_expected_memory() <= error.value.min_budget
