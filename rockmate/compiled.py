@@ -167,6 +167,10 @@ class Program:
     undo: Undo
     held: tuple[int, ...]
 
+    def read_by(self, i: int) -> list[int]:
+        """The data that node i reads."""
+        return [self.data_of[v] for v in self.nodes[i].reads if v in self.data_of]
+
 
 def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     """Split ``schedule`` into what happens after each node and before each backward."""

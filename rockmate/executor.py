@@ -14,7 +14,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from rkgb.capture import drop_saved
 from rkgb.guards import Guard, GuardFailed
 from rkgb.program import in_mode, memory_of, source_value
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
-from rockmate.compiled import Give, NodeCode, Program
+from rockmate.compiled import NodeCode, Program
 from rockmate.errors import BudgetWarning
+from rockmate.parts import staying_after, steps_between
 from rockmate.slots import Slot, changed, form_of, unpack, version_of
-from rockmate.surroundings import runs_plainly, untransformed
+from rockmate.surroundings import running_in, runs_plainly
 from solvers.schedule import Del, Run
 
 _FORGET = drop_saved()
@@ -44,7 +45,8 @@ class CallState:
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
         self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
         self.made_at: dict[int, int] = {}  # value -> version when it was made; values of one datum may count apart
-        self.known: dict[int, int] = {}  # address of a live storage -> its datum, -1 for a source
+        # Address of a live storage -> its datum, -1 for a source.
+        self.known = {memory_of(t)._cdata: -1 for t in self.sources.values()}
         self.random: dict[int, list[torch.Tensor]] = {}
         self.slots: list[weakref.ref[Slot]] = []
         self.readers: dict[int, list[weakref.ref[Slot]]] = {}  # datum -> the slots that stand for it
@@ -61,8 +63,6 @@ class CallState:
         self.skipped = False  # a part of the graph was left out: what it needs, stays
         self.spent = False  # no slot is left: only autograd's own error can come
         self.warned = False
-        for t in self.sources.values():
-            self.known[memory_of(t)._cdata] = -1
 
     # -------------------------------------------------------------------------------------- forward
 
@@ -238,8 +238,8 @@ class CallState:
             self.retained = True
             self.leave_schedule("backward was called with retain_graph=True (or create_graph=True)")
         self.skipped = self.skipped or k > self.at or i not in self.stage
-        staying = self.staying(i) if self.retained or self.skipped else frozenset()
-        steps = self.program.before[k] if k == self.at else self.steps_up_to(k)
+        steps = self.program.before[k] if k == self.at else steps_between(self.program, self.at, k)
+        staying = self.staying(i)
         with self.running_again():
             for step in steps:
                 if isinstance(step, Run):
@@ -254,43 +254,11 @@ class CallState:
                     self.give(step.data)
         self.at = k + 1
 
-    def steps_up_to(self, k: int) -> Sequence[Run | Del | Give]:
-        """The schedule's steps from here to backward k; what only the backwards that it leaves out need is not run."""
-        before = self.program.before
-        steps: list[Run | Del | Give] = []
-        gone: set[int] = set()  # data that nothing needs before the steps chosen so far
-        for step in reversed([step for j in range(self.at, k + 1) for step in before[j]]):
-            if isinstance(step, Del):
-                gone.add(step.data)
-            elif isinstance(step, Run):
-                made = set(self.program.nodes[step.node].data)
-                if made <= gone:
-                    continue
-                gone |= made
-                gone -= set(self.read_by(step.node))
-            steps.append(step)
-        return steps[::-1]
-
-    def staying(self, i: int) -> frozenset[int] | set[int]:
-        """What the forward kept and a backward later than this one may need, when node i is reached."""
-        p = self.program
+    def staying(self, i: int) -> Collection[int]:
+        """What the forward kept and must not go when node i is reached."""
         if self.retained:
-            return p.kept
-        needed: set[int] = set()
-        slots = (ref() for ref in self.slots)
-        left = [slot.data for slot in slots if slot is not None and slot.node > i and slot.data >= 0]
-        while left:
-            datum = left.pop()
-            if datum not in needed:
-                needed.add(datum)
-                if datum not in p.kept:
-                    left += self.read_by(p.owner[datum])
-        return needed & p.kept
-
-    def read_by(self, i: int) -> list[int]:
-        """The data that node i reads."""
-        p = self.program
-        return [p.data_of[v] for v in p.nodes[i].reads if v in p.data_of]
+            return self.program.kept
+        return staying_after(self.program, i, self.slots) if self.skipped else ()
 
     def leave_schedule(self, why: str) -> None:
         """Say once that the budget is not promised for this call."""
@@ -330,12 +298,7 @@ class CallState:
         thread = threading.get_ident()
         if self.thread != thread:
             self.thread, self.plainly = thread, runs_plainly(self.program.mode)
-        return torch.set_grad_enabled(self.program.mode.grad) if self.plainly else self.running_otherwise()
-
-    @contextlib.contextmanager
-    def running_otherwise(self) -> Iterator[None]:
-        with untransformed(), in_mode(self.program.mode):
-            yield
+        return torch.set_grad_enabled(self.program.mode.grad) if self.plainly else running_in(self.program.mode)
 
     def run_again(self, i: int) -> None:
         """Recompute node i from live data: its results and what its backward reads. Within ``running_again``."""
@@ -425,8 +388,8 @@ class CallState:
             missing.add(owner)
             if not self.program.nodes[owner].rerun or (self.program.s.nodes[owner].random and owner not in self.random):
                 raise self.unforeseen(owner)
-            left += [d for d in self.read_by(owner) if self.live[d] is None]
-        with self.running_otherwise():  # whatever surrounds the reader: autocast, another backward, none
+            left += [d for d in self.program.read_by(owner) if self.live[d] is None]
+        with running_in(self.program.mode):  # whatever surrounds the reader: autocast, another backward, none
             for i in sorted(missing):
                 self.run_again(i)
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rkgb.capture import current_mode
 from rkgb.graphs import Mode
 from rkgb.patches import is_traced
+from rkgb.program import in_mode
 from rockmate.errors import BudgetWarning, HookError
 
 _GLOBAL_HOOKS = {
@@ -59,6 +60,13 @@ def untransformed() -> Iterator[None]:
     finally:
         for _ in range(depth):
             torch._C._vmapmode_increment_nesting()
+
+
+@contextlib.contextmanager
+def running_in(mode: Mode) -> Iterator[None]:
+    """Run in ``mode``, out of transforms, whatever is in force."""
+    with untransformed(), in_mode(mode):
+        yield
 
 
 def leave_plan() -> None:
