@@ -154,6 +154,8 @@ def _to_read(model: torch.nn.Module) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     left = _CACHE
     for p in model.parameters():
+        if left <= 0:
+            break
         if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.is_contiguous():
             count = min(p.numel(), left // p.element_size())
             found.append(p.detach().view(-1)[:count])

@@ -4,7 +4,7 @@ The forward phase runs every operation once, in order, with gradients on: autogr
 graph that eager mode records. Only what it would *save* is taken from it (``saved_tensors_hooks``):
 the graph holds slots, and each slot names a datum that is live in the call's state or not. Dropping a
 tensor is forgetting a datum; recomputing it is running its node again and filling the slots anew.
-A hook in front of each backward carries out the schedule's steps for it. Gradients, hooks,
+A hook in front of a backward carries out the schedule's steps for it, where something runs again. Gradients, hooks,
 accumulation into ``.grad``, ``retain_graph`` and double backward are therefore autograd's own.
 """
 

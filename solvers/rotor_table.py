@@ -46,7 +46,7 @@ class Needs:
         a, after, grads = chain.value_bytes, chain.parameter_gradients_after, chain.gradient_bytes
         self.a = a
         self.inputs = np.array(a[:-1], np.int64)
-        self.passes = [self._passes(s) for s in range(chain.length)]
+        self.pass_peaks = [self._pass_peaks(s) for s in range(chain.length)]
         self.besides = [a[-1] + grads[t + 1] + after[t] for t in range(last)] + [0]
         self.backward = [
             tuple(
@@ -73,8 +73,13 @@ class Needs:
         """Bytes for (2)."""
         return max(self.besides[t] + self.chain.stages[s].ways[way].forward_peak, self.backward[s][way])
 
-    def _passes(self, s: int) -> npt.NDArray[np.int64]:
-        """Bytes for (1), for k = s+1..L, but for D; they grow with k."""
+    def passes(self, s: int, t: int, splits: int) -> npt.NDArray[np.int64]:
+        """Bytes for (1), for the first ``splits`` k from s+1 on."""
+        found: npt.NDArray[np.int64] = self.pass_peaks[s][:splits] + self.besides[t]
+        return found
+
+    def _pass_peaks(self, s: int) -> npt.NDArray[np.int64]:
+        """The same for k = s+1..L without D; they grow with k."""
         peaks = np.array([stage.pass_peak for stage in self.chain.stages[s:]], np.int64)
         peaks[1:] += self.inputs[s + 1 :]
         grown: npt.NDArray[np.int64] = np.maximum.accumulate(peaks)
@@ -181,9 +186,9 @@ class Table:
         behind, rest = self.behind[t][s + 1 : s + 1 + splits, low:high], self.rows[s][:splits, low:high]
         times = self.buffer[: splits * (high - low)].reshape(splits, high - low)
         np.add(behind, rest, out=times)
-        passes, besides = self.needs.passes[s], self.needs.besides[t]
-        if passes[splits - 1] + besides > low * self.unit:
-            least = np.rint((passes[:splits] + besides) / self.unit).astype(np.int64)
+        needs = self.needs
+        if needs.pass_peaks[s][splits - 1] + needs.besides[t] > low * self.unit:
+            least = np.rint(needs.passes(s, t, splits) / self.unit).astype(np.int64)
             for k in np.flatnonzero(least > np.maximum(self.first[t][s + 1 : s + 1 + splits], low)):
                 times[k, : max(0, least[k] - low)] = np.inf
         found = np.minimum.reduce(times)
@@ -226,8 +231,7 @@ class Table:
 
     def _column(self, s: int, t: int, m: int) -> Times:
         column: Times = self.behind[t][s + 1 : t + 1, m] + self.rows[s][: t - s, m] - np.float32(self.start[s])
-        passes = self.needs.passes[s][: t - s] + self.needs.besides[t]
-        column[np.rint(passes / self.unit) > m] = np.inf
+        column[np.rint(self.needs.passes(s, t, t - s) / self.unit) > m] = np.inf
         return column
 
 
@@ -286,7 +290,7 @@ class LeastMemory:
         self.least[s, t], self.choices[s, t] = best, (way, s + 1)
         if s < t:
             peaks = np.maximum(a[s + 1 : t + 1] + self.least[s + 1 : t + 1, t], self.least[s, s:t])
-            peaks = np.maximum(peaks, needs.passes[s][: t - s] + needs.besides[t])
+            peaks = np.maximum(peaks, needs.passes(s, t, t - s))
             k = int(peaks.argmin())
             if peaks[k] < best:
                 self.least[s, t], self.choices[s, t] = peaks[k], (None, s + 1 + k)

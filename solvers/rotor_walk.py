@@ -121,9 +121,8 @@ class _Walker:
                 self.drop(i)
         else:
             stops = False
-            peak = (
-                self.level + stage.pass_peak + stage.state
-            )  # kept by the first run; put aside by those that draw again
+            # The state is kept by the first run, and put aside by those that draw again.
+            peak = self.level + stage.pass_peak + stage.state
             self.time += stage.forward_time
             if isinstance(operation, Fck) and i not in self.stored:
                 self.stored.add(i)
