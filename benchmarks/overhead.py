@@ -1,19 +1,25 @@
 """What a step under each budget takes longer than the model's own: the demo's model, over several processes.
 
-Within a process, the same kernel takes up to a quarter longer in one step than in the other for as long as it lives,
-by where its memory happens to lie; so steps are compared in interleaved pairs, and processes by their medians.
+The same kernel takes up to a quarter longer in one step than in another by where its memory happens to lie, and two
+steps that allocate alike find the same places for as long as a process lives. So every step is given a memory laid out
+anew, at random (as Stabilizer does: Curtsinger and Berger, ASPLOS 2013), steps are compared in interleaved pairs, and
+parameters change their places with the process.
 
-python benchmarks/overhead.py [--processes 6] [--pairs 4] [--budgets 100 80 60 40] [--threads 1] [--out FILE] [--short]
+python benchmarks/overhead.py [--processes 4] [--pairs 25] [--budgets 100 80 60 40] [--threads 1] [--out FILE] [--short]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
+import random
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,23 +31,32 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from rockmate import Rockmate, measure_peak  # noqa: E402
-from rockmate.demo import MALLOC, overhead  # noqa: E402
+from rockmate.demo import MALLOC  # noqa: E402
 from rockmate.gpt import GPT  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Row:
-    """``percent`` of eager's peak. Overheads as fractions: medians over the processes; ``each``: measured in each."""
+    """``percent`` of eager's peak. Overheads as fractions: ``predicted``, the median over the processes; ``measured``,
+    the geometric mean over all pairs, with its standard error; ``each``: that of each process.
+    """
 
     percent: float
     predicted: float
     measured: float
+    standard_error: float
     each: tuple[float, ...]
     peak_within_budget: bool
 
 
-def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, float, bool]]:
-    """For each budget: predicted and measured overhead, and whether the peak was within it."""
+def laid_out_anew() -> list[torch.Tensor]:
+    """Blocks that lie in the way of what is allocated while they are held, with holes between them."""
+    blocks = [torch.empty(random.randrange(1, 2 << 20)) for _ in range(60)]
+    return random.sample(blocks, 30)
+
+
+def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list[float], bool]]:
+    """For each budget: predicted overhead, logarithm of the ratio in each pair, and whether the peak was within it."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     model = GPT(options.layers, options.width, 4, options.length, options.vocabulary)
@@ -53,14 +68,26 @@ def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, floa
         module.zero_grad(set_to_none=False)
         F.cross_entropy(module(x).flatten(0, 1), y.flatten()).backward()
 
+    def seconds(module: torch.nn.Module) -> float:
+        held = laid_out_anew()
+        start = time.perf_counter()
+        step(module)
+        end = time.perf_counter()
+        del held
+        return end - start
+
     step(model)
     peak = measure_peak(partial(step, model))
     found = {}
     for percent in options.budgets:
         rk = Rockmate(model, x, int(peak * percent / 100))
         within = measure_peak(partial(step, rk)) <= rk.budget
-        measured = overhead(partial(step, model), partial(step, rk), options.pairs, torch.device("cpu"))
-        found[percent] = rk.plan.predicted_overhead, measured, within
+        pairs = []
+        for k in range(options.pairs):
+            first, second = (rk, model) if k % 2 else (model, rk)
+            taken = {first: seconds(first), second: seconds(second)}
+            pairs.append(math.log(taken[rk] / taken[model]))
+        found[percent] = rk.plan.predicted_overhead, pairs, within
     return found
 
 
@@ -71,11 +98,14 @@ def rows(options: argparse.Namespace) -> list[Row]:
     for k in range(options.processes):
         done = subprocess.run(command, env=os.environ | MALLOC, stdout=subprocess.PIPE, check=True, text=True)
         found.append({float(percent): values for percent, values in json.loads(done.stdout).items()})
-        print(f"process {k + 1} of {options.processes}", found[-1], file=sys.stderr, flush=True)
+        print(f"process {k + 1} of {options.processes} is done", file=sys.stderr, flush=True)
     made = []
     for percent in options.budgets:
-        predicted, measured, within = zip(*(run[percent] for run in found), strict=True)
-        made.append(Row(percent, statistics.median(predicted), statistics.median(measured), measured, all(within)))
+        predicted, pairs, within = zip(*(run[percent] for run in found), strict=True)
+        every = list(itertools.chain(*pairs))
+        error = statistics.stdev(every) / len(every) ** 0.5
+        measured, *each = (math.expm1(statistics.mean(logs)) for logs in (every, *pairs))
+        made.append(Row(percent, statistics.median(predicted), measured, error, tuple(each), all(within)))
     return made
 
 
@@ -84,8 +114,8 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser()
     for name, default in (("layers", 12), ("width", 256), ("length", 256), ("batch", 8), ("vocabulary", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--processes", type=int, default=6)
-    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--budgets", type=float, nargs="+", default=[100, 80, 60, 40, 25, 20], help="percent")
     parser.add_argument("--out", type=Path)
@@ -100,10 +130,13 @@ def main(argv: list[str] | None = None) -> list[Row]:
         print(json.dumps(in_one_process(options)))
         return []
     made = rows(options)
-    print("budget  predicted  measured (each process)")
+    print("budget  predicted  measured  standard error  (each process)")
     for row in made:
         each = " ".join(f"{100 * m:+.1f}" for m in row.each)
-        print(f"{row.percent:>4.0f} %  {100 * row.predicted:>+7.1f} %  {100 * row.measured:>+6.1f} % ({each})")
+        print(
+            f"{row.percent:>4.0f} %  {100 * row.predicted:>+7.1f} %  {100 * row.measured:>+6.1f} %  "
+            f"{100 * row.standard_error:>12.1f} %  ({each})"
+        )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps([asdict(row) for row in made], indent=1) + "\n")

@@ -20,7 +20,7 @@ from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
 from rkgb.guards import Guard, is_guard
 from rkgb.memory import taken
-from rkgb.program import memory_of, run_node, same, source_value
+from rkgb.program import memory_of, run_node, same, source_values
 from rkgb.randomness import Drawn, node_generators, random_state
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
@@ -45,8 +45,8 @@ def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Pro
     """Run ``b`` on ``inputs``."""
     run = _Probe(b)
     with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
-        for v, source in b.sources.items():
-            run.define_source(v, source_value(source, model, inputs), source.kind == "buffer")
+        for v, tensor in source_values(b.sources, model, inputs).items():
+            run.define_source(v, tensor, b.sources[v].kind == "buffer")
         for index, node in enumerate(b.nodes):
             run.node(index, node)
         outputs = [run.env[v].detach() for v in b.outputs]

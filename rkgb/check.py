@@ -20,7 +20,7 @@ from rkgb.errors import MismatchError
 from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.guards import GuardFailed
 from rkgb.patches import traceable
-from rkgb.program import run_node, same, source_value
+from rkgb.program import run_node, same, source_values
 from rkgb.trees import flatten, tensors_of, unflatten
 from rkgb.written import put_back
 
@@ -165,7 +165,7 @@ def _first_difference(b: B_graph, model: torch.nn.Module, call: Any) -> str:
     with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), theirs:
         _module_outputs(model, call)
     made: list[tuple[int, Node]] = []  # how many fingerprints there are after each node
-    env: dict[int, Any] = {v: source_value(s, model, tensors_of(call)) for v, s in b.sources.items()}
+    env: dict[int, Any] = dict(source_values(b.sources, model, tensors_of(call)))
     with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), ours:
         for node in b.nodes:
             env.update(zip(node.outputs, run_node(node, env.__getitem__), strict=True))

@@ -12,7 +12,7 @@ import torch
 from rkgb.alone import Layouts, NodeRun, feed, gradients_watched, is_parameter
 from rkgb.capture import preserved
 from rkgb.graphs import S_graph, S_node, Value
-from rkgb.program import source_value
+from rkgb.program import source_values
 
 Outgoing = dict[int, tuple[int, ...] | None]
 """Position in ``reads`` -> strides of its gradient (None: contiguous); absent where there is none."""
@@ -59,10 +59,10 @@ def _outgoing(
     s: S_graph, node: S_node, model: torch.nn.Module, inputs: list[torch.Tensor], fed: tuple[int, ...], layouts: Layouts
 ) -> Outgoing:
     """The strides of the gradients that the node's backward gives to what it reads."""
+    own = {v: s.d.sources[v] for v in node.reads if is_parameter(s.d, v) or not _is_strided(s.d.values[v])}
+    given = source_values(own, model, inputs)
     values = {
-        v: source_value(s.d.sources[v], model, inputs)
-        if is_parameter(s.d, v) or not _is_strided(x)
-        else torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
+        v: given[v] if v in given else torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
         for v in node.reads
         for x in [s.d.values[v]]
     }

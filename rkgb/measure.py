@@ -22,7 +22,7 @@ from rkgb.errors import TraceError
 from rkgb.graphs import S_graph
 from rkgb.layouts import differentiated, gradient_layouts
 from rkgb.memory import measure_memory, storage_bytes, taken
-from rkgb.program import memory_of, run_node, source_value
+from rkgb.program import memory_of, run_node, source_values
 from rkgb.stand_ins import runs
 
 
@@ -81,7 +81,7 @@ def measure_nodes(
     number: dict[Hashable, int] = {}
     same: list[Hashable] = [number.setdefault(nodes_key(s.d, [node]), len(number)) for node in s.nodes]
     layouts = gradient_layouts(s, model, inputs, fed, same)
-    sources = {v: source_value(source, model, inputs) for v, source in s.d.sources.items()}
+    sources = source_values(s.d.sources, model, inputs)
     given = {v for v, t in sources.items() if t.is_leaf and t.grad is not None}
     keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i]) for i, n in enumerate(s.nodes)]
     known: dict[Hashable, Cost] = {}

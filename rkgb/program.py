@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,17 +63,34 @@ def run_node(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:
     return (result,) if node.outputs else ()
 
 
-def source_value(source: Source, model: torch.nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """The tensor that a source stands for, looked up by name in the module as it is now."""
-    if source.kind == "input":
-        given: torch.Tensor = inputs[source.key]
-        return given
-    if source.kind == "constant":
-        constant: torch.Tensor = source.key
-        return constant
-    module, _, name = source.key.rpartition(".")
-    owner = model.get_submodule(module)
-    tensor: torch.Tensor | None = getattr(owner, name, None)
-    if not isinstance(tensor, torch.Tensor):
-        raise KeyError(f"the module no longer has the {source.kind} {source.key!r} that it had when it was planned")
-    return tensor
+def source_values(
+    sources: Mapping[int, Source], model: torch.nn.Module, inputs: list[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """The tensors that sources stand for, looked up by name in the module as it is now.
+
+    Raises ``KeyError`` for a name that is gone.
+    """
+    modules: dict[str, Any] = {"": model}
+    found: dict[int, torch.Tensor] = {}
+    for v, source in sources.items():
+        if source.kind == "input":
+            found[v] = inputs[source.key]
+        elif source.kind == "constant":
+            found[v] = source.key
+        else:
+            path, _, name = source.key.rpartition(".")
+            tensor = getattr(_module_at(path, modules), name, None)
+            if not isinstance(tensor, torch.Tensor):
+                raise KeyError(
+                    f"the module no longer has the {source.kind} {source.key!r} that it had when it was planned"
+                )
+            found[v] = tensor
+    return found
+
+
+def _module_at(path: str, modules: dict[str, Any]) -> Any:
+    """The submodule of this name; ``modules``: those that were found."""
+    if path not in modules:
+        above, _, name = path.rpartition(".")
+        modules[path] = getattr(_module_at(above, modules), name, None)
+    return modules[path]

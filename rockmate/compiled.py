@@ -22,7 +22,8 @@ class Op:
     """One operation, with the places of its arguments found.
 
     ``args``: as in the graph, constants in place. ``values``: (place, value) of arguments that are values; ``nested``:
-    places of lists that hold some. ``kwargs`` likewise, all constants unless ``kwargs_hold_values``.
+    places of lists that hold some. ``kwargs`` likewise, all constants unless ``kwargs_hold_values``. ``mode``: None
+    for the program's.
     """
 
     function: Callable[..., Any]
@@ -33,10 +34,10 @@ class Op:
     kwargs_hold_values: bool
     outputs: tuple[int, ...]
     several: bool
-    mode: Mode
+    mode: Mode | None
 
-    def run(self, env: dict[int, torch.Tensor], usual: Mode) -> None:
-        """Run in ``env``, whose values it reads and where its results go; the mode ``usual`` is already set."""
+    def run(self, env: dict[int, torch.Tensor]) -> None:
+        """Run in ``env``, whose values it reads and where its results go; the program's mode is already set."""
         args = list(self.args)
         for place, v in self.values:
             args[place] = env[v]
@@ -45,7 +46,7 @@ class Op:
         kwargs = self.kwargs
         if self.kwargs_hold_values:
             kwargs = {k: substitute(a, env.__getitem__) for k, a in kwargs.items()}
-        if self.mode == usual:
+        if self.mode is None:
             result = self.function(*args, **kwargs)
         else:
             with in_mode(self.mode):
@@ -56,13 +57,14 @@ class Op:
             env[self.outputs[0]] = result
 
 
-def op_of(node: Node) -> Op:
-    """The operation of a D node, ready to run."""
+def op_of(node: Node, usual: Mode) -> Op:
+    """The operation of a D node, ready to run in a program whose mode is ``usual``."""
     values = tuple((place, a.index) for place, a in enumerate(node.args) if isinstance(a, Ref))
     nested = tuple(k for k, a in enumerate(node.args) if not isinstance(a, Ref) and any(True for _ in refs(a)))
     kwargs = dict(node.kwargs)
     held = any(True for _ in refs(list(kwargs.values())))
-    return Op(node.op, node.args, values, nested, kwargs, held, node.outputs, node.several, node.mode)
+    mode = None if node.mode == usual else node.mode
+    return Op(node.op, node.args, values, nested, kwargs, held, node.outputs, node.several, mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class NodeCode:
 
     ``made``: (value, data) of results in memory of the node's own, of data that are tracked (see ``Program``);
     ``joins``: results in memory of another node, likewise; ``aliases``: results in memory of a source;
-    ``temporary``: values that nobody else reads. ``again``, ``remakes``, ``remade``: what a second run runs, and the
+    ``gone``: values that nothing reads any more when it is done, ``dropped``: data among the tracked that go then, both
+    in the forward phase. ``again``, ``remakes``, ``remade``: what a second run runs, and the
     data and values that it makes, tracked or not (outside the schedule any node may run), with the views that other
     nodes take of its results; but outputs, which the caller holds, stay the first run's. ``private``: the data of what
     only its backward reads, or None. ``native``: all that its backward reads stays from the forward on, so autograd
@@ -88,7 +91,8 @@ class NodeCode:
     remakes: tuple[int, ...]
     remade: tuple[tuple[int, int], ...]
     aliases: tuple[int, ...]
-    temporary: tuple[int, ...]
+    gone: tuple[int, ...]
+    dropped: tuple[int, ...]
     data: tuple[int, ...]
     private: int | None
     native: bool
@@ -141,9 +145,8 @@ class Give:
 class Program:
     """The executable form of one plan.
 
-    ``after[i]``: data dropped right after node i in the forward phase. ``stages``: nodes before whose
-    backward there are steps to take, in the order of their backwards; ``before[k]``: these steps, with the deletions
-    since the stage before, also those that autograd makes by itself (see ``Give``).
+    ``stages``: nodes before whose backward there are steps to take, in the order of their backwards; ``before[k]``:
+    these steps, with the deletions since the stage before, also those that autograd makes by itself (see ``Give``).
     ``kept``: data live when the forward phase ends; ``given``: those that autograd keeps from then on. Only data that
     something but autograd itself will read again are tracked by the executor. ``final``: (stage, node) of each node's
     last run.
@@ -153,14 +156,12 @@ class Program:
 
     s: S_graph
     nodes: tuple[NodeCode, ...]
-    after: tuple[tuple[int, ...], ...]
     stages: tuple[int, ...]
     before: tuple[tuple[Run | Del | Give, ...], ...]
     given: tuple[int, ...]
     final: frozenset[tuple[int, int]]
     kept: frozenset[int]
     data_of: dict[int, int]
-    values_of: tuple[tuple[int, ...], ...]
     owner: tuple[int, ...]
     mode: Mode
     segments: tuple[tuple[bool, bool, int, int], ...]
@@ -202,22 +203,33 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     for v, d in data_of.items():
         values_of[d].append(v)
     views = _views_elsewhere(s)
+    usual = _usual_mode(s)
     nodes = tuple(
-        _node_code(k, i, data_of, i in again, i in native, tracked, views.get(i, [])) for i in range(len(s.nodes))
+        _node_code(
+            k,
+            i,
+            usual,
+            data_of,
+            i in again,
+            i in native,
+            tracked,
+            views.get(i, []),
+            gone=[v for d in after[i] for v in values_of[d]],
+            dropped=tracked.intersection(after[i]),
+        )
+        for i in range(len(s.nodes))
     )
     return Program(
         s,
         nodes,
-        tuple(tuple(a) for a in after),
         tuple(stages),
         tuple(before),
         tuple(sorted((live & tracked) - touched)),
         frozenset((stage, node) for node, stage in last_run.items()),
         frozenset(live),
         data_of,
-        tuple(tuple(v) for v in values_of),
         tuple(data.owner for data in k.data),
-        _usual_mode(s),
+        usual,
         tuple(_segments(nodes)),
         undo_of(s),
         tuple(v for v, x in s.d.sources.items() if x.kind == "buffer" and x.key in s.d.structure.written),
@@ -296,11 +308,15 @@ def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:
 def _node_code(
     k: K_graph,
     i: int,
+    usual: Mode,
     data_of: dict[int, int],
     again: bool,
     native: bool,
     tracked: set[int],
     views: list[S_node],
+    *,
+    gone: list[int],
+    dropped: set[int],
 ) -> NodeCode:
     s, node = k.s, k.s.nodes[i]
     ops = tuple(s.d.nodes[op] for op in node.ops)
@@ -309,15 +325,16 @@ def _node_code(
     kept = tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked)
     remade = tuple((v, data_of[v]) for n in (node, *views) for v in n.makes if data_of.get(v) in makes)
     return NodeCode(
-        ops=tuple(map(op_of, ops)),
+        ops=tuple(op_of(op, usual) for op in ops),
         reads=node.reads,
         made=tuple((v, datum) for v, datum in kept if datum in makes),
         joins=tuple((v, datum) for v, datum in kept if datum not in makes),
-        again=tuple(map(op_of, (*ops, *(s.d.nodes[op] for n in views for op in n.ops)))),
+        again=tuple(op_of(op, usual) for op in (*ops, *(s.d.nodes[op] for n in views for op in n.ops))),
         remakes=tuple(d for d in makes if d not in k.outputs),
         remade=tuple((v, datum) for v, datum in remade if datum not in k.outputs),
         aliases=tuple(v for v in node.makes if v not in data_of),
-        temporary=tuple(v for op in ops for v in op.outputs if v not in node.makes),
+        gone=(*(v for op in ops for v in op.outputs if v not in node.makes), *gone),
+        dropped=tuple(dropped),
         data=tuple(d for d in makes if d in tracked),
         private=next((d for d in makes if k.data[d].storage is None and d in tracked), None),
         native=native,

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.capture import drop_saved
 from rkgb.guards import Guard, GuardFailed
-from rkgb.program import in_mode, memory_of, source_value
+from rkgb.program import in_mode, memory_of, source_values
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
 from rockmate.compiled import NodeCode, Program
 from rockmate.errors import BudgetWarning
@@ -40,7 +40,7 @@ class CallState:
     def __init__(self, program: Program, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
         self.program = program
         d = program.s.d
-        self.sources = {v: source_value(source, model, inputs) for v, source in d.sources.items()}
+        self.sources = source_values(d.sources, model, inputs)
         self.versions = {v: version_of(t) for v, t in self.sources.items()}
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
         self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
@@ -121,18 +121,16 @@ class CallState:
         if code.random:
             self.random[i] = [random_state(x) for x in code.random]
         for op in code.ops:
-            op.run(env, p.mode)
+            op.run(env)
         self.note_results(code, env)
         if self.pending:
             self.settle(code)
         if i in self.stage:
             self.hook(i, [env[v] for v in p.s.nodes[i].makes])
-        for v in code.temporary:
+        for v in code.gone:
             env.pop(v, None)
-        for datum in p.after[i]:
+        for datum in code.dropped:
             self.drop(datum)
-            for v in p.values_of[datum]:
-                env.pop(v, None)
 
     def note_results(self, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
         """Keep what will be read again, and know it by its memory."""
@@ -316,7 +314,7 @@ class CallState:
             if code.private is None:
                 with _FORGET:
                     for op in code.again:
-                        op.run(env, p.mode)
+                        op.run(env)
             else:
                 private = self.run_for_private(code, env)
         self.keep_results(code, code.remakes, code.remade, env)
@@ -336,7 +334,7 @@ class CallState:
 
         with saved_tensors_hooks(pack, unpack):
             for op in code.again:
-                op.run(env, self.program.mode)
+                op.run(env)
         own = {env[v].untyped_storage()._cdata for v, _ in code.made}
         return [t for t, address in packed if address not in own]
 
