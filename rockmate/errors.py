@@ -27,6 +27,10 @@ class HookError(RockmateError):
     """A hook of a submodule would not be called under a plan."""
 
 
+class GoneError(RockmateError, RuntimeError):
+    """A second backward, or one of a part of the graph, needs what is gone and cannot be computed again."""
+
+
 class BudgetWarning(UserWarning):
     """For this call the budget is not promised; results are right all the same."""
 

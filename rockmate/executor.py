@@ -25,8 +25,8 @@ from rkgb.guards import Guard, GuardFailed
 from rkgb.program import in_mode, memory_of, source_values
 from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
 from rockmate.compiled import NodeCode, Program
-from rockmate.errors import BudgetWarning
-from rockmate.parts import staying_after, steps_between
+from rockmate.errors import BudgetWarning, GoneError
+from rockmate.parts import left_out, staying_after, steps_between
 from rockmate.slots import Slot, changed, form_of, unpack, version_of
 from rockmate.surroundings import running_in, runs_plainly
 from solvers.schedule import Del, Run
@@ -235,13 +235,14 @@ class CallState:
         if not self.retained and _graph_is_retained():
             self.retained = True
             self.leave_schedule("backward was called with retain_graph=True (or create_graph=True)")
-        self.skipped = self.skipped or k > self.at or i not in self.stage
+        self.skipped = self.skipped or k > self.at or i not in self.stage or left_out(self.slots, i)
         steps = self.program.before[k] if k == self.at else steps_between(self.program, self.at, k)
         staying = self.staying(i)
         with self.running_again():
             for step in steps:
                 if isinstance(step, Run):
-                    self.run_again(step.node)
+                    with contextlib.suppress(GoneError):  # it comes when a backward reads it, if one does
+                        self.run_again(step.node)
                     if not (self.retained or self.skipped) and (k, step.node) in self.program.final:
                         self.random.pop(step.node, None)
                 elif step.data in staying:
@@ -302,7 +303,7 @@ class CallState:
         """Recompute node i from live data: its results and what its backward reads. Within ``running_again``."""
         p, code = self.program, self.program.nodes[i]
         if code.random and i not in self.random:
-            raise self.unforeseen(i)
+            raise self.gone(i)
         values = p.s.d.values
         env: dict[int, torch.Tensor] = {}
         for v in code.reads:
@@ -359,8 +360,8 @@ class CallState:
             name = self.program.s.d.names[v]
             raise changed(name, tensor, self.made_at[v])
 
-    def unforeseen(self, i: int) -> RuntimeError:
-        return RuntimeError(
+    def gone(self, i: int) -> GoneError:
+        return GoneError(
             f"{self.program.s.nodes[i].name} must run again for this backward, which the plan did not foresee (a "
             "second backward, or one of a part of the graph). Call forward again before it."
         )
@@ -376,7 +377,6 @@ class CallState:
         """Make ``datum`` live, outside the schedule if it is not (second backwards, backwards of a part)."""
         if self.live[datum] is not None:
             return
-        self.leave_schedule("a backward of a part of the graph, or a second one, computes again what the plan dropped")
         missing: set[int] = set()
         left = [datum]
         while left:
@@ -385,8 +385,9 @@ class CallState:
                 continue
             missing.add(owner)
             if not self.program.nodes[owner].rerun or (self.program.s.nodes[owner].random and owner not in self.random):
-                raise self.unforeseen(owner)
+                raise self.gone(owner)
             left += [d for d in self.program.read_by(owner) if self.live[d] is None]
+        self.leave_schedule("a backward of a part of the graph, or a second one, computes again what the plan dropped")
         with running_in(self.program.mode):  # whatever surrounds the reader: autocast, another backward, none
             for i in sorted(missing):
                 self.run_again(i)

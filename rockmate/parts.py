@@ -27,6 +27,19 @@ def steps_between(program: Program, at: int, k: int) -> Sequence[Run | Del | Giv
     return steps[::-1]
 
 
+def left_out(slots: list[weakref.ref[Slot]], i: int) -> bool:
+    """Whether a backward before that of node i has not taken what it saved, which ``slots`` stand for.
+
+    ``slots`` are in the order of the nodes; dead ones at the end are removed.
+    """
+    while slots:
+        last = slots[-1]()
+        if last is not None:
+            return last.node > i
+        slots.pop()
+    return False
+
+
 def staying_after(program: Program, i: int, slots: Iterable[weakref.ref[Slot]]) -> set[int]:
     """What the forward kept and a backward later than that of node i may need, by the living ``slots``."""
     needed: set[int] = set()

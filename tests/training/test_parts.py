@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -118,3 +119,66 @@ def test_a_spent_graph_gets_the_error_of_autograd() -> None:
         total.backward()
         with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
             total.backward()
+
+
+class Tangle(nn.Module):
+    """Random operations on random earlier values, some of them drawing; some values are the outputs."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        chosen = random.Random(seed)
+        self.weights = nn.ParameterList([nn.Parameter(torch.rand(1 << 8)) for _ in range(3)])
+        self.steps: list[tuple[str, int, int]] = []
+        for made in range(3, 3 + chosen.randrange(6, 22)):
+            name = chosen.choice(("sin", "cos", "tanh", "dropout", "rand", "mul", "mul", "add", "turned"))
+            self.steps.append((name, chosen.randrange(max(0, made - 5), made), chosen.randrange(made)))
+        last = made
+        self.outputs = sorted({last, *(chosen.randrange(3, last + 1) for _ in range(chosen.randrange(1, 4)))})
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, third = self.weights
+        values = [first * x, second + x, third.sin()]
+        for name, i, j in self.steps:
+            a, b = values[i], values[j]
+            if name in ("sin", "cos", "tanh"):
+                values.append(getattr(torch, name)(a))
+            elif name == "dropout":
+                values.append(F.dropout(a, 0.3))
+            elif name == "rand":
+                values.append(a + torch.rand_like(a))
+            elif name == "turned":
+                values.append(a.view(16, 16).t().reshape(-1))
+            else:
+                values.append(a * b if name == "mul" else a + b)
+        return tuple(values[k] for k in self.outputs)
+
+
+@pytest.mark.parametrize("seed", range(10, 20))
+@pytest.mark.filterwarnings("ignore:a backward of a part of the graph")
+def test_no_order_of_backwards_fails_that_eager_mode_has(seed: int) -> None:
+    """Without retain_graph eager mode refuses many; then there is an error here too, and never another gradient."""
+    torch.manual_seed(seed)
+    model, x = Tangle(seed), torch.rand(1 << 8)
+    found = frontier(model, x, costs="flops")
+    rk = Rockmate(model, x, found.min_budget, costs="flops")
+
+    def gradients(call: nn.Module, order: tuple[int, ...]) -> list[list[torch.Tensor | None] | None]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        outputs, grads = call(x), []
+        for k in order:
+            try:
+                outputs[k].sum().backward()
+            except RuntimeError as error:
+                assert any(words in str(error) for words in ("second time", "must run again", "does not require"))
+                return [*grads, None]
+            grads.append([None if w.grad is None else w.grad.clone() for w in model.weights])
+        return grads
+
+    for fraction in (0.0, 0.3):
+        rk.budget = found.min_budget + round(fraction * (found.max_budget - found.min_budget))
+        for order in itertools.permutations(range(len(model.outputs))):
+            for theirs, ours in zip(gradients(model, order), gradients(rk, order), strict=True):
+                assert (theirs is None) == (ours is None)
+                for a, b in zip(theirs or (), ours or (), strict=True):
+                    assert a is b is None or torch.equal(a, b)
