@@ -105,12 +105,11 @@ class Table:
         self.scale = float(max(1, sum(s.forward_time + s.backward_time for s in chain.stages)))
         self.run = [s.forward_time / self.scale for s in chain.stages]
         self.start = np.concatenate([[0.0], np.cumsum(self.run)])
-        self.whole = self.start + np.concatenate(
-            [[0.0], np.cumsum([s.backward_time / self.scale for s in chain.stages])]
-        )
-        self.rows: list[Times] = [np.full((length - s, size + 1), np.inf, np.float32) for s in range(length)]
+        both = np.cumsum([(s.forward_time + s.backward_time) / self.scale for s in chain.stages])
+        self.whole: list[float] = [0.0, *both.tolist()]  # of the stages before
+        self.rows = [self._unknown(length - s) for s in range(length)]
         # behind[t][k](m) = T[k,t](m - a_k) plus the time to run the stages before k from stage 0
-        self.behind: list[Times] = [np.full((t + 1, size + 1), np.inf, np.float32) for t in range(length)]
+        self.behind = [self._unknown(t + 1) for t in range(length)]
         self.first = [np.full(t + 1, size + 1, np.int64) for t in range(length)]
         self.lowest = np.full(length, size + 1).tolist()  # of first[t] so far
         self.ways = [
@@ -128,17 +127,25 @@ class Table:
                 for s in (s for s in group if s <= t):
                     self._fill(s, t)
 
+    def _unknown(self, count: int) -> Times:
+        """Times not known yet; each row begins a cache line (16 numbers) as the others do."""
+        padded = np.full((count, -(-(self.size + 1) // 16) * 16), np.inf, np.float32)
+        return padded[:, : self.size + 1]
+
     def slots(self, size: int) -> int:
         return round(size / self.unit)
 
     def _fill(self, s: int, t: int) -> None:
         row = self.rows[s][t - s]
-        for _, least, used, time, rest in self._direct(s, t):
+        for way, least, used, time, rest in self._direct(s, t):
             start = max(least, used)
             if start > self.size:
                 continue
             found = time if rest is None else rest[start - used : self.size + 1 - used] + np.float32(time)
-            np.minimum(row[start:], found, out=row[start:])
+            if way:
+                np.minimum(row[start:], found, out=row[start:])
+            else:
+                row[start:] = found
         if s < t:
             self._offer_splits(s, t, row)
         used = self.slots(self.needs.a[s])
@@ -168,16 +175,16 @@ class Table:
         more memory, which take no longer, need the first splits only.
         """
         low, everything = self.lowest[t], self._everything(s, t)
-        high = int(np.searchsorted(-row, -everything))
-        if low >= high:
+        if low > self.size or row[low] <= everything:
             return
+        high = int((-row).searchsorted(np.float32(-everything)))
         middle = low + 1 + (high - low) // _FIRST
         self._offer_some(s, t, row, t - s, low, min(middle, high))
         if middle < high:
             least = row[middle - 1]
             np.minimum(row[middle:high], least, out=row[middle:high])
             again = self.start[s] + (least - everything) + _ROUNDING
-            splits = int(np.searchsorted(self.start[s + 1 : t + 1], again, "right"))
+            splits = int(self.start[s + 1 : t + 1].searchsorted(again, "right"))
             if splits:
                 self._offer_some(s, t, row, splits, middle, high)
 
@@ -186,19 +193,25 @@ class Table:
         behind, rest = self.behind[t][s + 1 : s + 1 + splits, low:high], self.rows[s][:splits, low:high]
         times = self.buffer[: splits * (high - low)].reshape(splits, high - low)
         np.add(behind, rest, out=times)
-        needs = self.needs
-        if needs.pass_peaks[s][splits - 1] + needs.besides[t] > low * self.unit:
-            least = np.rint(needs.passes(s, t, splits) / self.unit).astype(np.int64)
-            for k in np.flatnonzero(least > np.maximum(self.first[t][s + 1 : s + 1 + splits], low)):
-                times[k, : max(0, least[k] - low)] = np.inf
+        if self.needs.pass_peaks[s][splits - 1] + self.needs.besides[t] > low * self.unit:
+            self._forbid(s, t, times, low)
         found = np.minimum.reduce(times)
         found -= np.float32(self.start[s])
         np.minimum(row[low:high], found, out=row[low:high])
 
+    def _forbid(self, s: int, t: int, times: Times, low: int) -> None:
+        """Splits for which there is not the memory to pass on to k; it grows with k."""
+        room = low * self.unit - self.needs.besides[t]
+        fits = int(self.needs.pass_peaks[s][: len(times)].searchsorted(room, "right"))
+        least = np.rint(self.needs.passes(s, t, len(times))[fits:] / self.unit).astype(np.int64)
+        given = np.maximum(self.first[t][s + 1 + fits : s + 1 + len(times)], low)
+        for k in (least > given).nonzero()[0].tolist():
+            times[fits + k, : max(0, int(least[k]) - low)] = np.inf
+
     def _everything(self, s: int, t: int) -> float:
         """The time of stages s..t without recomputation, a little more for rounding."""
         tail = 0.0 if t == self.chain.length - 1 else self.chain.stages[t].tail_time / self.scale
-        return float((self.whole[t + 1] - self.whole[s] - tail) * (1 + 1e-6))
+        return (self.whole[t + 1] - self.whole[s] - tail) * (1 + 1e-6)
 
     def breakpoints(self) -> list[int]:
         """Slot counts at which the least time drops, fewest slots first."""
