@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from rkgb.graphs import Mode, Node, Ref, S_graph, S_node, refs, substitute
-from rkgb.guards import is_guard
+from rkgb.guards import Guard, GuardFailed
 from rkgb.Ktools import K_graph
 from rkgb.program import in_mode
-from rkgb.randomness import Drawn, drawn_by, state_bytes
+from rkgb.randomness import Drawn, drawn_by
 from rkgb.Stools import STATISTICS
+from rockmate.undo import Undo, undo_of
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule
 
 
@@ -102,38 +103,6 @@ class NodeCode:
     rerun: bool
 
 
-@dataclass(frozen=True)
-class Undo:
-    """What a call must put back if a guard fails: generators and sources changed before the last guard.
-
-    ``last``: the node of the last guard, -1 if there is none.
-    """
-
-    last: int = -1
-    drawn: tuple[Drawn, ...] = ()
-    sources: tuple[int, ...] = ()
-
-    @property
-    def needed(self) -> bool:
-        return bool(self.drawn or self.sources)
-
-
-def undo_of(s: S_graph) -> Undo:
-    """What the guards of ``s`` make necessary."""
-    last = max((i for i, n in enumerate(s.nodes) if any(is_guard(s.d.nodes[op]) for op in n.ops)), default=-1)
-    before = s.nodes[: last + 1]
-    written = {x for n in before for op in n.ops for x in s.d.facts[op].writes}
-    sources = tuple(v for v in s.d.sources if s.d.values[v].storage in written)
-    drawn = dict.fromkeys(x for i in range(last + 1) for x in drawn_by(s, i))
-    return Undo(last, tuple(drawn), sources)
-
-
-def undo_bytes(s: S_graph) -> int:
-    """What the copies of an ``Undo`` take."""
-    undo = undo_of(s)
-    return state_bytes(undo.drawn) + sum(s.d.values[v].bytes for v in undo.sources)
-
-
 @dataclass(frozen=True, slots=True)
 class Give:
     """From here on only backwards read ``data``: what autograd saved of it keeps it, and lets it go."""
@@ -151,7 +120,8 @@ class Program:
     something but autograd itself will read again are tracked by the executor. ``final``: (stage, node) of each node's
     last run.
     ``segments``: (native, dead, start, stop) of runs of nodes. ``held``: sources that are attributes of modules, but
-    neither parameters nor buffers.
+    neither parameters nor buffers. ``exceeding``: nodes of outputs whose leaving out may exceed the
+    budget, the empty set for any; see ``rockmate.parts.peaks_of_parts``.
     """
 
     s: S_graph
@@ -167,6 +137,23 @@ class Program:
     segments: tuple[tuple[bool, bool, int, int], ...]
     undo: Undo
     held: tuple[int, ...]
+    exceeding: frozenset[frozenset[int]] = frozenset()
+
+    def ends(self) -> dict[int, int]:
+        """The nodes that make outputs with gradients, and where in the outputs each has one."""
+        values = self.s.d.values
+        place = {v: k for k, v in enumerate(self.s.d.outputs) if values[v].requires_grad}
+        return {i: place[v] for i, node in enumerate(self.s.nodes) for v in node.makes if v in place}
+
+    def check_held(self, sources: dict[int, torch.Tensor]) -> None:
+        """An attribute may hold another tensor than at planning, but not one of another form, else ``GuardFailed``."""
+        d = self.s.d
+        for v in self.held:
+            t, planned = sources[v], d.values[v]
+            form = (tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad)
+            expected = (planned.shape, planned.stride, planned.dtype, planned.device, planned.requires_grad)
+            if form != expected:
+                raise GuardFailed(Guard(t.size, f"form of {d.names[v]}", expected, "planning"), form)
 
     def read_by(self, i: int) -> list[int]:
         """The data that node i reads."""

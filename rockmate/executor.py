@@ -15,20 +15,22 @@ import threading
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.capture import drop_saved
-from rkgb.guards import Guard, GuardFailed
+from rkgb.guards import GuardFailed
 from rkgb.program import in_mode, memory_of, source_values
-from rkgb.randomness import Drawn, drawing_again, random_state, set_random_state
+from rkgb.randomness import drawing_again, random_state
 from rockmate.compiled import NodeCode, Program
 from rockmate.errors import BudgetWarning, GoneError
 from rockmate.parts import left_out, staying_after, steps_between
 from rockmate.slots import Slot, changed, form_of, unpack, version_of
 from rockmate.surroundings import running_in, runs_plainly
+from rockmate.undo import Before
 from solvers.schedule import Del, Run
 
 _FORGET = drop_saved()
@@ -54,14 +56,14 @@ class CallState:
         self.stage = {node: k for k, node in enumerate(program.stages)}
         self.running = -1  # the node whose operations run
         self.at = 0  # the next stage
-        self.states: list[tuple[Drawn, torch.Tensor]] = []
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.before: Before | None = None  # until the last guard has passed
         self.task = -1  # the backward that was here last, while it runs
         self.thread = 0  # where
         self.plainly = False  # it runs under what the forward ran under, but for the grad mode
         self.retained = False  # the graph stays: what the forward kept, stays
         self.skipped = False  # a part of the graph was left out: what it needs, stays
         self.spent = False  # no slot is left: only autograd's own error can come
+        self.unreached: set[int] = set()  # nodes of outputs, where the budget needs a backward to come to them
         self.warned = False
 
     # -------------------------------------------------------------------------------------- forward
@@ -75,8 +77,8 @@ class CallState:
         p = self.program
         env = dict(self.sources)
         hooks, nothing = saved_tensors_hooks(self.pack, unpack), drop_saved()
-        self.check_held()
-        self.remember()
+        p.check_held(self.sources)
+        self.before = Before(p.undo, self.sources)
         try:
             with in_mode(p.mode):
                 for native, dead, start, stop in p.segments:
@@ -84,39 +86,19 @@ class CallState:
                         for i in range(start, stop):
                             self.run_first(i, env)
         except GuardFailed:
-            self.restore()
+            self.before.restore()
             raise
         for datum in p.given:
             self.give(datum)
-        return [env[v] for v in p.s.d.outputs]
-
-    def check_held(self) -> None:
-        """An attribute may hold another tensor than at planning, but not one of another form."""
-        d = self.program.s.d
-        for v in self.program.held:
-            t, planned = self.sources[v], d.values[v]
-            form = (tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad)
-            expected = (planned.shape, planned.stride, planned.dtype, planned.device, planned.requires_grad)
-            if form != expected:
-                raise GuardFailed(Guard(t.size, f"form of {d.names[v]}", expected, "planning"), form)
-
-    def remember(self) -> None:
-        """Keep what a failing guard must put back."""
-        undo = self.program.undo
-        self.states = [(x, random_state(x)) for x in undo.drawn]
-        self.copies = [(self.sources[v], self.sources[v].detach().clone()) for v in undo.sources]
-
-    def restore(self) -> None:
-        for drawn, state in self.states:
-            set_random_state(drawn, state)
-        with torch.no_grad():
-            for t, copy in self.copies:
-                t.copy_(copy)
+        outputs = [env[v] for v in p.s.d.outputs]
+        if p.exceeding:
+            self.watch_outputs(outputs)
+        return outputs
 
     def run_first(self, i: int, env: dict[int, torch.Tensor]) -> None:
         p, code = self.program, self.program.nodes[i]
         if i == p.undo.last + 1:
-            self.states, self.copies = [], []
+            self.before = None
         self.running = i
         if code.random:
             self.random[i] = [random_state(x) for x in code.random]
@@ -222,14 +204,31 @@ class CallState:
             if function is not None:
                 function.register_prehook(before)
 
-    def reach(self, i: int, k: int) -> None:
-        """The backward of node i is next: take the schedule's steps up to stage k."""
+    def watch_outputs(self, outputs: list[torch.Tensor]) -> None:
+        """A backward that leaves some of them out may exceed the budget."""
+
+        def reached(node: int, _: Any) -> None:
+            self.enter()
+            self.unreached.discard(node)
+
+        for node, k in self.program.ends().items():
+            function = outputs[k].grad_fn
+            if function is not None:
+                self.unreached.add(node)
+                function.register_prehook(partial(reached, node))
+
+    def enter(self) -> None:
+        """A backward is here, perhaps a new one."""
         task = torch._C._current_graph_task_id()
         if task != self.task:
             if self.task >= 0:  # an error ended that one, or this one runs inside it
                 self.end()
             self.task, self.thread = task, 0
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+            torch.autograd.Variable._execution_engine.queue_callback(self.over)
+
+    def reach(self, i: int, k: int) -> None:
+        """The backward of node i is next: take the schedule's steps up to stage k."""
+        self.enter()
         if k < self.at or self.spent:
             return
         if not self.retained and _graph_is_retained():
@@ -268,6 +267,11 @@ class CallState:
                 BudgetWarning,
                 stacklevel=2,
             )
+
+    def over(self) -> None:
+        if self.unreached and not self.program.exceeding.isdisjoint((frozenset(), frozenset(self.unreached))):
+            self.leave_schedule("a backward left outputs out, and what the forward kept for them stayed")
+        self.end()
 
     def end(self) -> None:
         """A backward is over: if the graph is spent nothing is needed, else all that the forward kept."""
@@ -346,8 +350,7 @@ class CallState:
             given = self.aliases.get(v)
         if given is not None:
             if version_of(given) != self.versions[v]:
-                name = self.program.s.d.names[v]
-                raise changed(name, given, self.versions[v])
+                raise changed(self.program.s.d.names[v], given, self.versions[v])
             return given
         datum = self.program.data_of[v]
         self.need(datum)
@@ -357,8 +360,7 @@ class CallState:
 
     def check_unchanged(self, v: int, tensor: torch.Tensor) -> None:
         if tensor._version != self.made_at[v]:
-            name = self.program.s.d.names[v]
-            raise changed(name, tensor, self.made_at[v])
+            raise changed(self.program.s.d.names[v], tensor, self.made_at[v])
 
     def gone(self, i: int) -> GoneError:
         return GoneError(
@@ -395,5 +397,4 @@ class CallState:
 
 def _graph_is_retained() -> bool:
     """Whether the backward that runs was called with retain_graph=True (or create_graph=True)."""
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

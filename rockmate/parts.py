@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 
+from rkgb.graphs import S_graph
 from rockmate.compiled import Give, Program
 from rockmate.slots import Slot
-from solvers.schedule import Del, Run
+from solvers import Problem, Schedule, walk
+from solvers.schedule import Del, Loss, Run
+
+_FEW = 4  # outputs, of which every selection is looked at
 
 
 def steps_between(program: Program, at: int, k: int) -> Sequence[Run | Del | Give]:
@@ -30,14 +35,10 @@ def steps_between(program: Program, at: int, k: int) -> Sequence[Run | Del | Giv
 def left_out(slots: list[weakref.ref[Slot]], i: int) -> bool:
     """Whether a backward before that of node i has not taken what it saved, which ``slots`` stand for.
 
-    ``slots`` are in the order of the nodes; dead ones at the end are removed.
+    ``slots`` are in the order of the nodes.
     """
-    while slots:
-        last = slots[-1]()
-        if last is not None:
-            return last.node > i
-        slots.pop()
-    return False
+    last = next((slot for ref in reversed(slots) if (slot := ref()) is not None), None)
+    return last is not None and last.node > i
 
 
 def staying_after(program: Program, i: int, slots: Iterable[weakref.ref[Slot]]) -> set[int]:
@@ -52,3 +53,68 @@ def staying_after(program: Program, i: int, slots: Iterable[weakref.ref[Slot]]) 
             if datum not in program.kept:
                 left += program.read_by(program.owner[datum])
     return needed & program.kept
+
+
+def peaks_of_parts(program: Program, problem: Problem, schedule: Schedule) -> dict[frozenset[int], int]:
+    """Bytes that a step takes at most where its loss leaves outputs out, by the nodes of those.
+
+    What the forward kept for the backwards that are left out then stays to the end, and so do generator states.
+    Gradients are counted as if none were left out. Of many outputs there is one figure for whichever are, under the
+    empty set.
+    """
+    s = program.s
+    ends = program.ends()
+    reached = [_reached(s, end) for end in ends]
+    every: set[int] = set().union(*reached)
+    if len(ends) > _FEW:
+        return {frozenset(): _peak_without(program, problem, schedule, every - every.intersection(*reached))}
+    found: dict[frozenset[int], int] = {}
+    for count in range(1, len(ends)):
+        for some in itertools.combinations(reached, count):
+            skipped = every.difference(*some)
+            left = skipped.intersection(ends)
+            if left:
+                found[frozenset(left)] = _peak_without(program, problem, schedule, skipped)
+    return found
+
+
+def _peak_without(program: Program, problem: Problem, schedule: Schedule, skipped: set[int]) -> int:
+    stays = _needed(program, problem, skipped)
+    last = {step.node: at for at, step in enumerate(schedule) if isinstance(step, Run)}
+    extra = peak = 0
+    levels = walk(problem, schedule).timeline
+    for at in range(schedule.index(Loss()) + 1, len(schedule)):
+        step = schedule[at]
+        if isinstance(step, Del) and step.data in stays:
+            extra += problem.data[step.data].size
+            stays.discard(step.data)
+        peak = max(peak, levels[at] + extra)
+        if isinstance(step, Run) and last[step.node] == at:
+            extra += problem.nodes[step.node].rng
+    return peak
+
+
+def _needed(program: Program, problem: Problem, skipped: set[int]) -> set[int]:
+    """What the forward kept and backwards of ``skipped`` read, or what they read is computed again from."""
+    found: set[int] = set()
+    left = [d for i in skipped if (backward := problem.nodes[i].backward) for d in backward.reads]
+    while left:
+        d = left.pop()
+        if d not in found:
+            found.add(d)
+            if d not in program.kept:
+                left += problem.nodes[problem.data[d].owner].reads
+    return found & program.kept
+
+
+def _reached(s: S_graph, end: int) -> set[int]:
+    """The nodes whose backwards run from that of ``end``."""
+    makers = {v: i for i, node in enumerate(s.nodes) for v in node.makes}
+    found: set[int] = set()
+    left = [end]
+    while left:
+        i = left.pop()
+        if i not in found:
+            found.add(i)
+            left += [makers[v] for v in s.nodes[i].reads if v in makers and s.d.values[v].requires_grad]
+    return found

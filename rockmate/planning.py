@@ -19,11 +19,11 @@ from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 from rockmate.artefact import SavedPlan
 from rockmate.budget import show_bytes
-from rockmate.compiled import undo_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
 from rockmate.state import module_key
+from rockmate.undo import undo_bytes
 from solvers import (
     Backward,
     Block,

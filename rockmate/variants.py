@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import warnings
 from collections.abc import Hashable
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 from rkgb.graphs import Structure
 from rockmate.compiled import Program, compile_schedule
 from rockmate.errors import PlanningWarning
+from rockmate.parts import peaks_of_parts
 from rockmate.plan import Plan
 from rockmate.planning import Planner
+from solvers import walk
 
 MAX_PLANS = 32
 """Plans kept, of all kinds of calls together."""
@@ -34,7 +37,13 @@ class Variant:
 def make_variant(planner: Planner, budget: int) -> Variant:
     """The plan for ``budget``, ready to run."""
     plan = planner.plan(budget)
-    return Variant(planner, plan, compile_schedule(plan.graph, plan.schedule), plan.graph.s.d.structure)
+    program = compile_schedule(plan.graph, plan.schedule)
+    problem = plan.problem_with_usual_loss()
+    beside = plan.predicted_peak - walk(problem, plan.schedule).peak
+    peaks = peaks_of_parts(program, problem, plan.schedule)
+    exceeding = frozenset(left for left, peak in peaks.items() if beside + peak > budget)
+    program = dataclasses.replace(program, exceeding=exceeding)
+    return Variant(planner, plan, program, plan.graph.s.d.structure)
 
 
 class PlanCache:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from models import randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import BudgetWarning, Rockmate, frontier
+from rockmate import BudgetWarning, Rockmate, frontier, measure_peak
 
 
 def under(model: nn.Module, x: torch.Tensor, fraction: float = 0.0) -> Rockmate:
@@ -45,7 +46,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("fraction", [0.2, 0.3])
-@pytest.mark.filterwarnings("ignore:a backward of a part of the graph")
+@pytest.mark.filterwarnings("ignore:a backward of a part of the graph", "ignore:a backward left outputs out")
 def test_one_output_after_the_other_in_any_order(fraction: float) -> None:
     torch.manual_seed(0)
     eager, x = Branches(reads=False), randn(32, 32, seed=0)
@@ -154,7 +155,7 @@ class Tangle(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(10, 20))
-@pytest.mark.filterwarnings("ignore:a backward of a part of the graph")
+@pytest.mark.filterwarnings("ignore:a backward of a part of the graph", "ignore:a backward left outputs out")
 def test_no_order_of_backwards_fails_that_eager_mode_has(seed: int) -> None:
     """Without retain_graph eager mode refuses many; then there is an error here too, and never another gradient."""
     torch.manual_seed(seed)
@@ -182,3 +183,48 @@ def test_no_order_of_backwards_fails_that_eager_mode_has(seed: int) -> None:
                 assert (theirs is None) == (ours is None)
                 for a, b in zip(theirs or (), ours or (), strict=True):
                     assert a is b is None or torch.equal(a, b)
+
+
+class EarlyAndLate(nn.Module):
+    """An output of the middle and one of the end."""
+
+    def __init__(self, before: int, behind: int) -> None:
+        super().__init__()
+        self.before, self.behind = (
+            nn.Sequential(*(m for _ in range(n) for m in (nn.Linear(32, 32), nn.Tanh(), nn.GELU())))
+            for n in (before, behind)
+        )
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        middle = self.before(x)
+        return self.head(middle), self.behind(middle)
+
+
+@pytest.mark.parametrize(("before", "behind"), [(3, 3), (3, 1), (2, 2)])
+def test_what_left_out_outputs_take_beyond_the_budget_is_said(before: int, behind: int) -> None:
+    """The forward has kept something for them, which autograd holds: only a warning can tell."""
+    torch.manual_seed(0)
+    x = randn(64, 32, seed=0)
+    found = frontier(EarlyAndLate(before, behind), x, costs="flops")
+    over, said = set(), set()
+    for fraction in (0.0, 0.3, 0.6):
+        budget = found.min_budget + round(fraction * (found.max_budget - found.min_budget))
+        rk = Rockmate(EarlyAndLate(before, behind), x, budget, costs="flops")
+        for used in ((0,), (1,), (0, 1)):
+
+            def train(rk: Rockmate = rk, used: tuple[int, ...] = used) -> None:
+                outputs = rk(x)
+                sum(outputs[k].sum() for k in used).backward()
+
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                peak = measure_peak(train)
+            if any(isinstance(w.message, BudgetWarning) for w in caught):
+                said.add((fraction, used))
+            if peak > budget:
+                over.add((fraction, used))
+    assert over <= said
+    assert all(used != (0, 1) for _, used in said)
+    if (before, behind) == (3, 3):
+        assert over == said != set()
