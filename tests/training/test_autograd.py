@@ -301,7 +301,7 @@ class Sides(nn.Module):
         return drawn.sin(), y
 
 
-@pytest.mark.filterwarnings("ignore:a backward of a part of the graph")
+@pytest.mark.filterwarnings("ignore:a backward of a part of the graph", "ignore:a backward left outputs out")
 def test_one_output_after_the_other_never_draws_anew() -> None:
     """The second backward gets eager's gradients: the generator's state stays while a part is left."""
     model, x = Sides(), torch.rand(1 << 10)
