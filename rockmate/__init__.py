@@ -5,6 +5,7 @@ from rkgb.memory import measure_peak
 from rockmate.errors import (
     BudgetError,
     BudgetWarning,
+    GoneError,
     HookError,
     InfeasibleBudgetError,
     InputError,
@@ -19,6 +20,7 @@ from rockmate.plan import Plan
 __all__ = [
     "BudgetError",
     "BudgetWarning",
+    "GoneError",
     "GraphError",
     "HookError",
     "InfeasibleBudgetError",

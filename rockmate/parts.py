@@ -66,23 +66,27 @@ def peaks_of_parts(program: Program, problem: Problem, schedule: Schedule) -> di
     ends = program.ends()
     reached = [_reached(s, end) for end in ends]
     every: set[int] = set().union(*reached)
+    levels = walk(problem, schedule).timeline
+
+    def peak_without(skipped: set[int]) -> int:
+        return _peak(problem, schedule, levels, _needed(program, problem, skipped))
+
     if len(ends) > _FEW:
-        return {frozenset(): _peak_without(program, problem, schedule, every - every.intersection(*reached))}
+        return {frozenset(): peak_without(every - every.intersection(*reached))}
     found: dict[frozenset[int], int] = {}
     for count in range(1, len(ends)):
         for some in itertools.combinations(reached, count):
             skipped = every.difference(*some)
             left = skipped.intersection(ends)
             if left:
-                found[frozenset(left)] = _peak_without(program, problem, schedule, skipped)
+                found[frozenset(left)] = peak_without(skipped)
     return found
 
 
-def _peak_without(program: Program, problem: Problem, schedule: Schedule, skipped: set[int]) -> int:
-    stays = _needed(program, problem, skipped)
+def _peak(problem: Problem, schedule: Schedule, levels: Sequence[int], stays: set[int]) -> int:
+    """The peak behind the loss where the data ``stays`` are not deleted."""
     last = {step.node: at for at, step in enumerate(schedule) if isinstance(step, Run)}
     extra = peak = 0
-    levels = walk(problem, schedule).timeline
     for at in range(schedule.index(Loss()) + 1, len(schedule)):
         step = schedule[at]
         if isinstance(step, Del) and step.data in stays:

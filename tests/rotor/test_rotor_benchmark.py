@@ -26,7 +26,9 @@ def test_short_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert model["points"]
         for point in model["points"]:
             assert point["ours_peak"] <= point["peak"]
-            assert point["ours_flops"] <= point["flops"]
+            assert (point["least_flops"] or 1) <= point["ours_flops"] <= point["flops"]
+    bounds = [p["least_flops"] for name, model in found["models"].items() if "former" in name for p in model["points"]]
+    assert bounds and all(bound >= 1 for bound in bounds)
     example = found["example"]
     assert example["equal"] and example["measured"] <= example["limit"] == int(0.83 * example["plain_peak"])
     report = (tmp_path / "rotor-short.md").read_text()
