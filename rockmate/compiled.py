@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ class Program:
     held: tuple[int, ...]
     exceeding: frozenset[frozenset[int]] = frozenset()
 
+    @cached_property
     def ends(self) -> dict[int, int]:
         """The nodes that make outputs with gradients, and where in the outputs each has one."""
         values = self.s.d.values

@@ -211,7 +211,7 @@ class CallState:
             self.enter()
             self.unreached.discard(node)
 
-        for node, k in self.program.ends().items():
+        for node, k in self.program.ends.items():
             function = outputs[k].grad_fn
             if function is not None:
                 self.unreached.add(node)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from rkgb.graphs import S_graph
 from rockmate.compiled import Give, Program
 from rockmate.slots import Slot
-from solvers import Problem, Schedule, walk
+from solvers import Problem, Schedule
 from solvers.schedule import Del, Loss, Run
 
 _FEW = 4  # outputs, of which every selection is looked at
@@ -55,18 +55,19 @@ def staying_after(program: Program, i: int, slots: Iterable[weakref.ref[Slot]]) 
     return needed & program.kept
 
 
-def peaks_of_parts(program: Program, problem: Problem, schedule: Schedule) -> dict[frozenset[int], int]:
-    """Bytes that a step takes at most where its loss leaves outputs out, by the nodes of those.
+def peaks_of_parts(
+    program: Program, problem: Problem, schedule: Schedule, levels: Sequence[int]
+) -> dict[frozenset[int], int]:
+    """Bytes that a step takes at most where its loss leaves outputs out, by the nodes of those; ``levels``: its walk's.
 
     What the forward kept for the backwards that are left out then stays to the end, and so do generator states.
     Gradients are counted as if none were left out. Of many outputs there is one figure for whichever are, under the
     empty set.
     """
-    s = program.s
-    ends = program.ends()
-    reached = [_reached(s, end) for end in ends]
+    s, ends = program.s, program.ends
+    makers = {v: i for i, node in enumerate(s.nodes) for v in node.makes}
+    reached = [_reached(s, makers, end) for end in ends]
     every: set[int] = set().union(*reached)
-    levels = walk(problem, schedule).timeline
 
     def peak_without(skipped: set[int]) -> int:
         return _peak(problem, schedule, levels, _needed(program, problem, skipped))
@@ -111,9 +112,8 @@ def _needed(program: Program, problem: Problem, skipped: set[int]) -> set[int]:
     return found & program.kept
 
 
-def _reached(s: S_graph, end: int) -> set[int]:
+def _reached(s: S_graph, makers: dict[int, int], end: int) -> set[int]:
     """The nodes whose backwards run from that of ``end``."""
-    makers = {v: i for i, node in enumerate(s.nodes) for v in node.makes}
     found: set[int] = set()
     left = [end]
     while left:

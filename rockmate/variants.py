@@ -39,8 +39,9 @@ def make_variant(planner: Planner, budget: int) -> Variant:
     plan = planner.plan(budget)
     program = compile_schedule(plan.graph, plan.schedule)
     problem = plan.problem_with_usual_loss()
-    beside = plan.predicted_peak - walk(problem, plan.schedule).peak
-    peaks = peaks_of_parts(program, problem, plan.schedule)
+    levels = walk(problem, plan.schedule).timeline
+    beside = plan.predicted_peak - max(levels)
+    peaks = peaks_of_parts(program, problem, plan.schedule, levels)
     exceeding = frozenset(left for left, peak in peaks.items() if beside + peak > budget)
     program = dataclasses.replace(program, exceeding=exceeding)
     return Variant(planner, plan, program, plan.graph.s.d.structure)
