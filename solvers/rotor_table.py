@@ -23,7 +23,7 @@ al., ICML 2023). Known shortcoming: a value counts once for each of two neighbou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ Times = npt.NDArray[np.float32]
 _GROUP = 8
 _FIRST = 4  # the part of the columns that is done first
 _ROUNDING = 3e-6  # of all times together
+_NEVER = np.float32(np.inf)
 
 
 class Needs:
@@ -105,20 +106,20 @@ class Table:
         self.scale = float(max(1, sum(s.forward_time + s.backward_time for s in chain.stages)))
         self.run = [s.forward_time / self.scale for s in chain.stages]
         self.start = np.concatenate([[0.0], np.cumsum(self.run)])
+        self.shift = list(self.start.astype(np.float32))
         both = np.cumsum([(s.forward_time + s.backward_time) / self.scale for s in chain.stages])
-        self.whole: list[float] = [0.0, *both.tolist()]  # of the stages before
+        whole = [0.0, *both.tolist()]
+        tails = [*(s.tail_time / self.scale for s in chain.stages[:-1]), 0.0]
+        # The time of stages s..t without recomputation is until[t] - before[s], a little more for rounding.
+        self.before = [time * (1 + 1e-6) for time in whole[:-1]]
+        self.until = [(time - tail) * (1 + 1e-6) for time, tail in zip(whole[1:], tails, strict=True)]
         self.rows = [self._unknown(length - s) for s in range(length)]
         # behind[t][k](m) = T[k,t](m - a_k) plus the time to run the stages before k from stage 0
         self.behind = [self._unknown(t + 1) for t in range(length)]
         self.first = [np.full(t + 1, size + 1, np.int64) for t in range(length)]
         self.lowest = np.full(length, size + 1).tolist()  # of first[t] so far
-        self.ways = [
-            [
-                (w, self.slots(self.needs.kept(s, w)), self.run[s] + (x.backward_time + way.refill_time) / self.scale)
-                for w, way in enumerate(x.ways if s < length - 1 else ())
-            ]
-            for s, x in enumerate(chain.stages)
-        ]
+        self.taken = [self.slots(a) for a in self.needs.a]
+        self.ways = [list(self._ways(s)) for s in range(length)]
         self.buffer = np.empty(length * (size + 1), np.float32)
         # Row t of ``behind`` is read for several s while it is in the processor's cache.
         for high in range(length - 1, -1, -_GROUP):
@@ -135,35 +136,41 @@ class Table:
     def slots(self, size: int) -> int:
         return round(size / self.unit)
 
+    def _ways(self, s: int) -> Iterator[tuple[int, list[int], int, float]]:
+        """For (2): way, least slots for each t, slots taken from the rest, time."""
+        stage, needs = self.chain.stages[s], self.needs
+        for w, way in enumerate(stage.ways if s < self.chain.length - 1 else ()):
+            least = [self.slots(needs.enable(s, t, w)) for t in range(self.chain.length)]
+            time = self.run[s] + (stage.backward_time + way.refill_time) / self.scale
+            yield w, least, self.slots(needs.kept(s, w)), time
+
     def _fill(self, s: int, t: int) -> None:
-        row = self.rows[s][t - s]
+        row, end = self.rows[s][t - s], self.size + 1
         for way, least, used, time, rest in self._direct(s, t):
             start = max(least, used)
-            if start > self.size:
+            if start >= end:
                 continue
-            found = time if rest is None else rest[start - used : self.size + 1 - used] + np.float32(time)
+            found = time if rest is None else rest[start - used : end - used] + np.float32(time)
             if way:
                 np.minimum(row[start:], found, out=row[start:])
             else:
                 row[start:] = found
         if s < t:
             self._offer_splits(s, t, row)
-        used = self.slots(self.needs.a[s])
-        if used <= self.size:
-            shifted = self.behind[t][s]
-            np.add(row[: self.size + 1 - used], np.float32(self.start[s]), out=shifted[used:])
-            finite = np.isfinite(shifted)
-            if finite[-1]:
-                first = self.first[t][s] = int(finite.argmax())
+        taken = self.taken[s]
+        if taken < end:
+            np.add(row[: end - taken], self.shift[s], out=self.behind[t][s, taken:])
+            first = taken + end - int(row[::-1].searchsorted(_NEVER))  # times fall with m
+            if first < end:
+                self.first[t][s] = first
                 self.lowest[t] = min(self.lowest[t], first)
 
     def _direct(self, s: int, t: int) -> list[tuple[int, int, int, float, Times | None]]:
         """(2) and (3): way, least slots, slots taken from the rest, time, the rest's times."""
-        needs = self.needs
         if s < t:
             rest = self.rows[s + 1][t - s - 1]
-            return [(w, self.slots(needs.enable(s, t, w)), used, time, rest) for w, used, time in self.ways[s]]
-        stage = self.chain.stages[s]
+            return [(w, least[t], used, time, rest) for w, least, used, time in self.ways[s]]
+        stage, needs = self.chain.stages[s], self.needs
         tail = 0 if s == self.chain.length - 1 else stage.tail_time
         times = [(stage.backward_time - tail + stage.ways[w].refill_time) / self.scale for w in needs.leaf_ways(s)]
         return [(w, self.slots(needs.leaf(s, w)), 0, self.run[s] + time, None) for w, time in enumerate(times)]
@@ -174,7 +181,7 @@ class Table:
         Nor does a split at k take less than that and a second run of s..k-1. So where a few columns are done, those of
         more memory, which take no longer, need the first splits only.
         """
-        low, everything = self.lowest[t], self._everything(s, t)
+        low, everything = self.lowest[t], self.until[t] - self.before[s]
         if low > self.size or row[low] <= everything:
             return
         high = int((-row).searchsorted(np.float32(-everything)))
@@ -196,7 +203,7 @@ class Table:
         if self.needs.pass_peaks[s][splits - 1] + self.needs.besides[t] > low * self.unit:
             self._forbid(s, t, times, low)
         found = np.minimum.reduce(times)
-        found -= np.float32(self.start[s])
+        found -= self.shift[s]
         np.minimum(row[low:high], found, out=row[low:high])
 
     def _forbid(self, s: int, t: int, times: Times, low: int) -> None:
@@ -207,11 +214,6 @@ class Table:
         given = np.maximum(self.first[t][s + 1 + fits : s + 1 + len(times)], low)
         for k in (least > given).nonzero()[0].tolist():
             times[fits + k, : max(0, int(least[k]) - low)] = np.inf
-
-    def _everything(self, s: int, t: int) -> float:
-        """The time of stages s..t without recomputation, a little more for rounding."""
-        tail = 0.0 if t == self.chain.length - 1 else self.chain.stages[t].tail_time / self.scale
-        return (self.whole[t + 1] - self.whole[s] - tail) * (1 + 1e-6)
 
     def breakpoints(self) -> list[int]:
         """Slot counts at which the least time drops, fewest slots first."""
@@ -243,7 +245,7 @@ class Table:
         return found
 
     def _column(self, s: int, t: int, m: int) -> Times:
-        column: Times = self.behind[t][s + 1 : t + 1, m] + self.rows[s][: t - s, m] - np.float32(self.start[s])
+        column: Times = self.behind[t][s + 1 : t + 1, m] + self.rows[s][: t - s, m] - self.shift[s]
         column[np.rint(self.needs.passes(s, t, t - s) / self.unit) > m] = np.inf
         return column
 
