@@ -4,7 +4,8 @@
 operation, computing its result again would draw the mask again. Split in three, the plan can keep the
 drawn bits alone, a quarter of a float mask, and compute mask and product again in a fraction of the
 time. ATen's own dropout (``_dropout_impl`` in native/Dropout.cpp) draws the same bits, as numbers of the input's type,
-and divides them by 1 - p: results, gradients and random numbers are the same.
+and divides them by 1 - p: results, gradients and random numbers are the same. A plan's first run does as ATen where
+there is the memory for it (``rockmate/draws.py``).
 
 ``broadcast_tensors`` returns views of unrelated tensors. As one operation it would tie them together, and to its place
 in the program. Split, it is an ``expand`` of each, which is what ATen does.
@@ -20,6 +21,7 @@ import torch
 from rkgb.graphs import Node, Ref
 
 _BROADCAST = torch.ops.aten.broadcast_tensors.default
+DRAWN, MASK = ("empty", "bernoulli_"), ("cast", "mask")  # names of what draws bits, and what makes a mask of them
 _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
 
 
@@ -46,10 +48,10 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
     empty, bits, cast, mask = (new_value(name) for name in ("empty", "bits", "cast", "mask"))
     multiply = aten.mul_.Tensor if node.op is _DROPOUT[1] else aten.mul.Tensor
     parts: list[tuple[Any, str, tuple[Any, ...], tuple[tuple[str, Any], ...], int]] = [
-        (aten.empty_strided.default, "empty", (list(like.shape), list(like.stride())), form, empty),
-        (aten.bernoulli_.float, "bernoulli_", (Ref(empty), 1 - p), (("generator", None),), bits),
-        (aten._to_copy.default, "cast", (Ref(bits),), (("dtype", like.dtype),), cast),
-        (aten.div_.Scalar, "mask", (Ref(cast), 1 - p), (), mask),
+        (aten.empty_strided.default, DRAWN[0], (list(like.shape), list(like.stride())), form, empty),
+        (aten.bernoulli_.float, DRAWN[1], (Ref(empty), 1 - p), (("generator", None),), bits),
+        (aten._to_copy.default, MASK[0], (Ref(bits),), (("dtype", like.dtype),), cast),
+        (aten.div_.Scalar, MASK[1], (Ref(cast), 1 - p), (), mask),
         (multiply, "dropout", (ref, Ref(mask)), (), node.outputs[0]),
     ]
     return [Node(op, name, args, kwargs, (out,), False, node.mode, node.line) for op, name, args, kwargs, out in parts]

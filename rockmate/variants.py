@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rkgb.graphs import Structure
 from rockmate.compiled import Program, compile_schedule
+from rockmate.draws import draw_whole
 from rockmate.errors import PlanningWarning
 from rockmate.parts import peaks_of_parts
 from rockmate.plan import Plan
@@ -41,6 +42,7 @@ def make_variant(planner: Planner, budget: int) -> Variant:
     problem = plan.problem_with_usual_loss()
     levels = walk(problem, plan.schedule).timeline
     beside = plan.predicted_peak - max(levels)
+    program = draw_whole(program, problem, plan.schedule, levels)
     peaks = peaks_of_parts(program, problem, plan.schedule, levels)
     exceeding = frozenset(left for left, peak in peaks.items() if beside + peak > budget)
     program = dataclasses.replace(program, exceeding=exceeding)

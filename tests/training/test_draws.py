@@ -1,0 +1,77 @@
+"""Dropout's masks are drawn whole in the forward where there is the memory for it, and as bits where there is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from against_eager import assert_same, step
+from models import randn
+from torch import nn
+
+from rkgb.decompose import DRAWN
+from rockmate import Rockmate, frontier, measure_peak
+from rockmate.compiled import Program, compile_schedule
+from rockmate.draws import draw_whole
+from solvers import walk
+
+
+def drawn(program: Program) -> list[torch.dtype]:
+    """As what its forward draws."""
+    names = [tuple(program.s.d.nodes[op].name for op in n.ops) for n in program.s.nodes]
+    return [program.nodes[i].ops[0].kwargs["dtype"] for i, some in enumerate(names) if some == DRAWN]
+
+
+def assert_as_eager(model: nn.Module, rk: Rockmate, x: torch.Tensor) -> None:
+    found = []
+    for call in (model, rk):
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=False)
+        outputs = step(call, (x,))
+        found.append([*outputs, *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()])  # type: ignore[union-attr]
+    assert_same(found[1], found[0])
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return model
+
+
+@pytest.mark.parametrize(("drawing", "dtype"), [(2, torch.float32), (6, torch.uint8)])
+def test_a_draw_that_takes_memory(drawing: int, dtype: torch.dtype) -> None:
+    """Bytes a number, as of kernels that draw integers first; beside a float mask there is room for four."""
+    x = randn(2048, 64, seed=0)
+    model = with_gradients(nn.Sequential(nn.Dropout(0.3), nn.Linear(64, 1)))
+    plan = Rockmate(model, x, "1 GiB", costs="flops").plan
+    problem = plan.problem_with_usual_loss()
+    bits, *others = problem.nodes
+    problem = replace(problem, nodes=(replace(bits, peak=bits.peak + drawing * x.numel()), *others))
+    program = compile_schedule(plan.graph, plan.schedule)
+    assert drawn(program) == [torch.uint8]
+    assert drawn(draw_whole(program, problem, plan.schedule, walk(problem, plan.schedule).timeline)) == [dtype]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)]), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.2) + x
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_masks_are_drawn_whole_and_made_again_of_their_bits(fraction: float, dtype: torch.dtype) -> None:
+    model, x = with_gradients(Layers().to(dtype)), randn(256, 64, seed=0).to(dtype)
+    found = frontier(model, x, costs="flops")
+    rk = Rockmate(model, x, found.min_budget + round(fraction * (found.max_budget - found.min_budget)), costs="flops")
+    assert drawn(rk._last.program) == [dtype] * 6  # type: ignore[union-attr]
+    assert (rk.plan.recomputed > 0) == (fraction < 1)
+    assert_as_eager(model, rk, x)
+    assert measure_peak(lambda: step(rk, (x,))) <= rk.budget
