@@ -13,8 +13,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from rockmate.gpt import GPT
+from solvers import Frontier
 
 MakeCall = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def part_way(found: Frontier, fraction: float) -> int:
+    """A budget between the least (0) and that of no recomputation (1)."""
+    return found.min_budget + round(fraction * (found.max_budget - found.min_budget))
 
 
 @dataclass(frozen=True)

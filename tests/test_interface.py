@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import case
+from models import case, part_way
 from torch import nn
 
 import rockmate
@@ -147,7 +147,7 @@ def test_the_plan_says_what_is_promised() -> None:
     budgets, overheads = zip(*found.points, strict=True)
     assert list(budgets) == sorted(budgets)
     assert list(overheads) == sorted(overheads, reverse=True)
-    rk = Rockmate(c.model(), x, (found.min_budget + found.max_budget) // 2, costs="flops")
+    rk = Rockmate(c.model(), x, part_way(found, 0.5), costs="flops")
     assert 0 < rk.plan.predicted_peak <= rk.plan.budget == rk.budget
     assert 0 < rk.plan.predicted_overhead < 1
     assert set(rk.plan.setup_seconds) == {"trace", "simplify", "measure", "solve"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ZOO, Case, case, outputs_of, square_loss
+from models import ZOO, Case, case, outputs_of, part_way, square_loss
 
 from rockmate import Rockmate, measure_peak
 from rockmate.executor import CallState
@@ -32,8 +32,7 @@ def planner_of(name: str, allocated: bool = False) -> Planner:
 
 def budget_of(name: str, fraction: float, allocated: bool = False) -> int:
     """A budget between the smallest feasible one and that of no recomputation."""
-    found = planner_of(name, allocated).frontier()
-    return found.min_budget + round(fraction * (found.max_budget - found.min_budget))
+    return part_way(planner_of(name, allocated).frontier(), fraction)
 
 
 def planned(c: Case, model: torch.nn.Module, budget: int) -> Rockmate:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from against_eager import assert_same, step
-from models import randn
+from models import part_way, randn
 from torch import nn
 
 from rkgb.decompose import DRAWN
@@ -70,7 +70,7 @@ class Layers(nn.Module):
 def test_masks_are_drawn_whole_and_made_again_of_their_bits(fraction: float, dtype: torch.dtype) -> None:
     model, x = with_gradients(Layers().to(dtype)), randn(256, 64, seed=0).to(dtype)
     found = frontier(model, x, costs="flops")
-    rk = Rockmate(model, x, found.min_budget + round(fraction * (found.max_budget - found.min_budget)), costs="flops")
+    rk = Rockmate(model, x, part_way(found, fraction), costs="flops")
     assert drawn(rk._last.program) == [dtype] * 6  # type: ignore[union-attr]
     assert (rk.plan.recomputed > 0) == (fraction < 1)
     assert_as_eager(model, rk, x)

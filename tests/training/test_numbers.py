@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
-from models import case, randn, square_loss
+from models import case, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -351,7 +351,7 @@ def test_draws_around_random_changes_in_place() -> None:
     torch.manual_seed(0)
     eager = DrawnInPlace()
     found = frontier(eager, x16(0), costs="flops")
-    rk = Rockmate(copy.deepcopy(eager), x16(0), (found.min_budget + found.max_budget) // 2, costs="flops")
+    rk = Rockmate(copy.deepcopy(eager), x16(0), part_way(found, 0.5), costs="flops")
     assert rk.plan.recomputed
     assert_trains_as_eager(eager, rk, steps(x16))
     assert_step_in_budget(rk, x16(3))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_trains_as_eager
-from models import randn, square_loss
+from models import part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,8 +21,7 @@ from rockmate import BudgetWarning, Rockmate, frontier, measure_peak
 def under(model: nn.Module, x: torch.Tensor, fraction: float = 0.0) -> Rockmate:
     """``model`` under a budget between the least (0) and that of no recomputation (1)."""
     found = frontier(model, x, costs="flops")
-    budget = found.min_budget + round(fraction * (found.max_budget - found.min_budget))
-    rk = Rockmate(model, x, budget, costs="flops")
+    rk = Rockmate(model, x, part_way(found, fraction), costs="flops")
     assert rk.plan.recomputed > 0, "the budget forces nothing"
     return rk
 
@@ -177,7 +176,7 @@ def test_no_order_of_backwards_fails_that_eager_mode_has(seed: int) -> None:
         return grads
 
     for fraction in (0.0, 0.3):
-        rk.budget = found.min_budget + round(fraction * (found.max_budget - found.min_budget))
+        rk.budget = part_way(found, fraction)
         for order in itertools.permutations(range(len(model.outputs))):
             for theirs, ours in zip(gradients(model, order), gradients(rk, order), strict=True):
                 assert (theirs is None) == (ours is None)
@@ -209,8 +208,7 @@ def test_what_left_out_outputs_take_beyond_the_budget_is_said(before: int, behin
     found = frontier(EarlyAndLate(before, behind), x, costs="flops")
     over, said = set(), set()
     for fraction in (0.0, 0.3, 0.6):
-        budget = found.min_budget + round(fraction * (found.max_budget - found.min_budget))
-        rk = Rockmate(EarlyAndLate(before, behind), x, budget, costs="flops")
+        rk = Rockmate(EarlyAndLate(before, behind), x, part_way(found, fraction), costs="flops")
         for used in ((0,), (1,), (0, 1)):
 
             def train(rk: Rockmate = rk, used: tuple[int, ...] = used) -> None:
@@ -222,7 +220,7 @@ def test_what_left_out_outputs_take_beyond_the_budget_is_said(before: int, behin
                 peak = measure_peak(train)
             if any(isinstance(w.message, BudgetWarning) for w in caught):
                 said.add((fraction, used))
-            if peak > budget:
+            if peak > rk.budget:
                 over.add((fraction, used))
     assert over <= said
     assert all(used != (0, 1) for _, used in said)
