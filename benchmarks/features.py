@@ -243,9 +243,8 @@ def unpooled() -> Case:
 
 @case
 def sparse_input() -> Case:
-    edges = torch.sparse_coo_tensor(
-        torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]), torch.rand(4), (4, 4), check_invariants=True
-    )
+    with torch.sparse.check_sparse_tensor_invariants():
+        edges = torch.sparse_coo_tensor(torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]), torch.rand(4), (4, 4))
     model = Calls(lambda m, x, a: m.second(torch.sparse.mm(a, m.first(x))), first=linear(), second=linear())
     return model, (torch.randn(4, 8), edges), {}
 

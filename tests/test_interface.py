@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -197,11 +198,14 @@ def test_a_plan_made_while_memory_is_measured_would_spoil_the_measurement() -> N
 
 
 def test_planning_ends_a_running_profiler_and_says_so() -> None:
-    with (
-        torch.autograd.profiler.profile(use_cpu=True),
-        pytest.warns(RuntimeWarning, match="the running profiler session ends"),
-    ):
-        rk = Rockmate(mlp(), X, "10 MiB", costs="flops")
+    profiler = torch.autograd.profiler.profile(use_cpu=True)
+    profiler.__enter__()
+    try:
+        with pytest.warns(RuntimeWarning, match="the running profiler session ends"):
+            rk = Rockmate(mlp(), X, "10 MiB", costs="flops")
+    finally:
+        with contextlib.suppress(RuntimeError):  # of torch before 2.13, that it was ended
+            profiler.__exit__(None, None, None)
     assert rk.plan.predicted_peak == Rockmate(mlp(), X, "10 MiB", costs="flops").plan.predicted_peak
 
 
