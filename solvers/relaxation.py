@@ -14,7 +14,8 @@ With avail(k,d) = X[k,d] + R[k,owner(d)] + [owner(d) runs at p_k], or 1 if the f
     minimise  sum time(i) R[k,i] + sum time(i_k) Q[k]
     keep      X[k+1,d] <= avail(k,d)
     input     R[k,i] <= avail(k,d)               d read by i
-    need      1 <= avail(k,d)                    d read by a step in segment k, or at p_{k+1}
+    need      1 <= avail(k,d)                    d read by a step in segment k, or at p_{k+1}; R[k,owner(d)] counts
+                                                 only if the segment has a cell for that rerun before the step
     position  Q[k] <= X[k,d]                     d read by i_k
     once      avail(k,d) <= 1                    where owner(d) makes nothing else
     memory    sum size(d) X[k,d] + own(i_k) Q[k] <= budget - extra(p_k)      (with 1 for Q[k] if p_k is a step)
@@ -189,15 +190,16 @@ class Relaxation:
         between = (c for c in runs if (low < c < high or low == c == high) and c != (i, i))
         return ONE if any(between) else ZERO
 
-    def _available(self, k: int, d: int) -> _Sum:
-        """avail(k,d)."""
+    def _available(self, k: int, d: int, step: int | None = None) -> _Sum:
+        """avail(k,d): at ``step``, for which no rerun counts whose cells all come later, or anywhere in segment k."""
         total = _Sum()
         owner = self.staged.owners[d]
         if owner in self.steps[k] or self.limits[k] == (owner, owner):
             total.constant = 1
             return total
         total.add(self.X.get((k, d), ZERO))
-        total.add(self.R.get((k, owner), ZERO))
+        if step is None or self.stage_of(k, owner, step) is not None:
+            total.add(self.R.get((k, owner), ZERO))
         if self.limits[k][1] == owner and k in self.Q:
             total.add(self.Q[k])
         return total
@@ -224,7 +226,7 @@ class Relaxation:
                     self.program.row(once.terms, -INFINITY, 1 - once.constant)
         for t in sorted(self.steps[k]):
             for d in self.reads[t]:
-                self._at_most(ONE, self._available(k, d))
+                self._at_most(ONE, self._available(k, d, t))
         if k in self.Q:
             i = self.limits[k][1]
             for d in self.reads[i]:
