@@ -21,7 +21,7 @@ from rkgb.capture import drop_saved, preserved
 from rkgb.errors import TraceError
 from rkgb.graphs import S_graph
 from rkgb.layouts import differentiated, gradient_layouts
-from rkgb.memory import measure_memory, storage_bytes, taken
+from rkgb.memory import measure_after, measure_memory, storage_bytes, taken
 from rkgb.program import memory_of, run_node, source_values
 from rkgb.stand_ins import runs
 
@@ -46,8 +46,9 @@ class Cost:
     """Costs of one S node; times in nanoseconds, memory in bytes.
 
     ``forward_peak``: the most a run allocates, results and saved tensors included. ``backward_peak``: the
-    most that the backward's gradients take, ``incoming`` bytes of result gradients included; ``held_peak`` the same if
-    something else holds these to the end.
+    most that the backward adds to what is there when it begins, ``incoming`` bytes of result gradients included; what
+    the forward saved of its own goes meanwhile, operation by operation. ``held_peak``: the same if something else holds
+    the result gradients to the end.
     ``results``: positions (in ``makes``) whose gradients go in. ``inputs``: for each position in ``reads``
     the gradient that comes out, or None. ``views``: positions in ``reads``, parameters among them, whose
     gradient comes out as a view of other memory, which autograd never adds to in place.
@@ -81,9 +82,11 @@ def measure_nodes(
     number: dict[Hashable, int] = {}
     same: list[Hashable] = [number.setdefault(nodes_key(s.d, [node]), len(number)) for node in s.nodes]
     layouts = gradient_layouts(s, model, inputs, fed, same)
+    returned = {s.d.values[v].storage for v in s.d.outputs}
+    held = [tuple(k for k, v in enumerate(n.makes) if s.d.values[v].storage in returned) for n in s.nodes]
     sources = source_values(s.d.sources, model, inputs)
     given = {v for v, t in sources.items() if t.is_leaf and t.grad is not None}
-    keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i]) for i, n in enumerate(s.nodes)]
+    keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i], held[i]) for i, n in enumerate(s.nodes)]
     known: dict[Hashable, Cost] = {}
     others = _to_read(model)
 
@@ -96,7 +99,7 @@ def measure_nodes(
                 if i in plan.measured and keys[i] not in known:
                     run = NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i])
                     with gradients_watched(model, s.d, s.nodes[i]):
-                        known[keys[i]] = _measure(run, costs, repeat, others)
+                        known[keys[i]] = _measure(run, held[i], costs, repeat, others)
                 if i in plan.needed:
                     env.update(_results(s, i, values))
                 for v in [v for v in (*plan.reads[i], *s.nodes[i].makes) if plan.last.get(v, i) <= i]:
@@ -125,7 +128,8 @@ def _results(s: S_graph, i: int, values: dict[int, torch.Tensor]) -> dict[int, t
     return {v: env[v] for v in s.nodes[i].makes}
 
 
-def _measure(run: NodeRun, costs: str, repeat: int, others: Sequence[torch.Tensor]) -> Cost:
+def _measure(run: NodeRun, held: tuple[int, ...], costs: str, repeat: int, others: Sequence[torch.Tensor]) -> Cost:
+    """``held``: positions in ``makes`` of what the caller of the module holds to the end."""
     values = run.values
     with preserved(torch.nn.Module(), [values[v] for v in run.node.reads if v in run.d.sources and _written(run, v)]):
         run.forward()  # first use of a kernel
@@ -135,9 +139,9 @@ def _measure(run: NodeRun, costs: str, repeat: int, others: Sequence[torch.Tenso
         if not run.fed:
             return Cost(times[0], forward_peak)
         inputs, views = _gradient_sources(run)
-        incoming, backward_peak = _backward_memory(run, lambda grads: None)
-        held: list[Any] = []
-        held_peak = _backward_memory(run, held.append)[1]
+        incoming, backward_peak = _backward_memory(run, held, lambda grads: None)
+        gradients: list[Any] = []
+        held_peak = _backward_memory(run, held, gradients.append)[1]
     return Cost(times[0], forward_peak, times[1], backward_peak, held_peak, incoming, run.fed, inputs, views)
 
 
@@ -207,18 +211,25 @@ def _note(found: dict[int, Any], run: NodeRun, v: int, gradient: torch.Tensor | 
         found[v] = _form_of(gradient, run.leaves[v])
 
 
-def _backward_memory(run: NodeRun, hold: Callable[[Any], None]) -> tuple[int, int]:
-    """(bytes of the gradients that go in, the most that gradients take); ``hold`` is given those that go in."""
+def _backward_memory(run: NodeRun, held: tuple[int, ...], hold: Callable[[Any], None]) -> tuple[int, int]:
+    """(bytes of the gradients that go in, the most that the backward adds to what is there when it begins).
+
+    ``hold`` is given the gradients that go in. What the forward saved goes as the backward goes on, except ``held``.
+    """
     outgoing: list[Any] = []
-    results = run.forward(outgoing.append)
+    results: list[torch.Tensor] = []
     sizes: list[int] = []
 
     def note(grads: tuple[torch.Tensor, ...]) -> None:
         sizes.extend(storage_bytes(g) for g in grads)
         hold(grads)
 
-    end = feed(note, run, results)
-    _, peak, _ = measure_memory(end.backward, run.device)
+    def prepare() -> torch.Tensor:
+        made = run.forward(outgoing.append)
+        results.extend(made[k] for k in held)
+        return feed(note, run, made)
+
+    _, peak = measure_after(prepare, torch.Tensor.backward, run.device)
     return sum(sizes), peak
 
 

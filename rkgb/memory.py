@@ -104,7 +104,8 @@ def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], de
     events = _events(prof)
     mark = next(k for k, event in enumerate(events) if event[2] == _MARK)
     _, before = _replay(events[:mark])
-    return result, _replay(events[:mark] + events[mark + 2 :], mark)[0] - before
+    peak, _ = _replay(events[:mark] + events[mark + 2 :], mark)
+    return result, max(0, peak - before)
 
 
 def measure_peak(function: Callable[[], Any], device: torch.device | str | None = None) -> int:
