@@ -229,7 +229,7 @@ class _Buffers:
                 continue
             others = {*waiting.values(), memory}
             if self.holders[first] > 1 or first in others or v in self.views:
-                self._hold(v, self._new(max(self.size[first], self.size[memory])))
+                self._hold(v, self._new(self.s.d.values[v].bytes))
                 self.views.discard(v)
             peak = max(peak, self._with(others | {first}))
         peak = max(peak, self._parameters(node.reads, cost.views, arrived))
