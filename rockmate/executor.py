@@ -45,7 +45,7 @@ class CallState:
         self.sources = source_values(d.sources, model, inputs)
         self.versions = {v: version_of(t) for v, t in self.sources.items()}
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
-        self.live: list[Any] = [None] * len(program.owner)  # value -> tensor of each datum, or private tensors
+        self.live: list[Any] = [None] * len(program.owner)  # of each datum: value -> tensor, or number -> private tensor
         self.made_at: dict[int, int] = {}  # value -> version when it was made; values of one datum may count apart
         # Address of a live storage -> its datum, -1 for a source.
         self.known = {memory_of(t)._cdata: -1 for t in self.sources.values()}
@@ -155,7 +155,7 @@ class CallState:
                 self.stand_for(slot, datum)
             elif code.private is not None:
                 slot.index, slot.version = len(self.live[code.private]), t._version
-                self.live[code.private].append(t)
+                self.live[code.private][slot.index] = t
                 self.stand_for(slot, code.private)
             else:
                 slot.held, slot.version = t, t._version
@@ -167,7 +167,7 @@ class CallState:
         for datum in data:
             self.live[datum] = {}
         if code.private is not None:
-            self.live[code.private] = []
+            self.live[code.private] = {}
         for v, datum in made:
             self.live[datum][v] = env[v].detach()
             self.made_at[v] = env[v]._version
@@ -175,20 +175,20 @@ class CallState:
     def drop(self, datum: int) -> None:
         held = self.live[datum]
         self.live[datum] = None
-        if isinstance(held, dict):
-            for t in held.values():
-                self.known.pop(t.untyped_storage()._cdata, None)
+        for t in held.values() if held else ():
+            if self.known.get(t.untyped_storage()._cdata) == datum:
+                del self.known[t.untyped_storage()._cdata]
         if datum not in self.program.kept:  # made for a part of the graph that this backward leaves out
             for slot in self.standing_for(datum):
                 slot.store = None
 
     def give(self, datum: int) -> None:
-        """Leave ``datum`` to the slots that stand for it: it goes with the last of them."""
+        """Leave ``datum`` to its slots: a result goes with the last of them, each private tensor with its own."""
         held = self.live[datum]
         if held is not None:
             self.live[datum] = None
             for slot in self.standing_for(datum):
-                slot.store = held
+                slot.store = held if slot.index < 0 else {slot.index: held[slot.index]}
 
     def standing_for(self, datum: int) -> list[Slot]:
         """The slots of ``datum`` that autograd still holds."""
@@ -293,7 +293,7 @@ class CallState:
         for slot in (ref() for ref in self.slots):
             if slot is not None and slot.store is not None and slot.data not in self.program.given:
                 if slot.data in self.program.kept:
-                    self.live[slot.data] = slot.store
+                    self.live[slot.data] = {**(self.live[slot.data] or {}), **slot.store}
                 slot.store = None
 
     def running_again(self) -> contextlib.AbstractContextManager[None]:
@@ -326,7 +326,7 @@ class CallState:
         if code.private is not None:
             self.live[code.private] = private
 
-    def run_for_private(self, code: NodeCode, env: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    def run_for_private(self, code: NodeCode, env: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Run the node's operations again; what autograd would save and only their backward reads."""
         known = {memory_of(env[v])._cdata for v in code.reads}
         known.update(t.untyped_storage()._cdata for t in (self.sources[v] for v in code.statistics))
@@ -341,7 +341,7 @@ class CallState:
             for op in code.again:
                 op.run(env)
         own = {env[v].untyped_storage()._cdata for v, _ in code.made}
-        return [t for t, address in packed if address not in own]
+        return dict(enumerate(t for t, address in packed if address not in own))
 
     def value(self, v: int) -> torch.Tensor:
         """The tensor of value v, from a source, an alias, or live data."""

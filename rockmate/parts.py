@@ -10,7 +10,7 @@ from rkgb.graphs import S_graph
 from rockmate.compiled import Give, Program
 from rockmate.slots import Slot
 from solvers import Problem, Schedule
-from solvers.schedule import Del, Loss, Run
+from solvers.schedule import Bwd, Del, Loss, Run
 
 _FEW = 4  # outputs, of which every selection is looked at
 
@@ -85,7 +85,7 @@ def peaks_of_parts(
 
 
 def _peak(problem: Problem, schedule: Schedule, levels: Sequence[int], stays: set[int]) -> int:
-    """The peak behind the loss where the data ``stays`` are not deleted."""
+    """The peak behind the loss where the data ``stays`` are not deleted, nor let go while a backward runs."""
     last = {step.node: at for at, step in enumerate(schedule) if isinstance(step, Run)}
     extra = peak = 0
     for at in range(schedule.index(Loss()) + 1, len(schedule)):
@@ -93,7 +93,8 @@ def _peak(problem: Problem, schedule: Schedule, levels: Sequence[int], stays: se
         if isinstance(step, Del) and step.data in stays:
             extra += problem.data[step.data].size
             stays.discard(step.data)
-        peak = max(peak, levels[at] + extra)
+        own = problem.nodes[step.node].makes if isinstance(step, Bwd) else ()
+        peak = max(peak, levels[at] + extra + sum(problem.data[d].size for d in stays.intersection(own)))
         if isinstance(step, Run) and last[step.node] == at:
             extra += problem.nodes[step.node].rng
     return peak
