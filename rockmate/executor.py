@@ -45,7 +45,9 @@ class CallState:
         self.sources = source_values(d.sources, model, inputs)
         self.versions = {v: version_of(t) for v, t in self.sources.items()}
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
-        self.live: list[Any] = [None] * len(program.owner)  # of each datum: value -> tensor, or number -> private tensor
+        self.live: list[Any] = [None] * len(
+            program.owner
+        )  # of each datum: value -> tensor, or number -> private tensor
         self.made_at: dict[int, int] = {}  # value -> version when it was made; values of one datum may count apart
         # Address of a live storage -> its datum, -1 for a source.
         self.known = {memory_of(t)._cdata: -1 for t in self.sources.values()}

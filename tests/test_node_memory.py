@@ -1,0 +1,140 @@
+"""What the backward of a node takes, where operations in place, or gradients that are views, share memory.
+
+Predicted and measured peaks are the same but for the numbers of the loss (64 bytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import randn, square_loss
+from torch import nn
+from torch.nn import functional as F
+
+from rockmate import InfeasibleBudgetError, Rockmate, frontier, measure_peak, rotor
+from rockmate.planning import make_planner
+from solvers import Bwd, walk
+
+
+class Residual(nn.Module):
+    """Batch norms with a ReLU in place, and a sum in place, between convolutions: a ReLU saves its node's result."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norms[0](self.convolutions[0](x)), inplace=True)
+        y = self.norms[1](self.convolutions[1](y))
+        y += x
+        return F.relu(y, inplace=True)
+
+
+class Dense(nn.Module):
+    """A layer of a DenseNet: the gradients of what ``cat`` reads are views of one."""
+
+    def __init__(self, inputs: int, grows: int) -> None:
+        super().__init__()
+        self.norm, self.convolution = nn.BatchNorm2d(inputs), nn.Conv2d(inputs, grows, 3, padding=1)
+
+    def forward(self, *xs: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.convolution(F.relu(self.norm(torch.cat(xs, 1)), inplace=True))
+        return y
+
+
+class DenseBlock(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Dense((k + 1) * width, width) for k in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        xs = [x]
+        for layer in self.layers:
+            xs.append(layer(*xs))
+        return torch.cat(xs, 1)
+
+
+def convolutional(*layers: nn.Module) -> nn.Module:
+    """Its peak is at the first layers, and its output so small that no loss comes near it."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LazyLinear(2)
+    )
+
+
+def clipped() -> nn.Module:
+    """ReLU6 in place saves a copy of what it changes: one of several tensors that only its node's backward reads."""
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6(inplace=True)) for _ in range(4)]
+    return convolutional(*layers)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "residual": lambda: convolutional(*(Residual(8) for _ in range(3))),
+    "dense": lambda: convolutional(DenseBlock(8, 6)),
+    "clipped": clipped,
+}
+
+
+@pytest.mark.parametrize(("fraction", "allocated"), [(0.0, False), (0.0, True), (1.0, False)])
+@pytest.mark.parametrize("name", MODELS)
+def test_predicted_peak_is_the_measured_one(name: str, fraction: float, allocated: bool) -> None:
+    torch.manual_seed(0)
+    model, x = MODELS[name](), randn(4, 3, 16, 16, seed=0)
+    model(x)  # the last layer learns its size
+    for p in model.parameters() if allocated else ():
+        p.grad = torch.zeros_like(p)
+    planner = make_planner(model, x, None, "flops", None)
+    found = planner.frontier()
+    rk = Rockmate(model, x, found.min_budget + round(fraction * (found.max_budget - found.min_budget)), costs="flops")
+    assert fraction == 1 or rk.plan.recomputed > 0
+    step = rk.plan.schedule[walk(planner.problem, rk.plan.schedule).peak_step]
+    assert isinstance(step, Bwd), "the test is about backwards"
+
+    def train() -> None:
+        model.zero_grad(set_to_none=not allocated)
+        out = rk(x)  # held to the end
+        square_loss(out).backward()
+
+    train()
+    assert rk.plan.predicted_peak <= measure_peak(train, "cpu") <= rk.plan.predicted_peak + 64
+
+
+class Ends(nn.Module):
+    """Returns what its last operation in place saves: the caller holds it while the backward goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.norm(self.convolution(x)), inplace=True)
+
+
+def test_a_result_that_the_caller_holds_counts_to_the_end() -> None:
+    torch.manual_seed(0)
+    model, x = Ends(), randn(4, 3, 16, 16, seed=0)
+    rk = Rockmate(model, x, frontier(model, x, costs="flops").max_budget, costs="flops")
+
+    def train() -> None:
+        model.zero_grad()
+        out = rk(x)
+        out.sum().backward()
+
+    train()
+    assert measure_peak(train, "cpu") <= rk.plan.predicted_peak + 64
+    problem = make_planner(model, x, None, "flops", None, time_limit=1).problem
+    last = problem.nodes[-1].backward
+    assert last is not None
+    size = 4 * 8 * 16 * 16 * 4
+    assert last.peak >= last.before + 2 * size, "two gradients beside the one that came, as nothing else goes"
+
+
+def test_the_least_budget_is_that_of_rotor() -> None:
+    """A ResNet's stages are nodes and groups of nodes of our graph, so that what rotor can do, Rockmate can do."""
+    torch.manual_seed(0)
+    model, x = rotor.models.resnet18(num_classes=10), randn(2, 3, 64, 64, seed=0)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        rotor.Checkpointable(model, x, mem_limit=1, costs="flops")
+    assert frontier(model, x, costs="flops").min_budget <= error.value.min_budget
