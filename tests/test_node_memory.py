@@ -57,23 +57,24 @@ class DenseBlock(nn.Module):
         return torch.cat(xs, 1)
 
 
-def convolutional(*layers: nn.Module) -> nn.Module:
-    """Its peak is at the first layers, and its output so small that no loss comes near it."""
+def classifier(*layers: nn.Module) -> nn.Module:
+    """Its output is so small that no loss comes near the peak."""
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LazyLinear(2))
+
+
+def stem(activation: nn.Module) -> nn.Module:
+    """Much larger than what follows."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LazyLinear(2)
+        nn.Conv2d(3, 32, 1, bias=False), nn.BatchNorm2d(32), activation, nn.MaxPool2d(4), nn.Conv2d(32, 8, 1)
     )
 
 
-def clipped() -> nn.Module:
-    """ReLU6 in place saves a copy of what it changes: one of several tensors that only its node's backward reads."""
-    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6(inplace=True)) for _ in range(4)]
-    return convolutional(*layers)
-
-
+# ReLU in place saves its result; ReLU6 in place a copy of what it changes: one of several tensors that only its node's
+# backward reads.
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "residual": lambda: convolutional(*(Residual(8) for _ in range(3))),
-    "dense": lambda: convolutional(DenseBlock(8, 6)),
-    "clipped": clipped,
+    "relu": lambda: classifier(stem(nn.ReLU(inplace=True)), Residual(8), Residual(8)),
+    "relu6": lambda: classifier(stem(nn.ReLU6(inplace=True)), Residual(8), Residual(8)),
+    "dense": lambda: classifier(nn.Conv2d(3, 8, 3, padding=1), DenseBlock(8, 6)),
 }
 
 
@@ -81,14 +82,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_predicted_peak_is_the_measured_one(name: str, fraction: float, allocated: bool) -> None:
     torch.manual_seed(0)
-    model, x = MODELS[name](), randn(4, 3, 16, 16, seed=0)
+    model, x = MODELS[name](), randn(4, 3, 32, 32, seed=0)
     model(x)  # the last layer learns its size
     for p in model.parameters() if allocated else ():
         p.grad = torch.zeros_like(p)
     planner = make_planner(model, x, None, "flops", None)
     found = planner.frontier()
     rk = Rockmate(model, x, found.min_budget + round(fraction * (found.max_budget - found.min_budget)), costs="flops")
-    assert fraction == 1 or rk.plan.recomputed > 0
+    assert fraction == 1 or name == "relu" or rk.plan.recomputed > 0
     step = rk.plan.schedule[walk(planner.problem, rk.plan.schedule).peak_step]
     assert isinstance(step, Bwd), "the test is about backwards"
 
