@@ -32,7 +32,10 @@ class K_data:
 
 @dataclass(frozen=True, slots=True)
 class K_backward:
-    """Backward of a node: what it reads, and gradient memory (bytes) before, at the worst moment, and after."""
+    """Backward of a node: what it reads, and gradient memory (bytes) before, at the worst moment, and after.
+
+    ``peak`` is less than the gradients' by what the node has saved of its own and let go of by then.
+    """
 
     reads: tuple[int, ...]
     time: int

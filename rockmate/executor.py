@@ -45,9 +45,7 @@ class CallState:
         self.sources = source_values(d.sources, model, inputs)
         self.versions = {v: version_of(t) for v, t in self.sources.items()}
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
-        self.live: list[Any] = [None] * len(
-            program.owner
-        )  # of each datum: value -> tensor, or number -> private tensor
+        self.live: list[Any] = [None] * len(program.owner)  # each datum's value, or number if private -> tensor
         self.made_at: dict[int, int] = {}  # value -> version when it was made; values of one datum may count apart
         # Address of a live storage -> its datum, -1 for a source.
         self.known = {memory_of(t)._cdata: -1 for t in self.sources.values()}
@@ -178,8 +176,7 @@ class CallState:
         held = self.live[datum]
         self.live[datum] = None
         for t in held.values() if held else ():
-            if self.known.get(t.untyped_storage()._cdata) == datum:
-                del self.known[t.untyped_storage()._cdata]
+            self.known.pop(t.untyped_storage()._cdata, None)
         if datum not in self.program.kept:  # made for a part of the graph that this backward leaves out
             for slot in self.standing_for(datum):
                 slot.store = None

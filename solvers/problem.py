@@ -27,7 +27,7 @@ class Backward:
     Gradient memory does not depend on the schedule (the order of the backwards is fixed), so it is
     given as figures: ``before`` and ``after`` are the bytes of all gradients live when this backward
     starts and ends, ``peak`` the most that gradients and the backward's own temporaries take while it
-    runs (``peak >= max(before, after)``).
+    runs, less what of its node's data has gone by then (``peak >= max(before, after)``).
     """
 
     time: int

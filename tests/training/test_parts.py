@@ -226,3 +226,36 @@ def test_what_left_out_outputs_take_beyond_the_budget_is_said(before: int, behin
     assert all(used != (0, 1) for _, used in said)
     if (before, behind) == (3, 3):
         assert over == said != set()
+
+
+class Heads(nn.Module):
+    """Two outputs of one ReLU in place, whose result both heads' backwards read, and its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 512, bias=False), nn.BatchNorm1d(512)
+        self.first, self.second = nn.Linear(512, 2), nn.Linear(512, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = F.relu(self.norm(self.up(x)), inplace=True)
+        return self.first(h), self.second(h)
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_what_a_left_out_head_holds_does_not_go_in_the_backward_below(used: tuple[int, ...]) -> None:
+    """Then the node's own result stays while its backward goes on, which the peak supposes to go."""
+    torch.manual_seed(0)
+    x = randn(256, 8, seed=0)
+    rk = Rockmate(Heads(), x, frontier(Heads(), x, costs="flops").min_budget, costs="flops")
+
+    def train() -> None:
+        rk.zero_grad()
+        outputs = rk(x)
+        sum(outputs[k].sum() for k in used).backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train()
+        peak = measure_peak(train)
+    said = any(isinstance(w.message, BudgetWarning) for w in caught)
+    assert (peak > rk.budget) == said == (len(used) == 1)
