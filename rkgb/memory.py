@@ -35,7 +35,9 @@ def taken(size: int, device: torch.device) -> int:
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that the memory of ``tensor`` takes, of which it may be a part."""
+    """Bytes that the memory of ``tensor`` takes, of which it may be a part; of a sparse one, indices and values."""
+    if tensor.layout == torch.sparse_coo:
+        return storage_bytes(tensor._indices()) + storage_bytes(tensor._values())
     return taken(tensor.untyped_storage().nbytes(), tensor.device)
 
 

@@ -166,15 +166,19 @@ def _no_inner_gradients() -> Iterator[None]:
 @contextlib.contextmanager
 def _no_other_randomness() -> Iterator[None]:
     """Refuse a run that draws from Python's or NumPy's generators: a plan would repeat the sample's draws."""
-    before = random.getstate(), _numpy_state()
+    before = states_beside_torch()
     yield
-    after = random.getstate(), _numpy_state()
-    for library, a, b in zip(("Python's random module", "NumPy's random module"), before, after, strict=True):
-        if a != b:
+    for library, state in states_beside_torch().items():
+        if state != before[library]:
             raise UnsupportedError(
                 f"the module draws from {library} while it runs; a plan would repeat the sample's draw for ever. "
                 "Draw with torch instead (torch.rand(()) < p), or wrap the submodules that do not draw."
             )
+
+
+def states_beside_torch() -> dict[str, object]:
+    """The states of Python's and NumPy's generators of random numbers, to compare."""
+    return {"Python's random module": random.getstate(), "NumPy's random module": _numpy_state()}
 
 
 def _numpy_state() -> str:

@@ -103,6 +103,21 @@ def check_global_hooks() -> None:
 
 
 @contextlib.contextmanager
+def without_saved_hooks() -> Iterator[None]:
+    """Run without the hooks of saved tensors that are in force."""
+    autograd = torch._C._autograd
+    saved: list[tuple[Any, Any]] = []
+    try:
+        while top := autograd._top_saved_tensors_default_hooks(True):
+            autograd._pop_saved_tensors_default_hooks()
+            saved.append(top)
+        yield
+    finally:
+        for pack, unpack in reversed(saved):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Plan without what the caller's context would add: hooks of saved tensors (torch.utils.checkpoint,
     save_on_cpu), modes that see every operation (FlopCounterMode), torch's own hooks of all modules, and the cache
@@ -112,20 +127,13 @@ def undisturbed() -> Iterator[None]:
     """
     check_global_hooks()
     held = [(hooks, dict(hooks)) for hooks in _GLOBAL_HOOKS.values()]
-    saved: list[tuple[Any, Any]] = []
-    autograd = torch._C._autograd
     cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
     try:
         for hooks, _ in held:
             hooks.clear()
-        while top := autograd._top_saved_tensors_default_hooks(True):
-            autograd._pop_saved_tensors_default_hooks()
-            saved.append(top)
-        with _disable_current_modes():
+        with without_saved_hooks(), _disable_current_modes():
             yield
     finally:
         parametrize._cache_enabled = cached
-        for pack, unpack in reversed(saved):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
         for hooks, before in held:
             hooks.update(before)

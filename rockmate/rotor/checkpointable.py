@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
-from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from rkgb.capture import current_mode
+from rkgb.graphs import Mode
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.rotor.execution import Call
-from rockmate.rotor.inspection import Measured, measure_chain
+from rockmate.rotor.inspection import Measured, check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
 from rockmate.rotor.stages import tensors_of
+from rockmate.surroundings import is_transformed, leave_plan, without_saved_hooks
 from solvers.errors import InfeasibleError
 from solvers.rotor_chain import Chain
 from solvers.rotor_ops import Sequence
@@ -44,8 +48,9 @@ class Checkpointable(nn.Module):
 
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
     then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
-    with larger inputs than any before is measured and planned anew. In ``eval()`` mode and without gradients the model
-    itself runs.
+    that may need more is measured and planned anew: with larger inputs than those measured, under another autocast,
+    with other layers, with more that requires grad. In ``eval()`` mode, without gradients, and under ``torch.func``'s
+    transforms (with a ``BudgetWarning``) the model itself runs.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
     https://hiepacs.gitlabpages.inria.fr/rotor). Raises ``InputError`` for arguments that cannot be used and for a layer
@@ -70,17 +75,19 @@ class Checkpointable(nn.Module):
         self.model = model
         self.names = tuple(name for name, _ in flatten(model))
         self.mem_limit = None if mem_limit is None else parse_budget(mem_limit)
-        self.mem_slots = mem_slots
+        self.mem_slots = _slots(mem_slots)
         self.verbosity = verbosity
         self.preserve_rng_state = preserve_rng_state
-        self.loss_tmp_memory_usage = loss_tmp_memory_usage
+        self.loss_tmp_memory_usage = _whole("loss_tmp_memory_usage", loss_tmp_memory_usage)
+        if self.loss_tmp_memory_usage < 0:
+            raise InputError(f"loss_tmp_memory_usage is {loss_tmp_memory_usage}: bytes cannot be negative")
         self.costs = costs
         self.algo = "persistent"
         self.chain: Chain | None = None
         self.sequence: Sequence | None = None
         self._measured: Measured | None = None
-        self._shape: tuple[Hashable, ...] = ()
-        self.train(model.training)
+        self._situation: _Situation | None = None
+        self.training = model.training  # of the layers, some may be in another mode
         if custom_input is not None:
             self.measure(custom_input)
             if mem_limit is not None:
@@ -97,10 +104,19 @@ class Checkpointable(nn.Module):
             raise InputError("the model is in eval mode, where nothing is recomputed: call train() before measure()")
         if not tensors_of(custom_input):
             raise InputError(f"the sample is a {type(custom_input).__name__}: use a tensor or a tuple of tensors")
-        self._measured = measure_chain(
-            self.functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
-        )
-        self._shape = _shape_of(custom_input)
+        check_tensors(custom_input, "the sample is")
+        check_tensors([*self.model.parameters()], "a parameter is")
+        self.names, functions = zip(*flatten(self.model), strict=True)
+        nested = [n for n, f in zip(self.names, functions, strict=True) if _has_limit(f)]
+        if nested:
+            raise InputError(
+                f"layer {nested[0]} is or has a Checkpointable, whose limit would not hold within another: use .model"
+            )
+        with without_saved_hooks():
+            self._measured = measure_chain(
+                functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
+            )
+        self._situation = _Situation.of(functions, custom_input)
         self.chain = self.sequence = None
 
     def build_chain(self, mem_limit: int | float | str) -> None:
@@ -131,10 +147,7 @@ class Checkpointable(nn.Module):
             raise InputError(f"there is no algorithm {algo!r}: use one of {', '.join(ALGORITHMS)}")
         if custom_mem_limit_bytes is not None and mem_limit is not None:
             raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
-        slots = self.mem_slots if mem_slots is None else mem_slots
-        if slots < 1:
-            raise InputError(f"mem_slots is {slots}: use at least 1, 500 is usual")
-        self.mem_slots = slots
+        self.mem_slots = self.mem_slots if mem_slots is None else _slots(mem_slots)
         given = next((g for g in (custom_mem_limit_bytes, mem_limit, self.mem_limit) if g is not None), None)
         limit = self.free_limit() if given is None else parse_budget(given)
         self.build_chain(limit)
@@ -165,14 +178,18 @@ class Checkpointable(nn.Module):
         """What the model returns for ``x``."""
         if not (self.training and torch.is_grad_enabled()):
             return self.model(x)
-        if self._measured is None or not _covers(self._shape, _shape_of(x)):
+        if not torch.compiler.is_compiling() and is_transformed():
+            leave_plan()
+            return self.model(x)
+        functions = self.functions
+        if self._situation is None or not self._situation.covers(_Situation.of(functions, x)):
             self.measure(x)
         if self.sequence is None:
             self.compute_sequence(algo=self.algo)
         assert self.sequence is not None
         names = self.names if self.verbosity > 1 else None
         assert self._measured is not None
-        return Call(self.functions, self.sequence, names, self.preserve_rng_state, self._measured.keeps).forward(x)
+        return Call(functions, self.sequence, names, self.preserve_rng_state, self._measured.keeps).forward(x)
 
     def walked(self) -> Walked:
         """The computed sequence on paper: peak, time, and memory at every operation. Raises if there is none."""
@@ -216,6 +233,10 @@ def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module
     return found
 
 
+def _has_limit(layer: nn.Module) -> bool:
+    return any(isinstance(m, Checkpointable) for m in layer.modules())
+
+
 def _is_atomic(module: nn.Sequential) -> bool:
     computes = type(module).forward is not nn.Sequential.forward
     return isinstance(module, AtomicSequential) or computes or _has_hooks(module)
@@ -226,19 +247,57 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(hooks)
 
 
-def _shape_of(x: Any) -> tuple[Hashable, ...]:
-    return tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors_of(x))
+@dataclass(frozen=True)
+class _Situation:
+    """What the memory of a call follows from: layers and their modes, autocast, parameters, and the input.
+
+    ``wants``: which parameters and inputs require grad.
+    """
+
+    layers: tuple[tuple[nn.Module, bool], ...]
+    mode: Mode
+    kinds: tuple[tuple[torch.dtype, torch.device, int], ...]
+    wants: tuple[bool, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, functions: tuple[nn.Module, ...], x: Any) -> _Situation:
+        """That of a call of ``functions`` with ``x``."""
+        inputs = tensors_of(x)
+        tensors = [*(p for f in functions for p in f.parameters()), *inputs]
+        return cls(
+            tuple((m, m.training) for f in functions for m in f.modules()),
+            current_mode(),
+            tuple((t.dtype, t.device, t.dim()) for t in tensors),
+            tuple(t.requires_grad for t in tensors),
+            tuple(tuple(t.shape) for t in inputs),
+        )
+
+    def covers(self, other: _Situation) -> bool:
+        """Whether ``other`` needs no more memory: the same, or with a smaller batch, or less that requires grad."""
+        return (
+            (self.layers, self.mode, self.kinds) == (other.layers, other.mode, other.kinds)
+            and all(a or not b for a, b in zip(self.wants, other.wants, strict=True))
+            and all(a >= b for a, b in zip(_sizes(self.shapes), _sizes(other.shapes), strict=True))
+        )
 
 
-def _covers(measured: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
-    """Whether inputs of ``shape`` need no more than those that were measured: the same, or a smaller batch."""
-    return len(measured) == len(shape) and all(
-        a[1:3] == b[1:3]
-        and (a[3] or not b[3])
-        and len(a[0]) == len(b[0])
-        and all(m >= n for m, n in zip(a[0], b[0], strict=True))
-        for a, b in zip(measured, shape, strict=True)
-    )
+def _sizes(shapes: tuple[tuple[int, ...], ...]) -> list[int]:
+    return [size for shape in shapes for size in shape]
+
+
+def _whole(name: str, number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError as error:
+        raise InputError(f"{name} is {number!r}: give a whole number") from error
+
+
+def _slots(number: Any) -> int:
+    slots = _whole("mem_slots", number)
+    if slots < 1:
+        raise InputError(f"mem_slots is {slots}: use at least 1, 500 is usual")
+    return slots
 
 
 def _available_memory() -> int:

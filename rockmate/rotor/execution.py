@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
 
-from rockmate.rotor.stages import Function, Stage, detached, tensors_of
+from rockmate.rotor.stages import Function, Held, Stage, versions_of
 from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 
@@ -38,9 +38,9 @@ class Call:
         self.names = names
         self.position = 0
         self.stages = [Stage(f, preserve_rng_state) for f in functions]
-        self.stored: dict[int, Any] = {}
+        self.stored: dict[int, Held] = {}
         self.current: tuple[int, Any] | None = None
-        self.start: Any = None
+        self.start: Held | None = None
 
     def forward(self, x: Any) -> Any:
         """The output of the last stage, with history.
@@ -48,7 +48,7 @@ class Call:
         Raises ``ValueError`` for a backward operation in the forward phase, ``AttributeError`` for what is no
         operation.
         """
-        self.start = detached(x)
+        self.start = Held.of(x)
         done = 0
         for position, operation in enumerate(self.forward_part):
             if isinstance(operation, B):
@@ -60,10 +60,10 @@ class Call:
                 raise ValueError(f"{operation!r} stands where stage {done} of {len(self.stages)} has to run")
             self._announce(operation)
             if isinstance(operation, Fe) and not operation.way:
-                x = self.stages[i].function(x)
+                x = self.stages[i].keep_all(x)
             else:
                 if isinstance(operation, Fck):
-                    self.stored[i] = detached(x)
+                    self.stored[i] = Held.of(x)
                 x = self._first(i, x, self._kept(operation))
             done += 1
         if done < len(self.stages):
@@ -80,9 +80,9 @@ class Call:
 
     def _first(self, i: int, x: Any, keep: frozenset[int]) -> Any:
         stage = self.stages[i]
-        versions = [t._version for t in tensors_of(x)]
+        versions = versions_of(x)
         output = stage.first(x, partial(self.prepare, i), keep)
-        if versions != [t._version for t in tensors_of(x)]:
+        if versions != versions_of(x):
             raise ValueError(in_place_message(i, self._name(i)))
         return output
 
@@ -109,18 +109,29 @@ class Call:
             self.stages[i].spend()
         if self.stages[i].slots[index] is None:
             self._from_start(i)
+        self._drop_unread()
+
+    def _drop_unread(self) -> None:
+        """Let go the inputs of stages whose backward comes next and reads nothing: nobody will ask for their slots."""
+        todo = self.backward_part[self.position :]
+        for backward, run, following in zip(todo[0::2], todo[1::2], todo[2::2], strict=False):
+            if not isinstance(backward, B) or not isinstance(run, Fe) or following != B(run.index):
+                break
+            if self.stages[run.index].slots or self.stages[run.index].saved_by_autograd:
+                break
+            self.stored.pop(run.index, None)
 
     def _rerun(self, operation: Fn | Fck | Fe, last: bool) -> None:
         i = operation.index
         if self.current is not None and self.current[0] == i:
             x = self.current[1]
         elif i in self.stored:
-            x = self.stored[i]
+            x = self.stored[i].read(self._name(i))
         else:
             raise ValueError(f"{operation!r} stands where its input is not there")
         self.current = None
         if isinstance(operation, Fck):
-            self.stored[i] = x
+            self.stored.setdefault(i, Held.of(x))
         else:
             self.stored.pop(i, None)
         stage = self.stages[i]
@@ -134,7 +145,8 @@ class Call:
 
     def _from_start(self, i: int) -> None:
         """Fill the slots of a stage outside the sequence: a second backward, or one in another order."""
-        x = self.start
+        assert self.start is not None
+        x = self.start.read(self._name(0))
         for stage in self.stages[:i]:
             x = stage.skim(x)
         self.stages[i].fill(x, False)

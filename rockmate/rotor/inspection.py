@@ -21,10 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from rkgb.alone import _Feed, _Tap
 from rkgb.capture import preserved
 from rkgb.memory import measure_after, measure_memory, storage_bytes
+from rkgb.patches import states_beside_torch
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
 from rockmate.rotor.selective import Survey, nested_choices, storage_key
-from rockmate.rotor.stages import Function, Stage, tensors_of
+from rockmate.rotor.stages import Function, Stage, tensors_of, versions_of
 from solvers import rotor_chain
 from solvers.rotor_chain import Chain, Way
 
@@ -60,7 +61,8 @@ def measure_chain(
     """The measured chain of ``functions`` on ``sample`` (a tensor, or what the first function takes).
 
     ``costs="flops"`` models times by counted operations and bytes, the same on every run and machine.
-    Raises ``InputError`` for a stage that changes its input in place.
+    Raises ``InputError`` for a stage that changes its input in place, draws from Python's or NumPy's generators, or
+    returns what has no memory to count.
     """
     stages: list[rotor_chain.Stage] = []
     keeps: list[tuple[frozenset[int], ...]] = []
@@ -83,14 +85,20 @@ def measure_chain(
     return Measured(Chain(tuple(stages), tuple(values), gradient), tuple(keeps), floats)
 
 
+def check_tensors(value: Any, where: str) -> None:
+    """Raise ``InputError`` for tensors of which no bytes can be counted; ``where`` begins the sentence."""
+    for t in tensors_of(value):
+        if t.is_meta or t.layout != torch.strided:
+            kind = "a tensor on the meta device" if t.is_meta else f"a tensor of the layout {t.layout}"
+            raise InputError(f"{where} {kind}, whose memory cannot be measured: use dense tensors with values")
+
+
 def _identities(
     function: Function, output: Any, before: dict[int, tuple[int, int]], fresh: int
 ) -> dict[int, tuple[int, int]]:
     """(identity, bytes) of the storages of ``output``: those of the input and of parameters are known."""
     found = dict(before)
-    owned: set[int] = set()
-    if isinstance(function, torch.nn.Module):
-        owned = {storage_key(t) for t in (*function.parameters(), *function.buffers())}
+    owned = _owned(function)
     here: dict[int, tuple[int, int]] = {}
     for k, t in enumerate(tensors_of(output)):
         key = storage_key(t)
@@ -99,13 +107,21 @@ def _identities(
     return here
 
 
+def _owned(function: Function) -> set[int]:
+    """The storages of the parameters and buffers of ``function``."""
+    if not isinstance(function, torch.nn.Module):
+        return set()
+    return {storage_key(t) for t in (*function.parameters(), *function.buffers())}
+
+
 @dataclass
 class _Saved:
-    """What autograd saves in a run: bytes beside input, output and parameters, and whether those two are saved."""
+    """What stays of a run: bytes beside input, output and parameters, and whether autograd saves those two."""
 
     private: int
     keeps_input: bool
     keeps_output: bool
+    lasting: int = 0  # of ``private`` what is no saved tensor, and may stay as long as the graph
 
 
 class _Probe:
@@ -120,25 +136,33 @@ class _Probe:
         self.anchor = torch.zeros((), requires_grad=True)
 
     def warm_up(self, i: int, name: str) -> None:
-        """First use of the kernels; whether the stage leaves its input alone."""
+        """First use of the kernels; whether the stage leaves its input alone, and can draw the same numbers again."""
         x = _mapped(lambda t: t.detach(), self.x)
-        versions = [t._version for t in tensors_of(x)]
+        versions, states = versions_of(x), states_beside_torch()
         with torch.no_grad():
-            self.function(x)
-        if versions != [t._version for t in tensors_of(x)]:
+            output = self.function(x)
+        if versions != versions_of(x):
             raise InputError(in_place_message(i, name))
+        drawn = [library for library, state in states_beside_torch().items() if state != states[library]]
+        if drawn and self.preserve_rng_state:
+            raise InputError(
+                f"layer {i} ({name}) draws from {drawn[0]}, where it would draw other numbers when it runs again: draw "
+                "with torch instead (torch.rand(()) < p)"
+            )
+        check_tensors(output, f"layer {i} ({name}) returns")
 
     def measure(self, name: str) -> tuple[rotor_chain.Stage, Any, tuple[frozenset[int], ...]]:
         """The stage's figures, its output for the next one, and what its ways keep."""
         again = Stage(self.function, self.preserve_rng_state)
         again.first(self.x, _unwanted)  # learns which buffers change
         again = Stage(self.function, self.preserve_rng_state)
-        output, pass_peak, _ = measure_memory(lambda: again.first(self.x, _unwanted), self.device)
-        held = [t for t in (*again.generators.values(), *again.buffers.values()) if t.device == self.device]
-        state = sum(t.nbytes for t in held)  # the state of a CUDA generator lies in the host's memory
-        saved = self._saved()
+        output, pass_peak, state = self._memory(lambda: again.first(self.x, _unwanted))
+        state = max(0, state - self._fresh(output))  # generators, buffers, and what no slot can hold
+        run, kept_peak, kept = self._memory(self._run)
+        saved = self._saved(kept - self._fresh(run))
+        del run
         stop_peak = self._fill_peak(again, False)
-        kept_peak = max(measure_memory(self._run, self.device)[1], self._fill_peak(again, True))
+        kept_peak = max(kept_peak, self._fill_peak(again, True))
         incoming, backward_peak, input_gradient, parameter_gradients = self._backward(output)
         forward, tail, backward = self._counted() if self.costs == "flops" else self._times()
         ways, keeps = [Way(saved.private, kept_peak, saved.private)], [frozenset[int]()]
@@ -154,7 +178,7 @@ class _Probe:
             stop_peak,
             backward_peak - incoming,
             input_gradient,
-            parameter_gradients,
+            parameter_gradients + saved.lasting,
             tuple(ways),
             saved.keeps_input,
             saved.keeps_output,
@@ -191,23 +215,44 @@ class _Probe:
 
     def _partial_way(self, keep: frozenset[int], held: int, refilled: int, left: int, state: int) -> Way:
         stage = Stage(self.function, self.preserve_rng_state)
-        _, first_peak, _ = measure_memory(lambda: stage.first(self.x, _unwanted, keep), self.device)
+        _, first_peak, _ = self._memory(lambda: stage.first(self.x, _unwanted, keep))
         stage.clear()
-        _, again_peak, _ = measure_memory(lambda: stage.skim(self.x, keep), self.device)
+        _, again_peak, _ = self._memory(lambda: stage.skim(self.x, keep))
         stage.clear()
-        _, refill_peak = measure_after(lambda: stage.skim(self.x, keep), lambda _: stage.refill(), self.device)
+
+        def skim() -> None:
+            stage.skim(self.x, keep)
+            torch.clear_autocast_cache()
+
+        _, refill_peak = measure_after(skim, lambda _: stage.refill(), self.device)
         stage.clear()
         return Way(held, max(first_peak - state, again_peak), refilled, left, refill_peak)
+
+    def _memory(self, function: Callable[[], Any]) -> tuple[Any, int, int]:
+        """(result, peak, net) of ``function`` in bytes.
+
+        What stays includes the low-precision copies of weights that autocast caches, and tensors that a custom
+        ``autograd.Function`` keeps in its ``ctx``: neither is a saved tensor that can be dropped.
+        """
+        torch.clear_autocast_cache()
+        return measure_memory(function, self.device)
+
+    def _fresh(self, output: Any) -> int:
+        """Bytes of an output that the run allocated."""
+        old = _owned(self.function) | {storage_key(t) for t in tensors_of(self.x)}
+        sizes = {storage_key(t): storage_bytes(t) for t in tensors_of(output)}
+        return sum(size for key, size in sizes.items() if key not in old)
 
     def _run(self) -> Any:
         return self.function(self.x)
 
     def _fill_peak(self, stage: Stage, wanted: bool) -> int:
-        peak = measure_memory(lambda: stage.fill(self.x, wanted), self.device)[1]
+        peak = self._memory(lambda: stage.fill(self.x, wanted))[1]
         stage.clear()
         return peak
 
-    def _saved(self) -> _Saved:
+    def _saved(self, stays: int = 0) -> _Saved:
+        """Of a run of which ``stays`` bytes stay beside the output, as far as they are new."""
         found: dict[int, torch.Tensor] = {}
 
         def pack(t: torch.Tensor) -> torch.Tensor:
@@ -216,13 +261,14 @@ class _Probe:
 
         with saved_tensors_hooks(pack, lambda t: t):
             output = self._run()
-        owned: set[int] = set()
-        if isinstance(self.function, torch.nn.Module):
-            owned = {storage_key(t) for t in (*self.function.parameters(), *self.function.buffers())}
+        owned = _owned(self.function)
         inputs = {storage_key(t) for t in tensors_of(self.x)}
         outputs = {storage_key(t) for t in tensors_of(output)}
         private = {k: storage_bytes(t) for k, t in found.items() if k not in owned | inputs | outputs}
-        return _Saved(sum(private.values()), bool(inputs & found.keys()), bool((outputs - inputs) & found.keys()))
+        size = sum(private.values())
+        lasting = max(0, stays - size)
+        keeps_input, keeps_output = bool(inputs & found.keys()), bool((outputs - inputs) & found.keys())
+        return _Saved(size + lasting, keeps_input, keeps_output, lasting)
 
     def _backward(self, output: Any) -> tuple[int, int, int, int]:
         """Bytes of the incoming gradient, the peak with it, of the input's and of the parameters' gradients."""

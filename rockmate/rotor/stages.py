@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from rkgb.randomness import random_state, set_random_state
+from rkgb.randomness import Drawn, own_generators, random_state, set_random_state
 from rockmate.rotor.selective import Keep, Kept, Replay, storage_key
 
 Function = Callable[[Any], Any]
@@ -62,6 +62,38 @@ class Fixed:
     version: int
 
 
+@dataclass(frozen=True)
+class Held:
+    """A value from which a stage runs again, and its versions: a change in place would make another value of it."""
+
+    value: Any
+    versions: list[int]
+
+    @classmethod
+    def of(cls, x: Any) -> Held:
+        """``x`` without its history, as it is now."""
+        value = detached(x)
+        return cls(value, versions_of(value))
+
+    def read(self, name: str) -> Any:
+        """The value; ``name`` is the stage's. Raises ``RuntimeError`` if it was changed."""
+        if versions_of(self.value) != self.versions:
+            raise RuntimeError(
+                f"the input of {name} was changed in place between forward and backward, and the layer has to run "
+                "again from it: change a copy of it, or call backward first"
+            )
+        return self.value
+
+
+def versions_of(value: Any) -> list[int]:
+    """The version counters of the tensors in ``value``; those of inference mode have none."""
+    return [_version(t) for t in tensors_of(value)]
+
+
+def _version(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a stage's input or output."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -83,14 +115,15 @@ class Stage:
     function: Function
     preserve_rng_state: bool
     slots: list[torch.Tensor | None] = field(default_factory=list)
-    generators: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    generators: dict[Drawn, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     autocasts: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     autocast_cache: bool = True
-    versions: list[int] = field(default_factory=list)
+    owned: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    saved_by_autograd: bool = False
     finished: bool = False
     kept: Kept = field(default_factory=Kept)
-    input: Any = None
+    input: Held | None = None
     given: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
 
     @property
@@ -102,7 +135,7 @@ class Stage:
 
         If results are to be kept, so is the input, for ``refill``.
         """
-        self._remember_modes(x)
+        self._remember(x)
         generators = generator_states(self.function, x) if self.preserve_rng_state else {}
         before = _Buffers(self.function)
         fixed = self._fixed({})
@@ -112,6 +145,12 @@ class Stage:
         self.buffers = before.changed()
         self.given = [None] * len(self.slots)
         return output
+
+    def keep_all(self, x: Any) -> Any:
+        """The output, with history; autograd itself saves what the backward reads."""
+        self._remember(x)
+        self.saved_by_autograd = True
+        return self.function(x)
 
     def fill(self, x: Any, wanted: bool) -> Any:
         """Run again from the detached input ``x`` into the slots. The detached output if ``wanted``, else None."""
@@ -132,7 +171,8 @@ class Stage:
 
     def refill(self) -> None:
         """Run again from the kept input and results into the slots."""
-        x, self.input = self.input, None
+        assert self.input is not None
+        x, self.input = self.input.read(self.name), None
         kept, self.kept = self.kept, Kept()
         with Replay(kept):
             self.fill(x, False)
@@ -145,7 +185,7 @@ class Stage:
     def _keeping(self, x: Any, keep: frozenset[int]) -> AbstractContextManager[Any]:
         if not keep:
             return nullcontext()
-        self.input, self.kept = detached(x), Kept()
+        self.input, self.kept = Held.of(x), Kept()
         return Keep(keep, self.kept)
 
     def taken(self, index: int) -> torch.Tensor | None:
@@ -171,32 +211,45 @@ class Stage:
 
     def _again(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
         if self.finished:
-            raise RuntimeError(
-                f"a second backward needs {self.name} to run again, but the random state (or buffers) of its first run "
-                "are gone: they go with the first backward. Call forward again instead of using retain_graph"
-            )
-        if self.versions != parameter_versions(self.function):
-            raise RuntimeError(
-                f"a parameter of {self.name} was changed in place between forward and backward, and the layer has to "
-                "run again: call backward before optimizer.step()"
-            )
-        scratch = self._scratch()
-        fixed = self._fixed(scratch)
+            raise RuntimeError(self._gone())
+        instead = self._scratch()
+        self._check_owned(instead)
+        instead = self._replaced() | instead
+        fixed = self._fixed(instead)
         x = detached(x)  # autograd may hold on to the input of this run, not to ours
 
         def packed(t: torch.Tensor) -> None:
             if storage_key(t) not in fixed:
                 pack(t)
 
-        with self._modes(), saved_tensors_hooks(packed, _lost):
+        with self._modes(x), saved_tensors_hooks(packed, _lost):
             try:
-                if scratch and isinstance(self.function, torch.nn.Module):
-                    output = functional_call(self.function, scratch, (x,), strict=False)
+                if instead and isinstance(self.function, torch.nn.Module):
+                    output = functional_call(self.function, instead, (x,), strict=False)
                 else:
                     output = self.function(x)
             except Stop:
                 return None
         return detached(output)
+
+    def _gone(self) -> str:
+        return (
+            f"a second backward needs {self.name} to run again, but the random state (or buffers) of its first run "
+            "are gone: they go with the first backward. Call forward again instead of using retain_graph"
+        )
+
+    def _check_owned(self, scratch: dict[str, torch.Tensor]) -> None:
+        for name, (t, version) in self.owned.items():
+            if _version(t) != version and name not in scratch:
+                raise RuntimeError(
+                    f"{name} of {self.name} was changed in place between forward and backward, and the layer has to "
+                    "run again: call backward before optimizer.step()"
+                )
+
+    def _replaced(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of the first run that are others by now (``torch.func.functional_call``)."""
+        now = _owned(self.function)
+        return {name: t for name, (t, _) in self.owned.items() if now.get(name) is not t}
 
     def _fixed(self, scratch: dict[str, torch.Tensor]) -> set[int]:
         if not isinstance(self.function, torch.nn.Module):
@@ -211,29 +264,39 @@ class Stage:
         current = dict(self.function.named_buffers())
         return {name: t.clone() for name, t in (statistics_of(self.function, current) | self.buffers).items()}
 
-    def _remember_modes(self, x: Any) -> None:
+    def _remember(self, x: Any) -> None:
         kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensors_of(x))])
         self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.versions = parameter_versions(self.function)
+        self.owned = {name: (t, _version(t)) for name, t in _owned(self.function).items()}
 
     @contextmanager
-    def _modes(self) -> Iterator[None]:
-        """Grad mode, autocast and generators as in the first run; the outer stream of random numbers goes on."""
+    def _modes(self, x: Any) -> Iterator[None]:
+        """Grad mode, autocast and generators as in the first run; the outer stream of random numbers goes on.
+
+        Raises ``RuntimeError`` if the run draws random numbers and nobody knows where the first one began.
+        """
+        unknown = self.saved_by_autograd and self.preserve_rng_state
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for kind, enabled, dtype in self.autocasts:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
                 )
-            outer = {device: random_state(device) for device in self.generators}
-            for device, state in self.generators.items():
-                set_random_state(device, state)
+            outer = {source: random_state(source) for source in self.generators}
+            if unknown:
+                outer = generator_states(self.function, x)
+            for source, state in self.generators.items():
+                set_random_state(source, state)
+            drawn = False
             try:
                 yield
             finally:
-                for device, state in outer.items():
-                    set_random_state(device, state)
+                for source, state in outer.items():
+                    drawn = drawn or not torch.equal(state, random_state(source))
+                    set_random_state(source, state)
+            if unknown and drawn:
+                raise RuntimeError(self._gone())
 
 
 class _Buffers:
@@ -283,16 +346,19 @@ def statistics_of(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> 
     return {name: buffers[name] for name in names if name in buffers}
 
 
-def parameter_versions(function: Function) -> list[int]:
-    """The version counters of a function's parameters, which in-place changes increase."""
-    return [p._version for p in function.parameters()] if isinstance(function, torch.nn.Module) else []
+def _owned(function: Function) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a function, by name."""
+    if not isinstance(function, torch.nn.Module):
+        return {}
+    return {**dict(function.named_parameters()), **dict(function.named_buffers())}
 
 
-def generator_states(function: Function, x: Any) -> dict[torch.device, torch.Tensor]:
-    """The states of the default generators of the CPU and of all other devices in reach."""
-    owned = function.parameters() if isinstance(function, torch.nn.Module) else ()
-    devices = {t.device for t in (*tensors_of(x), *owned)} | {torch.device("cpu")}
-    return {device: random_state(device) for device in devices}
+def generator_states(function: Function, x: Any) -> dict[Drawn, torch.Tensor]:
+    """The states of the default generators of the CPU and of all other devices in reach, and of the function's own."""
+    module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
+    devices = {t.device for t in (*tensors_of(x), *module.parameters())} | {torch.device("cpu")}
+    sources: list[Drawn] = [*devices, *own_generators(module)]
+    return {source: random_state(source) for source in sources}
 
 
 def _unpack(packed: Slot | Fixed) -> torch.Tensor:

@@ -1,0 +1,334 @@
+"""rotor where something changes: between forward and backward, after measuring, or beside what autograd saves."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, measure_peak, rotor
+
+
+def model(width: int = 32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+
+def x(rows: int = 256) -> torch.Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(0))
+
+
+def least(m: nn.Module, sample: Any) -> rotor.Checkpointable:
+    """With the smallest limit that can be met."""
+    chk = rotor.Checkpointable(m, sample, costs="flops")
+    with pytest.raises(InfeasibleBudgetError) as error:
+        chk.compute_sequence(100)
+    chk.compute_sequence(error.value.min_budget)
+    return chk
+
+
+def same(ours: Any, eager: Any) -> bool:
+    return all(map(torch.equal, ours, eager))
+
+
+def assert_in_limit(chk: rotor.Checkpointable, step: Callable[[], None]) -> None:
+    step()
+    chk.zero_grad()
+    assert chk.mem_limit is not None
+    assert measure_peak(step) <= chk.mem_limit
+
+
+def test_parameters_of_the_forward_are_those_of_the_backward() -> None:
+    """Of functional_call, and where layers get other parameters before the backward."""
+    m = model()
+    eager, chk = copy.deepcopy(m), least(m, x())
+    values = {name: (p.detach() + 0.1).requires_grad_() for name, p in m.named_parameters()}
+    ours = functional_call(chk, {f"model.{name}": p for name, p in values.items()}, (x(),))
+    wanted = functional_call(eager, values, (x(),))
+    parameters = list(values.values())
+    assert same(torch.autograd.grad(ours.sum(), parameters), torch.autograd.grad(wanted.sum(), parameters))
+    found = []
+    for run, owner in ((chk, m), (eager, eager)):
+        parameters = list(owner.parameters())
+        loss = run(x()).sum()
+        owner.load_state_dict({n: 2 * p for n, p in owner.state_dict().items()}, assign=True)
+        found.append(torch.autograd.grad(loss, parameters))
+    assert same(*found)
+
+
+def test_an_input_changed_before_the_backward_is_refused() -> None:
+    for part in (0, 1):  # whether the backward of the first layer reads its input
+        chk = least(nn.Sequential(*([nn.Flatten(), nn.Tanh()] * part), *model()), x())
+        inputs = x()
+        loss = chk(inputs).sum()
+        inputs.zero_()
+        with pytest.raises(RuntimeError, match=r"the input of \w+ was changed in place.*change a copy"):
+            loss.backward()
+
+
+class Shifted(nn.Module):
+    """Its backward reads the output, and not the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.register_buffer("shift", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x) + self.shift)
+
+
+def test_a_buffer_changed_before_the_backward_is_refused() -> None:
+    m = nn.Sequential(*(Shifted() for _ in range(4)))
+    loss = least(m, x())(x()).sum()
+    m[1].shift.zero_()
+    with pytest.raises(RuntimeError, match="shift of Shifted was changed in place"):
+        loss.backward()
+
+
+def test_a_buffer_replaced_before_the_backward() -> None:
+    m = nn.Sequential(*(Shifted() for _ in range(4)))
+    eager = copy.deepcopy(m)
+    found = []
+    for run, owner in ((least(m, x()), m), (eager, eager)):
+        loss = run(x()).sum()
+        for layer in owner:
+            layer.shift = torch.zeros(32)
+        found.append(torch.autograd.grad(loss, list(owner.parameters())))
+    assert same(*found)
+
+
+def test_stages_that_autograd_kept_can_run_again() -> None:
+    """A second backward runs the chain from its start, through layers that ran by Fe."""
+    for make in (model, lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), *model())):
+        m = make()
+        eager = copy.deepcopy(m)
+        chk = rotor.Checkpointable(m, x(), 2**30, costs="flops")
+        end = len(m) - 1
+        kept = ", ".join(f"Fe_{i}" for i in range(end))
+        backward = ", ".join(f"B_{i}" for i in reversed(range(end)))
+        chk.sequence = rotor.Sequence.parse(f"{kept}, Fck_{end}, Loss, Fe_{end}, B_{end}, {backward}")
+        for run in (chk, eager):
+            loss = run(x()).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert same([p.grad for p in m.parameters()], [p.grad for p in eager.parameters()])
+        assert same(m.buffers(), eager.buffers())
+
+
+def test_a_random_stage_that_autograd_kept_cannot() -> None:
+    m = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Tanh(), nn.Tanh())
+    chk = rotor.Checkpointable(m, x(), 2**30, costs="flops")
+    chk.sequence = rotor.Sequence.parse("Fe_0, Fe_1, Fe_2, Fck_3, Loss, Fe_3, B_3, B_2, B_1, B_0")
+    loss = chk(x()).sum()
+    loss.backward(retain_graph=True)
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="a second backward needs Dropout to run again"):
+        loss.backward()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(32, 32), torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) * torch.rand(x.shape, generator=self.generator)
+
+
+def test_generators_of_layers() -> None:
+    m = nn.Sequential(*(Noise() for _ in range(5)))
+    chk = least(m, x())
+    found = []
+    for run in (chk, m):
+        m.zero_grad()
+        for layer in m:
+            layer.generator.manual_seed(1)
+        run(x()).sum().backward()
+        found.append([*(p.grad for p in m.parameters()), *(layer.generator.get_state() for layer in m)])
+    assert same(*found)
+
+
+class Draws(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * self.draw()
+
+
+def test_layers_that_draw_beside_torch_are_refused() -> None:
+    for draw, library in ((random.random, "Python's"), (lambda: float(numpy.random.rand()), "NumPy's")):
+        m = nn.Sequential(nn.Linear(32, 32), Draws(draw))
+        with pytest.raises(InputError, match=rf"layer 1 \(1\) draws from {library} random module.*torch\.rand"):
+            rotor.Checkpointable(m, x(), 2**30)
+        rotor.Checkpointable(m, x(), 2**30, preserve_rng_state=False)
+
+
+class Hoard(torch.autograd.Function):
+    """Keeps a tensor where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.factor = 2 * x
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.factor
+
+
+class Hoarding(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Hoard.apply(x)
+        return y
+
+
+def test_what_custom_functions_keep_counts() -> None:
+    inputs = x()
+    chk = least(nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(32, 32), Hoarding()))), inputs)
+    assert_in_limit(chk, lambda: F.l1_loss(chk(inputs), inputs).backward())
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def test_copies_of_weights_that_autocast_caches_count() -> None:
+    torch.manual_seed(0)
+    m = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    inputs, target = torch.ones(256, 64), torch.zeros(256, 64)
+    with autocast():
+        chk = least(m, inputs)
+
+    def step() -> None:
+        with autocast():
+            y = chk(inputs)
+        F.l1_loss(y.float(), target).backward()
+
+    assert_in_limit(chk, step)
+
+
+def test_a_call_that_may_need_more_is_measured_anew() -> None:
+    def thawed(m: nn.Sequential) -> None:
+        m.requires_grad_(True)
+
+    def exchanged(m: nn.Sequential) -> None:
+        m[3] = nn.Sequential(nn.GELU(), nn.Linear(32, 32))
+
+    def training(m: nn.Sequential) -> None:
+        m[5].train()
+
+    for change in (thawed, exchanged, training):
+        m = model()
+        m[5] = nn.Dropout(0.5).eval()
+        if change is thawed:
+            m[:8].requires_grad_(False)
+        chk = least(m, x())
+        before, limit = chk.chain, chk.mem_limit
+        change(m)
+        eager = copy.deepcopy(m)
+        chk.mem_limit = 2 * limit
+        for run in (chk, eager):
+            torch.manual_seed(0)
+            run(x()).sum().backward()
+        assert chk.chain is not before
+        assert same([p.grad for p in m.parameters()], [p.grad for p in eager.parameters()])
+
+
+def test_layers_keep_their_modes() -> None:
+    m = model()
+    m[1].eval()
+    chk = rotor.Checkpointable(m)
+    assert chk.training and not m[1].training and not rotor.Checkpointable(m.eval()).training
+
+
+def test_another_autocast_is_measured_anew() -> None:
+    chk = rotor.Checkpointable(model(), x(), 2**20, costs="flops")
+    chains = [chk.chain]
+    for _ in range(2):
+        with autocast():
+            chk(x())
+        chains.append(chk.chain)
+    assert chains[0] is not chains[1] is chains[2]
+
+
+def test_a_call_that_needs_less_is_not() -> None:
+    m = model()
+    chk = rotor.Checkpointable(m, x(), 2**20, costs="flops")
+    chain = chk.chain
+    m[0].requires_grad_(False)
+    chk(x()).sum().backward()
+    copied = copy.deepcopy(chk)
+    copied(x()[:5]).sum().backward()
+    assert chk.chain is chain and copied.sequence is not None and copied.sequence == chk.sequence
+
+
+def test_sparse_gradients() -> None:
+    m = nn.Sequential(nn.Embedding(50, 32, sparse=True), *model())
+    eager, tokens = copy.deepcopy(m), torch.arange(40).view(4, 10)
+    for run in (least(m, tokens), eager):
+        run(tokens).sum().backward()
+    assert torch.equal(m[0].weight.grad.to_dense(), eager[0].weight.grad.to_dense())
+    assert same([p.grad for p in m[1:].parameters()], [p.grad for p in eager[1:].parameters()])
+
+
+class Sparse(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to_sparse()
+
+
+def test_what_has_no_memory_to_count_is_refused() -> None:
+    for wrong, where in (
+        (lambda: rotor.Checkpointable(model(), x().to("meta")), "the sample is a tensor on the meta device"),
+        (lambda: rotor.Checkpointable(model().to("meta"), x()), "a parameter is a tensor on the meta device"),
+        (lambda: rotor.Checkpointable(model(), x().to_sparse()), r"the sample is a tensor of the layout torch\.sparse"),
+        (lambda: rotor.Checkpointable(nn.Sequential(Sparse()), x()), r"layer 0 \(0\) returns a tensor of the layout"),
+    ):
+        with pytest.raises(InputError, match=where):
+            wrong()
+
+
+def test_a_checkpointable_within_another_is_refused() -> None:
+    inner = rotor.Checkpointable(model(), mem_limit=2**20)
+    with pytest.raises(InputError, match="layer 1 is or has a Checkpointable"):
+        rotor.Checkpointable(nn.Sequential(nn.Linear(32, 32), inner), x())
+
+
+@pytest.mark.parametrize("wrong", [1.5, "500", None])
+def test_numbers_that_are_none(wrong: Any) -> None:
+    with pytest.raises(InputError, match=r"mem_slots is .*: give a whole number"):
+        rotor.Checkpointable(model(), mem_slots=wrong)
+    with pytest.raises(InputError, match=r"loss_tmp_memory_usage is .*: give a whole number"):
+        rotor.Checkpointable(model(), loss_tmp_memory_usage=wrong)
+    with pytest.raises(InputError, match=r"loss_tmp_memory_usage is -1: bytes cannot be negative"):
+        rotor.Checkpointable(model(), loss_tmp_memory_usage=-1)
+
+
+def test_under_transforms_the_model_itself_runs() -> None:
+    m = model()
+    chk = least(m, x())
+    with pytest.warns(BudgetWarning, match="the model itself runs"):
+        ours = torch.func.grad(lambda inputs: chk(inputs).sum())(x())
+    assert torch.equal(ours, torch.func.grad(lambda inputs: m(inputs).sum())(x()))
+
+
+def test_measuring_within_a_checkpoint() -> None:
+    m = model()
+    eager, chk = copy.deepcopy(m), rotor.Checkpointable(m, mem_limit=2**20, costs="flops")
+    for run in (chk, eager):
+        checkpoint(run, x().requires_grad_(), use_reentrant=False).sum().backward()
+    assert same([p.grad for p in m.parameters()], [p.grad for p in eager.parameters()])
