@@ -22,3 +22,12 @@ class InfeasibleError(SolverError):
         super().__init__(message)
         self.min_budget = min_budget
         self.step = step
+
+
+def check_whole(where: str, **figures: object) -> None:
+    """Raise ``ProblemError`` for the first of ``figures`` that is no whole number from 0; ``where`` is what has it."""
+    for name, figure in figures.items():
+        if type(figure) is not int:
+            raise ProblemError(f"{where}: {name} is {figure!r}; expected an int")
+        if figure < 0:
+            raise ProblemError(f"{where} has a negative {name}, {figure}")

@@ -36,6 +36,7 @@ def write_problem(problem: Any, path: str | Path) -> None:
     if type(problem) not in names:
         known = ", ".join(cls.__name__ for cls in KINDS.values())
         raise ProblemError(f"cannot write a {type(problem).__name__}; a problem is one of: {known}")
+    problem.verify()
     content = {"format": FORMAT, "version": VERSION, "kind": names[type(problem)], **asdict(problem)}
     text = json.dumps(content, default=sorted, separators=(",", ":"), allow_nan=False)
     Path(path).write_text(text + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from solvers.errors import ProblemError
+from solvers.errors import ProblemError, check_whole
 from solvers.schedule import Del, Run, Schedule, Step
 
 
@@ -53,9 +53,10 @@ class GraphProblem:
         if self.scale < 1:
             raise ProblemError(f"the scale is {self.scale}; it is at least 1")
         for i, node in enumerate(self.nodes):
-            if min(node.time, node.size, node.transient) < 0:
-                raise ProblemError(f"node {i} ({node.name}) has a negative time or size")
+            where = f"node {i} ({node.name})"
+            check_whole(where, time=node.time, size=node.size, transient=node.transient)
             for j in node.reads:
+                check_whole(where, reference=j)
                 if not 0 <= j < i:
                     raise ProblemError(f"node {i} ({node.name}) reads node {j}, which is not an earlier node")
             if len(set(node.reads)) < len(node.reads):

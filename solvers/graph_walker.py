@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from solvers.errors import ScheduleError
+from solvers.errors import ProblemError, ScheduleError
 from solvers.graph import GraphProblem
 from solvers.schedule import Del, Run, Schedule
 
@@ -32,7 +32,14 @@ class GraphWalk:
 
 
 def walk_graph(problem: GraphProblem, schedule: Schedule) -> GraphWalk:
-    """Check ``schedule`` and return its costs; ``ScheduleError`` names the first step that is forbidden."""
+    """Check ``schedule`` and return its costs; ``ScheduleError`` names the first step that is forbidden.
+
+    ``ProblemError`` for what is no ``GraphProblem`` (``walk`` walks a ``Problem``).
+    """
+    if not isinstance(problem, GraphProblem):
+        raise ProblemError(
+            f"walk_graph takes a GraphProblem; for a {type(problem).__name__} there may be another: walk"
+        )
     nodes = problem.nodes
     live: set[int] = set()
     missing = set(range(len(nodes)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from solvers.errors import ProblemError
+from solvers.errors import ProblemError, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,11 @@ class Problem:
     """A training step: nodes in topological order, then the loss, then backwards in reverse order.
 
     Invariants (checked by ``verify``): a node reads data of earlier nodes only; every datum is made
-    by its owner; backwards read data that exist; blocks partition the nodes in order. ``held`` data
-    are live from their first making to the end (outputs, which the caller holds). ``loss`` is the
-    most that the caller's loss allocates between the phases, the gradients of the outputs included.
+    by its owner; backwards read data that exist; figures are whole numbers from 0; blocks partition
+    the nodes in order, and those of one kind have as many nodes, with backwards at the same places.
+    ``held`` data are live from their first making to the end (outputs, which the caller holds).
+    ``loss`` is the most that the caller's loss allocates between the phases, the gradients of the
+    outputs included.
     """
 
     nodes: tuple[Node, ...]
@@ -100,24 +102,33 @@ class Problem:
         for d, datum in enumerate(self.data):
             if d not in self.nodes[datum.owner].makes:
                 raise ProblemError(f"data {d} ({datum.name}) is not made by its owner {datum.owner}")
-            if datum.size < 0:
-                raise ProblemError(f"data {d} ({datum.name}) has a negative size")
+        check_whole("the problem", loss=self.loss)
+        self._verify_blocks()
+
+    def _verify_blocks(self) -> None:
         at = 0
+        first: dict[int, tuple[Block, list[bool]]] = {}
         for block in self.blocks:
             if block.start != at or block.stop <= at:
                 raise ProblemError(f"block {block} does not continue at node {at}")
             at = block.stop
+            backwards = [node.backward is not None for node in self.nodes[block.start : block.stop]]
+            other, wanted = first.setdefault(block.kind, (block, backwards))
+            if backwards != wanted:
+                raise ProblemError(f"{block} and {other} are of one kind, but their nodes or backwards do not match")
         if at != len(self.nodes):
             raise ProblemError(f"blocks end at node {at} of {len(self.nodes)}")
 
     def _verify_references(self) -> None:
         """Every position refers to something that exists."""
         for d, datum in enumerate(self.data):
+            check_whole(f"data {d} ({datum.name})", size=datum.size, owner=datum.owner)
             if not 0 <= datum.owner < len(self.nodes):
                 raise ProblemError(f"data {d} ({datum.name}) has the owner {datum.owner}, which does not exist")
         held = ((d, "the held data") for d in sorted(self.held))
         read = ((d, n.name) for n in self.nodes for d in n.reads + n.makes + (n.backward.reads if n.backward else ()))
         for d, where in (*held, *read):
+            check_whole(where, reference=d)
             if not 0 <= d < len(self.data):
                 raise ProblemError(f"{where}: there is no data {d}")
 
@@ -129,8 +140,7 @@ class Problem:
         for d in node.reads:
             if self.data[d].owner >= i:
                 raise ProblemError(f"node {i} ({node.name}) reads {self.data[d].name}, which no earlier node makes")
-        if min(node.time, node.peak, node.rng) < 0:
-            raise ProblemError(f"node {i} ({node.name}) has a negative time or size")
+        check_whole(f"node {i} ({node.name})", time=node.time, peak=node.peak, rng=node.rng)
         if node.peak < sum(self.data[d].size for d in node.makes):
             raise ProblemError(f"node {i} ({node.name}): peak is less than the bytes it makes")
         if node.backward:
@@ -138,7 +148,9 @@ class Problem:
 
     def _verify_backward(self, i: int, backward: Backward) -> None:
         name = self.nodes[i].name
-        if not backward.peak >= max(backward.before, backward.after) >= 0:
+        figures = {"time": backward.time, "before": backward.before, "peak": backward.peak, "after": backward.after}
+        check_whole(f"the backward of node {i} ({name})", **figures)
+        if backward.peak < max(backward.before, backward.after):
             raise ProblemError(f"node {i} ({name}): backward peak below its gradients")
         for d in backward.reads:
             if self.data[d].owner > i:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 from solvers.errors import ProblemError, ScheduleError, SolverError
@@ -99,8 +100,10 @@ KINDS: dict[type, Kind] = {}
 def register(problem: type, name: str) -> Callable[[SolverFunction], SolverFunction]:
     """Decorator: make a solver of ``problem`` known as ``name``; every kind has one named ``auto``."""
 
+    kind = _kind(problem)
+
     def known(function: SolverFunction) -> SolverFunction:
-        KINDS[problem].solvers[name] = function
+        kind.solvers[name] = function
         return function
 
     return known
@@ -124,11 +127,11 @@ def _check(budget: object, time_limit: float, threads: int, gap: float) -> None:
         raise ProblemError(f"budget={budget!r}: give whole bytes as an int")
     if budget < 0:
         raise ProblemError(f"budget={budget}: bytes cannot be negative")
-    if not time_limit > 0:
+    if not isinstance(time_limit, Real) or not time_limit > 0:
         raise ProblemError(f"time_limit={time_limit!r}: give a positive number of seconds")
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise ProblemError(f"threads={threads!r}: give a whole number from 1")
-    if not 0 <= gap < 1:
+    if not isinstance(gap, Real) or not 0 <= gap < 1:
         raise ProblemError(f"gap={gap!r}: give a fraction from 0 up to 1, such as 1e-4")
 
 
@@ -162,6 +165,8 @@ def solve(
 
 def _judged(problem: Any, kind: Kind, name: str, request: Request, answer: Answer) -> Solution:
     """The solution that ``answer`` amounts to, by the walker's figures."""
+    if not isinstance(answer, Answer):
+        raise SolverError(f"{name} returned a {type(answer).__name__}: a solver returns Answer(schedule, bound)")
     bound = max(answer.bound, kind.least(problem))
     source = answer.solver or name
     if answer.schedule is None:
@@ -177,7 +182,7 @@ def _judged(problem: Any, kind: Kind, name: str, request: Request, answer: Answe
     if judged.peak > request.budget:
         what = f"the schedule of {source} needs {format_bytes(judged.peak)} ({judged.peak} bytes)"
         reason = answer.reason or f"{what}, more than the budget of {request.budget} bytes"
-        return Solution("infeasible", reason, None, bound, None, None, request.seconds(), source)
+        return Solution("unknown", reason, None, bound, None, None, request.seconds(), source)
     if bound > judged.cost:
         raise SolverError(f"{source} claims the bound {bound} above the cost {judged.cost}, a defect of the solver")
     status = "optimal" if judged.cost - bound <= request.gap * judged.cost else "feasible"

@@ -7,6 +7,8 @@ One line per step; comments carry what the walker says and are ignored when pars
         del x                            # 1.5 MiB
         loss()                           # 2.5 MiB
         bwd.lin1(s1)                     # 3.0 MiB
+
+The schedule of a ``GraphProblem`` has ``fwd`` and ``del`` lines only; what a node makes has the node's name.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from solvers.errors import ScheduleError
-from solvers.problem import Problem
+from solvers.graph import GraphProblem
+from solvers.graph_walker import GraphWalk, walk_graph
+from solvers.problem import Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 from solvers.walker import Walk, walk
 
@@ -53,41 +57,45 @@ def unique_names(names: Iterable[str]) -> tuple[str, ...]:
 class _Names:
     """How nodes and data of one problem are written."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem | GraphProblem) -> None:
         self.nodes = unique_names(n.name for n in problem.nodes)
-        self.data = unique_names(d.name for d in problem.data)
+        self.data = self.nodes if isinstance(problem, GraphProblem) else unique_names(d.name for d in problem.data)
 
     def join(self, data: Iterable[int]) -> str:
         return ", ".join(self.data[d] for d in data)
 
 
-def _line(problem: Problem, names: _Names, step: Step) -> str:
+def _line(problem: Problem | GraphProblem, names: _Names, step: Step) -> str:
     match step:
         case Run(i) | Bwd(i) if not 0 <= i < len(problem.nodes):
             return f"{'fwd' if isinstance(step, Run) else 'bwd'}.?{i}()"
-        case Del(d) if not 0 <= d < len(problem.data):
+        case Del(d) if not 0 <= d < len(names.data):
             return f"del ?{d}"
         case Run(i):
             node = problem.nodes[i]
-            makes = f"{names.join(node.makes)} = " if node.makes else ""
+            made = node.makes if isinstance(node, Node) else (i,)
+            makes = f"{names.join(made)} = " if made else ""
             return f"{makes}fwd.{names.nodes[i]}({names.join(node.reads)})"
         case Bwd(i):
-            backward = problem.nodes[i].backward
+            node = problem.nodes[i]
+            backward = node.backward if isinstance(node, Node) else None
             return f"bwd.{names.nodes[i]}({names.join(backward.reads if backward else ())})"
         case Del(d):
             return f"del {names.data[d]}"
         case Loss():
             return "loss()"
+        case _:
+            return f"?{step!r}"
 
 
-def _walk_or_error(problem: Problem, schedule: Schedule) -> Walk | str:
+def _walk_or_error(problem: Problem | GraphProblem, schedule: Schedule) -> Walk | GraphWalk | str:
     try:
-        return walk(problem, schedule)
+        return walk_graph(problem, schedule) if isinstance(problem, GraphProblem) else walk(problem, schedule)
     except ScheduleError as error:
         return str(error)
 
 
-def format_schedule(problem: Problem, schedule: Schedule) -> str:
+def format_schedule(problem: Problem | GraphProblem, schedule: Schedule) -> str:
     """``schedule`` as a program, with the memory of each step; a forbidden one prints, with the reason."""
     names = _Names(problem)
     lines = [_line(problem, names, step) for step in schedule]
@@ -109,7 +117,7 @@ def format_schedule(problem: Problem, schedule: Schedule) -> str:
     return "\n".join(text) + "\n"
 
 
-def parse_schedule(problem: Problem, text: str) -> Schedule:
+def parse_schedule(problem: Problem | GraphProblem, text: str) -> Schedule:
     """The schedule that ``format_schedule`` printed as ``text``; ``ScheduleError`` names the line it cannot read."""
     names = _Names(problem)
     nodes = {name: i for i, name in enumerate(names.nodes)}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from solvers.errors import ScheduleError
+from solvers.errors import ProblemError, ScheduleError
 from solvers.problem import Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 
@@ -56,7 +56,12 @@ def step_name(problem: Problem, step: Step) -> str:
 
 
 def walk(problem: Problem, schedule: Schedule) -> Walk:
-    """Check ``schedule`` and return its costs; ``ScheduleError`` names the first step that is forbidden."""
+    """Check ``schedule`` and return its costs; ``ScheduleError`` names the first step that is forbidden.
+
+    ``ProblemError`` for what is no ``Problem`` (``walk_graph`` walks a ``GraphProblem``).
+    """
+    if not isinstance(problem, Problem):
+        raise ProblemError(f"walk takes a Problem; for a {type(problem).__name__} there may be another: walk_graph")
     state = _State(problem, schedule)
     timeline = tuple(state.step(at, step) for at, step in enumerate(schedule))
     state.finish(len(schedule))
@@ -103,6 +108,8 @@ class _State:
                 return self._del(d)
             case Loss():
                 return self._loss()
+            case _:
+                raise ScheduleError(f"step {at} is {step!r}: a schedule has Run, Del, Loss and Bwd steps only")
 
     def finish(self, end: int) -> None:
         """Raise unless the forward phase, the loss and every backward have been executed."""
