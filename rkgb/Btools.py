@@ -20,7 +20,7 @@ from rkgb.guards import Guard
 from rkgb.randomness import own_generators
 from rkgb.record import record
 from rkgb.respelled import constant, data_of
-from rkgb.sample import Sample, call_of
+from rkgb.sample import Sample, call_of, check_module
 from rkgb.trees import flatten, unflatten
 
 # Results that Python reads from a tensor's shape, not its data: their operations run when the graph is built.
@@ -51,11 +51,18 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     The module runs once, traced, with gradients on but nothing saved for backward; a second time where
     it uses tensors that are neither inputs nor its own, which the trace must know of. What its Python reads
-    from tensors becomes guards. Raises ``UnsupportedError`` where a trace cannot follow.
+    from tensors becomes guards. Raises ``UnsupportedError`` where a trace cannot follow, ``TypeError`` if ``model`` is
+    no module.
     """
+    check_module(model)
     leaves, in_spec = flatten((args, kwargs))
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     own = _named_tensors(model)
+    if any(t.is_meta for t in (*inputs, *own.values())):
+        raise UnsupportedError(
+            "a parameter, buffer or input is on the meta device, where nothing can be run and measured: move the model "
+            "to a device (model.to_empty(device=...)), give it its weights, and make the sample there"
+        )
     structure: list[Structure] = []
     notes: list[str] = []
 

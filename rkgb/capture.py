@@ -87,7 +87,7 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
     buffers = dict(model.named_buffers())
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
     kept = [*buffers.values(), *inputs, *(_held(model, name) for name in written)]
-    copies = [(t, t.detach().clone()) for t in kept if t.layout == torch.strided]
+    copies = [(t, t.detach().clone()) for t in kept if t.layout == torch.strided and not t.is_meta]
     counted = tuple(t for t, _ in copies if not t.is_inference())
     versions = tuple(t._version for t in counted)
     try:

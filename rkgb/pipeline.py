@@ -18,7 +18,7 @@ from rkgb.Ktools import K_graph, S_to_K
 from rkgb.measure import measure_nodes
 from rkgb.patches import TRACING
 from rkgb.render_notebook import Drawn
-from rkgb.sample import Sample, call_of
+from rkgb.sample import Sample, call_of, check_module
 from rkgb.Stools import D_to_S, cut
 from rkgb.summary import Summary, summarize
 from rkgb.trees import tensors_of
@@ -52,6 +52,7 @@ def make_S(
     report: Callable[[str, float], None] = lambda phase, part: None,
 ) -> tuple[B_graph, D_graph, S_graph]:
     """The graphs that need no costs: B, D, and S cut into blocks. Arguments as for ``make_all_graphs``."""
+    check_module(model)
     call = call_of(sample, sample_kwargs)
     report("trace", 0.0)
     with attributes_preserved(model):
@@ -76,7 +77,10 @@ def make_all_graphs(
     ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
     ``costs``: "measured", or "flops" for times from a model of the operations, the same on every run.
     ``report`` is told the phase as it starts, and now and then which part of it is done (0 to 1).
+    Raises ``TraceError`` if the module cannot be traced.
     """
+    if costs not in ("measured", "flops"):
+        raise ValueError(f'costs={costs!r}: choose "measured" (time every operation) or "flops" (same on every run)')
     with TRACING:  # counting operations sets hooks of all modules, which another thread's trace would meet
         b, d, s = make_S(model, sample, sample_kwargs, report)
         report("measure", 0.0)

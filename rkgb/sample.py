@@ -15,3 +15,9 @@ def call_of(sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> tupl
     if isinstance(sample, dict):
         return (), {**sample, **(sample_kwargs or {})}
     return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), dict(sample_kwargs or {})
+
+
+def check_module(model: object) -> None:
+    """Raise ``TypeError`` if ``model`` is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}: give a torch.nn.Module, and after it the sample")

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import rkgb
+from rkgb import UnsupportedError
 from rockmate import GraphError, InputError, Rockmate
 
 
@@ -173,3 +175,19 @@ def test_arrays_among_the_arguments_are_told_apart_by_their_contents() -> None:
     w = w.copy()
     w[100] = 0
     assert torch.equal(rk(x, w), rk.original(x, w))
+
+
+def test_graphs_of_what_is_no_module_or_has_no_values() -> None:
+    model, x = nn.Linear(8, 8), torch.ones(4, 8)
+    with pytest.raises(TypeError, match=r"the model is a Tensor: give a torch\.nn\.Module, and after it the sample"):
+        rkgb.make_all_graphs(x, model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="costs='fast': choose"):
+        rkgb.make_all_graphs(model, x, costs="fast")
+    wrong = nn.Linear(8, 8, device="meta")
+    for make in (
+        lambda: rkgb.make_all_graphs(wrong, x),
+        lambda: rkgb.make_all_graphs(model, x.to("meta")),
+        lambda: Rockmate(wrong, x.to("meta"), "1 GiB"),
+    ):
+        with pytest.raises(UnsupportedError, match=r"on the meta device.*to_empty"):
+            make()
