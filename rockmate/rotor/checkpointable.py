@@ -5,19 +5,17 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from rkgb.capture import current_mode
-from rkgb.graphs import Mode
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import Measured, check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
+from rockmate.rotor.situation import Situation
 from rockmate.rotor.stages import tensors_of
 from rockmate.surroundings import is_transformed, leave_plan, without_saved_hooks
 from solvers.errors import InfeasibleError
@@ -30,6 +28,9 @@ _SHARE_OF_FREE_MEMORY = 0.9
 # Room for the usual losses beside the outputs and their gradients, in outputs of single precision; cross entropy takes
 # one, a mean square three.
 _LOSS_OUTPUTS = 3
+# What holds in one situation; how many situations that were left are remembered.
+_OF_A_SITUATION = ("_situation", "_measured", "names", "chain", "sequence")
+_MOST_LEFT = 8
 # For the loss's numbers: its value, its gradient, counts.
 _SCALARS = 64
 
@@ -44,13 +45,14 @@ class Checkpointable(nn.Module):
     says on stderr what is planned, 2 also every operation as it runs. ``preserve_rng_state``: whether a layer that runs
     again draws the same random numbers; without it, gradients of random layers are wrong. ``loss_tmp_memory_usage``:
     bytes that the loss allocates beside the output's gradient and three times the output (in float32 at least), which
-    suffices for the usual losses. ``costs``: "measured" times every layer, "flops" models the times.
+    suffices for cross entropy and a mean square; ``((y - target) ** 2).mean()`` takes four. ``costs``: "measured" times
+    every layer, "flops" models the times.
 
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
     then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
     that may need more is measured and planned anew: with larger inputs than those measured, under another autocast,
-    with other layers, with more that requires grad. In ``eval()`` mode, without gradients, and under ``torch.func``'s
-    transforms (with a ``BudgetWarning``) the model itself runs.
+    with other layers, with more that requires grad; a few such situations are remembered. In ``eval()`` mode, without
+    gradients, and under ``torch.func``'s transforms (with a ``BudgetWarning``) the model itself runs.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
     https://hiepacs.gitlabpages.inria.fr/rotor). Raises ``InputError`` for arguments that cannot be used and for a layer
@@ -86,7 +88,8 @@ class Checkpointable(nn.Module):
         self.chain: Chain | None = None
         self.sequence: Sequence | None = None
         self._measured: Measured | None = None
-        self._situation: _Situation | None = None
+        self._situation: Situation | None = None
+        self._left: list[dict[str, Any]] = []
         self.training = model.training  # of the layers, some may be in another mode
         if custom_input is not None:
             self.measure(custom_input)
@@ -116,8 +119,9 @@ class Checkpointable(nn.Module):
             self._measured = measure_chain(
                 functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
             )
-        self._situation = _Situation.of(functions, custom_input)
+        self._situation = Situation.of(functions, custom_input)
         self.chain = self.sequence = None
+        self._left = []
 
     def build_chain(self, mem_limit: int | float | str) -> None:
         """Make ``chain`` from what was measured, in slots of ``mem_limit / mem_slots`` bytes."""
@@ -148,7 +152,12 @@ class Checkpointable(nn.Module):
         if custom_mem_limit_bytes is not None and mem_limit is not None:
             raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
         self.mem_slots = self.mem_slots if mem_slots is None else _slots(mem_slots)
-        given = next((g for g in (custom_mem_limit_bytes, mem_limit, self.mem_limit) if g is not None), None)
+        self._left = []
+        self._compute(
+            next((g for g in (custom_mem_limit_bytes, mem_limit, self.mem_limit) if g is not None), None), algo
+        )
+
+    def _compute(self, given: int | float | str | None, algo: str) -> None:
         limit = self.free_limit() if given is None else parse_budget(given)
         self.build_chain(limit)
         assert self.chain is not None
@@ -182,14 +191,25 @@ class Checkpointable(nn.Module):
             leave_plan()
             return self.model(x)
         functions = self.functions
-        if self._situation is None or not self._situation.covers(_Situation.of(functions, x)):
-            self.measure(x)
+        if self._situation is None or not self._situation.covers(Situation.of(functions, x)):
+            self._turn_to(Situation.of(functions, x), x)
         if self.sequence is None:
-            self.compute_sequence(algo=self.algo)
+            self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
         names = self.names if self.verbosity > 1 else None
         assert self._measured is not None
         return Call(functions, self.sequence, names, self.preserve_rng_state, self._measured.keeps).forward(x)
+
+    def _turn_to(self, situation: Situation, x: Any) -> None:
+        """Take what was measured and computed in a situation like this one that was left, or measure ``x``."""
+        here = {name: getattr(self, name) for name in _OF_A_SITUATION}
+        found = next((k for k in self._left if k["_situation"].covers(situation)), None)
+        left = [k for k in self._left if k is not found]
+        if found is None:
+            self.measure(x)
+        else:
+            vars(self).update(found)
+        self._left = [*([] if here["_situation"] is None else [here]), *left][:_MOST_LEFT]
 
     def walked(self) -> Walked:
         """The computed sequence on paper: peak, time, and memory at every operation. Raises if there is none."""
@@ -245,45 +265,6 @@ def _is_atomic(module: nn.Sequential) -> bool:
 def _has_hooks(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
-
-
-@dataclass(frozen=True)
-class _Situation:
-    """What the memory of a call follows from: layers and their modes, autocast, parameters, and the input.
-
-    ``wants``: which parameters and inputs require grad.
-    """
-
-    layers: tuple[tuple[nn.Module, bool], ...]
-    mode: Mode
-    kinds: tuple[tuple[torch.dtype, torch.device, int], ...]
-    wants: tuple[bool, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, functions: tuple[nn.Module, ...], x: Any) -> _Situation:
-        """That of a call of ``functions`` with ``x``."""
-        inputs = tensors_of(x)
-        tensors = [*(p for f in functions for p in f.parameters()), *inputs]
-        return cls(
-            tuple((m, m.training) for f in functions for m in f.modules()),
-            current_mode(),
-            tuple((t.dtype, t.device, t.dim()) for t in tensors),
-            tuple(t.requires_grad for t in tensors),
-            tuple(tuple(t.shape) for t in inputs),
-        )
-
-    def covers(self, other: _Situation) -> bool:
-        """Whether ``other`` needs no more memory: the same, or with a smaller batch, or less that requires grad."""
-        return (
-            (self.layers, self.mode, self.kinds) == (other.layers, other.mode, other.kinds)
-            and all(a or not b for a, b in zip(self.wants, other.wants, strict=True))
-            and all(a >= b for a, b in zip(_sizes(self.shapes), _sizes(other.shapes), strict=True))
-        )
-
-
-def _sizes(shapes: tuple[tuple[int, ...], ...]) -> list[int]:
-    return [size for shape in shapes for size in shape]
 
 
 def _whole(name: str, number: Any) -> int:

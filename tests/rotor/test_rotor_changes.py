@@ -268,13 +268,35 @@ def test_another_autocast_is_measured_anew() -> None:
 
 def test_a_call_that_needs_less_is_not() -> None:
     m = model()
-    chk = rotor.Checkpointable(m, x(), 2**20, costs="flops")
+    with torch.no_grad():
+        chk = rotor.Checkpointable(m, x(), 2**20, costs="flops")
     chain = chk.chain
     m[0].requires_grad_(False)
     chk(x()).sum().backward()
     copied = copy.deepcopy(chk)
     copied(x()[:5]).sum().backward()
     assert chk.chain is chain and copied.sequence is not None and copied.sequence == chk.sequence
+
+
+def test_situations_that_alternate_are_measured_once_each() -> None:
+    """As where two models train each other, each of them frozen in turn."""
+    m = model()
+    eager, chk = copy.deepcopy(m), rotor.Checkpointable(m, x(), 2**20, costs="flops")
+    chains = []
+    for frozen in (False, True) * 3:
+        grads = []
+        for run, owner in ((chk, m), (eager, eager)):
+            owner.requires_grad_(not frozen)
+            inputs = x().requires_grad_(frozen)
+            run(inputs).sum().backward()
+            grads.append([inputs.grad] if frozen else [p.grad for p in owner.parameters()])
+        assert same(*grads)
+        chains.append(chk.chain)
+    assert chains[0] is chains[2] is chains[4] is not chains[1] is chains[3] is chains[5]
+    chk.compute_sequence(2**19)
+    m.requires_grad_(True)
+    chk(x())
+    assert chk.chain is not chains[0] and chk.mem_limit == 2**19
 
 
 def test_sparse_gradients() -> None:

@@ -1,0 +1,52 @@
+"""What the memory of a call follows from, so that another call can be compared with the one that was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rkgb.capture import current_mode
+from rkgb.graphs import Mode
+from rockmate.rotor.stages import tensors_of
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Layers and their modes, autocast, parameters, and the input.
+
+    ``wants``: which parameters and inputs require grad.
+    """
+
+    layers: tuple[tuple[nn.Module, bool], ...]
+    mode: Mode
+    kinds: tuple[tuple[torch.dtype, torch.device, int], ...]
+    wants: tuple[bool, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, functions: tuple[nn.Module, ...], x: Any) -> Situation:
+        """That of a call of ``functions`` with ``x``."""
+        inputs = tensors_of(x)
+        tensors = [*(p for f in functions for p in f.parameters()), *inputs]
+        return cls(
+            tuple((m, m.training) for f in functions for m in f.modules()),
+            replace(current_mode(), grad=True),
+            tuple((t.dtype, t.device, t.dim()) for t in tensors),
+            tuple(t.requires_grad for t in tensors),
+            tuple(tuple(t.shape) for t in inputs),
+        )
+
+    def covers(self, other: Situation) -> bool:
+        """Whether ``other`` needs no more memory: the same, or with a smaller batch, or less that requires grad."""
+        return (
+            (self.layers, self.mode, self.kinds) == (other.layers, other.mode, other.kinds)
+            and all(a or not b for a, b in zip(self.wants, other.wants, strict=True))
+            and all(a >= b for a, b in zip(_sizes(self.shapes), _sizes(other.shapes), strict=True))
+        )
+
+
+def _sizes(shapes: tuple[tuple[int, ...], ...]) -> list[int]:
+    return [size for shape in shapes for size in shape]
