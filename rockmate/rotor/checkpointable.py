@@ -191,8 +191,10 @@ class Checkpointable(nn.Module):
             leave_plan()
             return self.model(x)
         functions = self.functions
-        if self._situation is None or not self._situation.covers(Situation.of(functions, x)):
-            self._turn_to(Situation.of(functions, x), x)
+        if self._situation is None:
+            self.measure(x)
+        elif not self._situation.covers(now := Situation.of(functions, x)):
+            self._turn_to(now, x)
         if self.sequence is None:
             self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
@@ -209,7 +211,7 @@ class Checkpointable(nn.Module):
             self.measure(x)
         else:
             vars(self).update(found)
-        self._left = [*([] if here["_situation"] is None else [here]), *left][:_MOST_LEFT]
+        self._left = [here, *left][:_MOST_LEFT]
 
     def walked(self) -> Walked:
         """The computed sequence on paper: peak, time, and memory at every operation. Raises if there is none."""

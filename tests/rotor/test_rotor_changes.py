@@ -348,6 +348,13 @@ def test_under_transforms_the_model_itself_runs() -> None:
     assert torch.equal(ours, torch.func.grad(lambda inputs: m(inputs).sum())(x()))
 
 
+def test_layers_that_get_their_parameters_in_the_first_call() -> None:
+    m = nn.Sequential(nn.LazyLinear(32), nn.Tanh(), nn.LazyLinear(8))
+    chk = rotor.Checkpointable(m, mem_limit=2**20, costs="flops")
+    chk(x()).sum().backward()
+    assert [tuple(p.grad.shape) for p in m.parameters()] == [(32, 32), (32,), (8, 32), (8,)]
+
+
 def test_measuring_within_a_checkpoint() -> None:
     m = model()
     eager, chk = copy.deepcopy(m), rotor.Checkpointable(m, mem_limit=2**20, costs="flops")
