@@ -28,8 +28,8 @@ import torch.nn.functional as F  # noqa: E402
 import rkgb  # noqa: E402
 import rockmate  # noqa: E402
 from rockmate import Rockmate  # noqa: E402
-from rockmate.compiled import compile_schedule  # noqa: E402
 from rockmate.gpt import GPT  # noqa: E402
+from rockmate.variants import program_of  # noqa: E402
 from solvers import all_baselines, parse_schedule, walk  # noqa: E402
 
 _OURS = tuple(str(Path(package.__file__ or "").parent) for package in (rkgb, rockmate))
@@ -58,7 +58,7 @@ def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> 
         last = rk._last
         assert last is not None
         plan = dataclasses.replace(last.plan, schedule=parse_schedule(last.plan.problem, program))
-        variant = dataclasses.replace(last, plan=plan, program=compile_schedule(plan.graph, plan.schedule))
+        variant = dataclasses.replace(last, plan=plan, program=program_of(plan))
         rk._cache.replace(last, variant)
         rk._last, rk.plan = variant, plan
     return rk

@@ -38,15 +38,18 @@ class Variant:
 def make_variant(planner: Planner, budget: int) -> Variant:
     """The plan for ``budget``, ready to run."""
     plan = planner.plan(budget)
-    program = compile_schedule(plan.graph, plan.schedule)
+    return Variant(planner, plan, program_of(plan), plan.graph.s.d.structure)
+
+
+def program_of(plan: Plan) -> Program:
+    """The plan's schedule as a program, which draws masks whole where it can, and knows what exceeds the budget."""
     problem = plan.problem_with_usual_loss()
     levels = walk(problem, plan.schedule).timeline
+    program = draw_whole(compile_schedule(plan.graph, plan.schedule), problem, plan.schedule, levels)
     beside = plan.predicted_peak - max(levels)
-    program = draw_whole(program, problem, plan.schedule, levels)
     peaks = peaks_of_parts(program, problem, plan.schedule, levels)
-    exceeding = frozenset(left for left, peak in peaks.items() if beside + peak > budget)
-    program = dataclasses.replace(program, exceeding=exceeding)
-    return Variant(planner, plan, program, plan.graph.s.d.structure)
+    exceeding = frozenset(left for left, peak in peaks.items() if beside + peak > plan.budget)
+    return dataclasses.replace(program, exceeding=exceeding)
 
 
 class PlanCache:
