@@ -118,8 +118,8 @@ class Program:
     ``stages``: nodes before whose backward there are steps to take, in the order of their backwards; ``before[k]``:
     these steps, with the deletions since the stage before, also those that autograd makes by itself (see ``Give``).
     ``kept``: data live when the forward phase ends; ``given``: those that autograd keeps from then on. Only data that
-    something but autograd itself will read again are tracked by the executor. ``final``: (stage, node) of each node's
-    last run.
+    something but autograd itself will read again are tracked by the executor. ``last_reader``: the node of the last
+    backward to read each datum, -1 if none does. ``final``: (stage, node) of each node's last run.
     ``segments``: (native, dead, start, stop) of runs of nodes. ``held``: sources that are attributes of modules, but
     neither parameters nor buffers. ``exceeding``: nodes of outputs whose leaving out may exceed the
     budget, the empty set for any; see ``rockmate.parts.peaks_of_parts``.
@@ -130,6 +130,7 @@ class Program:
     stages: tuple[int, ...]
     before: tuple[tuple[Run | Del | Give, ...], ...]
     given: tuple[int, ...]
+    last_reader: tuple[int, ...]
     final: frozenset[tuple[int, int]]
     kept: frozenset[int]
     data_of: dict[int, int]
@@ -214,6 +215,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         tuple(stages),
         tuple(before),
         tuple(sorted((live & tracked) - touched)),
+        _last_readers(k),
         frozenset((stage, node) for node, stage in last_run.items()),
         frozenset(live),
         data_of,
@@ -278,6 +280,16 @@ def _stages(
             before.append(tuple(pending))
             pending, wanted = [], False
     return stages, before, set(last)
+
+
+def _last_readers(k: K_graph) -> tuple[int, ...]:
+    """For each datum the node of the last backward to read it, which is the first such node; -1 if there is none."""
+    found = [-1] * len(k.data)
+    for i in reversed(range(len(k.nodes))):
+        backward = k.nodes[i].backward
+        for d in backward.reads if backward else ():
+            found[d] = i
+    return tuple(found)
 
 
 def _touched(k: K_graph, step: Run) -> dict[int, None]:

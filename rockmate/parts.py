@@ -15,12 +15,12 @@ from solvers.schedule import Bwd, Del, Loss, Run
 _FEW = 4  # outputs, of which every selection is looked at
 
 
-def steps_between(program: Program, at: int, k: int) -> Sequence[Run | Del | Give]:
-    """The steps of stages ``at`` to ``k``; what only the backwards that are left out need is not run."""
+def steps_between(program: Program, at: int, k: int, i: int) -> Sequence[Run | Del | Give]:
+    """The steps of stages ``at`` to ``k`` for the backwards from node i on; what only others need is not run."""
     steps: list[Run | Del | Give] = []
     gone: set[int] = set()  # data that nothing needs before the steps chosen so far
     for step in reversed([step for j in range(at, k + 1) for step in program.before[j]]):
-        if isinstance(step, Del):
+        if isinstance(step, Del) or (isinstance(step, Give) and not 0 <= program.last_reader[step.data] <= i):
             gone.add(step.data)
         elif isinstance(step, Run):
             made = set(program.nodes[step.node].data)
