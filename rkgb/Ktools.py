@@ -204,13 +204,22 @@ class _Buffers:
         """Bytes of all memory that holds something, and of ``others``."""
         return self.live + sum(self.size[m] for m in others if not self.holders.get(m))
 
+    def _added(self, cost: Cost, incoming: list[int | None]) -> int:
+        """What the backward adds: memory of incoming gradients goes with the last of them, unless others hold it."""
+        known = [m for m in incoming if m is not None]
+        different = len(set(known))
+        if any(self.holders.get(m) for m in known):
+            return cost.held_peak
+        if different == len(known):
+            return cost.backward_peak
+        return cost.together_peak if different == 1 and len(known) == len(incoming) else cost.held_peak
+
     def backward(self, i: int) -> tuple[int, int, int]:
         """Bytes of gradients before, at the worst moment of, and after the backward of node i."""
         node, cost = self.s.nodes[i], self.costs[i]
         before = self.live
         incoming = [self._release(node.makes[k]) for k in cost.results]
-        held = any(self.holders.get(m) for m in incoming if m is not None)
-        peak = before + (cost.held_peak if held else cost.backward_peak) - cost.incoming
+        peak = before + self._added(cost, incoming) - cost.incoming
         arrived: dict[int, int] = {}  # position in reads -> memory
         for position, gradient in sorted(enumerate(cost.inputs), key=lambda item: node.reads[item[0]] in self.uses):
             if gradient is None:  # parameters come last, as they were measured

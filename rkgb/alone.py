@@ -7,7 +7,8 @@ backward, so that autograd is their only owner, as in a whole step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,15 +40,29 @@ class _Feed(torch.autograd.Function):
     """Ends the graph; its backward makes one gradient for each result."""
 
     @staticmethod
-    def forward(ctx: Any, note: Callable[[Any], None], layouts: Layouts, *ys: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, note: Callable[[Any], None], layouts: Layouts, together: bool, *ys: torch.Tensor
+    ) -> torch.Tensor:
         ctx.note, ctx.like = note, [(y.shape, x, y.dtype, y.device) for y, x in zip(ys, layouts, strict=True)]
+        ctx.together = together
         return torch.empty((), device=ys[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        grads = tuple(gradient(*form) for form in ctx.like)
+        grads = tuple(gradients_together(ctx.like) if ctx.together else (gradient(*form) for form in ctx.like))
         ctx.note(grads)
-        return (None, None, *grads)
+        return (None, None, None, *grads)
+
+
+def gradients_together(
+    forms: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype, torch.device]],
+) -> list[torch.Tensor]:
+    """Gradients of one type that are views of one memory, as are the gradients of what ``cat`` reads."""
+    like = [gradient(shape, stride, dtype, torch.device("meta")) for shape, stride, dtype, _ in forms]
+    counts = [t.untyped_storage().nbytes() // t.element_size() for t in like]
+    starts = itertools.accumulate(counts, initial=0)
+    memory = torch.ones(sum(counts), dtype=like[0].dtype, device=forms[0][3])
+    return [memory.as_strided(t.shape, t.stride(), start) for t, start in zip(like, starts, strict=False)]
 
 
 def gradient(
@@ -121,9 +136,14 @@ def gradients_watched(model: torch.nn.Module, d: D_graph, node: S_node) -> Itera
         raise UnsupportedError(BACKWARD_INSIDE.format(what=functions[0].name, line=functions[0].line))
 
 
-def feed(note: Callable[[Any], None], run: NodeRun, results: list[torch.Tensor]) -> torch.Tensor:
-    """A tensor whose ``backward()`` gives every result that needs one its gradient; ``note`` is told of them."""
-    end: torch.Tensor = _Feed.apply(note, run.layouts, *run.ends(results))
+def feed(
+    note: Callable[[Any], None], run: NodeRun, results: list[torch.Tensor], *, together: bool = False
+) -> torch.Tensor:
+    """A tensor whose ``backward()`` gives every result that needs one its gradient; ``note`` is told of them.
+
+    ``together``: as views of one memory.
+    """
+    end: torch.Tensor = _Feed.apply(note, run.layouts, together, *run.ends(results))
     return end
 
 

@@ -48,7 +48,7 @@ class Cost:
     ``forward_peak``: the most a run allocates, results and saved tensors included. ``backward_peak``: the
     most that the backward adds to what is there when it begins, ``incoming`` bytes of result gradients included; what
     the forward saved of its own goes meanwhile, operation by operation. ``held_peak``: the same if something else holds
-    the result gradients to the end.
+    the result gradients to the end; ``together_peak``: if they are one memory, which goes with the last of them.
     ``results``: positions (in ``makes``) whose gradients go in. ``inputs``: for each position in ``reads``
     the gradient that comes out, or None. ``views``: positions in ``reads``, parameters among them, whose
     gradient comes out as a view of other memory, which autograd never adds to in place.
@@ -59,6 +59,7 @@ class Cost:
     backward_time: int = 0
     backward_peak: int = 0
     held_peak: int = 0
+    together_peak: int = 0
     incoming: int = 0
     results: tuple[int, ...] = ()
     inputs: tuple[InputGradient | None, ...] = ()
@@ -142,7 +143,12 @@ def _measure(run: NodeRun, held: tuple[int, ...], costs: str, repeat: int, other
         incoming, backward_peak = _backward_memory(run, held, lambda grads: None)
         gradients: list[Any] = []
         held_peak = _backward_memory(run, held, gradients.append)[1]
-    return Cost(times[0], forward_peak, times[1], backward_peak, held_peak, incoming, run.fed, inputs, views)
+        types = [run.d.values[run.node.makes[k]].dtype for k in run.fed]
+        together = held_peak if len(set(types)) > 1 else backward_peak
+        if len(types) > 1 and len(set(types)) == 1:
+            together = _backward_memory(run, held, lambda _: None, together=True)[1]
+    peaks = backward_peak, held_peak, together
+    return Cost(times[0], forward_peak, times[1], *peaks, incoming, run.fed, inputs, views)
 
 
 def _written(run: NodeRun, v: int) -> bool:
@@ -211,7 +217,9 @@ def _note(found: dict[int, Any], run: NodeRun, v: int, gradient: torch.Tensor | 
         found[v] = _form_of(gradient, run.leaves[v])
 
 
-def _backward_memory(run: NodeRun, held: tuple[int, ...], hold: Callable[[Any], None]) -> tuple[int, int]:
+def _backward_memory(
+    run: NodeRun, held: tuple[int, ...], hold: Callable[[Any], None], *, together: bool = False
+) -> tuple[int, int]:
     """(bytes of the gradients that go in, the most that the backward adds to what is there when it begins).
 
     ``hold`` is given the gradients that go in. What the forward saved goes as the backward goes on, except ``held``.
@@ -227,7 +235,7 @@ def _backward_memory(run: NodeRun, held: tuple[int, ...], hold: Callable[[Any], 
     def prepare() -> torch.Tensor:
         made = run.forward(outgoing.append)
         results.extend(made[k] for k in held)
-        return feed(note, run, made)
+        return feed(note, run, made, together=together)
 
     _, peak = measure_after(prepare, torch.Tensor.backward, run.device)
     return sum(sizes), peak

@@ -113,6 +113,35 @@ class Ends(nn.Module):
         return F.relu(self.norm(self.convolution(x)), inplace=True)
 
 
+class Turned(nn.Module):
+    """The gradients of its two halves, which one node makes, are views of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(self.first(x))
+        z: torch.Tensor = self.head(torch.cat([y[8:], y[:8]]))
+        return z
+
+
+def test_gradients_that_are_views_of_one_memory_go_together() -> None:
+    torch.manual_seed(0)
+    model, x = Turned(), randn(512, 16, seed=0)
+    rk = Rockmate(model, x, "1 GiB", costs="flops")
+    step = rk.plan.schedule[walk(rk.plan.problem, rk.plan.schedule).peak_step]
+    assert isinstance(step, Bwd) and rk.plan.problem.nodes[step.node].name.startswith("slice")
+
+    def train() -> None:
+        model.zero_grad()
+        out = rk(x)  # held to the end
+        square_loss(out).backward()
+
+    train()
+    assert rk.plan.predicted_peak <= measure_peak(train, "cpu") <= rk.plan.predicted_peak + 64
+
+
 def test_a_result_that_the_caller_holds_counts_to_the_end() -> None:
     torch.manual_seed(0)
     model, x = Ends(), randn(4, 3, 16, 16, seed=0)

@@ -292,7 +292,7 @@ class _Probe:
                 results = tensors_of(self.function(x))
             ends = [t for t in results if t.requires_grad]
             end: torch.Tensor = _Feed.apply(
-                lambda grads: sizes.extend(storage_bytes(g) for g in grads), [None] * len(ends), *ends
+                lambda grads: sizes.extend(storage_bytes(g) for g in grads), [None] * len(ends), False, *ends
             )
             return end
 
