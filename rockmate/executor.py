@@ -233,8 +233,8 @@ class CallState:
         if not self.retained and _graph_is_retained():
             self.retained = True
             self.leave_schedule("backward was called with retain_graph=True (or create_graph=True)")
-        self.skipped = self.skipped or k > self.at or i not in self.stage or left_out(self.slots, i)
-        foreseen = k == self.at and self.stage.get(i) == k
+        foreseen = k == self.at and i in self.stage
+        self.skipped = self.skipped or not foreseen or left_out(self.slots, i)
         steps = self.program.before[k] if foreseen else steps_between(self.program, self.at, k, i)
         staying = self.staying(i)
         with self.running_again():

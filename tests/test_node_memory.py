@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import randn, square_loss
+from models import part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -88,7 +88,7 @@ def test_predicted_peak_is_the_measured_one(name: str, fraction: float, allocate
         p.grad = torch.zeros_like(p)
     planner = make_planner(model, x, None, "flops", None)
     found = planner.frontier()
-    rk = Rockmate(model, x, found.min_budget + round(fraction * (found.max_budget - found.min_budget)), costs="flops")
+    rk = Rockmate(model, x, part_way(found, fraction), costs="flops")
     assert fraction == 1 or name == "relu" or rk.plan.recomputed > 0
     step = rk.plan.schedule[walk(planner.problem, rk.plan.schedule).peak_step]
     assert isinstance(step, Bwd), "the test is about backwards"

@@ -25,7 +25,7 @@ from rkgb.patches import states_beside_torch
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
 from rockmate.rotor.selective import Survey, nested_choices, storage_key
-from rockmate.rotor.stages import Function, Stage, tensors_of, versions_of
+from rockmate.rotor.stages import Function, Stage, owned_by, tensors_of, versions_of
 from solvers import rotor_chain
 from solvers.rotor_chain import Chain, Way
 
@@ -109,9 +109,7 @@ def _identities(
 
 def _owned(function: Function) -> set[int]:
     """The storages of the parameters and buffers of ``function``."""
-    if not isinstance(function, torch.nn.Module):
-        return set()
-    return {storage_key(t) for t in (*function.parameters(), *function.buffers())}
+    return {storage_key(t) for t in owned_by(function).values()}
 
 
 @dataclass

@@ -248,7 +248,7 @@ class Stage:
 
     def _replaced(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers of the first run that are others by now (``torch.func.functional_call``)."""
-        now = _owned(self.function)
+        now = owned_by(self.function)
         return {name: t for name, (t, _) in self.owned.items() if now.get(name) is not t}
 
     def _fixed(self, scratch: dict[str, torch.Tensor]) -> set[int]:
@@ -268,7 +268,7 @@ class Stage:
         kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensors_of(x))])
         self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.owned = {name: (t, _version(t)) for name, t in _owned(self.function).items()}
+        self.owned = {name: (t, _version(t)) for name, t in owned_by(self.function).items()}
 
     @contextmanager
     def _modes(self, x: Any) -> Iterator[None]:
@@ -299,7 +299,7 @@ class Stage:
                 raise RuntimeError(self._gone())
 
 
-def _owned(function: Function) -> dict[str, torch.Tensor]:
+def owned_by(function: Function) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a function, by name."""
     if not isinstance(function, torch.nn.Module):
         return {}
