@@ -66,6 +66,12 @@ class Cost:
     views: frozenset[int] = frozenset()
 
 
+def check_costs(costs: str, error: type[ValueError] = ValueError) -> None:
+    """Raise ``error`` if there are no such costs."""
+    if costs not in ("measured", "flops"):
+        raise error(f'costs={costs!r}: choose "measured" (time every operation) or "flops" (same on every run)')
+
+
 def measure_nodes(
     s: S_graph,
     model: torch.nn.Module,

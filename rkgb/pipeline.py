@@ -15,7 +15,7 @@ from rkgb.capture import attributes_preserved
 from rkgb.check import checked
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K
-from rkgb.measure import measure_nodes
+from rkgb.measure import check_costs, measure_nodes
 from rkgb.patches import TRACING
 from rkgb.render_notebook import Drawn
 from rkgb.sample import Sample, call_of, check_module
@@ -79,8 +79,7 @@ def make_all_graphs(
     ``report`` is told the phase as it starts, and now and then which part of it is done (0 to 1).
     Raises ``TraceError`` if the module cannot be traced.
     """
-    if costs not in ("measured", "flops"):
-        raise ValueError(f'costs={costs!r}: choose "measured" (time every operation) or "flops" (same on every run)')
+    check_costs(costs)
     with TRACING:  # counting operations sets hooks of all modules, which another thread's trace would meet
         b, d, s = make_S(model, sample, sample_kwargs, report)
         report("measure", 0.0)

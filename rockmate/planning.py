@@ -14,6 +14,7 @@ import torch
 from rkgb.capture import drop_saved, preserved
 from rkgb.errors import GraphError
 from rkgb.Ktools import K_graph
+from rkgb.measure import check_costs
 from rkgb.pipeline import Graphs, make_all_graphs
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
@@ -241,8 +242,7 @@ def make_planner(
 
     ``report``: who is told of the progress, then and when it solves. ``time_limit``: see ``Planner``.
     """
-    if costs not in ("measured", "flops"):
-        raise InputError(f'costs={costs!r}: choose "measured" (time every operation) or "flops" (same on every run)')
+    check_costs(costs, InputError)
     loss_memory = _checked_loss(loss_memory)
     seconds: dict[str, float] = {}
     marks: list[tuple[str, float]] = []

@@ -252,10 +252,7 @@ class Stage:
         return {name: t for name, (t, _) in self.owned.items() if now.get(name) is not t}
 
     def _fixed(self, scratch: dict[str, torch.Tensor]) -> set[int]:
-        if not isinstance(self.function, torch.nn.Module):
-            return set()
-        owned = [*self.function.parameters(), *self.function.buffers(), *scratch.values()]
-        return {storage_key(t) for t in owned}
+        return {storage_key(t) for t in (*owned_by(self.function).values(), *scratch.values())}
 
     def _scratch(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that a run changes: they take the second change, which eager mode does not make."""
