@@ -18,8 +18,9 @@ from dataclasses import replace
 from solvers.errors import InfeasibleError
 from solvers.revolve import binomial_splits
 from solvers.rotor_chain import Chain
+from solvers.rotor_needs import LeastMemory, build
 from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
-from solvers.rotor_table import LeastMemory, Table, build
+from solvers.rotor_table import Table
 from solvers.rotor_walk import Walked, walk_sequence
 
 # Values that share memory are counted twice by the table, so a nominal limit above the real one may fit.

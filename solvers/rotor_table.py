@@ -23,201 +23,103 @@ al., ICML 2023). Known shortcoming: a value counts once for each of two neighbou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from solvers.rotor_chain import Chain
-from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation
+from solvers.rotor_needs import Needs, build
+from solvers.rotor_ops import Operation
 
 Times = npt.NDArray[np.float32]
-_GROUP = 8
-_FIRST = 4  # the part of the columns that is done first
-_ROUNDING = 3e-6  # of all times together
-_NEVER = np.float32(np.inf)
+Slots = npt.NDArray[np.int64]
+_INF = np.float32(np.inf)
+_TILE = 8
+_PARTS, _LONG = 4, 64  # parts of the columns, from this length on
 
 
-class Needs:
-    """What the equations ask for, in bytes."""
+@dataclass(frozen=True)
+class _Way:
+    """(2) in the same way of all stages: least slots by s and t, slots taken from the rest and time by s."""
 
-    def __init__(self, chain: Chain) -> None:
-        self.chain = chain
-        last = chain.length - 1
-        a, after, grads = chain.value_bytes, chain.parameter_gradients_after, chain.gradient_bytes
-        self.a = a
-        self.inputs = np.array(a[:-1], np.int64)
-        self.pass_peaks = [self._pass_peaks(s) for s in range(chain.length)]
-        self.besides = [a[-1] + grads[t + 1] + after[t] for t in range(last)] + [0]
-        self.backward = [
-            tuple(
-                max(w.held + w.refill_peak, w.refilled + s.backward_peak)
-                + grads[i + 1]
-                + after[i]
-                + a[-1]
-                + (a[i + 1] if s.keeps_output and not k and i < last else 0)
-                for k, w in enumerate(s.ways)
-            )
-            for i, s in enumerate(chain.stages)
-        ]
-
-    def leaf(self, s: int, way: int) -> int:
-        """Bytes for (3)."""
-        stage, backward = self.chain.stages[s], self.backward[s][way]
-        if s < self.chain.length - 1:
-            return max(self.besides[s] + stage.stop_peak, backward)
-        w = stage.ways[way]
-        loss = w.held + self.a[-1] + self.chain.output_gradient + self.chain.loss
-        return max(w.forward_peak, loss, backward)
-
-    def enable(self, s: int, t: int, way: int) -> int:
-        """Bytes for (2)."""
-        return max(self.besides[t] + self.chain.stages[s].ways[way].forward_peak, self.backward[s][way])
-
-    def passes(self, s: int, t: int, splits: int) -> npt.NDArray[np.int64]:
-        """Bytes for (1), for the first ``splits`` k from s+1 on."""
-        found: npt.NDArray[np.int64] = self.pass_peaks[s][:splits] + self.besides[t]
-        return found
-
-    def _pass_peaks(self, s: int) -> npt.NDArray[np.int64]:
-        """The same for k = s+1..L without D; they grow with k."""
-        peaks = np.array([stage.pass_peak for stage in self.chain.stages[s:]], np.int64)
-        peaks[1:] += self.inputs[s + 1 :]
-        grown: npt.NDArray[np.int64] = np.maximum.accumulate(peaks)
-        return grown
-
-    def kept(self, s: int, way: int) -> int:
-        """Bytes that (2) takes from what lies behind s."""
-        return self.chain.stages[s].ways[way].held + self.a[s + 1]
-
-    def leaf_ways(self, s: int) -> range:
-        """Ways in which (3) may run: only the first phase has a choice."""
-        return range(len(self.chain.stages[s].ways) if s == self.chain.length - 1 else 1)
+    least: Slots
+    used: Slots
+    time: Times
 
 
 class Table:
-    """``T`` for every number of slots up to ``size``; ``unit`` bytes a slot, sizes rounded to the nearest slot."""
+    """``T`` for every number of slots up to ``size``; ``unit`` bytes a slot, sizes rounded to the nearest slot.
+
+    ``times[p, s, t, j]`` is T[s,t](p * width + j): columns are done in parts, of less memory first. In each part, tiles
+    of ``_TILE`` s and as many t follow each other by diagonals. Splits between the stages of a tile's s and those of
+    its t, nearly all, are offered for all s of the tile at once, so that what they read stays in the processor's cache;
+    all else is done for all tiles of the diagonal at once. Times fall with m: a split that with the most memory of a
+    part does not beat the time before the part is left out.
+    """
 
     def __init__(self, chain: Chain, unit: float, size: int) -> None:
         self.chain, self.unit, self.size = chain, unit, size
-        self.needs = Needs(chain)
-        length = chain.length
+        self.needs = needs = Needs(chain)
+        self.tiles = -(-chain.length // _TILE)
+        # Stages up to a whole number of tiles take no memory and infinite time.
+        length, padded = chain.length, self.tiles * _TILE
         # Float32 halves the memory traffic; the walker computes times again, exactly.
         self.scale = float(max(1, sum(s.forward_time + s.backward_time for s in chain.stages)))
         self.run = [s.forward_time / self.scale for s in chain.stages]
-        self.start = np.concatenate([[0.0], np.cumsum(self.run)])
-        self.shift = list(self.start.astype(np.float32))
-        both = np.cumsum([(s.forward_time + s.backward_time) / self.scale for s in chain.stages])
-        whole = [0.0, *both.tolist()]
-        tails = [*(s.tail_time / self.scale for s in chain.stages[:-1]), 0.0]
-        # The time of stages s..t without recomputation is until[t] - before[s], a little more for rounding.
-        self.before = [time * (1 + 1e-6) for time in whole[:-1]]
-        self.until = [(time - tail) * (1 + 1e-6) for time, tail in zip(whole[1:], tails, strict=True)]
-        self.rows = [self._unknown(length - s) for s in range(length)]
-        # behind[t][k](m) = T[k,t](m - a_k) plus the time to run the stages before k from stage 0
-        self.behind = [self._unknown(t + 1) for t in range(length)]
-        self.first = [np.full(t + 1, size + 1, np.int64) for t in range(length)]
-        self.lowest = np.full(length, size + 1).tolist()  # of first[t] so far
-        self.taken = [self.slots(a) for a in self.needs.a]
-        self.ways = [list(self._ways(s)) for s in range(length)]
-        self.buffer = np.empty(length * (size + 1), np.float32)
-        # Row t of ``behind`` is read for several s while it is in the processor's cache.
-        for high in range(length - 1, -1, -_GROUP):
-            group = range(high, max(-1, high - _GROUP), -1)
-            for t in range(group[-1], length):
-                for s in (s for s in group if s <= t):
-                    self._fill(s, t)
+        self.start = np.zeros(padded, np.float32)
+        self.start[1:length] = np.cumsum(self.run[:-1])
+        self.taken, self.besides = np.zeros((2, padded), np.int64)
+        self.taken[:length] = [self.slots(a) for a in needs.inputs]
+        self.besides[:length] = needs.besides
+        self.passes = np.zeros((padded, padded), np.int64)  # bytes for (1), by s and k, without D
+        for s in range(length):
+            self.passes[s, s + 1 : length] = needs.pass_peaks[s][: length - s - 1]
+        self.leaves = [self._leaves(s) for s in range(length)]
+        self.ways = [self._way(w, padded) for w in range(max((len(s.ways) for s in chain.stages[:-1]), default=0))]
 
-    def _unknown(self, count: int) -> Times:
-        """Times not known yet; each row begins a cache line (16 numbers) as the others do."""
-        padded = np.full((count, -(-(self.size + 1) // 16) * 16), np.inf, np.float32)
-        return padded[:, : self.size + 1]
+        parts = _PARTS if length >= _LONG else 1
+        self.width = -(-(size + 1) // (16 * parts)) * 16  # in whole cache lines
+        parts = -(-(size + 1) // self.width)
+        self.times = np.full((parts, padded, padded, self.width), _INF)
+        self.before = np.full((padded, padded), _INF)  # the last column of the part before
+        self.never = np.zeros((padded, padded), np.int64)  # by k and t: so many first columns of behind are infinite
+        for part in range(parts):
+            self.before = _Part(self, part).last
 
     def slots(self, size: int) -> int:
         return round(size / self.unit)
 
-    def _ways(self, s: int) -> Iterator[tuple[int, list[int], int, float]]:
-        """For (2): way, least slots for each t, slots taken from the rest, time."""
-        stage, needs = self.chain.stages[s], self.needs
-        for w, way in enumerate(stage.ways if s < self.chain.length - 1 else ()):
-            least = [self.slots(needs.enable(s, t, w)) for t in range(self.chain.length)]
-            time = self.run[s] + (stage.backward_time + way.refill_time) / self.scale
-            yield w, least, self.slots(needs.kept(s, w)), time
-
-    def _fill(self, s: int, t: int) -> None:
-        row, end = self.rows[s][t - s], self.size + 1
-        for way, least, used, time, rest in self._direct(s, t):
-            start = max(least, used)
-            if start >= end:
-                continue
-            found = time if rest is None else rest[start - used : end - used] + np.float32(time)
-            if way:
-                np.minimum(row[start:], found, out=row[start:])
-            else:
-                row[start:] = found
-        if s < t:
-            self._offer_splits(s, t, row)
-        taken = self.taken[s]
-        if taken < end:
-            np.add(row[: end - taken], self.shift[s], out=self.behind[t][s, taken:])
-            first = taken + end - int(row[::-1].searchsorted(_NEVER))  # times fall with m
-            if first < end:
-                self.first[t][s] = first
-                self.lowest[t] = min(self.lowest[t], first)
-
-    def _direct(self, s: int, t: int) -> list[tuple[int, int, int, float, Times | None]]:
-        """(2) and (3): way, least slots, slots taken from the rest, time, the rest's times."""
-        if s < t:
-            rest = self.rows[s + 1][t - s - 1]
-            return [(w, least[t], used, time, rest) for w, least, used, time in self.ways[s]]
+    def _leaves(self, s: int) -> list[tuple[int, np.float32]]:
+        """(3): least slots and time of each way."""
         stage, needs = self.chain.stages[s], self.needs
         tail = 0 if s == self.chain.length - 1 else stage.tail_time
-        times = [(stage.backward_time - tail + stage.ways[w].refill_time) / self.scale for w in needs.leaf_ways(s)]
-        return [(w, self.slots(needs.leaf(s, w)), 0, self.run[s] + time, None) for w, time in enumerate(times)]
+        return [
+            (
+                self.slots(needs.leaf(s, w)),
+                np.float32(self.run[s] + (stage.backward_time - tail + stage.ways[w].refill_time) / self.scale),
+            )
+            for w in needs.leaf_ways(s)
+        ]
 
-    def _offer_splits(self, s: int, t: int, row: Times) -> None:
-        """(1), in the columns where something is recomputed in (2): no split takes less than keeping everything.
-
-        Nor does a split at k take less than that and a second run of s..k-1. So where a few columns are done, those of
-        more memory, which take no longer, need the first splits only.
-        """
-        low, everything = self.lowest[t], self.until[t] - self.before[s]
-        if low > self.size or row[low] <= everything:
-            return
-        high = int((-row).searchsorted(np.float32(-everything)))
-        middle = low + 1 + (high - low) // _FIRST
-        self._offer_some(s, t, row, t - s, low, min(middle, high))
-        if middle < high:
-            least = row[middle - 1]
-            np.minimum(row[middle:high], least, out=row[middle:high])
-            again = self.start[s] + (least - everything) + _ROUNDING
-            splits = int(self.start[s + 1 : t + 1].searchsorted(again, "right"))
-            if splits:
-                self._offer_some(s, t, row, splits, middle, high)
-
-    def _offer_some(self, s: int, t: int, row: Times, splits: int, low: int, high: int) -> None:
-        """The first of these, in the columns from ``low`` to ``high``."""
-        behind, rest = self.behind[t][s + 1 : s + 1 + splits, low:high], self.rows[s][:splits, low:high]
-        times = self.buffer[: splits * (high - low)].reshape(splits, high - low)
-        np.add(behind, rest, out=times)
-        if self.needs.pass_peaks[s][splits - 1] + self.needs.besides[t] > low * self.unit:
-            self._forbid(s, t, times, low)
-        found = np.minimum.reduce(times)
-        found -= self.shift[s]
-        np.minimum(row[low:high], found, out=row[low:high])
-
-    def _forbid(self, s: int, t: int, times: Times, low: int) -> None:
-        """Splits for which there is not the memory to pass on to k; it grows with k."""
-        room = low * self.unit - self.needs.besides[t]
-        fits = int(self.needs.pass_peaks[s][: len(times)].searchsorted(room, "right"))
-        least = np.rint(self.needs.passes(s, t, len(times))[fits:] / self.unit).astype(np.int64)
-        given = np.maximum(self.first[t][s + 1 + fits : s + 1 + len(times)], low)
-        for k in (least > given).nonzero()[0].tolist():
-            times[fits + k, : max(0, int(least[k]) - low)] = np.inf
+    def _way(self, w: int, padded: int) -> _Way:
+        way = _Way(
+            np.full((padded, padded), self.size + 1, np.int64),
+            np.zeros(padded, np.int64),
+            np.full(padded, _INF),
+        )
+        for s, stage in enumerate(self.chain.stages[:-1]):
+            if w < len(stage.ways):
+                way.used[s] = self.slots(self.needs.kept(s, w))
+                least = np.rint(self.needs.enable(s, w) / self.unit)
+                way.least[s, : len(least)] = np.maximum(least, way.used[s])
+                way.time[s] = self.run[s] + (stage.backward_time + stage.ways[w].refill_time) / self.scale
+        return way
 
     def breakpoints(self) -> list[int]:
         """Slot counts at which the least time drops, fewest slots first."""
-        times = self.rows[0][-1]
+        times = self.times[:, 0, self.chain.length - 1].reshape(-1)[: self.size + 1]
         return [int(m) for m in np.flatnonzero(times[1:] < times[:-1] * np.float32(1 - 1e-6)) + 1]
 
     def sequence(self, m: int) -> tuple[Operation, ...]:
@@ -225,90 +127,155 @@ class Table:
         return build(self.chain, self._choice, m, self._left)
 
     def _left(self, s: int, k: int, way: int | None, m: int) -> int:
-        taken = self.needs.a[k] if way is None else self.needs.kept(s, way)
-        return m - self.slots(taken)
+        return m - int(self.taken[k] if way is None else self.ways[way].used[s])
+
+    def _time(self, s: int | Slots, t: int | Slots, m: int | Slots) -> Times:
+        found: Times = self.times[m // self.width, s, t, m % self.width]
+        return found
 
     def _choice(self, s: int, t: int, m: int) -> tuple[int | None, int]:
         """(way, s+1) for (2) and (3), (None, k) for (1)."""
-        best, found = np.inf, (0, s + 1)
-        for way, least, used, time, rest in self._direct(s, t):
-            if m >= max(least, used):
-                value = time if rest is None else float(rest[m - used]) + time
-                if value < best:
-                    best, found = value, (way, s + 1)
-        if s < t:
-            splits = self._column(s, t, m)
-            k = int(splits.argmin())
-            # Storing everything is preferred among equals: float32 cannot tell less than this.
-            if splits[k] < best - 1e-7 * max(1.0, best if np.isfinite(best) else 1.0):
-                return None, s + 1 + k
+        if s == t:
+            return min((time, w) for w, (least, time) in enumerate(self.leaves[s]) if m >= least)[1], s + 1
+        offers = [
+            (float(self._time(s + 1, t, m - way.used[s])) + float(way.time[s]), w)
+            for w, way in enumerate(self.ways)
+            if m >= way.least[s, t]
+        ]
+        best, found = min(offers, default=(np.inf, 0))
+        k = np.arange(s + 1, t + 1)
+        splits = self._time(k, t, np.maximum(m - self.taken[k], 0)) + self.start[k] + self._time(s, k - 1, m)
+        splits -= self.start[s]
+        splits[(m < self.taken[k]) | (np.rint((self.passes[s, k] + self.besides[t]) / self.unit) > m)] = _INF
+        at = int(splits.argmin())
+        # Storing everything is preferred among equals: float32 cannot tell less than this.
+        if splits[at] < best - 1e-7 * max(1.0, best if np.isfinite(best) else 1.0):
+            return None, s + 1 + at
+        return found, s + 1
+
+
+class _Part:
+    """Fills a part of a table's columns.
+
+    Lists of ``diagonals`` have, for each distance, a view [i, s, t] of the tiles (i, i + distance).
+    """
+
+    def __init__(self, table: Table, part: int) -> None:
+        self.table, self.tiles = table, table.tiles
+        self.rest = table.times[part]
+        padded, _, width = self.rest.shape
+        self.columns = np.arange(part * width, (part + 1) * width)
+        # behind[k, t] = T[k,t](m - a_k) plus the time to run the stages before k from stage 0; by t in memory
+        self.behind = np.full((padded, padded, width), _INF).transpose(1, 0, 2)
+        self.last, self.last_behind = np.full((padded, padded), _INF), np.full((padded, padded), _INF).T  # columns
+        self.scarce = int(table.passes.max() + table.besides.max()) > part * width * table.unit
+        self.rests, self.behinds = self._diagonals(self.rest), self._diagonals(self.behind)
+        self.passes, self.nevers = self._diagonals(table.passes), self._diagonals(table.never)
+        self.sums = np.empty(_TILE * padded * width, np.float32)
+        self.cells = np.arange(padded**2).reshape(padded, padded) * width  # where in rest T[s,t](low) lies
+        self.below = padded * width  # from T[s,t] to T[s+1,t]
+        self.places = self._places(table.taken)
+        self.way_places = [self._places(way.used) for way in table.ways]
+        for distance in range(self.tiles):
+            self._fill(distance)
+
+    def _by_tile(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return values.reshape(self.tiles, _TILE)
+
+    def _diagonal(self, values: npt.NDArray[Any], distance: int) -> npt.NDArray[Any]:
+        tiled = values.reshape(self.tiles, _TILE, self.tiles, _TILE, *values.shape[2:])
+        found: npt.NDArray[Any] = np.einsum("isit...->ist...", tiled[: self.tiles - distance, :, distance:])
         return found
 
-    def _column(self, s: int, t: int, m: int) -> Times:
-        column: Times = self.behind[t][s + 1 : t + 1, m] + self.rows[s][: t - s, m] - self.shift[s]
-        column[np.rint(self.needs.passes(s, t, t - s) / self.unit) > m] = np.inf
-        return column
+    def _diagonals(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        return [self._diagonal(values, distance) for distance in range(self.tiles)]
 
+    def _fill(self, distance: int) -> None:
+        """All tiles at this distance. In a tile, a cell needs those of larger s and those of smaller t."""
+        table, count = self.table, self.tiles - distance
+        rest, behind, never = self.rests[distance], self.behinds[distance], self.nevers[distance]
+        last, last_behind, before, cells = (
+            self._diagonal(x, distance) for x in (self.last, self.last_behind, table.before, self.cells)
+        )
+        ways = [
+            (self._diagonal(way.least, distance), self._by_tile(way.time), places)
+            for way, places in zip(table.ways, self.way_places, strict=True)
+        ]
+        start, taken = self._by_tile(table.start)[:count, :, None], self._by_tile(table.taken)[:count, :, None]
+        splits = np.full((count, _TILE, _TILE, len(self.columns)), _INF)
+        for i in range(count if distance else 0):
+            self._split_between(i, i + distance, splits[i])
+        for s in reversed(range(_TILE)):
+            for t in range(0 if distance else s, _TILE):
+                row = rest[:, s, t]
+                if not distance and s == t:
+                    self._fill_leaves(s, row)
+                else:
+                    self._split_inside(distance, s, t, splits[:, s, t])
+                    np.subtract(splits[:, s, t], start[:, s], out=row)
+                    np.minimum(row, before[:, s, t, None], out=row)
+                    for least, time, places in ways:
+                        found = self._look_up(cells[:, s, t] + self.below, places[:count, s])
+                        found += time[:count, s, None]
+                        found[self.columns < least[:, s, t, None]] = _INF
+                        np.minimum(row, found, out=row)
+                found = self._look_up(cells[:, s, t], self.places[:count, s])
+                found += start[:, s]
+                found[self.columns < taken[:, s]] = _INF
+                behind[:, s, t] = found
+                never[:, s, t] += np.isinf(found).sum(axis=1)
+                last[:, s, t], last_behind[:, s, t] = row[:, -1], found[:, -1]
 
-def build(
-    chain: Chain,
-    choice: Callable[[int, int, int], tuple[int | None, int]],
-    m: int,
-    left: Callable[[int, int, int | None, int], int],
-) -> tuple[Operation, ...]:
-    """The operations of T[0, L-1](m), following ``choice``. Depth-first with a stack: chains are long."""
-    last = chain.length - 1
-    done: list[Operation] = []
-    todo: list[tuple[int, int, int] | Operation] = [(0, last, m)]
-    while todo:
-        item = todo.pop()
-        if not isinstance(item, tuple):
-            done.append(item)
-            continue
-        s, t, m = item
-        way, k = choice(s, t, m)
-        if way is None:
-            done += [Fck(s), *(Fn(j) for j in range(s + 1, k))]
-            todo += [(s, k - 1, m), (k, t, left(s, k, None, m))]
-        else:
-            done.append(Fe(s, way))
-            todo.append(B(s))
-            if s < t:
-                todo.append((s + 1, t, left(s, k, way, m)))
-            elif t == last:
-                todo.append(Loss())
-    return tuple(done)
+    def _places(self, taken: Slots) -> Slots:
+        """Where in all times T[0,0](m - taken) lies, by tile and stage."""
+        m = np.maximum(self.columns - self._by_tile(taken)[..., None], 0)
+        found: Slots = m // len(self.columns) * self.rest.size + m % len(self.columns)
+        return found
 
+    def _look_up(self, cells: Slots, places: Slots) -> Times:
+        found: Times = self.table.times.reshape(-1).take(cells[:, None] + places)
+        return found
 
-class LeastMemory:
-    """The same recursion with peak bytes in place of time: the sequence that takes least memory, exactly as counted."""
+    def _fill_leaves(self, stage: int, rows: Times) -> None:
+        """(3), for this stage of each tile."""
+        for row, leaves in zip(rows, self.table.leaves[stage::_TILE], strict=False):
+            for least, time in leaves:
+                row[self.columns >= least] = np.minimum(row[self.columns >= least], time)
 
-    def __init__(self, chain: Chain) -> None:
-        self.chain, self.needs = chain, Needs(chain)
-        length = chain.length
-        self.least = np.zeros((length, length), np.int64)
-        self.choices: dict[tuple[int, int], tuple[int | None, int]] = {}
-        a = np.array(chain.value_bytes, np.int64)
-        for s in reversed(range(length)):
-            for t in range(s, length):
-                self._fill(s, t, a)
+    def _split_between(self, i: int, j: int, best: Times) -> None:
+        """Offer [s, t] of tile (i, j) the splits at k behind all of its s and up to the first of its t."""
+        table, own = self.table, slice(i * _TILE, (i + 1) * _TILE)
+        low, high = own.stop, j * _TILE + 1
+        start, before = table.start[own, None], table.before[own]
+        for t in range(_TILE):
+            at = j * _TILE + t
+            least = self.last[own, low - 1 : high - 1] + self.last_behind[low:high, at]
+            useful = np.flatnonzero((least - start < before[:, at, None]).any(axis=0))
+            if len(useful):
+                k = slice(low + int(useful[0]), low + int(useful[-1]) + 1)
+                needs = table.passes[own, k] + table.besides[at]
+                rest = self.rest[own, k.start - 1 : k.stop - 1]
+                self._offer(best[:, t], rest, self.behind[k, at], needs, table.never[k, at])
 
-    def _fill(self, s: int, t: int, a: npt.NDArray[np.int64]) -> None:
-        needs = self.needs
-        if s == t:
-            offers = [(needs.leaf(s, w), w) for w in needs.leaf_ways(s)]
-        else:
-            rest = int(self.least[s + 1, t])
-            ways = range(len(self.chain.stages[s].ways))
-            offers = [(max(needs.enable(s, t, w), needs.kept(s, w) + rest), w) for w in ways]
-        best, way = min(offers)
-        self.least[s, t], self.choices[s, t] = best, (way, s + 1)
-        if s < t:
-            peaks = np.maximum(a[s + 1 : t + 1] + self.least[s + 1 : t + 1, t], self.least[s, s:t])
-            peaks = np.maximum(peaks, needs.passes(s, t, t - s))
-            k = int(peaks.argmin())
-            if peaks[k] < best:
-                self.least[s, t], self.choices[s, t] = peaks[k], (None, s + 1 + k)
+    def _split_inside(self, distance: int, s: int, t: int, best: Times) -> None:
+        """Offer [s, t] of all tiles at this distance the other splits."""
+        n, besides = self.tiles - distance, self._by_tile(self.table.besides)[distance:, t, None]
+        if distance and s + 1 < _TILE:
+            needs = self.passes[0][:n, s, s + 1 :] + besides
+            rest, behind = self.rests[0][:n, s, s:-1], self.behinds[distance][:, s + 1 :, t]
+            self._offer(best, rest, behind, needs, self.nevers[distance][:, s + 1 :, t])
+        first = 1 if distance else s + 1
+        if first <= t:
+            needs = self.passes[distance][:, s, first : t + 1] + besides
+            rest, behind = self.rests[distance][:, s, first - 1 : t], self.behinds[0][distance:, first : t + 1, t]
+            self._offer(best, rest, behind, needs, self.nevers[0][distance:, first : t + 1, t])
 
-    def sequence(self) -> tuple[Operation, ...]:
-        return build(self.chain, lambda s, t, _: self.choices[s, t], 0, lambda *_: 0)
+    def _offer(self, best: Times, rest: Times, behind: Times, needs: Slots, never: Slots) -> None:
+        """Times [n, k, m], bytes that the splits need [n, k], and how many first columns of ``behind`` are infinite."""
+        times = self.sums[: rest.size].reshape(rest.shape)
+        np.add(rest, behind, out=times)
+        if self.scarce:
+            least = np.rint(needs / self.table.unit).astype(np.int64)
+            for n, k in np.argwhere(least > np.maximum(never, self.columns[0])):
+                times[n, k, : least[n, k] - self.columns[0]] = _INF
+        np.minimum(best, times.min(axis=1), out=best)

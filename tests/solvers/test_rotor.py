@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
+from math import inf
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from solvers import rotor_table
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError
 from solvers.rotor_chain import Chain, Stage, Way
+from solvers.rotor_needs import LeastMemory, Needs
 from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 from solvers.rotor_plans import ALGORITHMS, no_checkpoint_sequence, persistent, revolve_sequence, segments_sequence
-from solvers.rotor_table import LeastMemory
 from solvers.rotor_walk import walk_sequence
 
 SIZES = st.integers(0, 6)
@@ -77,6 +82,46 @@ def test_persistent_is_the_best_of_all(chain: Chain, share: float) -> None:
     found = walk_sequence(chain, persistent(chain, limit, 100 * limit))
     assert found.peak <= limit
     assert found.time == min(w.time for w in walks if w.peak <= limit)
+
+
+def least_time(chain: Chain) -> Callable[[int, int, int], float]:
+    """T[s,t](m) by the equations, a slot being a byte."""
+    needs, stages = Needs(chain), chain.stages
+
+    @cache
+    def least(s: int, t: int, m: int) -> float:
+        stage = stages[s]
+        if s == t:
+            run = stage.forward_time + stage.backward_time - (stage.tail_time if s < chain.length - 1 else 0)
+            return min(
+                (run + stage.ways[w].refill_time for w in needs.leaf_ways(s) if m >= needs.leaf(s, w)), default=inf
+            )
+        offers = [inf]
+        for w, way in enumerate(stage.ways):
+            if m >= max(needs.enable(s, w)[t], needs.kept(s, w)):
+                rest = least(s + 1, t, m - needs.kept(s, w))
+                offers.append(stage.forward_time + stage.backward_time + way.refill_time + rest)
+        for k, passes in zip(range(s + 1, t + 1), needs.passes(s, t, t - s), strict=True):
+            if m >= max(passes, needs.a[k]):
+                run = sum(x.forward_time for x in stages[s:k])
+                offers.append(run + least(k, t, m - needs.a[k]) + least(s, k - 1, m))
+        return min(offers)
+
+    return least
+
+
+@settings(max_examples=25, deadline=None)
+@given(chains(longest=18), st.sampled_from((1, 100)))
+def test_table_is_what_the_equations_say(chain: Chain, parts_from: int) -> None:
+    """All cells, across tiles and, in half of the examples, parts of the columns."""
+    size = 60
+    with mock.patch.object(rotor_table, "_LONG", parts_from):
+        table = rotor_table.Table(chain, 1, size)
+    least = least_time(chain)
+    for s in range(chain.length):
+        for t in range(s, chain.length):
+            found = table.times[:, s, t].reshape(-1)[: size + 1] * table.scale
+            np.testing.assert_allclose(found, [least(s, t, m) for m in range(size + 1)], rtol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
