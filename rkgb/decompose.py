@@ -44,7 +44,7 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
         return [Node(aten.expand.default, "expand", (a, shape), (), (v,), False, node.mode, node.line) for a, v in each]
     ref, p = node.args[0], node.args[1]
     like = torch.empty_like(read(ref.index))
-    form = (("dtype", torch.uint8), ("device", like.device))
+    form = (("dtype", torch.int8), ("device", like.device))  # the byte that casts of floating numbers are fastest to
     empty, bits, cast, mask = (new_value(name) for name in ("empty", "bits", "cast", "mask"))
     multiply = aten.mul_.Tensor if node.op is _DROPOUT[1] else aten.mul.Tensor
     parts: list[tuple[Any, str, tuple[Any, ...], tuple[tuple[str, Any], ...], int]] = [

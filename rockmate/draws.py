@@ -58,6 +58,6 @@ def _whole(bits: NodeCode, mask: NodeCode) -> tuple[NodeCode, NodeCode]:
     ops = (
         replace(empty, kwargs=empty.kwargs | cast.kwargs, outputs=drawn),
         replace(draw, values=numbers, outputs=drawn),
-        replace(cast, values=numbers, kwargs={"dtype": torch.uint8}, outputs=draw.outputs),
+        replace(cast, values=numbers, kwargs={"dtype": torch.int8}, outputs=draw.outputs),
     )
     return replace(bits, ops=ops if bits.made else ops[:2]), replace(mask, ops=(divide,))
