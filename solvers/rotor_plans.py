@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from solvers.errors import InfeasibleError
-from solvers.revolve import binomial_splits
+from solvers.revolve import Splits, binomial_splits
 from solvers.rotor_chain import Chain
 from solvers.rotor_needs import LeastMemory, build
 from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
@@ -27,8 +27,6 @@ from solvers.rotor_walk import Walked, walk_sequence
 _NOMINAL = (1.05, 1.6)
 # The table takes time by length³ · slots: chains shorter than _LONG get up to _FINER times the slots for nothing.
 _LONG, _FINER = 120, 8
-# All binomial sequences together have length³ operations: a second on a chain of this length.
-_SHORT = 60
 
 
 def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
@@ -47,8 +45,7 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
     if fitting:
         return min(fitting, key=lambda s: walk_sequence(chain, s).time)
     least = Sequence(LeastMemory(chain).sequence(), name)
-    binomial = _revolve_sequences(chain) if chain.length <= _SHORT else ()
-    return _fastest(chain, limit, [least, *sequential_sequences(chain), *binomial])
+    return _fastest(chain, limit, [least, *sequential_sequences(chain), *_revolve_sequences(chain)])
 
 
 def rotor(chain: Chain, limit: int, slots: int) -> Sequence:
@@ -121,12 +118,14 @@ def griewank(chain: Chain, limit: int, slots: int = 0) -> Sequence:
 
 def _revolve_sequences(chain: Chain) -> Iterable[Sequence]:
     """Every useful number of checkpoints: with the last, every stage runs twice at most."""
-    return (revolve_sequence(chain, c) for c in range(max(1, chain.length)))
+    most = max(0, chain.length - 1)
+    splits = binomial_splits(chain.length, most)
+    return (revolve_sequence(chain, c, splits) for c in range(most + 1))
 
 
-def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:
+def revolve_sequence(chain: Chain, checkpoints: int, splits: Splits | None = None) -> Sequence:
     """Fewest forward runs when at most ``checkpoints`` values beside the input are stored at a time."""
-    splits = binomial_splits(chain.length, checkpoints)
+    splits = splits or binomial_splits(chain.length, checkpoints)
     return Sequence(
         build(
             chain,
