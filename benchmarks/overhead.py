@@ -12,7 +12,6 @@ python benchmarks/overhead.py [--processes 4] [--pairs 25] [--budgets 100 80 60 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -39,7 +38,8 @@ from rockmate.gpt import GPT  # noqa: E402
 @dataclass(frozen=True)
 class Row:
     """``percent`` of eager's peak. Overheads as fractions: ``predicted``, the median over the processes; ``measured``,
-    the geometric mean over all pairs, with its standard error; ``each``: that of each process.
+    the geometric mean over all pairs; ``each``: that of each process. ``standard_error``: over the processes, which
+    differ by more than the pairs of one do.
     """
 
     percent: float
@@ -105,9 +105,9 @@ def rows(options: argparse.Namespace) -> list[Row]:
     made = []
     for percent in options.budgets:
         predicted, pairs, within = zip(*(run[percent] for run in found), strict=True)
-        every = list(itertools.chain(*pairs))
-        error = statistics.stdev(every) / len(every) ** 0.5
-        measured, *each = (math.expm1(statistics.mean(logs)) for logs in (every, *pairs))
+        means = [statistics.mean(logs) for logs in pairs]
+        error = statistics.stdev(means) / len(means) ** 0.5
+        measured, *each = map(math.expm1, (statistics.mean(means), *means))
         made.append(Row(percent, statistics.median(predicted), measured, error, tuple(each), all(within)))
     return made
 
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser()
     for name, default in (("layers", 12), ("width", 256), ("length", 256), ("batch", 8), ("vocabulary", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=4, help="two or more")
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--budgets", type=float, nargs="+", default=[100, 80, 60, 40, 25, 20], help="percent")
@@ -126,6 +126,8 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.argv = sys.argv[1:] if argv is None else argv
+    if options.processes < 2:
+        parser.error("--processes must be two or more: the standard error is that over processes")
     if options.short:
         options.layers, options.width, options.length, options.vocabulary = 2, 32, 64, 64
         options.processes, options.pairs, options.budgets = 2, 1, [100, 70]

@@ -37,7 +37,7 @@ Times = npt.NDArray[np.float32]
 Slots = npt.NDArray[np.int64]
 _INF = np.float32(np.inf)
 _TILE = 8
-_PARTS, _LONG = 4, 64  # parts of the columns, from this length on
+_PARTS, _LONG = 3, 64  # parts of the columns, from this length on
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class Table:
         parts = _PARTS if length >= _LONG else 1
         self.width = -(-(size + 1) // (16 * parts)) * 16  # in whole cache lines
         parts = -(-(size + 1) // self.width)
-        self.times = np.full((parts, padded, padded, self.width), _INF)
+        self.times = np.empty((parts, padded, padded, self.width), np.float32)  # only s <= t is used
+        # behind[k, t] = T[k,t](m - a_k), in one part, plus the time to run the stages before k; k of one t side by side
+        self.behind = np.empty((padded, padded, self.width), np.float32).transpose(1, 0, 2)
         self.before = np.full((padded, padded), _INF)  # the last column of the part before
         self.never = np.zeros((padded, padded), np.int64)  # by k and t: so many first columns of behind are infinite
         for part in range(parts):
@@ -162,11 +164,9 @@ class _Part:
 
     def __init__(self, table: Table, part: int) -> None:
         self.table, self.tiles = table, table.tiles
-        self.rest = table.times[part]
+        self.rest, self.behind = table.times[part], table.behind
         padded, _, width = self.rest.shape
         self.columns = np.arange(part * width, (part + 1) * width)
-        # behind[k, t] = T[k,t](m - a_k) plus the time to run the stages before k from stage 0; by t in memory
-        self.behind = np.full((padded, padded, width), _INF).transpose(1, 0, 2)
         self.last, self.last_behind = np.full((padded, padded), _INF), np.full((padded, padded), _INF).T  # columns
         self.scarce = int(table.passes.max() + table.besides.max()) > part * width * table.unit
         self.rests, self.behinds = self._diagonals(self.rest), self._diagonals(self.behind)
@@ -238,6 +238,7 @@ class _Part:
 
     def _fill_leaves(self, stage: int, rows: Times) -> None:
         """(3), for this stage of each tile."""
+        rows[:] = _INF
         for row, leaves in zip(rows, self.table.leaves[stage::_TILE], strict=False):
             for least, time in leaves:
                 row[self.columns >= least] = np.minimum(row[self.columns >= least], time)
@@ -276,6 +277,6 @@ class _Part:
         np.add(rest, behind, out=times)
         if self.scarce:
             least = np.rint(needs / self.table.unit).astype(np.int64)
-            for n, k in np.argwhere(least > np.maximum(never, self.columns[0])):
+            for n, k in zip(*(least > np.maximum(never, self.columns[0])).nonzero(), strict=True):
                 times[n, k, : least[n, k] - self.columns[0]] = _INF
-        np.minimum(best, times.min(axis=1), out=best)
+        np.minimum(best, np.minimum.reduce(times, axis=1), out=best)
