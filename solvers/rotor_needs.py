@@ -1,4 +1,6 @@
-"""What the equations of rotor's dynamic program (``rotor_table``) ask for in bytes, and the least that suffices."""
+"""What the equations of rotor's dynamic program (``rotor_table``) ask for in bytes, the sequence that takes least
+memory, and how choices become operations.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,9 @@ class Needs:
         """Bytes for (2), for each t."""
         return np.maximum(self.besides + self.chain.stages[s].ways[way].forward_peak, self.backward[s][way])
 
-    def passes(self, s: int, t: int, splits: int) -> npt.NDArray[np.int64]:
-        """Bytes for (1), for the first ``splits`` k from s+1 on."""
-        found: npt.NDArray[np.int64] = self.pass_peaks[s][:splits] + self.besides[t]
+    def passes(self, s: int, t: int) -> npt.NDArray[np.int64]:
+        """Bytes for (1), for k = s+1..t."""
+        found: npt.NDArray[np.int64] = self.pass_peaks[s][: t - s] + self.besides[t]
         return found
 
     def _pass_peaks(self, s: int) -> npt.NDArray[np.int64]:
@@ -123,7 +125,7 @@ class LeastMemory:
         self.least[s, t], self.choices[s, t] = best, (way, s + 1)
         if s < t:
             peaks = np.maximum(a[s + 1 : t + 1] + self.least[s + 1 : t + 1, t], self.least[s, s:t])
-            peaks = np.maximum(peaks, needs.passes(s, t, t - s))
+            peaks = np.maximum(peaks, needs.passes(s, t))
             k = int(peaks.argmin())
             if peaks[k] < best:
                 self.least[s, t], self.choices[s, t] = peaks[k], (None, s + 1 + k)

@@ -159,7 +159,8 @@ class Table:
 class _Part:
     """Fills a part of a table's columns.
 
-    Lists of ``diagonals`` have, for each distance, a view [i, s, t] of the tiles (i, i + distance).
+    ``rests``, ``behinds``, ``passes`` and ``nevers`` have a view [i, s, t] of the tiles (i, i + distance) for
+    each distance.
     """
 
     def __init__(self, table: Table, part: int) -> None:
@@ -168,6 +169,7 @@ class _Part:
         padded, _, width = self.rest.shape
         self.columns = np.arange(part * width, (part + 1) * width)
         self.last, self.last_behind = np.full((padded, padded), _INF), np.full((padded, padded), _INF).T  # columns
+        # whether a split may lack the memory to pass on to k
         self.scarce = int(table.passes.max() + table.besides.max()) > part * width * table.unit
         self.rests, self.behinds = self._diagonals(self.rest), self._diagonals(self.behind)
         self.passes, self.nevers = self._diagonals(table.passes), self._diagonals(table.never)
@@ -241,7 +243,7 @@ class _Part:
         rows[:] = _INF
         for row, leaves in zip(rows, self.table.leaves[stage::_TILE], strict=False):
             for least, time in leaves:
-                row[self.columns >= least] = np.minimum(row[self.columns >= least], time)
+                np.minimum(row, time, out=row, where=self.columns >= least)
 
     def _split_between(self, i: int, j: int, best: Times) -> None:
         """Offer [s, t] of tile (i, j) the splits at k behind all of its s and up to the first of its t."""

@@ -101,7 +101,7 @@ def least_time(chain: Chain) -> Callable[[int, int, int], float]:
             if m >= max(needs.enable(s, w)[t], needs.kept(s, w)):
                 rest = least(s + 1, t, m - needs.kept(s, w))
                 offers.append(stage.forward_time + stage.backward_time + way.refill_time + rest)
-        for k, passes in zip(range(s + 1, t + 1), needs.passes(s, t, t - s), strict=True):
+        for k, passes in zip(range(s + 1, t + 1), needs.passes(s, t), strict=True):
             if m >= max(passes, needs.a[k]):
                 run = sum(x.forward_time for x in stages[s:k])
                 offers.append(run + least(k, t, m - needs.a[k]) + least(s, k - 1, m))
