@@ -1,8 +1,9 @@
 """What the executor itself costs: CPU time in the Python of rockmate and rkgb, for each step of the schedule.
 
-Measured by cProfile, which counts its own work in, so figures are upper bounds. Kernels do not count, so the figure
-must not depend on the batch size; calls of our functions are counted too, and do not depend on the machine. Schedules
-are made for the first batch size and run for all.
+Measured by cProfile, which counts its own work in, so figures are upper bounds. Kernels do not count, and calls of our
+functions must not depend on the batch size. Their time does as far as kernels on more data leave less of Python in the
+processor's caches: to tell that from work of ours, the Python of ``torch.nn`` in eager mode's steps is measured too.
+Schedules are made for the first batch size and run for all.
 
 python benchmarks/executor.py [--layers 12] [--batches 2 8 32] [--memory 100 50 10] [--steps 5] [--out FILE] [--short]
 """
@@ -33,11 +34,15 @@ from rockmate.variants import program_of  # noqa: E402
 from solvers import all_baselines, parse_schedule, walk  # noqa: E402
 
 _OURS = tuple(str(Path(package.__file__ or "").parent) for package in (rkgb, rockmate))
+_EAGER = (str(Path(torch.nn.__file__ or "").parent),)
 
 
 @dataclass(frozen=True)
 class Row:
-    """``memory``: percent of the way from the cheapest checkpoints to no recomputation. ``calls``: of our functions."""
+    """``memory``: percent of the way from the cheapest checkpoints to no recomputation. ``calls``: of our functions.
+
+    ``eager_ms``: in the Python of ``torch.nn``, in an eager step on the same batch, whose calls are ``eager_calls``.
+    """
 
     memory: int
     batch: int
@@ -46,6 +51,8 @@ class Row:
     calls: int
     python_ms: float
     us_per_schedule_step: float
+    eager_calls: int
+    eager_ms: float
 
 
 def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> Rockmate:
@@ -64,12 +71,12 @@ def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> 
     return rk
 
 
-def measure(rk: Rockmate, ids: torch.Tensor, memory: int, steps: int) -> Row:
-    """Profile ``steps`` training steps."""
+def python_of(module: torch.nn.Module, ids: torch.Tensor, steps: int, files: tuple[str, ...]) -> tuple[int, float]:
+    """Calls of functions of ``files`` in a training step, and the milliseconds of processor time in them alone."""
 
     def step() -> None:
-        rk.zero_grad()
-        F.cross_entropy(rk(ids).flatten(0, 1), ids.flatten()).backward()
+        module.zero_grad()
+        F.cross_entropy(module(ids).flatten(0, 1), ids.flatten()).backward()
 
     step()
     profile = cProfile.Profile(time.thread_time)
@@ -78,12 +85,18 @@ def measure(rk: Rockmate, ids: torch.Tensor, memory: int, steps: int) -> Row:
         step()
     profile.disable()
     stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    ours = [found for (file, _, _), found in stats.items() if file.startswith(_OURS) and not file.endswith("gpt.py")]
-    seconds = sum(own for _, _, own, _, _ in ours) / steps
-    calls = sum(calls for _, calls, _, _, _ in ours) // steps
+    found = [row for (file, _, _), row in stats.items() if file.startswith(files) and not file.endswith("gpt.py")]
+    return sum(calls for _, calls, _, _, _ in found) // steps, 1e3 * sum(own for _, _, own, _, _ in found) / steps
+
+
+def measure(rk: Rockmate, ids: torch.Tensor, memory: int, steps: int) -> Row:
+    """Profile ``steps`` training steps, and as many of the original."""
+    calls, ours = python_of(rk, ids, steps, _OURS)
+    eager_calls, eager = python_of(rk.original, ids, steps, _EAGER)
     count = len(rk.plan.schedule)
-    each = round(1e6 * seconds / count, 1)
-    return Row(memory, len(ids), count, rk.plan.recomputed, calls, round(1e3 * seconds, 2), each)
+    each = round(1e3 * ours / count, 1)
+    again = rk.plan.recomputed
+    return Row(memory, len(ids), count, again, calls, round(ours, 2), each, eager_calls, round(eager, 2))
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
@@ -102,7 +115,9 @@ def main(argv: list[str] | None = None) -> list[Row]:
         options.layers, options.width, options.length = 2, 32, 16
         options.batches, options.memory, options.steps = [4, 8], [100, 30], 2
     rows = []
-    print("memory  batch  schedule steps  run again  our calls  our Python  per schedule step")
+    print(
+        "memory  batch  schedule steps  run again  our calls  our Python  per schedule step  eager calls  eager Python"
+    )
     for memory in options.memory:
         program = None
         for batch in options.batches:
@@ -115,7 +130,8 @@ def main(argv: list[str] | None = None) -> list[Row]:
             rows.append(row)
             print(
                 f"{row.memory:>4} %  {row.batch:>5}  {row.schedule_steps:>14}  {row.run_again:>9}  {row.calls:>9}  "
-                f"{row.python_ms:>7.2f} ms  {row.us_per_schedule_step:>14.1f} us",
+                f"{row.python_ms:>7.2f} ms  {row.us_per_schedule_step:>14.1f} us  "
+                f"{row.eager_calls:>11}  {row.eager_ms:>9.2f} ms",
                 flush=True,
             )
     if options.out:
