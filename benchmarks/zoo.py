@@ -115,7 +115,7 @@ def run(cases: Path, name: str) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - whatever a model throws is a line of the table
         row["error"] = f"{type(error).__name__}: {error}"
         row["miss"] = "" if REFUSED.get(name) == type(error).__name__ else "error"
-        row["traceback"] = traceback.format_exc()
+        traceback.print_exc()
     row["seconds"] = round(time.perf_counter() - start, 1)
     return row
 

@@ -143,7 +143,7 @@ def block_graph(s: S_graph, b: int) -> S_graph:
     inputs = [v for v in read if v not in d.sources or d.sources[v].kind == "input"]
     outputs = tuple(v for node in nodes for v in node.makes if v in after)
     home = {d.values[v].storage: v for v in reversed(read)}
-    structure = Structure(_flat(len(inputs)), (), _flat(len(outputs)), ())
+    structure = Structure(_flat(len(outputs)), ())
     own = D_graph(
         names=d.names,
         sources={v: d.sources[v] for v in read if v in d.sources}
@@ -166,5 +166,5 @@ def block_graph(s: S_graph, b: int) -> S_graph:
 
 
 def _flat(count: int) -> pytree.TreeSpec:
-    """The structure of a call with ``count`` positional tensors, or of so many results."""
+    """The structure of so many results."""
     return pytree.tree_structure(((0,) * count, {}))

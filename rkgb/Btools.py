@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rkgb.capture import Call, HostRead, Recorder, call_in, map_tensors, outside_vmap, preserved
+from rkgb.code import watched
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.guards import Guard
@@ -71,9 +72,11 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         a, k = unflatten(filled, in_spec)
         before = State(model)
-        results, out_spec = flatten(model(*a, **k))
+        with watched() as watch:
+            returned = model(*a, **k)
+        results, out_spec = flatten(returned)
         assigned, notes[:] = before.assigned(), before.notes()
-        structure.append(Structure(in_spec, _constants(leaves), out_spec, _constants(results), tuple(assigned)))
+        structure.append(Structure(out_spec, _constants(results), tuple(assigned), code=watch.code()))
         return [*(leaf for leaf in results if isinstance(leaf, torch.Tensor)), *assigned.values()]
 
     known = [*inputs, *own.values()]

@@ -159,6 +159,24 @@ def _backwards(
     return found
 
 
+def _written_views(s: S_graph) -> set[int]:
+    """Views of what their own node writes into, beside another result in the same memory.
+
+    Autograd makes their history anew where they are used first, so that its backward, which makes a gradient of all of
+    the memory, runs as soon as theirs is there, and not when that of the node does.
+    """
+    found: set[int] = set()
+    for node in s.nodes:
+        written = {x for op in node.ops for x in s.d.facts[op].writes}
+        first: set[int] = set()
+        for v in node.makes:
+            storage = s.d.values[v].storage
+            if storage in written and storage in first:
+                found.add(v)
+            first.add(storage)
+    return found
+
+
 class _Buffers:
     """Gradients on their way: for each value that awaits its backward, which memory holds its gradient so far.
 
@@ -175,6 +193,7 @@ class _Buffers:
         self.live = 0  # bytes of all memory that holds something
         self.uses: dict[int, int] = {}  # source -> backwards still to contribute
         self.views: set[int] = set()  # values whose gradient so far is a view
+        self.written = _written_views(s)
         for i, cost in enumerate(costs):
             for v in s.nodes[i].reads if cost.results else ():
                 if v in s.d.sources and s.d.values[v].requires_grad:
@@ -216,7 +235,7 @@ class _Buffers:
 
     def backward(self, i: int) -> tuple[int, int, int]:
         """Bytes of gradients before, at the worst moment of, and after the backward of node i."""
-        node, cost = self.s.nodes[i], self.costs[i]
+        s, node, cost = self.s, self.s.nodes[i], self.costs[i]
         before = self.live
         incoming = [self._release(node.makes[k]) for k in cost.results]
         peak = before + self._added(cost, incoming) - cost.incoming
@@ -235,6 +254,8 @@ class _Buffers:
             del waiting[position]
             first = self.holds.get(v)
             if first is None:
+                if v in self.written:
+                    memory = self._new(s.d.storages[s.d.values[v].storage].bytes)
                 self._hold(v, memory)
                 if position in cost.views:
                     self.views.add(v)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rkgb.code import Code
 from rkgb.render_notebook import Drawn
 
 
@@ -99,18 +100,18 @@ def substitute(arg: Any, put: Callable[[int], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Structure:
-    """How the module is called and what it returns (pytree specs; leaves that are no tensors are constants).
+    """What the module returns (a pytree spec; leaves that are no tensors are constants), and what it does beside.
 
     ``assigned``: buffers, by qualified name, that forward assigns anew; their values follow the outputs'.
     ``written``: parameters that forward changes, and attributes that hold tensors, which it may change.
+    ``code``: the Python that ran.
     """
 
-    inputs: Any
-    input_constants: tuple[tuple[int, Any], ...]
     outputs: Any
     output_constants: tuple[tuple[int, Any], ...]
     assigned: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
+    code: Code = field(default_factory=Code)
 
 
 @dataclass(frozen=True, repr=False)

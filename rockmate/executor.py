@@ -125,7 +125,7 @@ class CallState:
             self.made_at[v] = env[v]._version
         for v in code.aliases:
             self.aliases[v] = env[v].detach()
-            self.versions[v] = env[v]._version
+            self.versions[v] = version_of(env[v])
 
     def pack(self, t: torch.Tensor) -> Slot:
         """Autograd wants to keep ``t``: note which datum it is."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-_STATE_HOOKS = (
+_SHARED = (
+    "_non_persistent_buffers_set",
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
@@ -24,7 +25,7 @@ _STATE_HOOKS = (
 class Facade(torch.nn.Module):
     """Stands for ``original``. What a subclass defines itself wins over an attribute of that name of the original.
 
-    ``OWN``: attributes that are the facade's, beside those that its class defines and those that begin with "_".
+    ``OWN``: attributes that are the facade's, beside those that its class defines.
     """
 
     OWN: frozenset[str] = frozenset()
@@ -34,7 +35,7 @@ class Facade(torch.nn.Module):
         self.__dict__["_original"] = original
         # The very dicts of the original: names, values and changes of parameters and submodules are the original's.
         self._parameters, self._buffers, self._modules = original._parameters, original._buffers, original._modules
-        for name in _STATE_HOOKS:  # those of ``state_dict`` and ``load_state_dict``, which are the original's
+        for name in _SHARED:  # what ``state_dict`` and ``load_state_dict`` go by
             self.__dict__[name] = original.__dict__[name]
 
     @property
@@ -58,6 +59,15 @@ class Facade(torch.nn.Module):
         self.original.train(mode)
         return self
 
+    def eval(self) -> Facade:
+        """Set the mode of the original, as ``nn.Module.eval``."""
+        self.original.eval()
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """That of the original."""
+        self.original.zero_grad(set_to_none)
+
     def __getattr__(self, name: str) -> Any:
         original = self.__dict__.get("_original")  # None while a copy is made
         if original is None:
@@ -66,7 +76,7 @@ class Facade(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("_original")
-        own = name.startswith("_") or name in self.OWN or name in self.__dict__ or hasattr(type(self), name)
+        own = name in self.OWN or name in self.__dict__ or hasattr(type(self), name)
         if original is None or own or not hasattr(original, name):
             super().__setattr__(name, value)
         else:

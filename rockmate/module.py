@@ -25,12 +25,14 @@ from rockmate.facade import Facade, signed_as_original
 from rockmate.plan import Plan
 from rockmate.planning import make_planner
 from rockmate.progress import Progress
+from rockmate.python_state import PLAIN, Place, PythonState, find
 from rockmate.state import check_wrappers, module_key, watched_hooks
 from rockmate.surroundings import (
     check_global_hooks,
     is_recorded,
     is_transformed,
     leave_plan,
+    settings,
     undisturbed,
     warn_of_saved_hooks,
 )
@@ -50,20 +52,21 @@ class Rockmate(Facade):
     of a budget, a file that ``plan.save(path)`` wrote for this graph (else ``PlanError``). ``costs``:
     "measured" times every operation, "flops" models them (the same plan on every run and machine).
     ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default room
-    is left for three times the outputs' bytes, which suffices for the usual losses; ``plan.predicted_peak``
-    is that of cross entropy, which takes two. ``time_limit``: seconds after which the search for a plan ends with the
-    best so far, as ``plan.reason`` then says; by default 60 for each integer program. ``progress``: True shows how
-    far planning is, False does not; None does on a terminal, when it takes more than a second.
+    is left for three times the outputs' bytes, which suffices for the usual losses; of these, as many bytes as the
+    outputs have may stay through the backward. ``plan.predicted_peak`` is that of cross entropy, which takes
+    two. ``time_limit``: seconds after which the search for a plan ends with the best so far, as ``plan.reason``
+    then says; by default 60 for each integer program. ``progress``: True shows how far planning is, False does
+    not; None does on a terminal, when it takes more than a second.
 
-    ``plan`` is the plan of the last call. Calls of another shape are planned when they first come, and
-    cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
+    ``plan`` is the plan of the last call. Calls of another shape, or with other settings (whatever the module's
+    Python reads), are planned when they first come, and cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
     made then stay and count. In ``eval()`` mode and without
     gradients the model itself runs. Raises ``InputError`` and its kinds for arguments that cannot be
     used, ``InfeasibleBudgetError`` for a budget that no plan fits, ``GraphError`` for a model that
     cannot be traced. Based on Rockmate (Zhao et al., ICML 2023).
     """
 
-    OWN = frozenset({"plan", "plans_made"})
+    OWN = frozenset("plan plans_made _budget _costs _loss_memory _time_limit _progress _cache _unwatched _last".split())
     plan: Plan
 
     def __init__(
@@ -91,6 +94,7 @@ class Rockmate(Facade):
         self._time_limit = _checked_limit(time_limit)
         self._progress = progress
         self._cache = PlanCache()
+        self._unwatched: set[Place] = set()
         self._last: Variant | None = self._planned(args, kwargs, saved)[0]
         self.plan = self._last.plan
 
@@ -104,7 +108,7 @@ class Rockmate(Facade):
         size = parse_budget(budget)
         if self._last is not None:
             with Progress(self._progress) as self._last.planner.report:
-                variant = make_variant(self._last.planner, size)
+                variant = make_variant(self._last.planner, size, self._last.state)
             self._cache.replace(self._last, variant)  # others are made again when they are needed
             self._last, self.plan = variant, variant.plan
         self._budget = size
@@ -145,8 +149,9 @@ class Rockmate(Facade):
             if len(variants) >= MAX_VARIANTS:
                 raise VariantLimitError(
                     f"{MAX_VARIANTS} plans were made for calls of this kind, and none is for the values that the "
-                    f"module's Python reads from tensors now: {failed[0]}. Wrap the submodules around that line "
-                    "instead."
+                    "module's Python reads from tensors now, or for the shapes that follow from values (torch.where, "
+                    f"x[mask]): {failed[0]}. Wrap the submodules around that line instead, or compute with masks of "
+                    "one shape."
                 )
             variant = self._make_variant(args, kwargs)
             outputs = self._run_new(variant, inputs)
@@ -183,20 +188,31 @@ class Rockmate(Facade):
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> list[Variant]:
         """The variants for calls of this kind, the last one used first; one is made if there is none."""
-        key, missing = _call_key(self.original, args, kwargs)
-        found = self._cache.find(key, missing)
+        leaves, spec = flatten((args, kwargs))
+        modules, missing = module_key(self.original)
+        found = self._cache.find(_call_key(leaves, spec, modules), missing)
+        if found:
+            now = {v.state.code: find(self.original, leaves, v.state.code) for v in found}
+            found = [v for v in found if v.state.changed(now[v.state.code]) <= self._unwatched]
         return found or [self._make_variant(args, kwargs, saved)]
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
         self._check_own_changes()
         check_wrappers(self.original)
         with TRACING, Progress(self._progress) as report:
-            key, _ = _call_key(self.original, args, kwargs)
+            leaves, spec = flatten((args, kwargs))
+            key = _call_key(leaves, spec, module_key(self.original)[0])
+            codes = self._cache.codes()
+            before = [PythonState(code, find(self.original, leaves, code)) for code in codes]
             with undisturbed(), watched_hooks(self.original):
                 planner = make_planner(
                     self.original, args, kwargs, self._costs, self._loss_memory, report, saved, self._time_limit
                 )
-            variant = make_variant(planner, self._budget)
+            for state in before:  # what forward itself changes, a plan leaves as it is
+                self._unwatched |= state.changed(find(self.original, leaves, state.code))
+            code = planner.graphs.D.structure.code
+            code = next((known for known in codes if known.reads_as(code)), code)
+            variant = make_variant(planner, self._budget, PythonState(code, find(self.original, leaves, code)))
             self._cache.add(key, planner.missing, variant)
             self.plans_made += saved is None
         return variant
@@ -289,22 +305,20 @@ def _checked_call(
 
 
 def _value(x: Any) -> tuple[Hashable, ...]:
-    """What distinguishes a leaf that is no tensor; arrays print shortened."""
+    """What distinguishes a leaf that is no tensor; of objects more is seen by ``find``."""
     if isinstance(x, (np.ndarray, np.generic)) and not x.dtype.hasobject:
         return x.dtype.str, x.shape, x.tobytes()
-    return (repr(x),)
+    return (x,) if type(x) in PLAIN else ()
 
 
-def _call_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, frozenset[str]]:
-    """(key, parameters without gradient). Calls with equal keys run the same graph."""
-    leaves, spec = flatten((args, kwargs))
+def _call_key(leaves: list[Any], spec: Any, modules: Hashable) -> Hashable:
+    """Calls with equal keys, for which ``find`` finds the same, run the same graph."""
     described = tuple(
         (tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device, x.requires_grad)
         if isinstance(x, torch.Tensor)
-        else (type(x).__name__, *_value(x))
+        else (type(x), *_value(x))
         for x in leaves
     )
-    modules, missing = module_key(model)
     mode = current_mode()
     cached = bool(mode.autocast) and torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
-    return (spec, described, mode, cached, modules), missing
+    return spec, described, mode, cached, settings(), modules

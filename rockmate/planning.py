@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rkgb.capture import drop_saved, preserved
-from rkgb.errors import GraphError
+from rkgb.errors import GraphError, UnsupportedError
 from rkgb.Ktools import K_graph
 from rkgb.measure import check_costs
 from rkgb.pipeline import Graphs, make_all_graphs
@@ -51,9 +51,11 @@ SCALARS = 64
 # For the whole-graph program to better a plan and to prove how little is left; mostly it needs a tenth of it.
 IMPROVE_SECONDS = 2.0
 
+_ON_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
+
 
 def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
-    """The solvers' problem of ``graphs``. ``loss_memory``: see ``Rockmate``."""
+    """The solvers' problem of ``graphs``, without what ``loss_kept`` says. ``loss_memory``: see ``Rockmate``."""
     k = graphs.K
     nodes = tuple(
         Node(
@@ -71,10 +73,20 @@ def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
     blocks = tuple(Block(a, b, kind) for (a, b), kind in zip(k.s.blocks, graphs.classes, strict=True))
     floats = _in_float(k)
     loss = 3 * floats + max(floats, k.output_bytes) if loss_memory is None else k.output_bytes + loss_memory
+    loss -= loss_kept(k, loss_memory)
     data = tuple(Data(d.name, d.bytes, d.owner) for d in k.data)
     problem = Problem(nodes, data, frozenset(k.outputs), loss, blocks)
     problem.verify()
     return problem
+
+
+def loss_kept(k: K_graph, loss_memory: int | None) -> int:
+    """Bytes that stay allocated through the backward, of those that a loss may allocate: as many as the outputs have.
+
+    ``F.mse_loss`` and ``F.smooth_l1_loss`` return one number in storage as large as their input, and loops hold
+    differences, probabilities and the like.
+    """
+    return _in_float(k) if loss_memory is None else min(_in_float(k), loss_memory)
 
 
 def _in_float(k: K_graph) -> int:
@@ -113,8 +125,10 @@ class Planner:
 
     @property
     def reserved(self) -> int:
-        """Bytes taken off every budget: for the numbers of the loss, and for what a failing guard must put back."""
-        return SCALARS + undo_bytes(self.graphs.S)
+        """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, and for
+        what a failing guard must put back.
+        """
+        return SCALARS + loss_kept(self.graphs.K, self.loss_memory) + undo_bytes(self.graphs.S)
 
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""
@@ -265,6 +279,12 @@ def make_planner(
     except (GraphError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
             _check_call(model, sample, sample_kwargs, error)
+        if _ON_A_LEAF in str(error):
+            raise UnsupportedError(
+                "forward changes an input in place (as ReLU(inplace=True) on it would) where gradients pass, and "
+                "plans start from inputs as they are: let it work on a copy (x = x.clone()), or wrap the submodules "
+                "behind the change."
+            ) from error
         raise
     if not graphs.S.nodes:
         raise InputError(
@@ -273,7 +293,7 @@ def make_planner(
         )
     phase("solve", 0.0)
     problem = problem_of(graphs, loss_memory)
-    usual = 3 * _in_float(graphs.K) if loss_memory is None else problem.loss
+    usual = 3 * _in_float(graphs.K) if loss_memory is None else graphs.K.output_bytes + loss_memory
     missing = missing_gradients(model)
     if saved is not None and not missing <= saved.missing:
         raise PlanError(

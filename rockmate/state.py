@@ -10,12 +10,9 @@ from typing import Any
 import torch
 
 from rockmate.errors import HookError, InputError
+from rockmate.python_state import NOTES, PLAIN
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
 _BY_IDENTITY = frozenset({FunctionType, BuiltinFunctionType, torch.Generator})
-
-# What libraries note on modules for themselves.
-_NOTES = ("_is_", "_fsdp")
 
 # Hooks of torch's own compute weights from others (spectral_norm, weight_norm); transformers' collect outputs.
 _TRACED = ("torch.nn.utils.", "transformers.")
@@ -28,7 +25,7 @@ def module_key(model: torch.nn.Module) -> tuple[Hashable, frozenset[str]]:
     functions and generators that it holds, and its hooks; of every parameter and buffer the name, the form, and which
     other names are the same tensor. Runs at every call, hence the one plain loop.
     """
-    modules: list[Hashable] = []
+    modules: list[Any] = []
     tensors: list[Hashable] = []
     missing: list[str] = []
     first: dict[int, int] = {}
@@ -43,29 +40,31 @@ def module_key(model: torch.nn.Module) -> tuple[Hashable, frozenset[str]]:
         held = m.__dict__
         if held["_backward_hooks"] or held["_backward_pre_hooks"]:
             raise _refused(prefix[:-1], m, next(iter((*m._backward_hooks.values(), *m._backward_pre_hooks.values()))))
-        modules += (id(type(m)), *held["_forward_hooks"], *held["_forward_pre_hooks"])
+        modules += (type(m), *held["_forward_hooks"], *held["_forward_pre_hooks"])
         _add_attributes(modules, held)
         for k, p in held["_parameters"].items():
             if p is not None:
-                tensors += (k, first.setdefault(id(p), len(first)), p.requires_grad, p.dtype, p.shape, p.device)
+                tensors += (k, first.setdefault(id(p), len(first)), *_form(p))
                 if p.requires_grad and (not p.is_leaf or p.grad is None):
                     missing.append(prefix + k)
         for k, b in held["_buffers"].items():
             if b is not None:
-                tensors += (k, first.setdefault(id(b), len(first)), b.requires_grad, b.dtype, b.shape, b.device)
+                tensors += (k, first.setdefault(id(b), len(first)), *_form(b))
         left += [(f"{prefix}{k}.", child) for k, child in held["_modules"].items() if child is not None]
     return (tuple(modules), tuple(tensors)), frozenset(missing)
 
 
-def _add_attributes(found: list[Hashable], held: dict[str, Any]) -> None:
+def _form(t: torch.Tensor) -> tuple[Hashable, ...]:
+    return t.requires_grad, t.dtype, t.shape, t.stride() if t.layout == torch.strided else t.layout, t.device
+
+
+def _add_attributes(found: list[Any], held: dict[str, Any]) -> None:
     for k, v in held.items():
         kind = type(v)
-        if kind in _PLAIN:
-            if not k.startswith(_NOTES):
-                found += (k, v)
-        elif kind in _BY_IDENTITY:
-            found += (k, id(v))
-        elif kind is tuple and all(type(x) in _PLAIN for x in v):
+        if kind in PLAIN:
+            if not k.startswith(NOTES):
+                found += (k, kind, v)
+        elif kind in _BY_IDENTITY or (kind is tuple and all(type(x) in PLAIN for x in v)):
             found += (k, v)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,20 @@ def running_in(mode: Mode) -> Iterator[None]:
     """Run in ``mode``, out of transforms, whatever is in force."""
     with untransformed(), in_mode(mode):
         yield
+
+
+def settings() -> tuple[Hashable, ...]:
+    """Settings of torch that change results, or what kernels allocate."""
+    cuda, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
+    return (
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        mkldnn.enabled,
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+        (cuda.allow_fp16_reduced_precision_reduction, cuda.allow_bf16_reduced_precision_reduction),
+    )
 
 
 def leave_plan() -> None:

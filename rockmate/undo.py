@@ -22,10 +22,6 @@ class Undo:
     drawn: tuple[Drawn, ...] = ()
     sources: tuple[int, ...] = ()
 
-    @property
-    def needed(self) -> bool:
-        return bool(self.drawn or self.sources)
-
 
 def undo_of(s: S_graph) -> Undo:
     """What the guards of ``s`` make necessary."""
@@ -49,11 +45,14 @@ class Before:
     def __init__(self, undo: Undo, sources: dict[int, torch.Tensor]) -> None:
         self.states = [(x, random_state(x)) for x in undo.drawn]
         self.copies = [(sources[v], sources[v].detach().clone()) for v in undo.sources]
+        self.counted = tuple(t for t, _ in self.copies if not t.is_inference())
+        self.versions = tuple(t._version for t in self.counted)
 
     def restore(self) -> None:
-        """Put all back."""
+        """Put all back; tensors count as never changed, since an earlier call in the same graph may have saved them."""
         for drawn, state in self.states:
             set_random_state(drawn, state)
         with torch.no_grad():
             for t, copy in self.copies:
                 t.copy_(copy)
+        torch._C._autograd._unsafe_set_version_counter(self.counted, self.versions)

@@ -8,13 +8,15 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from rkgb.code import Code
 from rkgb.graphs import Structure
 from rockmate.compiled import Program, compile_schedule
 from rockmate.draws import draw_whole
 from rockmate.errors import PlanningWarning
 from rockmate.parts import peaks_of_parts
 from rockmate.plan import Plan
-from rockmate.planning import Planner
+from rockmate.planning import Planner, loss_kept
+from rockmate.python_state import PythonState
 from solvers import walk
 
 MAX_PLANS = 32
@@ -26,19 +28,20 @@ class Variant:
     """The plan for one kind of call, ready to run.
 
     Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
-    variables would hold tensors beyond the prediction.
+    variables would hold tensors beyond the prediction. ``state``: what the module's Python read as it was traced.
     """
 
     planner: Planner
     plan: Plan
     program: Program
     structure: Structure
+    state: PythonState
 
 
-def make_variant(planner: Planner, budget: int) -> Variant:
+def make_variant(planner: Planner, budget: int, state: PythonState) -> Variant:
     """The plan for ``budget``, ready to run."""
     plan = planner.plan(budget)
-    return Variant(planner, plan, program_of(plan), plan.graph.s.d.structure)
+    return Variant(planner, plan, program_of(plan), plan.graph.s.d.structure, state)
 
 
 def program_of(plan: Plan) -> Program:
@@ -46,7 +49,7 @@ def program_of(plan: Plan) -> Program:
     problem = plan.problem_with_usual_loss()
     levels = walk(problem, plan.schedule).timeline
     program = draw_whole(compile_schedule(plan.graph, plan.schedule), problem, plan.schedule, levels)
-    beside = plan.predicted_peak - max(levels)
+    beside = plan.predicted_peak - max(levels) + loss_kept(plan.graph, plan.loss_memory)
     peaks = peaks_of_parts(program, problem, plan.schedule, levels)
     exceeding = frozenset(left for left, peak in peaks.items() if beside + peak > plan.budget)
     return dataclasses.replace(program, exceeding=exceeding)
@@ -70,6 +73,10 @@ class PlanCache:
     def find(self, key: Hashable, missing: frozenset[str]) -> list[Variant]:
         """Variants for such a call, last used first. One for more missing gradients will do: those need no memory."""
         return [v for known, planned, v in self._entries if missing <= planned and known == key]
+
+    def codes(self) -> list[Code]:
+        """The code that ran when the plans were made, each once."""
+        return list(dict.fromkeys(v.state.code for _, _, v in self._entries))
 
     def add(self, key: Hashable, missing: frozenset[str], variant: Variant) -> None:
         """Keep a new variant, as the last one used."""

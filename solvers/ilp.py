@@ -104,11 +104,6 @@ def least_peak(view: BlockView) -> int:
     return max((s.peak + sum(view.sizes[d] for d in s.reads) for s in view.stages), default=0)
 
 
-def most_peak(view: BlockView) -> int:
-    """The backward peak (bytes above base) of keeping everything."""
-    return figures(view, keep_runs(view)).backward_peak
-
-
 @dataclass(frozen=True, slots=True)
 class Point:
     """One point of a grid: limits in bytes (``peak`` None: free), and the best for them, None where none fits.

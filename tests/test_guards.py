@@ -303,3 +303,24 @@ def test_an_attribute_that_holds_a_tensor_is_looked_up_at_every_call() -> None:
         assert_equal_step(rk, eager, inputs(1))
         assert torch.equal(model.seen, eager.seen)
         assert rk.plans_made == plans
+
+
+def test_what_a_failed_guard_puts_back_was_never_changed() -> None:
+    """The statistics of a batch norm before the guard, which an earlier call in the same graph has saved."""
+
+    def forward(m: Layers, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        x = m.norm(m.run(x))
+        return x * 2 if k.sum() > 0 else torch.sigmoid(x)
+
+    x, up, down = torch.randn(16, 8), torch.ones(1), -torch.ones(1)
+    model = Layers(forward)
+    eager = copy.deepcopy(model)
+    rk = Rockmate(model, (x, up), "1 MiB", costs="flops")
+    for m in (rk, eager):
+        for first, second in ((up, down), (down, up), (up, down)):
+            (m(x, first).sum() + m(x, second).square().sum()).backward()
+    assert rk.plans_made == 2
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    for a, b in zip(model.buffers(), eager.buffers(), strict=True):
+        assert torch.equal(a, b)

@@ -13,6 +13,7 @@ from torch import nn
 
 import rockmate
 from rockmate import (
+    GraphError,
     InfeasibleBudgetError,
     InputError,
     MeasureError,
@@ -127,6 +128,15 @@ def test_models_and_parts_that_are_compiled() -> None:
 
     with pytest.raises(UnsupportedError, match=r"torch.compile made at test_interface.py:\d+.*Call the function as it"):
         Rockmate(Calls(16, 16), X, "1 MiB")
+
+
+def test_an_input_changed_in_place_where_gradients_pass() -> None:
+    model = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(16, 16))
+    inside = torch.randn(4, 16, requires_grad=True) * 1
+    rk = Rockmate(model, torch.randn(4, 16), "1 MiB", costs="flops")
+    for call in (lambda: Rockmate(model, inside, "1 MiB", costs="flops"), lambda: rk(inside)):
+        with pytest.raises(GraphError, match=r"changes an input in place .* work on a copy \(x = x\.clone"):
+            call()
 
 
 def test_ways_to_give_the_sample() -> None:

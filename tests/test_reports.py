@@ -117,7 +117,7 @@ class _Recorder:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return Rockmate(mlp(6), SAMPLE, 500_000, costs="flops").plan
+    return Rockmate(mlp(6), SAMPLE, 549_152, costs="flops").plan
 
 
 def test_choices_add_up_to_the_plan(plan: Plan) -> None:
@@ -145,14 +145,14 @@ def test_summary_names_every_figure(plan: Plan) -> None:
     assert list(lines) == [
         "budget", "predicted peak", "predicted overhead", "nodes", "blocks", "found by", "set-up",
     ]  # fmt: skip
-    assert lines["budget"].strip() == "488.3 KiB"
+    assert lines["budget"].strip() == "536.3 KiB"
     assert lines["blocks"].strip() == f"{len(plan.problem.blocks)}, of them distinct: 3"
     assert all(f"{phase} " in lines["set-up"] for phase in ("trace", "simplify", "measure", "solve"))
     assert str(plan).endswith(block_table(plan.problem, plan.schedule))
 
 
 def test_a_plan_shows_itself(plan: Plan) -> None:
-    assert repr(plan) == "<Plan: 484.1 KiB of 488.3 KiB, 14.3 % longer>"
+    assert repr(plan) == "<Plan: 500.1 KiB of 536.3 KiB, 12.8 % longer>"
     printer = RepresentationPrinter(io.StringIO())
     printer.pretty(plan)
     printer.flush()

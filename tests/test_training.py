@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from models import ZOO, Case, case, outputs_of, part_way, square_loss
 
+from rkgb.code import Code
 from rockmate import Rockmate, measure_peak
 from rockmate.executor import CallState
 from rockmate.planning import Planner, make_planner
+from rockmate.python_state import PythonState
 from rockmate.variants import Variant, make_variant
 from solvers.schedule import Del, Run
 
 FRACTIONS = (0.0, 0.5, 1.0)
+NO_STATE = PythonState(Code(), {})
 
 
 @cache
@@ -94,6 +97,25 @@ def test_measured_peak_is_within_the_budget(c: Case, fraction: float, allocated:
     assert measure_peak(train, "cpu") <= rk.budget
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss])
+@pytest.mark.parametrize("fraction", (0.0, 0.5))
+@pytest.mark.parametrize("name", ["mlp", "gpt", "two_in_two_out"])
+def test_what_a_loss_keeps_is_within_the_budget(name: str, fraction: float, loss: Any) -> None:
+    """Results of mean square errors have storage as large as their input, for as long as they live."""
+    c = case(name)
+    args, kwargs = c.call(0)
+    rk = planned(c, c.model(), budget_of(name, fraction))
+    targets = [torch.zeros_like(t) for t in outputs_of(rk.original(*args, **kwargs))]
+
+    def train() -> None:
+        rk.zero_grad()
+        losses = [loss(t, y) for t, y in zip(outputs_of(rk(*args, **kwargs)), targets, strict=True)]
+        torch.autograd.backward(losses)
+
+    train()
+    assert measure_peak(train, "cpu") <= rk.budget
+
+
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("allocated", [False, True], ids=["grads_none", "grads_allocated"])
 @pytest.mark.parametrize("percent", [95, 80, 70])
@@ -125,7 +147,7 @@ def test_predicted_peak_is_the_measured_one(percent: int, allocated: bool, held:
 @pytest.mark.parametrize("c", ZOO, ids=lambda c: c.name)
 def test_a_backward_is_stopped_only_where_something_runs_again(c: Case, fraction: float) -> None:
     """Or for what autograd cannot let go by itself: outputs, and data that come back later."""
-    variant = make_variant(planner_of(c.name), budget_of(c.name, fraction))
+    variant = make_variant(planner_of(c.name), budget_of(c.name, fraction), NO_STATE)
     program, k = variant.program, variant.plan.graph
     needed = set(k.outputs)
     for steps in reversed(program.before):
@@ -160,7 +182,7 @@ def test_nothing_stays_allocated() -> None:
 
 def test_a_plan_for_each_budget_from_one_planner() -> None:
     planner = planner_of("mlp")
-    variants: list[Variant] = [make_variant(planner, budget_of("mlp", f)) for f in FRACTIONS]
+    variants: list[Variant] = [make_variant(planner, budget_of("mlp", f), NO_STATE) for f in FRACTIONS]
     overheads = [v.plan.predicted_overhead for v in variants]
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[-1] == 0

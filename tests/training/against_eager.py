@@ -14,7 +14,7 @@ from models import Case, outputs_of, square_loss
 from torch import nn
 
 from rockmate import Rockmate, measure_peak
-from rockmate.planning import SCALARS, make_planner
+from rockmate.planning import make_planner
 from solvers import all_baselines, walk
 
 Train = Callable[[nn.Module, nn.Module], Iterable[Any]]
@@ -27,8 +27,8 @@ def tight_budget(model: nn.Module, args: Any, kwargs: dict[str, Any] | None = No
     """
     planner = make_planner(copy.deepcopy(model), args, kwargs, "flops", None)
     peaks = [walk(planner.problem, schedule).peak for schedule in all_baselines(planner.problem).values()]
-    least = SCALARS + min(peaks) if min(peaks) < max(peaks) else planner.frontier().min_budget
-    return least + round(fraction * (SCALARS + max(peaks) - least))
+    least = planner.reserved + min(peaks) if min(peaks) < max(peaks) else planner.frontier().min_budget
+    return least + round(fraction * (planner.reserved + max(peaks) - least))
 
 
 def under_budget(model: nn.Module, *args: Any, fraction: float = 0.3, **kwargs: Any) -> Rockmate:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rkgb.memory import measure_memory
+from rockmate import Rockmate
 
 
 class Nested(nn.Module):
@@ -260,3 +261,28 @@ def test_outputs_that_are_held_are_not_kept_twice_where_their_node_runs_again() 
 
     assert_trains_as_eager(eager, rk, train)
     assert_in_budget(rk, lambda: hold(rk))
+
+
+class Scaled(nn.Module):
+    """Views its input, and saves nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x.view(-1, 8) * 2.0)
+        return out
+
+
+def test_a_view_of_a_batch_from_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.randn(4, 16)
+    model = Scaled()
+    rk = Rockmate(model, x.clone(), "1 MiB", costs="flops")
+    gradients = []
+    for m in (rk, model):
+        model.zero_grad()
+        m(x).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]

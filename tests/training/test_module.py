@@ -398,3 +398,32 @@ def test_functional_call_is_eager() -> None:
         return [out.detach(), *torch.autograd.grad(F.mse_loss(out, torch.zeros_like(out)), list(others.values()))]
 
     assert_same(grads(rk), grads(eager))
+
+
+class Private(nn.Module):
+    """Has a private number, a buffer that is not saved, and its own ``eval``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self._scale, self.evaluated = nn.Linear(8, 8), 1.0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self._scale
+
+    def eval(self) -> Private:
+        self.evaluated += 1
+        return super().eval()
+
+
+def test_what_is_set_on_it_is_set_on_the_model() -> None:
+    model, x = Private(), randn(16, 8, seed=0)
+    rk = Rockmate(model, x, "1 MiB", costs="flops")
+    rk._scale = 3.0
+    assert model._scale == 3.0
+    assert torch.equal(rk(x), model(x))
+    rk.register_buffer("cache", torch.ones(2), persistent=False)
+    assert torch.equal(model.cache, torch.ones(2))  # type: ignore[arg-type]
+    assert "cache" not in rk.state_dict()
+    rk.eval()
+    assert model.evaluated == 1
+    assert not model.training

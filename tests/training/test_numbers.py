@@ -253,7 +253,7 @@ def test_inputs_changed_before_the_backward_are_an_error() -> None:
 
 @pytest.mark.parametrize("which", ["0.weight", "4.weight", "8.bias"])
 def test_parameters_changed_before_the_backward(which: str) -> None:
-    """As eager does: an error where the backward reads the parameter, and none where it does not."""
+    """An error where eager mode has one, and where a second run would read the parameter."""
     c = case("mlp")
     eager, rk = planned(c)
     raised = []

@@ -206,9 +206,10 @@ def test_what_left_out_outputs_take_beyond_the_budget_is_said(before: int, behin
     torch.manual_seed(0)
     x = randn(64, 32, seed=0)
     found = frontier(EarlyAndLate(before, behind), x, costs="flops")
-    over, said = set(), set()
+    over, may, said = set(), set(), set()
     for fraction in (0.0, 0.3, 0.6):
         rk = Rockmate(EarlyAndLate(before, behind), x, part_way(found, fraction), costs="flops")
+        kept = sum(t.nbytes for t in rk.original(x))  # as a loss may, which this one does not
         for used in ((0,), (1,), (0, 1)):
 
             def train(rk: Rockmate = rk, used: tuple[int, ...] = used) -> None:
@@ -222,10 +223,12 @@ def test_what_left_out_outputs_take_beyond_the_budget_is_said(before: int, behin
                 said.add((fraction, used))
             if peak > rk.budget:
                 over.add((fraction, used))
-    assert over <= said
+            if peak + kept > rk.budget and len(used) == 1:
+                may.add((fraction, used))
+    assert over <= may <= said
     assert all(used != (0, 1) for _, used in said)
     if (before, behind) == (3, 3):
-        assert over == said != set()
+        assert 0 < len(said) < 6  # of those that leave one out, not all
 
 
 class Heads(nn.Module):

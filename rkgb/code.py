@@ -1,0 +1,100 @@
+"""Which Python a module's forward runs: what its code may read beside tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FrameType, FunctionType
+from typing import Any
+
+_OURS = frozenset({"rkgb", "rockmate", "solvers", "torch", "numpy"}) | sys.stdlib_module_names
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """The functions that ran, without those of torch (but its layers), of Python itself and of this project.
+
+    ``names``: of all attributes that they can read by name, in the code or as text. Of functions that are in no
+    installed package also their variables: ``scopes``, the global ones with the names among them that are read, and
+    ``cells``, those of the functions around them, by function and name.
+    """
+
+    names: frozenset[str] = frozenset()
+    scopes: tuple[tuple[dict[str, Any], frozenset[str]], ...] = ()
+    cells: tuple[tuple[str, str, CellType], ...] = ()
+
+    def reads_as(self, other: Code) -> bool:
+        """Whether both read the same places."""
+        mine, theirs = ([(id(v), read) for v, read in c.scopes] for c in (self, other))
+        cells, others = ([(f, k, id(cell)) for f, k, cell in c.cells] for c in (self, other))
+        return self.names == other.names and mine == theirs and cells == others
+
+
+@dataclass
+class Watch:
+    """Filled while ``watched`` is in force: functions and their global variables."""
+
+    functions: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
+
+    def code(self) -> Code:
+        """What ran."""
+        names: set[str] = set()
+        scopes: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        closures: set[CodeType] = set()
+        for code, variables in self.functions.items():
+            module = str(variables.get("__name__", ""))
+            if module.partition(".")[0] in _OURS and not module.startswith("torch.nn.modules."):
+                continue
+            texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+            names.update(code.co_names, texts)
+            if module.startswith("torch.") or is_installed(code.co_filename):
+                continue
+            read = (i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL)
+            scopes.setdefault(id(variables), (variables, set()))[1].update(read)
+            if set(code.co_freevars) - {"__class__"}:
+                closures.add(code)
+        return Code(
+            frozenset(names),
+            tuple((variables, frozenset(read)) for variables, read in scopes.values()),
+            tuple(_cells(closures)) if closures else (),
+        )
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return "site-packages" in path or "dist-packages" in path
+
+
+def _cells(closures: set[CodeType]) -> Iterator[tuple[str, str, CellType]]:
+    """The variables that functions with this code have from around them. A frame does not tell its function."""
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__ in closures:
+            free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            yield from ((function.__qualname__, k, cell) for k, cell in free if k != "__class__")
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Watch]:
+    """Note the functions that this thread calls. A profiler that is on sees none of them."""
+    watch = Watch()
+    functions = watch.functions
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            functions[frame.f_code] = frame.f_globals
+
+    before: Any = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield watch
+    finally:
+        sys.setprofile(None)
+        if callable(before):
+            sys.setprofile(before)
+        elif before is not None:
+            before.enable()  # cProfile's
