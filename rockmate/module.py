@@ -59,11 +59,11 @@ class Rockmate(Facade):
     not; None does on a terminal, when it takes more than a second.
 
     ``plan`` is the plan of the last call. Calls of another shape, or with other settings (whatever the module's
-    Python reads), are planned when they first come, and cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
-    made then stay and count. In ``eval()`` mode and without
-    gradients the model itself runs. Raises ``InputError`` and its kinds for arguments that cannot be
-    used, ``InfeasibleBudgetError`` for a budget that no plan fits, ``GraphError`` for a model that
-    cannot be traced. Based on Rockmate (Zhao et al., ICML 2023).
+    Python reads), are planned when they first come, and cached; likewise a call that finds no ``.grad`` where there
+    was one at planning, since gradients that are made then stay and count. In ``eval()`` mode and without gradients
+    the model itself runs. Raises ``InputError`` and its kinds for arguments that cannot be used,
+    ``InfeasibleBudgetError`` for a budget that no plan fits, ``GraphError`` for a model that cannot be traced. Based on
+    Rockmate (Zhao et al., ICML 2023).
     """
 
     OWN = frozenset("plan plans_made _budget _costs _loss_memory _time_limit _progress _cache _unwatched _last".split())

@@ -1,9 +1,9 @@
 """Integer programs with memory rows, whose solutions are checked in bytes.
 
 Solvers compute in floating point. Memory rows are scaled for them, so that neither tensors of ten bytes nor of ten
-terabytes are beyond their tolerances, and what they return is checked in whole bytes. Where a solution oversteps a row,
-the columns at 1 that overstep it together are forbidden together (a cover cut, valid for these limits), and
-the program is solved again.
+terabytes are beyond their tolerances, limits are raised a little, and what they return is checked in whole bytes.
+Where a solution oversteps a row, the columns at 1 that overstep it together are forbidden together (a cover cut, valid
+for these limits), and the program is solved again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil, gcd
 
-from solvers.milp import INFINITY, Effort, Outcome, Program, run
+from solvers.milp import INFINITY, SLACK, Effort, Outcome, Program, run
 
 MAX_UNITS = 10**6
 """Largest sum of sizes in units; larger ones make rows fractions of a coarser unit."""
@@ -95,7 +95,7 @@ class MemoryProgram:
         program, size = self.program, (len(self.program.lower), len(self.program.columns))
         for name, limit in limits.items():
             scaled = limit // self.unit if self._whole[name] else limit / self.unit
-            program.upper[self.rows[name]] = scaled
+            program.upper[self.rows[name]] = scaled + SLACK
         effort = Effort(options.name, options.threads, options.gap, options.time_limit, HIGHS_SETTINGS)
         try:
             for _ in range(MAX_CUTS):

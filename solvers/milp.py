@@ -16,6 +16,9 @@ from solvers.errors import ProblemError
 from solvers.highs import highspy
 
 INFINITY = float("inf")
+SLACK = 0.5
+"""Units that limits of memory are raised by: HiGHS's presolve has called a program infeasible whose solutions were just
+within. Who makes the program cuts off what oversteps a limit in bytes."""
 Terms = Iterable[tuple[int, float]]
 
 

@@ -10,7 +10,22 @@ from hypothesis import assume, given, settings
 from solver_cases import gpt_chain
 from solver_strategies import problems
 
-from solvers import Bwd, Grid, Loss, Problem, Run, SolverOptions, Step, block_options, walk, with_deletes
+from solvers import (
+    Backward,
+    Block,
+    Bwd,
+    Data,
+    Grid,
+    Loss,
+    Node,
+    Problem,
+    Run,
+    SolverOptions,
+    Step,
+    block_options,
+    walk,
+    with_deletes,
+)
 from solvers.block import Runs, block_view, figures
 from solvers.closure import ClosureModel
 from solvers.contract import leaders
@@ -93,6 +108,22 @@ def test_optimum_with_odd_bytes(problem: Problem) -> None:
     data = tuple(replace(d, size=d.size * 10**8 + k) for k, d in enumerate(problem.data))
     nodes = tuple(replace(n, peak=n.peak * 10**8 + sum(n.makes)) for n in problem.nodes)
     assert_optimal(replace(problem, data=data, nodes=nodes), merge=False)
+
+
+def test_a_solution_that_is_just_within() -> None:
+    """HiGHS's presolve calls this program infeasible where the limits are given as they are."""
+    size = 10**8
+    sizes = [(size, 0), (2 * size + 1, 1), (2, 2), (2 * size + 3, 2), (4, 3), (size + 5, 3)]
+    last = Backward(0, (3, 5), 0, 0, 0)
+    made = [((), (0,), None), ((), (1,), None), ((0, 1), (2, 3), None), ((), (4, 5), last)]
+    peaks, times = [size, 2 * size + 1, 2 * size + 5, 4 * size + 9], [1, 1, 0, 1]
+    nodes = [Node("f", t, reads, makes, peak, b) for t, peak, (reads, makes, b) in zip(times, peaks, made, strict=True)]
+    data = tuple(Data("a", s, owner) for s, owner in sizes)
+    problem = Problem(tuple(nodes), data, frozenset(), 0, (Block(0, 4, 0),))
+    model = StagedModel(block_view(problem, problem.blocks[0]), merge=False)
+    solved = model.solve(2 * size + 1, 6 * size + 12, EXACT)
+    assert solved is not None
+    assert solved.figures.time == 2
 
 
 @settings(deadline=None, max_examples=60)
