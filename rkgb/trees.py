@@ -38,12 +38,17 @@ def _parts(thing: Any) -> dict[tuple[str, Any], Any]:
     if isinstance(thing, (dict, list)):
         found.update(((_ITEM, k), v) for k, v in (thing.items() if isinstance(thing, dict) else enumerate(thing)))
     found.update(((_ATTRIBUTE, k), v) for k, v in getattr(thing, "__dict__", {}).items())
+    for name in slots_of(thing):
+        if name not in ("__dict__", "__weakref__"):
+            found[_ATTRIBUTE, name] = getattr(thing, name)
+    return found
+
+
+def slots_of(thing: Any) -> Iterator[str]:
+    """The names of an object's slots that hold something."""
     for cls in type(thing).__mro__:
         slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(thing, name) and name not in ("__dict__", "__weakref__"):
-                found[_ATTRIBUTE, name] = getattr(thing, name)
-    return found
+        yield from (name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(thing, name))
 
 
 def _out_of_reach(thing: Any) -> list[Any]:

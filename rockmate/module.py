@@ -25,7 +25,7 @@ from rockmate.facade import Facade, signed_as_original
 from rockmate.plan import Plan
 from rockmate.planning import make_planner
 from rockmate.progress import Progress
-from rockmate.python_state import PLAIN, Place, PythonState, find
+from rockmate.python_state import Place, PythonState, find, in_key
 from rockmate.state import check_wrappers, module_key, watched_hooks
 from rockmate.surroundings import (
     check_global_hooks,
@@ -306,9 +306,9 @@ def _checked_call(
 
 def _value(x: Any) -> tuple[Hashable, ...]:
     """What distinguishes a leaf that is no tensor; of objects more is seen by ``find``."""
-    if isinstance(x, (np.ndarray, np.generic)) and not x.dtype.hasobject:
-        return x.dtype.str, x.shape, x.tobytes()
-    return (x,) if type(x) in PLAIN else ()
+    if not in_key(x):
+        return ()
+    return (x.dtype.str, x.shape, x.tobytes()) if isinstance(x, (np.ndarray, np.generic)) else (x,)
 
 
 def _call_key(leaves: list[Any], spec: Any, modules: Hashable) -> Hashable:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -22,12 +22,13 @@ import numpy as np
 import torch
 
 from rkgb.code import Code, is_installed
+from rkgb.trees import slots_of
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 NOTES = ("_is_", "_fsdp")  # what libraries note on modules for themselves, in attributes that begin so
 _VALUES = (complex, bytes, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, range, Enum)
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
-_FOREIGN = frozenset({"torch", "builtins"}) | sys.stdlib_module_names
+_FOREIGN = frozenset({"torch"}) | sys.stdlib_module_names
 # Objects looked into for one attribute at most; beyond, an object is what it is, not what it holds.
 _MOST = 2000
 
@@ -66,17 +67,24 @@ def find(model: torch.nn.Module, arguments: Sequence[Any], code: Code) -> Found:
     for cls in classes:
         if of_class := describe.of_class(cls):
             found["class", cls.__module__, cls.__qualname__] = of_class
-    for variables, names in code.scopes:
-        for k in names & variables.keys():
+    for variables, read in code.scopes:
+        for k in read & variables.keys():
             found["global", str(variables.get("__name__")), k] = describe(variables[k])
     for at, (function, k, cell) in enumerate(code.cells):
         if cell != CellType():
             found["variable", function, k, str(at)] = describe(cell.cell_contents)
-    given = _Describer(code.names, own, by_identity=False)
-    for at, v in enumerate(arguments):
-        if not (type(v) in PLAIN or isinstance(v, (torch.Tensor, np.ndarray, np.generic))):
-            found["argument", str(at)] = given(v)
+    objects = [(str(at), v) for at, v in enumerate(arguments) if not (isinstance(v, torch.Tensor) or in_key(v))]
+    if objects:
+        given = _Describer(code.names, own, by_identity=False)
+        found |= {("argument", at): given(v) for at, v in objects}
     return found
+
+
+def in_key(argument: Any) -> bool:
+    """Whether the key of a call has the value of an argument that is no tensor."""
+    if isinstance(argument, (np.ndarray, np.generic)):
+        return not argument.dtype.hasobject
+    return type(argument) in PLAIN
 
 
 def _submodules(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
@@ -166,7 +174,7 @@ class _Describer:
         if not holds and _foreign(type(x).__module__) and not isinstance(x, SimpleNamespace):
             by_value = getattr(type(x), "__hash__", None) not in (None, object.__hash__)
             return x if by_value else _Same(x)
-        slots = tuple((k, self._of(getattr(x, k))) for k in _slots(type(x)) if k in self.names and hasattr(x, k))
+        slots = tuple((k, self._of(getattr(x, k))) for k in slots_of(x) if k in self.names)
         inside = (*holds, *slots, self._attributes(getattr(x, "__dict__", {})), self.of_class(type(x)))
         return inside if holds or not self.by_identity else (_Same(x), *inside)
 
@@ -195,9 +203,3 @@ class _Describer:
 def _foreign(module: str) -> bool:
     """Of torch or of Python itself."""
     return module.partition(".")[0] in _FOREIGN
-
-
-def _slots(cls: type) -> Iterator[str]:
-    for c in cls.__mro__:
-        slots = c.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots

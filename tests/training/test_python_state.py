@@ -95,6 +95,7 @@ class Reads(nn.Module):
             "global": lambda: x * SCALE,
             "global dict": lambda: x * BOX["scale"],
             "argument": lambda: x * by.scale,
+            "argument's first": lambda: x * by[0],
             "default dtype": lambda: x * torch.tensor([0.1]),
             "nothing": lambda: x,
         }
@@ -210,6 +211,12 @@ def test_objects_given_are_seen_by_what_they_hold() -> None:
     given.scale = 3.0
     assert_as_eager(rk, x, given)
     assert rk.plans_made == 3
+
+
+def test_arrays_of_objects_given_are_seen() -> None:
+    model, x = Reads("argument's first"), torch.randn(16, 8)
+    rk = Rockmate(model, (x, np.array([1.0, None])), "1 MiB", costs="flops")
+    assert_as_eager(rk, x, np.array([2.0, None]))
 
 
 def test_functions_that_take_the_place_of_others_in_memory() -> None:
