@@ -6,7 +6,6 @@ step as one and at few of its moments. Alone it has to find a schedule; from a g
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from solvers.chain import ChainPlan
@@ -51,11 +50,11 @@ def improve(problem: Problem, plan: ChainPlan, budget: int, seconds: float, gap:
     to ``gap``. How far it gets in ``seconds`` depends on the machine: what must be equal everywhere must not come from
     here.
     """
-    end = time.perf_counter() + seconds
+    request = Request(budget, seconds, gap=gap)
     bound = lower_bound(problem, budget, seconds=seconds / 4)
     if plan.time - bound <= gap * plan.time:
         return plan, bound
-    found = refine(problem, plan.schedule, Request(budget, max(0.0, end - time.perf_counter()), gap=gap))
+    found = refine(problem, plan.schedule, request)
     if found.schedule is not None:
         walked = walk(problem, found.schedule)
         if walked.peak <= budget and walked.time < plan.time:

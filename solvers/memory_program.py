@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil, gcd
 
-from solvers.milp import INFINITY, SLACK, Effort, Outcome, Program, run
+from solvers.milp import INFINITY, Effort, Outcome, Program, limit_in_units, run
 
 MAX_UNITS = 10**6
 """Largest sum of sizes in units; larger ones make rows fractions of a coarser unit."""
@@ -94,8 +94,7 @@ class MemoryProgram:
         """
         program, size = self.program, (len(self.program.lower), len(self.program.columns))
         for name, limit in limits.items():
-            scaled = limit // self.unit if self._whole[name] else limit / self.unit
-            program.upper[self.rows[name]] = scaled + SLACK
+            program.upper[self.rows[name]] = limit_in_units(limit, self.unit, self._whole[name])
         effort = Effort(options.name, options.threads, options.gap, options.time_limit, HIGHS_SETTINGS)
         try:
             for _ in range(MAX_CUTS):

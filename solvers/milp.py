@@ -16,10 +16,16 @@ from solvers.errors import ProblemError
 from solvers.highs import highspy
 
 INFINITY = float("inf")
-SLACK = 0.5
-"""Units that limits of memory are raised by: HiGHS's presolve has called a program infeasible whose solutions were just
-within. Who makes the program cuts off what oversteps a limit in bytes."""
 Terms = Iterable[tuple[int, float]]
+
+
+def limit_in_units(size: int, unit: int, whole: bool) -> float:
+    """The limit of a row of memory, half a unit above ``size`` bytes (in ``whole`` units if its sizes are).
+
+    HiGHS's presolve has called a program infeasible whose solutions were just within. Who makes the program cuts off
+    what oversteps a limit in bytes.
+    """
+    return (size // unit if whole else size / unit) + 0.5
 
 
 @dataclass

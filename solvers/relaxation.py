@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import gcd
 
-from solvers.milp import INFINITY, SLACK, Program
+from solvers.milp import INFINITY, Program, limit_in_units
 from solvers.stages import Cell, Staged, Timeline
 
 Cover = tuple[Cell, frozenset[int], bool]
@@ -275,8 +275,8 @@ class Relaxation:
             if at == k:
                 total.add(column, staged.operations[j].rng)
         room = self.room(cell) - total.constant
-        limit = room // self.unit if self.whole else room / self.unit
-        self.program.row([(c, v / self.unit) for c, v in total.terms], -INFINITY, limit + SLACK)
+        limit = limit_in_units(room, self.unit, self.whole)
+        self.program.row([(c, v / self.unit) for c, v in total.terms], -INFINITY, limit)
 
     def _cover(self, cover: Cover) -> None:
         """Row cover; nothing if the position is not one of this program's, or a member is not live."""
