@@ -80,7 +80,10 @@ def _cells(closures: set[CodeType]) -> Iterator[tuple[str, str, CellType]]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Watch]:
-    """Note the functions that this thread calls. A profiler that is on sees none of them."""
+    """Note the functions that this thread calls. A profiler that is on sees none of them.
+
+    Garbage is not collected meanwhile: that would call finalizers and callbacks that are no part of the forward.
+    """
     watch = Watch()
     functions = watch.functions
 
@@ -89,11 +92,15 @@ def watched() -> Iterator[Watch]:
             functions[frame.f_code] = frame.f_globals
 
     before: Any = sys.getprofile()
+    collects = gc.isenabled()
+    gc.disable()
     sys.setprofile(note)
     try:
         yield watch
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
         if callable(before):
             sys.setprofile(before)
         elif before is not None:

@@ -49,7 +49,7 @@ class Op:
         if self.kwargs_hold_values:
             kwargs = {k: substitute(a, env.__getitem__) for k, a in kwargs.items()}
         if self.mode is None:
-            result = self.function(*args, **kwargs)
+            result = self.function(*args, **kwargs) if kwargs else self.function(*args)
         else:
             with in_mode(self.mode):
                 result = self.function(*args, **kwargs)
@@ -66,7 +66,8 @@ def op_of(node: Node, usual: Mode) -> Op:
     kwargs = dict(node.kwargs)
     held = any(True for _ in refs(list(kwargs.values())))
     mode = None if node.mode == usual else node.mode
-    return Op(node.op, node.args, values, nested, kwargs, held, node.outputs, node.several, mode)
+    function = getattr(node.op, "_op", node.op)  # of an operator what its call would call
+    return Op(function, node.args, values, nested, kwargs, held, node.outputs, node.several, mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         data_of,
         tuple(data.owner for data in k.data),
         usual,
-        tuple(_segments(nodes)),
+        tuple(_segments(s, nodes)),
         undo_of(s),
         tuple(v for v, x in s.d.sources.items() if x.kind == "buffer" and x.key in s.d.structure.written),
     )
@@ -297,12 +298,16 @@ def _touched(k: K_graph, step: Run) -> dict[int, None]:
     return dict.fromkeys((*k.nodes[step.node].reads, *k.nodes[step.node].makes))
 
 
-def _segments(nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:
+def _segments(s: S_graph, nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:
+    """Nodes without gradients, of which autograd saves nothing, lie in the segment that is there."""
     found: list[tuple[bool, bool, int, int]] = []
     for i, code in enumerate(nodes):
         kind = code.native, code.dead
-        start = found.pop()[2] if found and found[-1][:2] == kind else i
-        found.append((*kind, start, i + 1))
+        if found and (found[-1][:2] == kind or not s.nodes[i].requires_grad):
+            native, dead, start, _ = found.pop()
+            found.append((native, dead, start, i + 1))
+        else:
+            found.append((*kind, i, i + 1))
     return found
 
 

@@ -1,8 +1,8 @@
-"""Dropout's masks, drawn in the forward as eager mode draws them wherever there is the memory for it.
+"""Dropout's masks, drawn in the forward as eager mode draws them wherever the bits are not kept and there is memory.
 
 In the graphs a mask is made of bits (see ``rkgb.decompose``), for a plan to keep these alone. Eager mode draws the
-numbers of the mask at once. That is a pass over them less, and the bits, where they are kept, are a cast of the
-numbers; but for the moment of the draw the numbers lie beside what drawing takes.
+numbers of the mask at once. That is a pass over them less; but for the moment of the draw the numbers lie beside what
+drawing takes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
 
 from rkgb.decompose import DRAWN, MASK
 from rkgb.graphs import S_graph
@@ -21,15 +19,16 @@ from solvers.schedule import Loss, Run
 
 
 def draw_whole(program: Program, problem: Problem, schedule: Schedule, levels: Sequence[int]) -> Program:
-    """``program``, in whose forward every mask is drawn whole that can be within the peak of ``levels``, in bytes.
+    """``program``, in whose forward masks of which nobody keeps bits are drawn whole, within the peak of ``levels``.
 
-    ``levels``: those of the schedule's walk. Second runs stay as they were: they make a mask of its bits.
+    ``levels``: bytes, those of the schedule's walk. Second runs stay as they were: they make a mask of its bits.
     """
     peak = max(levels, default=0)
     at = {step.node: k for k, step in enumerate(schedule[: schedule.index(Loss())]) if isinstance(step, Run)}
     nodes = list(program.nodes)
     for i, j in itertools.pairwise(range(len(nodes))):
-        if _makes_mask(program.s, i, j) and _needed(problem, levels, at[i], at[j], i, j) <= peak:
+        drawn = _makes_mask(program.s, i, j) and not nodes[i].made
+        if drawn and _needed(problem, levels, at[i], at[j], i, j) <= peak:
             nodes[i], nodes[j] = _whole(nodes[i], nodes[j])
     return replace(program, nodes=tuple(nodes))
 
@@ -48,16 +47,14 @@ def _needed(problem: Problem, levels: Sequence[int], first: int, then: int, i: i
     bits, mask = (sum(problem.data[d].size for d in problem.nodes[n].makes) for n in (i, j))
     drawing = problem.nodes[i].peak - bits
     before = levels[first] - problem.nodes[i].peak
-    return max(before + mask + max(drawing, bits), *(mask + level for level in levels[first + 1 : then]), 0)
+    return max(before + mask + drawing, *(mask + level for level in levels[first + 1 : then]), 0)
 
 
 def _whole(bits: NodeCode, mask: NodeCode) -> tuple[NodeCode, NodeCode]:
-    """Both with other operations in the forward; the bits are left out where nothing but the mask is made of them."""
+    """Both with other operations in the forward, and no bits."""
     (empty, draw), (cast, divide) = bits.ops, mask.ops
-    numbers, drawn = ((0, cast.outputs[0]),), cast.outputs
     ops = (
-        replace(empty, kwargs=empty.kwargs | cast.kwargs, outputs=drawn),
-        replace(draw, values=numbers, outputs=drawn),
-        replace(cast, values=numbers, kwargs={"dtype": torch.int8}, outputs=draw.outputs),
+        replace(empty, kwargs=empty.kwargs | cast.kwargs, outputs=cast.outputs),
+        replace(draw, values=((0, cast.outputs[0]),), outputs=cast.outputs),
     )
-    return replace(bits, ops=ops if bits.made else ops[:2]), replace(mask, ops=(divide,))
+    return replace(bits, ops=ops), replace(mask, ops=(divide,))

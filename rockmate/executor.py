@@ -14,7 +14,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -47,8 +47,9 @@ class CallState:
         self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
         self.live: list[Any] = [None] * len(program.owner)  # each datum's value, or number if private -> tensor
         self.made_at: dict[int, int] = {}  # value -> version when it was made; values of one datum may count apart
-        # Address of a live storage -> its datum, -1 for a source.
+        # In the forward phase: address of a live storage -> its datum, -1 for a source; and of each datum its address.
         self.known = {memory_of(t)._cdata: -1 for t in self.sources.values()}
+        self.address: dict[int, int] = {}
         self.random: dict[int, list[torch.Tensor]] = {}
         self.slots: list[weakref.ref[Slot]] = []
         self.readers: dict[int, list[weakref.ref[Slot]]] = {}  # datum -> the slots that stand for it
@@ -112,20 +113,34 @@ class CallState:
         for v in code.gone:
             env.pop(v, None)
         for datum in code.dropped:
-            self.drop(datum)
+            self.known.pop(self.address.get(datum, 0), None)
 
     def note_results(self, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
-        """Keep what will be read again, and know it by its memory."""
-        if code.data:
-            self.keep_results(code, code.data, code.made, env)
-            for v, datum in code.made:
-                self.known[env[v].untyped_storage()._cdata] = datum
+        """Know results by their memory, and keep those that the schedule keeps."""
+        kept = self.program.kept
+        for v, datum in code.made:
+            address = self.address[datum] = env[v].untyped_storage()._cdata
+            self.known[address] = datum
+            if datum in kept:
+                self.keep(v, datum, env[v])
         for v, datum in code.joins:
-            self.live[datum][v] = env[v].detach()
-            self.made_at[v] = env[v]._version
+            if datum in kept:
+                self.keep(v, datum, env[v])
         for v in code.aliases:
-            self.aliases[v] = env[v].detach()
+            self.aliases[v] = self.apart(v, env[v])
             self.versions[v] = version_of(env[v])
+
+    def keep(self, v: int, datum: int, t: torch.Tensor) -> None:
+        held = self.live[datum]
+        if held is None:
+            held = self.live[datum] = {}
+        held[v] = self.apart(v, t)
+        self.made_at[v] = t._version
+
+    def apart(self, v: int, t: torch.Tensor) -> torch.Tensor:
+        """The value without its graph, for second runs to read."""
+        t = t.detach()
+        return t.requires_grad_(True) if self.program.s.d.values[v].requires_grad else t
 
     def pack(self, t: torch.Tensor) -> Slot:
         """Autograd wants to keep ``t``: note which datum it is."""
@@ -133,7 +148,7 @@ class CallState:
         address = memory_of(t)._cdata
         datum = self.known.get(address)
         if datum is None:  # of the node that runs now: settled when it is done
-            self.pending.append((slot, t.detach(), address))
+            self.pending.append((slot, t, address))
         elif datum < 0:
             slot.held, slot.version = t.detach() if t.grad_fn is not None else t, t._version
         else:
@@ -148,36 +163,25 @@ class CallState:
 
     def settle(self, code: NodeCode) -> None:
         """The node is done: what autograd saved of it is a result, or private to its backward."""
+        private: dict[int, torch.Tensor] = {}
         for slot, t, address in self.pending:
             datum = self.known.get(address)
             if datum is not None:
                 slot.form = form_of(t)
                 self.stand_for(slot, datum)
             elif code.private is not None:
-                slot.index, slot.version = len(self.live[code.private]), t._version
-                self.live[code.private][slot.index] = t
+                slot.index, slot.version = len(private), t._version
+                private[slot.index] = t.detach()
                 self.stand_for(slot, code.private)
             else:
-                slot.held, slot.version = t, t._version
+                slot.held, slot.version = t.detach(), t._version
         self.pending.clear()
-
-    def keep_results(
-        self, code: NodeCode, data: Sequence[int], made: Sequence[tuple[int, int]], env: dict[int, torch.Tensor]
-    ) -> None:
-        for datum in data:
-            self.live[datum] = {}
-        if code.private is not None:
-            self.live[code.private] = {}
-        for v, datum in made:
-            self.live[datum][v] = env[v].detach()
-            self.made_at[v] = env[v]._version
+        if code.private in self.program.kept:
+            self.live[code.private] = private
 
     def drop(self, datum: int) -> None:
-        held = self.live[datum]
         self.live[datum] = None
-        for t in held.values() if held else ():
-            self.known.pop(t.untyped_storage()._cdata, None)
-        if datum not in self.program.kept:  # made for a part of the graph that this backward leaves out
+        if self.skipped and datum not in self.program.kept:  # made for a part of the graph that is left out
             for slot in self.standing_for(datum):
                 slot.store = None
 
@@ -237,7 +241,7 @@ class CallState:
         self.skipped = self.skipped or not foreseen or left_out(self.slots, i)
         steps = self.program.before[k] if foreseen else steps_between(self.program, self.at, k, i)
         staying = self.staying(i)
-        with self.running_again():
+        with self.running_again(), _FORGET:
             for step in steps:
                 if isinstance(step, Run):
                     with contextlib.suppress(GoneError):  # it comes when a backward reads it, if one does
@@ -304,25 +308,26 @@ class CallState:
         return torch.set_grad_enabled(self.program.mode.grad) if self.plainly else running_in(self.program.mode)
 
     def run_again(self, i: int) -> None:
-        """Recompute node i from live data: its results and what its backward reads. Within ``running_again``."""
-        p, code = self.program, self.program.nodes[i]
+        """Recompute node i from live data: its results and what its backward reads.
+
+        Within ``running_again`` and ``_FORGET``.
+        """
+        code = self.program.nodes[i]
         if code.random and i not in self.random:
             raise self.gone(i)
-        values = p.s.d.values
         env: dict[int, torch.Tensor] = {}
-        for v in code.reads:
-            t = self.sources[v] if v in code.statistics else self.value(v)  # its results do not depend on statistics
-            env[v] = t.detach().requires_grad_(True) if values[v].requires_grad else t.detach()
-        for v in code.statistics:
-            env[v] = env[v].clone()
+        for v in code.reads:  # its results do not depend on statistics
+            env[v] = self.sources[v].clone() if v in code.statistics else self.value(v)
         with drawing_again(code.random, self.random[i]) if code.random else contextlib.nullcontext():
             if code.private is None:
-                with _FORGET:
-                    for op in code.again:
-                        op.run(env)
+                for op in code.again:
+                    op.run(env)
             else:
                 private = self.run_for_private(code, env)
-        self.keep_results(code, code.remakes, code.remade, env)
+        for datum in code.remakes:
+            self.live[datum] = {}
+        for v, datum in code.remade:
+            self.keep(v, datum, env[v])
         if code.private is not None:
             self.live[code.private] = private
 
@@ -390,7 +395,7 @@ class CallState:
                 raise self.gone(owner)
             left += [d for d in self.program.read_by(owner) if self.live[d] is None]
         self.leave_schedule("a backward of a part of the graph, or a second one, computes again what the plan dropped")
-        with running_in(self.program.mode):  # whatever surrounds the reader: autocast, another backward, none
+        with running_in(self.program.mode), _FORGET:  # whatever surrounds the reader: autocast, another backward, none
             for i in sorted(missing):
                 self.run_again(i)
 

@@ -40,6 +40,8 @@ def form_of(t: torch.Tensor) -> Any:
 
 def _in_form(base: torch.Tensor, form: Any) -> torch.Tensor:
     """The tensor of this form in the storage of ``base``."""
+    if form_of(base) == form:
+        return base
     dtype, size, stride, offset, conj, neg = form
     if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
         return base.as_strided(size, stride, offset)

@@ -7,6 +7,7 @@ import cProfile
 import dataclasses
 import enum
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable
@@ -314,3 +315,25 @@ def test_profilers_stay_on() -> None:
     marked()
     profile.disable()
     assert any(getattr(entry.code, "co_name", "") == "marked" for entry in profile.getstats())
+
+
+def test_callbacks_of_the_garbage_collector_are_no_part_of_forward() -> None:
+    collected: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collected.append(phase)
+
+    model, x = Reads("nothing"), torch.randn(16, 8)
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        rk = planned(model, x)
+        for _ in range(3):
+            assert_as_eager(rk, x)
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+    assert collected
+    assert gc.isenabled()
+    assert rk.plans_made == 1
