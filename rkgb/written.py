@@ -85,6 +85,11 @@ class _Keeping(TorchDispatchMode):
             self.own.setdefault(_address(t), []).append(t)
         self.copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No compiler looks into a plan's making; to say so to torch would import its compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
