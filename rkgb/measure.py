@@ -296,7 +296,7 @@ def _counted(run: NodeRun) -> tuple[int, int]:
         return forward, 0
     ends = run.ends(results)
     with FlopCounterMode(display=False) as counter:
-        torch.autograd.backward(ends, run.gradients(results))
+        _backward(ends, run.gradients(results))
     return forward, roofline(counter.get_total_flops(), 2 * touched)
 
 

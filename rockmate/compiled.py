@@ -49,7 +49,7 @@ class Op:
         if self.kwargs_hold_values:
             kwargs = {k: substitute(a, env.__getitem__) for k, a in kwargs.items()}
         if self.mode is None:
-            result = self.function(*args, **kwargs) if kwargs else self.function(*args)
+            result = self.function(*args, **kwargs)
         else:
             with in_mode(self.mode):
                 result = self.function(*args, **kwargs)

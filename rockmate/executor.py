@@ -121,9 +121,7 @@ class CallState:
         for v, datum in code.made:
             address = self.address[datum] = env[v].untyped_storage()._cdata
             self.known[address] = datum
-            if datum in kept:
-                self.keep(v, datum, env[v])
-        for v, datum in code.joins:
+        for v, datum in (*code.made, *code.joins):
             if datum in kept:
                 self.keep(v, datum, env[v])
         for v in code.aliases:
@@ -131,9 +129,7 @@ class CallState:
             self.versions[v] = version_of(env[v])
 
     def keep(self, v: int, datum: int, t: torch.Tensor) -> None:
-        held = self.live[datum]
-        if held is None:
-            held = self.live[datum] = {}
+        held = self.live[datum] = self.live[datum] or {}
         held[v] = self.apart(v, t)
         self.made_at[v] = t._version
 
@@ -308,10 +304,7 @@ class CallState:
         return torch.set_grad_enabled(self.program.mode.grad) if self.plainly else running_in(self.program.mode)
 
     def run_again(self, i: int) -> None:
-        """Recompute node i from live data: its results and what its backward reads.
-
-        Within ``running_again`` and ``_FORGET``.
-        """
+        """Recompute node i from live data: its results and what its backward reads. In its mode, within ``_FORGET``."""
         code = self.program.nodes[i]
         if code.random and i not in self.random:
             raise self.gone(i)
