@@ -100,6 +100,7 @@ def S_list_to_K_list_eco(
     from rkgb.Ktools import S_to_K
     from rkgb.measure import measure_nodes
     from rkgb.trees import tensors_of
+    from rkgb.usage import all_used
 
     if costs is None:
         costs = measure_nodes(s, model, tensors_of(call_of(sample)))
@@ -112,7 +113,8 @@ def S_list_to_K_list_eco(
         exactly = nodes_key(s.d, s.nodes[start:stop], exact=True)
         key = (number, exactly, _surroundings(s, b, model), tuple(cost.results for cost in costs[start:stop]))
         if key not in known:
-            known[key] = S_to_K(block_graph(s, b), model, [], costs[start:stop])
+            block = block_graph(s, b)
+            known[key] = S_to_K(block, model, [], costs[start:stop], all_used(block.d))
         graphs.append(known[key])
     return Blocks(of_class, graphs, [block_graph(s, members[0]) for members in of_class])
 

@@ -6,18 +6,21 @@ order. It is therefore computed here once, by following autograd's rules for gra
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rkgb.graphs import S_graph
-from rkgb.measure import Cost, measure_nodes
+from rkgb.layouts import differentiated
+from rkgb.measure import Cost, Known, measure_nodes
 from rkgb.randomness import drawn_by, state_bytes
 from rkgb.render_notebook import Drawn
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
+from rkgb.usage import Usage, differentiable, supposed, turned_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,10 @@ class K_graph(Drawn):
     """Forward and backward computations of a whole S graph.
 
     Invariants: node i belongs to S node i; data are made by their owner and read later only; the
-    gradient bytes after a backward are those before the next.
+    gradient bytes after a backward are those before the next. ``outputs``: data that the module returns. Of these (and
+    of what autograd saves for backwards of outputs that get no gradient) the caller holds ``held`` to the end, and lets
+    ``returned`` go when the loss is there. ``output_bytes``: gradients from outside, of the roots of ``usage``.
+    ``missing``: sources without ``.grad``, whose gradients stay. ``idle``: nodes that lead only to such outputs.
     """
 
     s: S_graph
@@ -71,6 +77,11 @@ class K_graph(Drawn):
     data: tuple[K_data, ...]
     outputs: tuple[int, ...]
     output_bytes: int
+    held: tuple[int, ...]
+    returned: tuple[int, ...]
+    usage: Usage
+    missing: frozenset[int]
+    idle: frozenset[int] = frozenset()
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -95,10 +106,24 @@ class K_graph(Drawn):
         return "\n".join(lines)
 
 
-def S_to_K(s: S_graph, model: torch.nn.Module, sample: Sample, costs: Sequence[Cost] | None = None) -> K_graph:
-    """Differentiate ``s``; ``costs`` are measured on ``sample`` unless given."""
+def S_to_K(
+    s: S_graph,
+    model: torch.nn.Module,
+    sample: Sample,
+    costs: Sequence[Cost] | None = None,
+    usage: Usage | None = None,
+    missing: frozenset[int] | None = None,
+) -> K_graph:
+    """Differentiate ``s``; ``costs`` are measured on ``sample`` unless given, for the same ``usage`` of the outputs.
+
+    ``missing``: sources without ``.grad``, by default those that have none now.
+    """
+    usage = usage or supposed(s.d)
     if costs is None:
-        costs = measure_nodes(s, model, tensors_of(call_of(sample)))
+        costs = measure_nodes(s, model, tensors_of(call_of(sample)), usage=usage)
+    if missing is None:
+        missing = _without_grad(s, model)
+    idle = _idle(s, usage)
     data: list[K_data] = []
     of_storage: dict[int, int] = {}
     private: dict[int, int] = {}
@@ -106,12 +131,11 @@ def S_to_K(s: S_graph, model: torch.nn.Module, sample: Sample, costs: Sequence[C
         for storage in node.storages:
             of_storage[storage] = len(data)
             data.append(K_data(s.d.names[s.d.first_value[storage]], s.d.storages[storage].bytes, i, storage))
-        if node.saved.private and costs[i].results:
+        if node.saved.private and (costs[i].results or i in idle):
             private[i] = len(data)
             name = s.d.names[node.makes[0]] if node.makes else node.name
             data.append(K_data(f"{name}.saved", sum(node.saved.private), i, None))
-    missing = {v for v, src in s.d.sources.items() if s.d.values[v].requires_grad and not _has_grad(model, src.key)}
-    backwards = _backwards(s, costs, missing, of_storage, private)
+    backwards = _backwards(s, costs, usage.root_values(s.d), missing, of_storage, private)
     nodes = []
     for i, node in enumerate(s.nodes):
         reads = [of_storage[x] for x in dict.fromkeys(s.d.values[v].storage for v in node.reads) if x in of_storage]
@@ -123,16 +147,79 @@ def S_to_K(s: S_graph, model: torch.nn.Module, sample: Sample, costs: Sequence[C
         name = s.d.names[node.makes[0]] if node.makes else node.name
         nodes.append(K_node(name, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes))
     outputs = dict.fromkeys(s.d.values[v].storage for v in s.d.outputs)
-    carried = [v for v in dict.fromkeys(s.d.outputs) if s.d.values[v].requires_grad]
+    outputs = dict.fromkeys(of_storage[x] for x in outputs if x in of_storage)
+    held = {of_storage[x] for x in usage.held_storages(s.d) if x in of_storage}
+    saved = {of_storage[x] for i in idle for x in s.nodes[i].saved.storages if x in of_storage}
+    saved |= {private[i] for i in idle if i in private}
     k = K_graph(
         s,
         tuple(nodes),
         tuple(data),
-        tuple(of_storage[x] for x in outputs if x in of_storage),
-        sum(s.d.values[v].bytes for v in carried),
+        tuple(outputs),
+        sum(s.d.values[v].bytes for v in usage.root_values(s.d)),
+        tuple(d for d in outputs if d in held),
+        tuple(d for d in dict.fromkeys((*outputs, *sorted(saved))) if d not in held),
+        usage,
+        missing,
+        idle,
     )
     k.verify()
     return k
+
+
+def make_K(
+    s: S_graph,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    costs: str,
+    usage: Usage,
+    known: Known,
+    missing: frozenset[int] | None = None,
+    report: Callable[[float], None] = lambda _: None,
+) -> K_graph:
+    """Measure what is not in ``known``, and differentiate.
+
+    Where ``usage`` does not say how the gradients of the roots lie, each figure of memory is the larger one of two:
+    for contiguous gradients and for others.
+    """
+    may_turn = frozenset(k for k in usage.roots if turned_strides(s.d.values[s.d.outputs[k]]))
+    open_ = usage.turned is None and may_turn
+
+    def differentiated_for(turned: frozenset[int]) -> K_graph:
+        one = dataclasses.replace(usage, turned=turned)
+        measured = measure_nodes(s, model, inputs, costs, one, known, report=report)
+        return S_to_K(s, model, inputs, measured, one, missing)
+
+    k = differentiated_for(frozenset() if usage.turned is None else usage.turned & may_turn)
+    if open_:
+        k = _worst(k, differentiated_for(may_turn))
+    return dataclasses.replace(k, usage=usage)
+
+
+def _worst(k: K_graph, other: K_graph) -> K_graph:
+    """``k`` with memory that suffices for ``other`` too; times are those of ``k``."""
+
+    def of(a: K_backward | None, b: K_backward | None) -> K_backward | None:
+        if a is None or b is None:
+            return a
+        figures = {name: max(getattr(a, name), getattr(b, name)) for name in ("before", "peak", "after")}
+        return dataclasses.replace(a, **figures)
+
+    nodes = (dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in zip(k.nodes, other.nodes, strict=True))
+    return dataclasses.replace(k, nodes=tuple(nodes))
+
+
+def _idle(s: S_graph, usage: Usage) -> frozenset[int]:
+    """Nodes that lead only to outputs that get no gradient: autograd saves for their backwards, which do not come."""
+    every = differentiated(s, [s.d.outputs[k] for k in differentiable(s.d)])
+    fed = differentiated(s, usage.root_values(s.d))
+    both = enumerate(zip(every, fed, strict=True))
+    return frozenset(i for i, (possible, wanted) in both if possible and not wanted)
+
+
+def _without_grad(s: S_graph, model: torch.nn.Module) -> frozenset[int]:
+    sources = s.d.sources.items()
+    return frozenset(v for v, src in sources if s.d.values[v].requires_grad and not _has_grad(model, src.key))
 
 
 def _has_grad(model: torch.nn.Module, key: object) -> bool:
@@ -145,10 +232,15 @@ def _has_grad(model: torch.nn.Module, key: object) -> bool:
 
 
 def _backwards(
-    s: S_graph, costs: Sequence[Cost], missing: set[int], of_storage: dict[int, int], private: dict[int, int]
+    s: S_graph,
+    costs: Sequence[Cost],
+    roots: Sequence[int],
+    missing: frozenset[int],
+    of_storage: dict[int, int],
+    private: dict[int, int],
 ) -> list[K_backward | None]:
     """The backwards, with gradient memory as autograd's buffers take it."""
-    buffers = _Buffers(s, costs, missing)
+    buffers = _Buffers(s, costs, roots, missing)
     found: list[K_backward | None] = [None] * len(s.nodes)
     for i in reversed(range(len(s.nodes))):
         if costs[i].results:
@@ -185,7 +277,7 @@ class _Buffers:
     contributions wait for each other, then go to ``.grad``, which stays if it was not there before.
     """
 
-    def __init__(self, s: S_graph, costs: Sequence[Cost], missing: set[int]) -> None:
+    def __init__(self, s: S_graph, costs: Sequence[Cost], roots: Sequence[int], missing: frozenset[int]) -> None:
         self.s, self.costs, self.missing = s, costs, missing
         self.size: dict[int, int] = {}  # memory -> bytes
         self.holds: dict[int, int] = {}  # value -> memory
@@ -198,9 +290,8 @@ class _Buffers:
             for v in s.nodes[i].reads if cost.results else ():
                 if v in s.d.sources and s.d.values[v].requires_grad:
                     self.uses[v] = self.uses.get(v, 0) + 1
-        for v in dict.fromkeys(s.d.outputs):
-            if s.d.values[v].requires_grad:
-                self._hold(v, self._new(s.d.values[v].bytes))
+        for v in roots:
+            self._hold(v, self._new(s.d.values[v].bytes))
 
     def _new(self, size: int) -> int:
         self.size[len(self.size)] = size

@@ -82,18 +82,25 @@ def gradient(
 class NodeRun:
     """One S node, ready to run alone on given values of what it reads.
 
-    ``fed``: positions in ``makes`` whose gradients its backward gets, with the strides ``layouts``.
+    ``fed``: positions in ``makes`` whose gradients its backward gets, with the strides ``layouts``. ``given``: leaves
+    that have a ``.grad`` already.
     """
 
     def __init__(
-        self, d: D_graph, node: S_node, values: dict[int, torch.Tensor], fed: tuple[int, ...], layouts: Layouts
+        self,
+        d: D_graph,
+        node: S_node,
+        values: dict[int, torch.Tensor],
+        fed: tuple[int, ...],
+        layouts: Layouts,
+        given: frozenset[int] = frozenset(),
     ) -> None:
         self.d, self.node, self.fed, self.layouts = d, node, fed, layouts
         self.ops = [d.nodes[op] for op in node.ops]
         self.inputs = [v for v in node.reads if not is_parameter(d, v)]
         self.tapped = [v for v in self.inputs if d.values[v].requires_grad]
         self.values = values
-        self.leaves = {v: _leaf(values[v]) for v in node.reads if is_parameter(d, v)}
+        self.leaves = {v: _leaf(values[v], v in given) for v in node.reads if is_parameter(d, v)}
         self.without_grad = [leaf for leaf in self.leaves.values() if leaf.grad is None]
         self.device = next((d.values[v].device for v in (*node.makes, *node.reads)), torch.device("cpu"))
         self.anchor = torch.zeros((), requires_grad=True)
@@ -152,9 +159,9 @@ def is_parameter(d: D_graph, v: int) -> bool:
     return v in d.sources and d.values[v].requires_grad
 
 
-def _leaf(t: torch.Tensor) -> torch.Tensor:
-    """The same memory with a ``.grad`` of its own, present if the original's is."""
+def _leaf(t: torch.Tensor, given: bool) -> torch.Tensor:
+    """The same memory with a ``.grad`` of its own, present if ``given``."""
     leaf = t.detach().requires_grad_(t.requires_grad)
-    if t.requires_grad and t.is_leaf and t.grad is not None:
-        leaf.grad = torch.zeros_like(t.grad)
+    if t.requires_grad and given:
+        leaf.grad = torch.zeros_like(t)
     return leaf

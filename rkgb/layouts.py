@@ -5,7 +5,7 @@ Followed through the backwards in their order. Strides do not depend on values: 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
@@ -18,9 +18,9 @@ Outgoing = dict[int, tuple[int, ...] | None]
 """Position in ``reads`` -> strides of its gradient (None: contiguous); absent where there is none."""
 
 
-def differentiated(s: S_graph) -> list[tuple[int, ...]]:
-    """For each node the positions in ``makes`` that receive a gradient when every output of the model does."""
-    wanted = {v for v in s.d.outputs if s.d.values[v].requires_grad}
+def differentiated(s: S_graph, roots: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each node the positions in ``makes`` that receive a gradient when the values ``roots`` do."""
+    wanted = set(roots)
     found: list[tuple[int, ...]] = []
     for node in reversed(s.nodes):
         results = tuple(k for k, v in enumerate(node.makes) if v in wanted and s.d.values[v].requires_grad)
@@ -31,13 +31,18 @@ def differentiated(s: S_graph) -> list[tuple[int, ...]]:
 
 
 def gradient_layouts(
-    s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor], fed: list[tuple[int, ...]], keys: list[Hashable]
+    s: S_graph,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    fed: list[tuple[int, ...]],
+    keys: list[Hashable],
+    given: Mapping[int, tuple[int, ...] | None],
 ) -> list[Layouts]:
     """For each node the strides of the gradients that its backward gets, one for each position in ``fed``.
 
-    ``keys``: equal for equal nodes.
+    ``keys``: equal for equal nodes. ``given``: strides of the gradients of roots, None for contiguous.
     """
-    strides: dict[int, tuple[int, ...] | None] = {}
+    strides = dict(given)
     known: dict[Hashable, Outgoing] = {}
     found: list[Layouts] = []
     with preserved(model, [], s.d.structure.written), torch.enable_grad():

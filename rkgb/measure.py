@@ -19,11 +19,12 @@ from rkgb.alone import NodeRun, feed, gradients_watched
 from rkgb.Atools import nodes_key
 from rkgb.capture import drop_saved, preserved
 from rkgb.errors import TraceError
-from rkgb.graphs import S_graph
+from rkgb.graphs import S_graph, S_node
 from rkgb.layouts import differentiated, gradient_layouts
 from rkgb.memory import measure_after, measure_memory, storage_bytes, taken
 from rkgb.program import memory_of, run_node, source_values
 from rkgb.stand_ins import runs
+from rkgb.usage import Usage, supposed, turned_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,22 @@ class Cost:
     views: frozenset[int] = frozenset()
 
 
+class Known:
+    """Costs that were measured, by what decides them: the node, its gradients, how they lie, what is held.
+
+    ``given``: sources that had a ``.grad`` when the first of them was measured, and count as having one ever after.
+    """
+
+    def __init__(self) -> None:
+        self.given: frozenset[int] | None = None
+        self.costs: dict[tuple[Hashable, ...], Cost] = {}
+
+    def times(self, key: tuple[Hashable, ...]) -> tuple[int, int] | None:
+        """Forward and backward time of the node of ``key``, if it was measured with gradients that lie otherwise."""
+        found = next((c for other, c in self.costs.items() if other[:2] == key[:2]), None)
+        return found and (found.forward_time, found.backward_time)
+
+
 def check_costs(costs: str, error: type[ValueError] = ValueError) -> None:
     """Raise ``error`` if there are no such costs."""
     if costs not in ("measured", "flops"):
@@ -77,25 +94,33 @@ def measure_nodes(
     model: torch.nn.Module,
     inputs: list[torch.Tensor],
     costs: str = "measured",
+    usage: Usage | None = None,
+    known: Known | None = None,
     repeat: int = 5,
     report: Callable[[float], None] = lambda _: None,
 ) -> list[Cost]:
     """The cost of every node. Each distinct node is measured when it is met; what it needs runs, freed by liveness.
 
     ``costs="flops"``: times come from counted operations and bytes instead of a clock, the same on every run.
-    ``report`` is told which part of the nodes is done.
+    ``usage``: of the outputs, by default what is supposed; where it leaves open how gradients lie, they are contiguous.
+    ``known``: what is measured already, which is added to. ``report`` is told which part of the nodes is done.
     """
-    fed = differentiated(s)
+    usage = usage or supposed(s.d)
+    known = Known() if known is None else known
+    fed = differentiated(s, usage.root_values(s.d))
     number: dict[Hashable, int] = {}
     same: list[Hashable] = [number.setdefault(nodes_key(s.d, [node]), len(number)) for node in s.nodes]
-    layouts = gradient_layouts(s, model, inputs, fed, same)
-    returned = {s.d.values[v].storage for v in s.d.outputs}
-    held = [tuple(k for k, v in enumerate(n.makes) if s.d.values[v].storage in returned) for n in s.nodes]
+    turned = {v: turned_strides(s.d.values[v]) for v in (s.d.outputs[k] for k in usage.turned or ())}
+    layouts = gradient_layouts(s, model, inputs, fed, same, dict.fromkeys(usage.root_values(s.d)) | turned)
+    caller = usage.held_storages(s.d)
+    held = [_held_and_saved(s, node, caller) for node in s.nodes]
     sources = source_values(s.d.sources, model, inputs)
-    given = {v for v, t in sources.items() if t.is_leaf and t.grad is not None}
+    if known.given is None:
+        known.given = frozenset(v for v, t in sources.items() if t.is_leaf and t.grad is not None)
+    given = known.given
     keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i], held[i]) for i, n in enumerate(s.nodes)]
-    known: dict[Hashable, Cost] = {}
     others = _to_read(model)
+    before = set(known.costs)
 
     def measure(stand_ins: bool) -> None:
         plan = runs(s, keys, stand_ins)
@@ -103,10 +128,10 @@ def measure_nodes(
         with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
             for done, i in enumerate(sorted(plan.reads), 1):
                 values = dict(zip(s.nodes[i].reads, (env[v] for v in plan.reads[i]), strict=True))
-                if i in plan.measured and keys[i] not in known:
-                    run = NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i])
+                if i in plan.measured and keys[i] not in known.costs:
+                    run = NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i], given)
                     with gradients_watched(model, s.d, s.nodes[i]):
-                        known[keys[i]] = _measure(run, held[i], costs, repeat, others)
+                        known.costs[keys[i]] = _measure(run, held[i], known.times(keys[i]), costs, repeat, others)
                 if i in plan.needed:
                     env.update(_results(s, i, values))
                 for v in [v for v in (*plan.reads[i], *s.nodes[i].makes) if plan.last.get(v, i) <= i]:
@@ -115,12 +140,20 @@ def measure_nodes(
                 del values
                 report(done / len(plan.reads))
 
-    try:
-        measure(stand_ins=True)
-    except Exception:  # noqa: BLE001 - operations may refuse the values that stand in, each in its own way
-        known.clear()
-        measure(stand_ins=False)
-    return [known[key] for key in keys]
+    if not before.issuperset(keys):
+        try:
+            measure(stand_ins=True)
+        except Exception:  # noqa: BLE001 - operations may refuse the values that stand in, each in its own way
+            for key in known.costs.keys() - before:
+                del known.costs[key]
+            measure(stand_ins=False)
+    return [known.costs[key] for key in keys]
+
+
+def _held_and_saved(s: S_graph, node: S_node, caller: frozenset[int]) -> tuple[int, ...]:
+    """Positions in ``makes`` of what the ``caller`` holds and the node's own backward would let go."""
+    storages = [s.d.values[v].storage for v in node.makes]
+    return tuple(k for k, x in enumerate(storages) if x in caller and x in node.saved.storages)
 
 
 def _results(s: S_graph, i: int, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -135,14 +168,21 @@ def _results(s: S_graph, i: int, values: dict[int, torch.Tensor]) -> dict[int, t
     return {v: env[v] for v in s.nodes[i].makes}
 
 
-def _measure(run: NodeRun, held: tuple[int, ...], costs: str, repeat: int, others: Sequence[torch.Tensor]) -> Cost:
-    """``held``: positions in ``makes`` of what the caller of the module holds to the end."""
+def _measure(
+    run: NodeRun,
+    held: tuple[int, ...],
+    times: tuple[int, int] | None,
+    costs: str,
+    repeat: int,
+    others: Sequence[torch.Tensor],
+) -> Cost:
+    """``held``: see ``_held_and_saved``. ``times``: of forward and backward, if known."""
     values = run.values
     with preserved(torch.nn.Module(), [values[v] for v in run.node.reads if v in run.d.sources and _written(run, v)]):
         run.forward()  # first use of a kernel
         results, forward_peak, _ = measure_memory(run.forward, run.device)
         del results
-        times = _counted(run) if costs == "flops" else _times(run, repeat, others)
+        times = times or (_counted(run) if costs == "flops" else _times(run, repeat, others))
         if not run.fed:
             return Cost(times[0], forward_peak)
         inputs, views = _gradient_sources(run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,21 +14,23 @@ from rkgb.Btools import trace
 from rkgb.capture import attributes_preserved
 from rkgb.check import checked
 from rkgb.graphs import B_graph, D_graph, S_graph
-from rkgb.Ktools import K_graph, S_to_K
-from rkgb.measure import check_costs, measure_nodes
+from rkgb.Ktools import K_graph, make_K
+from rkgb.measure import Known, check_costs
 from rkgb.patches import TRACING
 from rkgb.render_notebook import Drawn
 from rkgb.sample import Sample, call_of, check_module
 from rkgb.Stools import D_to_S, cut
 from rkgb.summary import Summary, summarize
 from rkgb.trees import tensors_of
+from rkgb.usage import supposed
 
 
 @dataclass(frozen=True, repr=False)
 class Graphs(Drawn):
     """Every stage of one module: ``S`` is cut into blocks; ``classes`` numbers the distinct ones.
 
-    In a notebook it shows the chain of blocks; each stage shows itself.
+    ``known``: what was measured, for other uses of the outputs. In a notebook it shows the chain of blocks; each stage
+    shows itself.
     """
 
     B: B_graph
@@ -36,6 +38,7 @@ class Graphs(Drawn):
     S: S_graph
     classes: tuple[int, ...]
     K: K_graph
+    known: Known = field(default_factory=Known, compare=False)
 
     def summary(self) -> Summary:
         """How large the graphs are; prints as one line."""
@@ -84,6 +87,6 @@ def make_all_graphs(
         b, d, s = make_S(model, sample, sample_kwargs, report)
         report("measure", 0.0)
         inputs = tensors_of(call_of(sample, sample_kwargs))
-        measured = measure_nodes(s, model, inputs, costs, report=partial(report, "measure"))
-    k = S_to_K(s, model, inputs, measured)
-    return Graphs(b, d, s, tuple(classes(s)), k)
+        known = Known()
+        k = make_K(s, model, inputs, costs, supposed(d), known, report=partial(report, "measure"))
+    return Graphs(b, d, s, tuple(classes(s)), k, known)

@@ -39,7 +39,8 @@ def whole_K(k: K_graph) -> Any:
     _add_edges(picture, k, 0, len(k.nodes), "")
     _keep_columns(picture, range(len(k.nodes)), "")
     returned = [f"d{d}" for d in k.outputs]
-    last = [f"b{i}" for i, n in enumerate(k.nodes) if n.backward and set(k.s.nodes[i].makes) & set(k.s.d.outputs)]
+    roots = set(k.usage.root_values(k.s.d))
+    last = [f"b{i}" for i, n in enumerate(k.nodes) if n.backward and set(k.s.nodes[i].makes) & roots]
     _add_loss(picture, "loss", returned, last)
     return picture
 

@@ -20,10 +20,12 @@ from rkgb.graphs import S_graph
 from rkgb.Ktools import K_backward, K_data, K_graph, K_node
 from rkgb.pipeline import Graphs, make_S
 from rkgb.sample import Sample
+from rkgb.usage import Usage
 from rockmate.errors import PlanError
+from rockmate.room import Room
 from solvers import Problem, Schedule, ScheduleError, format_schedule, parse_schedule
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class SavedPlan:
     data: tuple[dict[str, Any], ...]
     outputs: tuple[int, ...]
     output_bytes: int
+    held: tuple[int, ...]
+    returned: tuple[int, ...]
+    idle: frozenset[int]
+    usage: Usage
+    room: Room
 
     def graphs(self, model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None) -> Graphs:
         """The graphs of ``model``, with the figures of the file. Raises ``PlanError`` if it is for another graph."""
@@ -54,7 +61,10 @@ class SavedPlan:
                 f"the plan in {self.path} is for another graph: {self._difference(s)}. Make a plan for this one."
             )
         nodes = tuple(_node(n) for n in self.nodes)
-        k = K_graph(s, nodes, tuple(K_data(**x) for x in self.data), self.outputs, self.output_bytes)
+        data = tuple(K_data(**x) for x in self.data)
+        missing = frozenset(v for v, x in s.d.sources.items() if x.key in self.missing)
+        figures = self.outputs, self.output_bytes, self.held, self.returned, self.usage, missing, self.idle
+        k = K_graph(s, nodes, data, *figures)
         k.verify()
         return Graphs(b, d, s, tuple(classes(s)), k)
 
@@ -86,7 +96,9 @@ def _node(n: dict[str, Any]) -> K_node:
     return K_node(**{**n, "reads": tuple(n["reads"]), "makes": tuple(n["makes"]), "backward": backward})
 
 
-def write_plan(path: str | Path, k: K_graph, problem: Problem, schedule: Schedule, **figures: Any) -> None:
+def write_plan(
+    path: str | Path, k: K_graph, problem: Problem, schedule: Schedule, room: Room, **figures: Any
+) -> None:
     """Write a plan; ``figures`` are the fields of ``SavedPlan`` that do not follow from the rest, and any to inform."""
     nodes = [
         {
@@ -107,7 +119,16 @@ def write_plan(path: str | Path, k: K_graph, problem: Problem, schedule: Schedul
         "nodes": nodes,
         "data": [_fields(d) for d in k.data],
     }
-    tail = {"outputs": k.outputs, "output_bytes": k.output_bytes}
+    turned = None if k.usage.turned is None else sorted(k.usage.turned)
+    tail = {
+        "outputs": k.outputs,
+        "output_bytes": k.output_bytes,
+        "held": k.held,
+        "returned": k.returned,
+        "idle": sorted(k.idle),
+        "usage": {"roots": k.usage.roots, "held": sorted(k.usage.held), "turned": turned},
+        "room": _fields(room),
+    }
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {**head, **tail}.items()]
     for key, items in lists.items():
         parts.append(f"{json.dumps(key)}: [\n  " + ",\n  ".join(json.dumps(item) for item in items) + "\n]")
@@ -116,6 +137,11 @@ def write_plan(path: str | Path, k: K_graph, problem: Problem, schedule: Schedul
 
 def _fields(thing: Any) -> dict[str, Any]:
     return {name: getattr(thing, name) for name in thing.__dataclass_fields__}
+
+
+def _usage(found: dict[str, Any]) -> Usage:
+    turned = found["turned"]
+    return Usage(tuple(found["roots"]), frozenset(found["held"]), None if turned is None else frozenset(turned))
 
 
 def read_plan(path: str | Path) -> SavedPlan:
@@ -141,6 +167,11 @@ def read_plan(path: str | Path) -> SavedPlan:
             tuple(found["data"]),
             tuple(found["outputs"]),
             int(found["output_bytes"]),
+            tuple(found["held"]),
+            tuple(found["returned"]),
+            frozenset(found["idle"]),
+            _usage(found["usage"]),
+            Room(**found["room"]),
         )
     except OSError as error:
         raise PlanError(f"there is no plan in {path}: {error}") from error

@@ -79,10 +79,10 @@ class NodeCode:
     ``gone``: values that nothing reads any more when it is done, ``dropped``: data among the tracked that go then, both
     in the forward phase. ``again``, ``remakes``, ``remade``: what a second run runs, and the
     data and values that it makes, tracked or not (outside the schedule any node may run), with the views that other
-    nodes take of its results; but outputs, which the caller holds, stay the first run's. ``private``: the data of what
+    nodes take of its results; but outputs that the caller holds stay the first run's. ``private``: the data of what
     only its backward reads, or None. ``native``: all that its backward reads stays from the forward on, so autograd
     keeps it itself. ``dead``: it has no backward, though autograd would keep something for one (its results are
-    detached). ``statistics``: source values that it changes, which a second run must leave alone. ``random``: it runs
+    detached; those of outputs that get no gradient are not, so that a backward may come after all). ``statistics``: source values that it changes, which a second run must leave alone. ``random``: it runs
     again, from the same random state; what it draws from, empty if it does not.
     """
 
@@ -122,8 +122,8 @@ class Program:
     something but autograd itself will read again are tracked by the executor. ``last_reader``: the node of the last
     backward to read each datum, -1 if none does. ``final``: (stage, node) of each node's last run.
     ``segments``: (native, dead, start, stop) of runs of nodes. ``held``: sources that are attributes of modules, but
-    neither parameters nor buffers. ``exceeding``: nodes of outputs whose leaving out may exceed the
-    budget, the empty set for any; see ``rockmate.parts.peaks_of_parts``.
+    neither parameters nor buffers. ``roots``: positions of the outputs that a backward is planned to start from.
+    ``exceeding``: nodes of roots whose leaving out may exceed the budget, the empty set for any; see ``rockmate.parts.peaks_of_parts``.
     """
 
     s: S_graph
@@ -140,13 +140,13 @@ class Program:
     segments: tuple[tuple[bool, bool, int, int], ...]
     undo: Undo
     held: tuple[int, ...]
+    roots: tuple[int, ...]
     exceeding: frozenset[frozenset[int]] = frozenset()
 
     @cached_property
     def ends(self) -> dict[int, int]:
-        """The nodes that make outputs with gradients, and where in the outputs each has one."""
-        values = self.s.d.values
-        place = {v: k for k, v in enumerate(self.s.d.outputs) if values[v].requires_grad}
+        """The nodes that make roots, and where in the outputs each has one."""
+        place = {v: k for k, v in enumerate(self.s.d.outputs) if k in self.roots}
         return {i: place[v] for i, node in enumerate(self.s.nodes) for v in node.makes if v in place}
 
     def check_held(self, sources: dict[int, torch.Tensor]) -> None:
@@ -170,9 +170,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     at_loss = schedule.index(Loss())
     after, live = _forward_phase(k, schedule[:at_loss])
     dropped: set[int] = set(range(len(k.data))) - live  # or made anew, since the forward
-    run_on = {d for step in schedule[at_loss + 1 :] if isinstance(step, Run) for d in _touched(k, step)} - set(
-        k.outputs
-    )
+    run_on = {d for step in schedule[at_loss + 1 :] if isinstance(step, Run) for d in _touched(k, step)} - set(k.held)
     native: set[int] = {i for i, n in enumerate(k.nodes) if n.backward is None}
     again: set[int] = set()
     for step in schedule[at_loss + 1 :]:
@@ -225,6 +223,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         tuple(_segments(s, nodes)),
         undo_of(s),
         tuple(v for v, x in s.d.sources.items() if x.kind == "buffer" and x.key in s.d.structure.written),
+        k.usage.roots,
     )
 
 
@@ -245,7 +244,7 @@ def _forward_phase(k: K_graph, steps: Schedule) -> tuple[list[list[int]], set[in
 
 def _tracked(k: K_graph, again: set[int], native: set[int]) -> set[int]:
     """Data that something but autograd's own graph reads after the forward phase."""
-    tracked = set(k.outputs)
+    tracked = set(k.held)
     for i, n in enumerate(k.nodes):
         if i in again:
             tracked.update(n.reads, n.makes)
@@ -263,7 +262,7 @@ def _stages(
     the data, and where none does. Outputs may not be saved by anyone.
     """
     last = {d: at for at, step in enumerate(steps) if isinstance(step, Run) for d in _touched(k, step) if d in tracked}
-    last.update(dict.fromkeys(k.outputs, len(steps)))
+    last.update(dict.fromkeys(k.held, len(steps)))
     stages: list[int] = []
     before: list[tuple[Run | Del | Give, ...]] = []
     pending: list[Run | Del | Give] = []
@@ -336,15 +335,15 @@ def _node_code(
         made=tuple((v, datum) for v, datum in kept if datum in makes),
         joins=tuple((v, datum) for v, datum in kept if datum not in makes),
         again=tuple(op_of(op, usual) for op in (*ops, *(s.d.nodes[op] for n in views for op in n.ops))),
-        remakes=tuple(d for d in makes if d not in k.outputs),
-        remade=tuple((v, datum) for v, datum in remade if datum not in k.outputs),
+        remakes=tuple(d for d in makes if d not in k.held),
+        remade=tuple((v, datum) for v, datum in remade if datum not in k.held),
         aliases=tuple(v for v in node.makes if v not in data_of),
         gone=(*(v for op in ops for v in op.outputs if v not in node.makes), *gone),
         dropped=tuple(dropped),
         data=tuple(d for d in makes if d in tracked),
         private=next((d for d in makes if k.data[d].storage is None and d in tracked), None),
         native=native,
-        dead=node.requires_grad and k.nodes[i].backward is None,
+        dead=node.requires_grad and k.nodes[i].backward is None and i not in k.idle,
         statistics=tuple(v for v in node.reads if s.d.values[v].storage in written),
         random=drawn_by(s, i) if again else (),
         rerun=k.nodes[i].rerun,

@@ -12,6 +12,7 @@ from rkgb.Ktools import K_graph
 from rockmate.artefact import write_plan
 from rockmate.budget import show_bytes
 from rockmate.report import block_table
+from rockmate.room import Room
 from solvers import Problem, Run, Schedule, format_schedule, step_name, walk
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ PROVEN = 1e-4
 class Plan:
     """What will be kept and what computed again, with the figures promised for it.
 
-    ``usual_loss``: the bytes of the loss that ``predicted_peak`` counts; ``problem.loss`` leaves room for a larger one.
+    ``room``: the bytes left for the loss, and which of them ``predicted_peak`` counts.
     ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever runs
     again (proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole_graph``'s
     class where that is higher); None for a plan that was loaded. ``reason``: what cut the search short, such as a time
@@ -40,7 +41,7 @@ class Plan:
     graph: K_graph
     solver: str
     setup_seconds: dict[str, float]
-    usual_loss: int
+    room: Room
     costs: str = "measured"
     loss_memory: int | None = None
     missing: frozenset[str] = frozenset()
@@ -82,6 +83,7 @@ class Plan:
             self.graph,
             self.problem,
             self.schedule,
+            self.room,
             budget=self.budget,
             predicted_peak=self.predicted_peak,
             predicted_overhead=self.predicted_overhead,
@@ -98,7 +100,7 @@ class Plan:
 
     def problem_with_usual_loss(self) -> Problem:
         """The problem whose walk has the predicted peak."""
-        return dataclasses.replace(self.problem, loss=self.usual_loss)
+        return dataclasses.replace(self.problem, loss=self.room.usual)
 
     def plot_memory(self, path: str | Path | None = None) -> Figure:
         """Memory over the time of a step as a figure, also written to ``path``; see ``rockmate.plot.plot_memory``."""

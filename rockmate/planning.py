@@ -13,16 +13,18 @@ import torch
 
 from rkgb.capture import drop_saved, preserved
 from rkgb.errors import GraphError, UnsupportedError
-from rkgb.Ktools import K_graph
+from rkgb.Ktools import make_K
 from rkgb.measure import check_costs
 from rkgb.pipeline import Graphs, make_all_graphs
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
+from rkgb.usage import Usage
 from rockmate.artefact import SavedPlan
 from rockmate.budget import show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
+from rockmate.room import Room, usual_room
 from rockmate.state import module_key
 from rockmate.undo import undo_bytes
 from solvers import (
@@ -36,6 +38,7 @@ from solvers import (
     Node,
     Problem,
     ScheduleError,
+    SolvedViews,
     SolverOptions,
     improve,
     keep_everything,
@@ -52,11 +55,14 @@ SCALARS = 64
 # encoder with its decoder) none was better after two seconds than after one.
 IMPROVE_SECONDS = 1.0
 
+# A schedule that leaves no more of the budget than this is not solved again when a step has shown what its loss takes.
+LITTLE = 0.01
+
 _ON_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 
 
-def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
-    """The solvers' problem of ``graphs``, without what ``loss_kept`` says. ``loss_memory``: see ``Rockmate``."""
+def problem_of(graphs: Graphs, room: Room) -> Problem:
+    """The solvers' problem of ``graphs``, with ``room`` for the loss but for what is kept of it."""
     k = graphs.K
     nodes = tuple(
         Node(
@@ -72,28 +78,10 @@ def problem_of(graphs: Graphs, loss_memory: int | None = None) -> Problem:
         for n in k.nodes
     )
     blocks = tuple(Block(a, b, kind) for (a, b), kind in zip(k.s.blocks, graphs.classes, strict=True))
-    floats = _in_float(k)
-    loss = 3 * floats + max(floats, k.output_bytes) if loss_memory is None else k.output_bytes + loss_memory
-    loss -= loss_kept(k, loss_memory)
     data = tuple(Data(d.name, d.bytes, d.owner) for d in k.data)
-    problem = Problem(nodes, data, frozenset(k.outputs), loss, blocks)
+    problem = Problem(nodes, data, frozenset(k.held), room.between, blocks, frozenset(k.returned))
     problem.verify()
     return problem
-
-
-def loss_kept(k: K_graph, loss_memory: int | None) -> int:
-    """Bytes that stay allocated through the backward, of those that a loss may allocate: as many as the outputs have.
-
-    ``F.mse_loss`` and ``F.smooth_l1_loss`` return one number in storage as large as their input, and loops hold
-    differences, probabilities and the like.
-    """
-    return _in_float(k) if loss_memory is None else min(_in_float(k), loss_memory)
-
-
-def _in_float(k: K_graph) -> int:
-    """Bytes of the outputs that carry gradients, in single precision at least, as losses compute with them."""
-    carried = [k.s.d.values[v] for v in dict.fromkeys(k.s.d.outputs) if k.s.d.values[v].requires_grad]
-    return sum(v.bytes * max(1, 4 // v.dtype.itemsize) for v in carried)
 
 
 class Bounded(NamedTuple):
@@ -113,7 +101,7 @@ class Planner:
 
     graphs: Graphs
     problem: Problem
-    usual_loss: int
+    room: Room
     costs: str
     loss_memory: int | None
     missing: frozenset[str]
@@ -121,6 +109,7 @@ class Planner:
     seconds: dict[str, float] = field(default_factory=dict)
     report: Report = silent
     time_limit: float = inf
+    solved: SolvedViews = field(default_factory=dict)
     _chain: ChainPlanner | None = None
     _end: float = inf
 
@@ -129,7 +118,7 @@ class Planner:
         """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, and for
         what a failing guard must put back.
         """
-        return SCALARS + loss_kept(self.graphs.K, self.loss_memory) + undo_bytes(self.graphs.S)
+        return SCALARS + self.room.kept + undo_bytes(self.graphs.S)
 
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""
@@ -138,6 +127,7 @@ class Planner:
                 self.problem,
                 report=lambda doing, part: self.report(f"solve {doing}", part),
                 remaining=self._remaining,
+                solved=self.solved,
             )
         return self._chain
 
@@ -204,9 +194,12 @@ class Planner:
     def plan(self, budget: int) -> Plan:
         """The plan for ``budget`` bytes: the saved one, if there is one and it is for this budget."""
         saved = self.saved if self.saved and self.saved.budget == budget else None
-        found, bound, reason = (
-            self.bounded(budget) if saved is None else Bounded(self._from_file(saved), None, saved.reason)
+        return self._plan(
+            budget, self.bounded(budget) if saved is None else Bounded(self._from_file(saved), None, saved.reason)
         )
+
+    def _plan(self, budget: int, bounded: Bounded) -> Plan:
+        found, bound, reason = bounded
         return Plan(
             budget,
             self.predicted_peak(found),
@@ -216,7 +209,7 @@ class Planner:
             self.graphs.K,
             found.source,
             dict(self.seconds),
-            self.usual_loss,
+            self.room,
             self.costs,
             self.loss_memory,
             self.missing,
@@ -239,8 +232,36 @@ class Planner:
 
     def predicted_peak(self, solution: ChainPlan) -> int:
         """The peak of ``solution`` with the usual loss (or the one given)."""
-        peak = walk(dataclasses.replace(self.problem, loss=self.usual_loss), solution.schedule).peak
-        return peak + undo_bytes(self.graphs.S)
+        peak = walk(dataclasses.replace(self.problem, loss=self.room.usual), solution.schedule).peak
+        return peak + self.room.predicted_kept + undo_bytes(self.graphs.S)
+
+    def for_usage(self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, room: Room | None) -> Planner:
+        """A planner for other figures of the outputs: ``usage``, and ``room`` for the loss (None: the usual one).
+
+        What is not measured yet is measured on ``inputs``. Blocks that stay what they were are not solved again.
+        """
+        k, seconds = self.graphs.K, {}
+        if usage != k.usage:
+            start = time.perf_counter()
+            self.report("measure", 0.0)
+            k = make_K(self.graphs.S, model, inputs, self.costs, usage, self.graphs.known, k.missing)
+            seconds["measure"] = time.perf_counter() - start
+        graphs = dataclasses.replace(self.graphs, K=k)
+        room = room or usual_room(k, self.loss_memory)
+        problem = problem_of(graphs, room)
+        return dataclasses.replace(
+            self, graphs=graphs, problem=problem, room=room, saved=None, seconds=seconds, _chain=None
+        )
+
+    def kept_plan(self, plan: Plan) -> Plan | None:
+        """``plan`` with the figures of this planner, where its schedule fits the budget and there is little to gain."""
+        walked = walk(self.problem, plan.schedule)
+        spare = plan.budget - self.reserved - walked.peak
+        if spare < 0 or (walked.recompute and spare > LITTLE * plan.budget):
+            return None
+        found = ChainPlan(plan.schedule, walked, plan.solver)
+        bound = lower_bound(self.problem, plan.budget - self.reserved) if walked.recompute else self.problem.eager_time
+        return self._plan(plan.budget, Bounded(found, bound, plan.reason))
 
 
 def make_planner(
@@ -293,8 +314,8 @@ def make_planner(
             "its forward returns, and the mode that it is in"
         )
     phase("solve", 0.0)
-    problem = problem_of(graphs, loss_memory)
-    usual = 3 * _in_float(graphs.K) if loss_memory is None else graphs.K.output_bytes + loss_memory
+    room = saved.room if saved else usual_room(graphs.K, loss_memory)
+    problem = problem_of(graphs, room)
     missing = missing_gradients(model)
     if saved is not None and not missing <= saved.missing:
         raise PlanError(
@@ -302,7 +323,7 @@ def make_planner(
             "now have none: their gradients would not fit. Make a plan anew, or zero_grad(set_to_none=False) first."
         )
     planned = saved.missing if saved else missing
-    return Planner(graphs, problem, usual, costs, loss_memory, planned, saved, seconds, report, time_limit)
+    return Planner(graphs, problem, room, costs, loss_memory, planned, saved, seconds, report, time_limit)
 
 
 def _checked_loss(loss_memory: Any) -> int | None:

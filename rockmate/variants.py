@@ -15,7 +15,7 @@ from rockmate.draws import draw_whole
 from rockmate.errors import PlanningWarning
 from rockmate.parts import peaks_of_parts
 from rockmate.plan import Plan
-from rockmate.planning import Planner, loss_kept
+from rockmate.planning import Planner
 from rockmate.python_state import PythonState
 from solvers import walk
 
@@ -49,7 +49,7 @@ def program_of(plan: Plan) -> Program:
     problem = plan.problem_with_usual_loss()
     levels = walk(problem, plan.schedule).timeline
     program = draw_whole(compile_schedule(plan.graph, plan.schedule), problem, plan.schedule, levels)
-    beside = plan.predicted_peak - max(levels) + loss_kept(plan.graph, plan.loss_memory)
+    beside = plan.predicted_peak - plan.room.predicted_kept - max(levels) + plan.room.kept
     peaks = peaks_of_parts(program, problem, plan.schedule, levels)
     exceeding = frozenset(left for left, peak in peaks.items() if beside + peak > plan.budget)
     return dataclasses.replace(program, exceeding=exceeding)

@@ -10,6 +10,7 @@ import solvers.graph_solvers  # noqa: F401  makes those of a ``GraphProblem`` kn
 from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
 from solvers.chain import ChainPlan, ChainPlanner, solve_chain
 from solvers.chain_bound import lower_bound
+from solvers.chain_costs import SolvedViews
 from solvers.chain_refine import improve
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
 from solvers.files import read_problem, write_problem
@@ -52,6 +53,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Solution",
+    "SolvedViews",
     "SolverError",
     "SolverOptions",
     "Step",

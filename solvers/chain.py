@@ -18,7 +18,7 @@ from functools import partial
 
 from solvers.baselines import all_baselines, keep_everything
 from solvers.chain_bound import least_budget, lower_bound
-from solvers.chain_costs import Options, chain_costs, kind_options
+from solvers.chain_costs import Options, SolvedViews, chain_costs, kind_options
 from solvers.chain_expand import expand
 from solvers.chain_table import ChainTable
 from solvers.errors import InfeasibleError
@@ -76,7 +76,8 @@ class ChainPlanner:
     beside a single block: they are left out for budgets above ``TIGHT_BELOW`` times what the largest
     block needs to keep everything. ``options`` (per kind) replace the solved ones. ``report`` is told
     what is being done, and which part of it is (0 to 1). ``remaining`` (seconds) ends the search for options; what was
-    found until then is used, and ``stopped`` counts the programs that were not solved to the end.
+    found until then is used, and ``stopped`` counts the programs that were not solved to the end. ``solved``: blocks that
+    other planners solved, and this one will.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class ChainPlanner:
         grid: Grid | None = None,
         report: Callable[[str, float], None] = lambda doing, part: None,
         remaining: Callable[[], float] | None = None,
+        solved: SolvedViews | None = None,
     ) -> None:
         self.problem, self.grid, self.report = problem, grid or Grid(), report
         self.limit = Limit(remaining) if remaining else Limit()
         self.slots = slots or (SLOTS if len(problem.blocks) <= SHORT else SLOTS // 2)
         self._given = options
+        self._solved: SolvedViews = {} if solved is None else solved
         self._loose: _Candidates | None = None
         self._all: _Candidates | None = None
         self._known = [ChainPlan(s, walk(problem, s), name) for name, s in all_baselines(problem).items()]
@@ -126,7 +129,7 @@ class ChainPlanner:
         return self._loose
 
     def _solve(self, grid: Grid, doing: str) -> Options:
-        return kind_options(self.problem, grid, partial(self.report, doing), self.limit)
+        return kind_options(self.problem, grid, partial(self.report, doing), self.limit, self._solved)
 
     def solve(self, budget: int) -> ChainPlan:
         """The cheapest plan with a peak of at most ``budget`` bytes; ``InfeasibleError`` says what would do."""

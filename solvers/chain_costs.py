@@ -54,6 +54,9 @@ class ChainCosts:
 Options = Mapping[int, tuple[Option, ...]]
 """Options per kind of block."""
 
+SolvedViews = dict[tuple[object, ...], tuple[Option, ...]]
+"""Options by the view of a block and the grid that they were solved for."""
+
 
 def kind_views(problem: Problem) -> dict[int, BlockView]:
     """Per kind of block the view that most of its members have."""
@@ -72,19 +75,24 @@ def kind_options(
     grid: Grid,
     report: Callable[[float], None] = lambda _: None,
     limit: Limit | None = None,
+    solved: SolvedViews | None = None,
 ) -> dict[int, tuple[Option, ...]]:
     """Solve one block per kind, the one that looks like most of its kind; ``report``: which part of them is done.
 
-    ``limit``: when no time is left, the options found so far have to do.
+    ``limit``: when no time is left, the options found so far have to do. ``solved``: options of views solved before,
+    which is added to.
     """
-    views = kind_views(problem)
+    views, limit, solved = kind_views(problem), limit or Limit(), {} if solved is None else solved
     found: dict[int, tuple[Option, ...]] = {}
     for done, (kind, view) in enumerate(views.items()):
 
         def of_all(part: float, done: int = done) -> None:
             report((done + part) / len(views))
 
-        found[kind] = view_options(view, grid, of_all, limit)
+        key, stopped = (view.key, grid), limit.stopped
+        found[kind] = solved.get(key) or view_options(view, grid, of_all, limit)
+        if limit.stopped == stopped:
+            solved[key] = found[kind]
         of_all(1.0)
     return found
 
@@ -109,10 +117,10 @@ def chain_costs(problem: Problem, options: Options) -> ChainCosts:
         interface_bytes=_interface_bytes(problem, last),
         pass_peak=tuple(passes[key][0] for key in keys),
         pass_time=tuple(passes[key][1] for key in keys),
-        first_base=tuple(first[k] + rng for k in range(len(views))),
+        first_base=tuple(first[k] + rng + _returned_before(problem, b.stop) for k, b in enumerate(problem.blocks)),
         rerun_base=tuple(always[k + 1] + rng + gradients[k] for k in range(len(views))),
         backward_base=tuple(always[k + 1] + rng + views[k].base for k in range(len(views))),
-        loss_peak=always[-1] + rng + problem.loss,
+        loss_peak=always[-1] + rng + problem.loss + _returned_before(problem, len(problem.nodes)),
     )
 
 
@@ -140,6 +148,11 @@ def _always_live(problem: Problem) -> tuple[list[int], list[int]]:
     first = [sum(datum.size for datum in held + once if datum.owner < start) for start in starts]
     late = [sum(datum.size for datum in held if datum.owner >= start) for start in starts]
     return first, [early + more for early, more in zip(first, late, strict=True)]
+
+
+def _returned_before(problem: Problem, stop: int) -> int:
+    """Bytes of returned data that nodes before ``stop`` make; those that are saved too count twice, conservatively."""
+    return sum(d.size for k in problem.returned - problem.held if (d := problem.data[k]).owner < stop)
 
 
 def _gradients_before(problem: Problem) -> list[int]:

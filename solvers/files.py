@@ -7,7 +7,7 @@ class of that kind, by their names; bytes and times are whole numbers, reference
   ``transient``;
 - ``"step"`` (``Problem``): ``nodes`` with ``name``, ``time``, ``reads``, ``makes``, ``peak``, ``backward`` (null, or
   ``time``, ``reads``, ``before``, ``peak``, ``after``), ``rerun`` and ``rng``; ``data`` with ``name``, ``size`` and
-  ``owner``; ``held``; ``loss``; ``blocks`` with ``start``, ``stop`` and ``kind``.
+  ``owner``; ``held``; ``returned``; ``loss``; ``blocks`` with ``start``, ``stop`` and ``kind``.
 
 ``solvers.node_link`` reads the public graphs.
 """

@@ -74,7 +74,8 @@ class Problem:
     Invariants (checked by ``verify``): a node reads data of earlier nodes only; every datum is made
     by its owner; backwards read data that exist; figures are whole numbers from 0; blocks partition
     the nodes in order, and those of one kind have as many nodes, with backwards at the same places.
-    ``held`` data are live from their first making to the end (outputs, which the caller holds).
+    ``held`` data are live from their first making to the end (outputs that the caller holds). ``returned`` data are
+    live until the loss is done, which counts as reading them (outputs that the caller lets go).
     ``loss`` is the most that the caller's loss allocates between the phases, the gradients of the
     outputs included.
     """
@@ -84,6 +85,7 @@ class Problem:
     held: frozenset[int]
     loss: int
     blocks: tuple[Block, ...]
+    returned: frozenset[int] = frozenset()
 
     @property
     def eager_time(self) -> int:
@@ -125,9 +127,9 @@ class Problem:
             check_whole(f"data {d} ({datum.name})", size=datum.size, owner=datum.owner)
             if not 0 <= datum.owner < len(self.nodes):
                 raise ProblemError(f"data {d} ({datum.name}) has the owner {datum.owner}, which does not exist")
-        held = ((d, "the held data") for d in sorted(self.held))
+        given = [(d, "the held data") for d in sorted(self.held)] + [(d, "the returned data") for d in self.returned]
         read = ((d, n.name) for n in self.nodes for d in n.reads + n.makes + (n.backward.reads if n.backward else ()))
-        for d, where in (*held, *read):
+        for d, where in (*given, *read):
             check_whole(where, reference=d)
             if not 0 <= d < len(self.data):
                 raise ProblemError(f"{where}: there is no data {d}")

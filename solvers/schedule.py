@@ -55,7 +55,7 @@ def _reads(problem: Problem, step: Step) -> tuple[int, ...]:
     if isinstance(step, Bwd):
         backward = problem.nodes[step.node].backward
         return backward.reads if backward else ()
-    return ()
+    return tuple(sorted(problem.returned)) if isinstance(step, Loss) else ()
 
 
 def with_deletes(problem: Problem, order: Iterable[Step]) -> Schedule:

@@ -92,7 +92,7 @@ def staged_graph(problem: GraphProblem) -> Staged:
 def staged_step(problem: Problem) -> Staged:
     """A training step: forward nodes, the loss, then backwards, which run once. Nothing runs again before the loss."""
     operations = [Operation(n.time, n.reads, n.makes, n.peak, n.rerun, n.rng) for n in problem.nodes]
-    operations.append(Operation(0, (), (), problem.loss, rerun=False))
+    operations.append(Operation(0, tuple(sorted(problem.returned)), (), problem.loss, rerun=False))
     base, before = [0] * len(operations), [0] * len(operations)
     for i in problem.backward_order():
         backward = problem.nodes[i].backward

@@ -83,7 +83,8 @@ def _line(problem: Problem | GraphProblem, names: _Names, step: Step) -> str:
         case Del(d):
             return f"del {names.data[d]}"
         case Loss():
-            return "loss()"
+            returned = sorted(problem.returned) if isinstance(problem, Problem) else ()
+            return f"loss({names.join(returned)})"
         case _:
             return f"?{step!r}"
 
@@ -135,7 +136,7 @@ def parse_schedule(problem: Problem | GraphProblem, text: str) -> Schedule:
 
 
 def _parse_line(line: str, nodes: dict[str, int], data: dict[str, int]) -> Step | None:
-    if line == "loss()":
+    if re.fullmatch(r"loss\([^()]*\)", line):
         return Loss()
     if line.startswith("del ") and line[4:] in data:
         return Del(data[line[4:]])

@@ -4,7 +4,7 @@ Every solver's claim is judged here, so this file shares no code with the solver
 step executes is
 
 - ``Run(i)``: live data before it (the copies it replaces included) + gradients + ``nodes[i].peak``;
-- ``Loss()``: live data + ``problem.loss``;
+- ``Loss()``: live data, ``problem.returned`` among them, + ``problem.loss``;
 - ``Bwd(i)``: live data + ``nodes[i].backward.peak`` (gradients included);
 - ``Del(d)``: live data + gradients after it;
 
@@ -188,6 +188,7 @@ class _State:
         if self.next_forward < len(self.problem.nodes):
             missing = self.problem.nodes[self.next_forward].name
             raise ScheduleError(f"{self.what} comes before the forward phase is complete: fwd.{missing} is missing")
+        self._check_reads(tuple(sorted(self.problem.returned)))
         self.in_forward = False
         self._set_gradients(0)
         return self.live_bytes + self.rng_bytes + self.problem.loss

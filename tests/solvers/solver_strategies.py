@@ -51,6 +51,7 @@ def problems(draw: st.DrawFn, max_nodes: int = 5, max_blocks: int = 3, plain: bo
     cuts = sorted({0, count, *draw(st.lists(st.integers(0, count), max_size=max_blocks - 1))})
     blocks = tuple(Block(a, b, k) for k, (a, b) in enumerate(pairwise(cuts)))
     held = frozenset() if plain else frozenset(pick(draw, list(range(len(data))), 1))
-    problem = Problem(nodes, tuple(data), held, draw(small), blocks)
+    returned = frozenset() if plain else frozenset(pick(draw, list(range(len(data))), 2))
+    problem = Problem(nodes, tuple(data), held, draw(small), blocks, returned)
     problem.verify()
     return problem

@@ -1,0 +1,93 @@
+"""What the caller does with a module's outputs, which decides what they cost: supposed first, then seen in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rkgb.graphs import D_graph, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What becomes of the outputs. They are named by position in ``D_graph.outputs``, a value's first.
+
+    ``roots``: outputs that the backward starts from: their gradients come from outside. ``held``: outputs that the caller
+    holds until the backward ends; it lets the others go at the latest when the loss is there. ``turned``: roots whose
+    gradients lie otherwise than contiguous, as those of a loss on a transposed view do; None: not known, so that a plan
+    must do for both.
+    """
+
+    roots: tuple[int, ...]
+    held: frozenset[int]
+    turned: frozenset[int] | None = None
+
+    def root_values(self, d: D_graph) -> tuple[int, ...]:
+        """The values that are roots."""
+        return tuple(d.outputs[k] for k in self.roots)
+
+    def held_storages(self, d: D_graph) -> frozenset[int]:
+        """The storages that the caller holds."""
+        return frozenset(d.values[d.outputs[k]].storage for k in self.held)
+
+
+def first_places(d: D_graph) -> dict[int, int]:
+    """Value -> its first position among the outputs."""
+    return {v: k for k, v in reversed(list(enumerate(d.outputs)))}
+
+
+def differentiable(d: D_graph) -> tuple[int, ...]:
+    """Positions of outputs that may get a gradient, each value once."""
+    return tuple(sorted(k for v, k in first_places(d).items() if d.values[v].requires_grad))
+
+
+def upstream(d: D_graph, ends: set[int]) -> set[int]:
+    """The values that ``ends`` are computed from, as gradients flow; not ``ends`` themselves, unless one needs another."""
+    found: set[int] = set()
+    wanted = set(ends)
+    for node in reversed(d.nodes):
+        if not wanted.isdisjoint(node.outputs):
+            read = {v for v in node.reads() if d.values[v].requires_grad}
+            found |= read
+            wanted |= read
+    return found
+
+
+def supposed(d: D_graph) -> Usage:
+    """What a plan supposes before the first step: a scalar beside other outputs is the loss.
+
+    The outputs that it is computed from then get no gradient from outside. Without a scalar every output that requires
+    grad gets one. The caller holds what gets a gradient; the module holds the buffers that forward assigns.
+    """
+    carried = differentiable(d)
+    scalars = {d.outputs[k] for k in carried if not d.values[d.outputs[k]].shape}
+    inner = upstream(d, scalars) - scalars
+    roots = tuple(k for k in carried if d.outputs[k] not in inner)
+    own = range(len(d.outputs) - len(d.structure.assigned), len(d.outputs))
+    return Usage(roots, frozenset((*roots, *own)))
+
+
+def all_used(d: D_graph) -> Usage:
+    """Every output gets the gradient that it can get, and is held to the end."""
+    return Usage(differentiable(d), frozenset(range(len(d.outputs))), frozenset())
+
+
+def turned_strides(value: Value) -> tuple[int, ...] | None:
+    """How the gradient lies if the loss takes a view whose second dimension is the last (``y.transpose(1, 2)``,
+    ``y.permute(0, 2, 3, 1)``; ``y.t()`` of a matrix). None where that is contiguous too.
+
+    Which dimensions change places hardly matters: whoever wants a contiguous gradient copies it.
+    """
+    shape = value.shape
+    if len(shape) < 2:
+        return None
+    order = [1, 0] if len(shape) == 2 else [0, *range(2, len(shape)), 1]
+    strides, step = [0] * len(shape), 1
+    for k in reversed(order):
+        strides[k] = step
+        step *= shape[k]
+    wide = [k for k in range(len(shape)) if shape[k] != 1]
+    contiguous, step = [0] * len(shape), 1
+    for k in reversed(range(len(shape))):
+        contiguous[k] = step
+        step *= shape[k]
+    return None if all(strides[k] == contiguous[k] for k in wide) else tuple(strides)
