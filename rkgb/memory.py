@@ -71,6 +71,11 @@ def _measuring(device: torch.device) -> Iterator[None]:
         _MEASURING.release()
 
 
+def can_measure() -> bool:
+    """Whether nothing is being measured."""
+    return not _measurers
+
+
 def measure_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
     """(result, peak, net): bytes above the level at the call, at the worst moment and at the end."""
     with _measuring(device):
@@ -108,6 +113,62 @@ def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], de
     _, before = _replay(events[:mark])
     peak, _ = _replay(events[:mark] + events[mark + 2 :], mark)
     return result, max(0, peak - before)
+
+
+class Window:
+    """What is allocated between two moments, by code that is not ours; ``blocks``: address -> bytes of memory that is there
+    at the first moment and may go meanwhile (on the CPU; what else goes is not counted).
+
+    ``mark`` is the second moment, wherever it is (a backward, say); ``close`` must follow in the thread that opened the
+    window, and outside of a backward, which would restore a profiler that was ended inside it. On CUDA opening resets the
+    peak statistics.
+    """
+
+    def __init__(self, device: torch.device, blocks: dict[int, int]) -> None:
+        self.device, self.blocks = device, blocks
+        self.profile: profile | None = None
+        self.seen: tuple[int, int] | None = None
+        self.before, self.marked = 0, False
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before = torch.cuda.memory_allocated(device)
+        else:
+            self.profile = profile(use_cpu=True, profile_memory=True)
+            self.profile.__enter__()
+
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        """Whether one can be opened: nothing else measures, nor profiles."""
+        return not _measurers and (device.type == "cuda" or not torch._C._autograd._profiler_enabled())
+
+    def mark(self) -> None:
+        """The second moment is now."""
+        self.marked = True
+        if self.profile is None:
+            peak = torch.cuda.max_memory_allocated(self.device) - self.before
+            self.seen = peak, max(0, torch.cuda.memory_allocated(self.device) - self.before)
+        else:
+            torch.empty(_MARK, dtype=torch.uint8)
+
+    def close(self) -> tuple[int, int] | None:
+        """(peak, level): the most bytes above the first moment, and those at the second that are not of ``blocks``. None
+        if there was no second moment.
+        """
+        if self.profile is not None:
+            self.profile.__exit__(None, None, None)
+            if self.marked:
+                self.seen = self._replayed(_events(self.profile))
+        return self.seen
+
+    def _replayed(self, events: list[tuple[int, int, int]]) -> tuple[int, int] | None:
+        mark = next((k for k, event in enumerate(events) if event[2] == _MARK), None)
+        if mark is None:
+            return None
+        there = [(0, address, size) for address, size in self.blocks.items()]
+        peak, level = _replay(there + events[:mark], len(there))
+        gone = {address for _, address, size in events[:mark] if size < 0}
+        total = sum(self.blocks.values())
+        return max(0, peak - total), level - sum(size for at, size in self.blocks.items() if at not in gone)
 
 
 def measure_peak(function: Callable[[], Any], device: torch.device | str | None = None) -> int:

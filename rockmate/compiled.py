@@ -244,7 +244,7 @@ def _forward_phase(k: K_graph, steps: Schedule) -> tuple[list[list[int]], set[in
 
 def _tracked(k: K_graph, again: set[int], native: set[int]) -> set[int]:
     """Data that something but autograd's own graph reads after the forward phase."""
-    tracked = set(k.held)
+    tracked: set[int] = set()
     for i, n in enumerate(k.nodes):
         if i in again:
             tracked.update(n.reads, n.makes)

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,7 @@ class CallState:
         self.spent = False  # no slot is left: only autograd's own error can come
         self.unreached: set[int] = set()  # nodes of outputs, where the budget needs a backward to come to them
         self.warned = False
+        self.arrived: Callable[[], None] | None = None  # is told that the first backward is here, before anything runs
 
     # -------------------------------------------------------------------------------------- forward
 
@@ -223,6 +224,9 @@ class CallState:
             if self.task >= 0:  # an error ended that one, or this one runs inside it
                 self.end()
             self.task, self.thread = task, 0
+            if self.arrived is not None:
+                arrived, self.arrived = self.arrived, None
+                arrived()
             torch.autograd.Variable._execution_engine.queue_callback(self.over)
 
     def reach(self, i: int, k: int) -> None:

@@ -23,6 +23,7 @@ from rockmate.errors import BudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.facade import Facade, signed_as_original
 from rockmate.plan import Plan
+from rockmate.observe import end_look
 from rockmate.planning import make_planner
 from rockmate.progress import Progress
 from rockmate.python_state import Place, PythonState, find, in_key
@@ -36,7 +37,7 @@ from rockmate.surroundings import (
     undisturbed,
     warn_of_saved_hooks,
 )
-from rockmate.variants import PlanCache, Variant, make_variant
+from rockmate.variants import PlanCache, Variant, adapted, make_variant
 from solvers import Frontier
 
 # Plans for calls that differ only in what the module's Python reads from tensors.
@@ -135,12 +136,15 @@ class Rockmate(Facade):
             return self.original(*args, **kwargs)
         check_global_hooks()
         warn_of_saved_hooks()
+        end_look()
         inputs = tensors_of((args, kwargs))
         variants = self._planned(args, kwargs)
         failed: list[str] = []
         for variant in variants:
+            variant = self._adapted(variant, inputs)
+            state = CallState(variant.program, self.original, inputs)
             try:
-                outputs = CallState(variant.program, self.original, inputs).forward()
+                outputs = state.forward()
             except GuardFailed as guard:
                 failed.append(str(guard))
                 continue
@@ -154,14 +158,26 @@ class Rockmate(Facade):
                     "one shape."
                 )
             variant = self._make_variant(args, kwargs)
-            outputs = self._run_new(variant, inputs)
+            state = CallState(variant.program, self.original, inputs)
+            outputs = self._run_new(state)
         self._cache.used(variant)
         self._last, self.plan = variant, variant.plan
+        if variant.observer is not None:
+            variant.observer.watch(state, outputs)
         return self._returned(variant.structure, outputs)
 
-    def _run_new(self, variant: Variant, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:
+        """The variant for what earlier calls have shown."""
+        if variant.observer is None or not variant.observer.news:
+            return variant
+        with TRACING, Progress(self._progress) as variant.planner.report, undisturbed():
+            new = adapted(variant, self.original, inputs)
+        self._cache.adapt(variant, new)
+        return new
+
+    def _run_new(self, state: CallState) -> list[torch.Tensor]:
         try:
-            return CallState(variant.program, self.original, inputs).forward()
+            return state.forward()
         except GuardFailed as guard:
             raise VariantLimitError(
                 f"what the module's Python reads from a tensor changed between two runs on the same input: {guard}"

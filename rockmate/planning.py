@@ -255,7 +255,10 @@ class Planner:
 
     def kept_plan(self, plan: Plan) -> Plan | None:
         """``plan`` with the figures of this planner, where its schedule fits the budget and there is little to gain."""
-        walked = walk(self.problem, plan.schedule)
+        try:
+            walked = walk(self.problem, plan.schedule)
+        except ScheduleError:  # it deletes what the caller holds
+            return None
         spare = plan.budget - self.reserved - walked.peak
         if spare < 0 or (walked.recompute and spare > LITTLE * plan.budget):
             return None

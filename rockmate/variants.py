@@ -8,11 +8,15 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
+
 from rkgb.code import Code
 from rkgb.graphs import Structure
+from rkgb.memory import can_measure
 from rockmate.compiled import Program, compile_schedule
 from rockmate.draws import draw_whole
-from rockmate.errors import PlanningWarning
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
+from rockmate.observe import Observer
 from rockmate.parts import peaks_of_parts
 from rockmate.plan import Plan
 from rockmate.planning import Planner
@@ -29,6 +33,7 @@ class Variant:
 
     Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
     variables would hold tensors beyond the prediction. ``state``: what the module's Python read as it was traced.
+    ``observer``: watches what the caller does with the outputs; None for a plan from a file, which stays as it is.
     """
 
     planner: Planner
@@ -36,12 +41,44 @@ class Variant:
     program: Program
     structure: Structure
     state: PythonState
+    observer: Observer | None
 
 
 def make_variant(planner: Planner, budget: int, state: PythonState) -> Variant:
     """The plan for ``budget``, ready to run."""
     plan = planner.plan(budget)
-    return Variant(planner, plan, program_of(plan), plan.graph.s.d.structure, state)
+    d = plan.graph.s.d
+    observer = Observer(d, planner.loss_memory is None) if planner.saved is None else None
+    return Variant(planner, plan, program_of(plan), d.structure, state, observer)
+
+
+def adapted(variant: Variant, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
+    """``variant``, or one for what its observer has seen; warns where a step has exceeded the budget by that.
+
+    What the caller holds though it gets no gradient is planned for where that fits, and is beside the budget otherwise.
+    """
+    planner, plan, observer = variant.planner, variant.plan, variant.observer
+    if observer is None or not observer.news or observer.usage is None or not can_measure():
+        return variant
+    observer.news = False
+    supposed = plan.graph.usage.held
+    fewer = dataclasses.replace(observer.usage, held=observer.usage.held & supposed)
+    for usage in dict.fromkeys((observer.usage, fewer)):
+        seen = planner.for_usage(model, inputs, usage, observer.room)
+        if (seen.graphs.K.usage, seen.room) == (plan.graph.usage, plan.room):
+            return variant
+        try:
+            found = seen.kept_plan(plan) or seen.plan(plan.budget)
+        except InfeasibleBudgetError as error:
+            problem = error
+            continue
+        return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
+    warnings.warn(
+        f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",
+        BudgetWarning,
+        stacklevel=4,
+    )
+    return variant
 
 
 def program_of(plan: Plan) -> Program:
@@ -100,6 +137,11 @@ class PlanCache:
         if self._entries and self._entries[0][2] is not variant:
             with self._lock:
                 self._entries.sort(key=lambda entry: entry[2] is not variant)
+
+    def adapt(self, old: Variant, new: Variant) -> None:
+        """Keep ``new`` in the place of ``old``, beside all others."""
+        with self._lock:
+            self._entries = [(key, missing, new if v is old else v) for key, missing, v in self._entries]
 
     def replace(self, old: Variant, new: Variant) -> None:
         """Keep ``new`` in the place of ``old``, and nothing else."""

@@ -1,0 +1,274 @@
+"""What the caller does with the outputs of a call, seen from its forward to the end of its backward.
+
+Before the first step a plan supposes: a scalar beside other outputs is the loss, and a loss takes three times its input. A
+step shows it: which outputs the backward starts from, how their gradients lie, which outputs the caller still holds when
+the backward begins, and what was allocated between the two phases. The next plan is for the union of what was seen.
+
+Hooks of the outputs see at every call whether something is new about it. The call after that is looked at closely: its
+backward is intercepted where Python hands it to autograd's engine, as ``torch.compiler`` does for its tracers, and the
+memory between the phases is recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from rkgb.graphs import D_graph
+from rkgb.memory import Window
+from rkgb.usage import Usage, differentiable, turned_strides
+from rockmate.executor import CallState
+from rockmate.room import Room, seen_room
+
+_LOOKS = 8
+"""Calls of one kind that are looked at closely, at most: a loop whose every step is new is not slowed down for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What hooks see of one call: outputs that get gradients, which of these lie otherwise than contiguous, outputs that the
+    caller holds, and how many nodes its code added to autograd's graph between the phases (-1: not known)."""
+
+    reached: tuple[int, ...]
+    turned: frozenset[int]
+    held: frozenset[int]
+    nodes: int
+
+
+class Observer:
+    """Watches the calls of one plan. ``news``: they differ from what it is for, which ``usage`` and ``room`` say.
+
+    ``measures``: whether the room for the loss is to be learned.
+    """
+
+    def __init__(self, d: D_graph, measures: bool) -> None:
+        self.measures = measures
+        self.usage: Usage | None = None
+        self.news = False
+        self.places = differentiable(d)
+        self.may_turn = frozenset(k for k in self.places if turned_strides(d.values[d.outputs[k]]))
+        self.bytes = {k: d.values[d.outputs[k]].bytes for k in self.places}
+        self.own = frozenset(range(len(d.outputs) - len(d.structure.assigned), len(d.outputs)))  # buffers of the module
+        self._known: set[Signs] = set()
+        self._peak = self._kept = -1
+        self._looks = 0
+        self._look = True  # at the next call
+
+    @property
+    def room(self) -> Room | None:
+        """For the loss, as it was seen; None if it was not."""
+        return seen_room(self._peak, self._kept) if self._peak >= 0 else None
+
+    def watch(self, state: CallState, outputs: Sequence[torch.Tensor]) -> None:
+        """Follow the call that returns ``outputs``."""
+        if any(outputs[k].grad_fn is not None for k in self.places):
+            look = self._look and self._looks < _LOOKS and _Look.possible()
+            self._looks += look
+            state.arrived = _Call(self, outputs, look).begin
+
+    def note(self, signs: Signs, roots: tuple[int, ...] | None, seen: tuple[int, int] | None) -> None:
+        """A call is over. ``roots``, ``seen`` (see ``Window.close``): where it was looked at closely."""
+        if signs in self._known:
+            return
+        if roots is None or (self.measures and seen is None and self._looks < _LOOKS):
+            self._look = True
+            return
+        self._known.add(signs)
+        self._look, self.news = False, True
+        now = Usage(roots, signs.held, signs.turned.intersection(roots))
+        self.usage = now if self.usage is None else _union(self.usage, now)
+        if self.measures and seen is not None:
+            peak, level = seen
+            self._peak = max(self._peak, peak)
+            self._kept = max(self._kept, level - sum(self.bytes[k] for k in roots), 0)
+
+
+def _union(a: Usage, b: Usage) -> Usage:
+    turned = (a.turned or frozenset()) | (b.turned or frozenset())
+    return Usage(tuple(sorted({*a.roots, *b.roots})), a.held | b.held, turned)
+
+
+class _Call:
+    """One call until its first backward is over. Belongs to the hooks in its graph, and must not hold on to that."""
+
+    def __init__(self, observer: Observer, outputs: Sequence[torch.Tensor], look: bool) -> None:
+        self.observer = observer
+        self.thread, self.task = threading.get_ident(), -1
+        self.refs = [weakref.ref(t) for t in outputs]
+        self.reached: dict[int, bool] = {}
+        self.held: frozenset[int] = frozenset()
+        self.nodes = -1
+        self.edges: dict[tuple[int, int], int] = {}
+        for k in observer.places:
+            function, place = outputs[k].grad_fn, outputs[k].output_nr
+            if function is not None:
+                self.edges[function._sequence_nr(), place] = k
+                function.register_prehook(partial(self.reach, k, place))
+        self.look = _Look(self, outputs) if look else None
+        self.first = torch.autograd._get_sequence_nr()
+
+    def reach(self, k: int, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Output ``k`` is about to hand on its gradient, number ``place`` of those that its function gets."""
+        self.begin()
+        gradient = gradients[place]
+        if gradient is not None and torch._C._current_graph_task_id() == self.task:
+            self.reached[k] = not gradient.is_contiguous() and 0 not in gradient.stride()
+
+    def begin(self) -> None:
+        """The first backward has come to the module: the loss is done, and nothing runs again yet."""
+        if self.task == -1:
+            self.task = torch._C._current_graph_task_id()
+            if self.thread == threading.get_ident():
+                self.nodes = torch.autograd._get_sequence_nr() - self.first
+            self.held = frozenset(k for k, ref in enumerate(self.refs) if _has_owner(ref))
+            if self.look is not None:
+                self.look.mark()
+            torch.autograd.Variable._execution_engine.queue_callback(self.over)
+
+    def over(self) -> None:
+        """The backward is over; one that is looked at closely ends a little later."""
+        if self.look is None:
+            self.note(None, None)
+
+    def note(self, roots: tuple[int, ...] | None, seen: tuple[int, int] | None) -> None:
+        turned = frozenset(k for k, other in self.reached.items() if other) & self.observer.may_turn
+        signs = Signs(tuple(sorted(self.reached)), turned, self.held | self.observer.own, self.nodes)
+        self.observer.note(signs, roots, seen)
+
+    def roots_of(self, ends: Sequence[Any]) -> tuple[int, ...]:
+        """The outputs that a backward from ``ends`` starts from: those that nodes made since forward returned read."""
+        left = [(e.grad_fn, e.output_nr) if isinstance(e, torch.Tensor) else (e.node, e.output_nr) for e in ends]
+        found: set[int] = set()
+        known: set[int] = set()
+        while left:
+            function, place = left.pop()
+            if function is None:
+                continue
+            number = function._sequence_nr()
+            if (number, place) in self.edges:
+                found.add(self.edges[number, place])
+            elif number >= self.first and number not in known:
+                known.add(number)
+                left += function.next_functions
+        return tuple(sorted(found))
+
+    def __del__(self) -> None:
+        """The graph goes without a backward."""
+        if self.look is not None:
+            self.look.abandon()
+
+
+def _references(ref: weakref.ref[Any]) -> int:
+    referred = ref()
+    return 0 if referred is None else sys.getrefcount(referred)
+
+
+class _Anything:
+    """Something to count the references of."""
+
+
+def _references_of_one_owner() -> int:
+    owner = _Anything()
+    return _references(weakref.ref(owner))
+
+
+_ONE_OWNER = _references_of_one_owner()
+
+
+def _has_owner(ref: weakref.ref[torch.Tensor]) -> bool:
+    """Whether Python code has the tensor. Where C++ has it too, that counts as an owner of the Python object."""
+    t = ref()
+    if t is None or not hasattr(t, "_use_count"):
+        return t is not None
+    shared = t._use_count() > 1
+    del t
+    return _references(ref) >= _ONE_OWNER + shared
+
+
+class _Look:
+    """A close look at one call: the next backward that comes to its outputs is intercepted, the memory until then recorded.
+
+    One at a time in a process. It ends with that backward, before the next forward under a plan, when the graph goes, or
+    when somebody starts a profiler, as two cannot run.
+    """
+
+    current: _Look | None = None
+
+    def __init__(self, call: _Call, outputs: Sequence[torch.Tensor]) -> None:
+        _Look.current = self
+        self.call, self.thread = weakref.ref(call), threading.get_ident()
+        self.replaced: list[tuple[Any, str, Any, Any]] = []
+        self.window: Window | None = None
+        self.replace(torch.autograd, "_engine_run_backward", self.run_backward)
+        device = outputs[call.observer.places[0]].device
+        if call.observer.measures and Window.possible(device):
+            memory = [t.untyped_storage() for t in outputs if t.layout == torch.strided]
+            self.window = Window(device, {m.data_ptr(): m.nbytes() for m in memory})
+            for name in ("_prepare_profiler", "_enable_profiler"):
+                self.replace(profiler, name, partial(self.give_way, getattr(profiler, name)))
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether a call can be looked at: no other one is, and torch has what is intercepted."""
+        return _Look.current is None and hasattr(torch.autograd, "_engine_run_backward")
+
+    def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
+        self.replaced.append((owner, name, getattr(owner, name), new))
+        setattr(owner, name, new)
+
+    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``torch.autograd._engine_run_backward``."""
+        original = self.replaced[0][2]
+        call = self.call()
+        roots = call.roots_of(ends) if call is not None and call.thread == threading.get_ident() else ()
+        if call is None or not roots:
+            return original(ends, *args, **kwargs)
+        done = False
+        try:
+            result = original(ends, *args, **kwargs)
+            done = True
+            return result
+        finally:
+            seen = self.close()
+            call.look = None
+            if done:
+                call.note(roots, seen)
+
+    def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of what starts a profiler."""
+        self.abandon()
+        return original(*args, **kwargs)
+
+    def abandon(self) -> None:
+        """Close, unless this is the wrong place for it: a later forward then does."""
+        if self.thread == threading.get_ident() and torch._C._current_graph_task_id() == -1:
+            self.close()
+
+    def mark(self) -> None:
+        """The backward has come to the outputs."""
+        if self.window is not None:
+            self.window.mark()
+
+    def close(self) -> tuple[int, int] | None:
+        """Put back what was replaced; what the window has seen."""
+        if _Look.current is self:
+            _Look.current = None
+            for owner, name, original, new in self.replaced:
+                if getattr(owner, name) == new:
+                    setattr(owner, name, original)
+        window, self.window = self.window, None
+        return window.close() if window is not None else None
+
+
+def end_look() -> None:
+    """End a look that is open: another forward begins, and what it does is no loss."""
+    if _Look.current is not None:
+        _Look.current.abandon()
