@@ -39,6 +39,7 @@ from rockmate.surroundings import (
 )
 from rockmate.variants import PlanCache, Variant, adapted, make_variant
 from solvers import Frontier
+from solvers.interrupts import Heeded
 
 # Plans for calls that differ only in what the module's Python reads from tensors.
 MAX_VARIANTS = 16
@@ -108,7 +109,7 @@ class Rockmate(Facade):
     def budget(self, budget: int | float | str) -> None:
         size = parse_budget(budget)
         if self._last is not None:
-            with Progress(self._progress) as self._last.planner.report:
+            with Heeded(), Progress(self._progress) as self._last.planner.report:
                 variant = make_variant(self._last.planner, size, self._last.state)
             self._cache.replace(self._last, variant)  # others are made again when they are needed
             self._last, self.plan = variant, variant.plan
@@ -123,7 +124,7 @@ class Rockmate(Facade):
         """Time against memory for the last kind of call, as ``rockmate.frontier``."""
         if self._last is None:
             raise InputError("a copy plans at its first call: call it before you ask for its frontier")
-        with Progress(self._progress) as self._last.planner.report:
+        with Heeded(), Progress(self._progress) as self._last.planner.report:
             return self._last.planner.frontier()
 
     @signed_as_original
@@ -215,7 +216,7 @@ class Rockmate(Facade):
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
         self._check_own_changes()
         check_wrappers(self.original)
-        with TRACING, Progress(self._progress) as report:
+        with TRACING, Heeded(), Progress(self._progress) as report:
             leaves, spec = flatten((args, kwargs))
             key = _call_key(leaves, spec, module_key(self.original)[0])
             codes = self._cache.codes()
@@ -267,7 +268,7 @@ def frontier(
     ``Rockmate``.
     """
     args, kwargs = _checked_call(model, sample, sample_kwargs)
-    with TRACING, undisturbed(), Progress(progress) as report:
+    with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
         return make_planner(model, args, kwargs, costs, loss_memory, report).frontier()
 
 

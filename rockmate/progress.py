@@ -10,6 +10,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from solvers.interrupts import check
+
 Report = Callable[[str, float], None]
 """Is told the phase and which part of it is done (0 to 1), by whoever works."""
 
@@ -41,7 +43,8 @@ class Progress:
         self.line: _Line | None = None
 
     def __call__(self, phase: str, part: float) -> None:
-        """Show that ``part`` of ``phase`` is done."""
+        """Show that ``part`` of ``phase`` is done; raises again what came of Ctrl-C, if that was lost."""
+        check()
         if not self.wanted or time.time() < self.visible_from:
             return
         if self.line is None:

@@ -55,6 +55,8 @@ def improve(problem: Problem, plan: ChainPlan, budget: int, seconds: float, gap:
     if plan.time - bound <= gap * plan.time:
         return plan, bound
     found = refine(problem, plan.schedule, request)
+    if found.interrupted:
+        raise KeyboardInterrupt
     if found.schedule is not None:
         walked = walk(problem, found.schedule)
         if walked.peak <= budget and walked.time < plan.time:

@@ -61,12 +61,17 @@ def _first_fitting(problem: Problem, request: Request, schedules: Iterable[Sched
         least = min(w.peak for w, _ in walked)
         return Answer(None, reason=f"the least this solver needs is {format_bytes(least)} ({least} bytes)")
     schedule = min(fitting, key=lambda x: x[:2])[2]
-    return Answer(schedule, _bound(problem, request), ANY)
+    bound, note = _bound(problem, request)
+    return Answer(schedule, bound, f"{note}; {ANY}" if note else ANY)
 
 
-def _bound(problem: Problem, request: Request) -> int:
-    """The bound for the budget. It gets a little time even where none is left: it says how good a plan is."""
-    return lower_bound(problem, request.budget, request.milp, max(0.2, min(2.0, request.remaining())))
+def _bound(problem: Problem, request: Request) -> tuple[int, str]:
+    """The bound for the budget, and what cut it short. It gets a little time even where none is left: it says how good
+    a plan is."""
+    try:
+        return lower_bound(problem, request.budget, request.milp, max(0.2, min(2.0, request.remaining()))), ""
+    except KeyboardInterrupt:
+        return 0, STOPPED
 
 
 @register(Problem, "keep_all")
@@ -126,7 +131,10 @@ def _rotor(problem: Problem, request: Request) -> Answer:
     plan, note = _plan(problem, request)
     if plan is None:
         return Answer(None, reason=note)
-    bound = _bound(problem, request) if note != STOPPED else 0
+    bound = 0
+    if note != STOPPED:
+        bound, stopped = _bound(problem, request)
+        note = stopped or note
     request.report(plan.time, bound, "chain")
     return Answer(plan.schedule, bound, f"{note}; {CHAIN}" if note else CHAIN)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 from solvers.block import BlockView, Figures, Runs, Solved, block_view, figures
@@ -19,6 +19,7 @@ from solvers.closure import ClosureModel, late_runs
 from solvers.ilp_model import StagedModel, useful_nodes
 from solvers.memory_program import SolverOptions
 from solvers.problem import Block, Problem
+from solvers.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +136,17 @@ def grid_points(
     series: list[tuple[bool, int | None, list[int]]] = [(False, None, levels)] if grid.unlimited else []
     series += [(False, low + round(fraction * above), some) for fraction in grid.peaks]
     series += [(True, low + round(fraction * above), [0]) for fraction in grid.fresh_peaks]
+    runs = [_Series(view, grid.solver, fresh, peak, limit) for fresh, peak, _ in series]
     # HiGHS releases the interpreter while it runs; every series is independent, so the result is the same.
-    pool = ThreadPoolExecutor(max_workers=grid.threads)
+    work = Work([partial(run.points, saves) for run, (_, _, saves) in zip(runs, series, strict=True)], grid.threads)
     try:
-        runs = [_Series(view, grid.solver, fresh, peak, limit) for fresh, peak, _ in series]
-        solves = [pool.submit(run.points, saves) for run, (_, _, saves) in zip(runs, series, strict=True)]
-        for done, _ in enumerate(as_completed(solves), 1):
-            report(done / len(series))
-        found = [point for solve in solves for point in solve.result()]
-        limit.stopped += sum(run.stopped for run in runs)
-        return found
+        work.start()
+        while not work.look():
+            report(work.ended / len(series))
     finally:  # after Ctrl-C nothing new is begun
-        pool.shutdown(wait=True, cancel_futures=True)
+        work.stop()
+    limit.stopped += sum(run.stopped for run in runs)
+    return [point for points in work.results() for point in points]
 
 
 class _Series:

@@ -99,8 +99,6 @@ class MemoryProgram:
         try:
             for _ in range(MAX_CUTS):
                 outcome = run(program, effort)
-                if outcome.interrupted:
-                    raise KeyboardInterrupt
                 if outcome.values is None and outcome.optimal:
                     return None
                 if outcome.values is None:

@@ -14,6 +14,7 @@ import pulp
 
 from solvers.errors import ProblemError
 from solvers.highs import highspy
+from solvers.work import Work
 
 INFINITY = float("inf")
 Terms = Iterable[tuple[int, float]]
@@ -61,12 +62,19 @@ class Program:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """``values``: the best solution found, if any; ``bound``: proven lower bound on the objective (``INFINITY`` if
-    there provably is no solution). ``interrupted``: by Ctrl-C."""
+    there provably is no solution)."""
 
     values: npt.NDArray[np.float64] | None
     bound: float
     optimal: bool
-    interrupted: bool = False
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while a program was solved; ``outcome`` is what there was."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,10 @@ def run(
     start: npt.NDArray[np.float64] | None = None,
     report: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Solve ``program``; ``start`` is a known solution, ``report`` is told the bound now and then."""
+    """Solve ``program``; ``start`` is a known solution, ``report`` is told the bound now and then.
+
+    Raises ``Interrupted`` after Ctrl-C.
+    """
     if not program.cost:
         feasible = all(lo <= 0 <= up for lo, up in zip(program.lower, program.upper, strict=True))
         return Outcome(np.zeros(0) if feasible else None, 0.0 if feasible else INFINITY, True)
@@ -134,26 +145,33 @@ def _run_highs(
         solution = highspy.HighsSolution()
         solution.col_value = start.tolist()
         highs.setSolution(solution)
-    interrupted = _wait(highs, report)
+    interrupt = _wait(highs, report)
+    outcome = _outcome(highs, program)
+    if interrupt is not None:
+        raise Interrupted(outcome) from interrupt
+    return outcome
+
+
+def _outcome(highs: Any, program: Program) -> Outcome:
     status, info = highs.getModelStatus(), highs.getInfo()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        return Outcome(None, INFINITY, True, interrupted)
+        return Outcome(None, INFINITY, True)
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = np.array(highs.getSolution().col_value) if found else None
     bound = info.mip_dual_bound if any(program.integer) else info.objective_function_value
     optimal = status == highspy.HighsModelStatus.kOptimal
-    return Outcome(values, max(0.0, bound) if np.isfinite(bound) else 0.0, optimal, interrupted)
+    return Outcome(values, max(0.0, bound) if np.isfinite(bound) else 0.0, optimal)
 
 
-def _wait(highs: Any, report: Callable[[float], None] | None) -> bool:
-    """Run in a thread of HiGHS's own, so that Ctrl-C is heard; True if it was.
+def _wait(highs: Any, report: Callable[[float], None] | None) -> KeyboardInterrupt | None:
+    """Run HiGHS, in the main thread so that Ctrl-C is heard, which only that thread does; Ctrl-C if it came.
 
-    Signals reach the main thread only, and highspy has one such thread for all its instances: other threads of ours
-    run the solver themselves.
+    Not by highspy's ``startSolve`` and ``wait``: Ctrl-C within leaves their lock, which all instances share, taken, and
+    no program is ever solved again.
     """
     if threading.current_thread() is not threading.main_thread():
         highs.run()
-        return False
+        return None
     highs.HandleUserInterrupt = True
     if report:
 
@@ -161,16 +179,26 @@ def _wait(highs: Any, report: Callable[[float], None] | None) -> bool:
             report(max(0.0, event.data_out.mip_dual_bound))
 
         highs.cbMipLogging.subscribe(tell)
-    interrupted = False
-    highs.startSolve()
-    while True:
-        try:
-            done, _ = highs.wait(0.2)
-            if done:
-                return interrupted
-        except KeyboardInterrupt:
-            interrupted = True
-            highs.cancelSolve()
+    work = Work([lambda: _solve(highs)])
+    interrupt: KeyboardInterrupt | None = None
+    ended = False
+    try:
+        work.start()
+        while not ended:
+            try:
+                ended = work.look()
+            except KeyboardInterrupt as error:
+                interrupt = error
+                highs.cancelSolve()
+    finally:
+        highs.cancelSolve()  # a handler may raise something else, or Ctrl-C come at the start
+    work.results()
+    return interrupt
+
+
+def _solve(highs: Any) -> None:
+    highs.run()
+    highspy.Highs.resetGlobalScheduler(False)  # that of this thread, which ends
 
 
 def _run_pulp(program: Program, effort: Effort) -> Outcome:

@@ -37,12 +37,11 @@ class Neighbourhoods:
         self.positions = set(positions)
         self.size = 40
         self.draw = random.Random(0)
-        self.interrupted = False
 
     def improve(self, runs: Runs, until: Callable[[], float], target: int, told: Callable[[Runs], None]) -> None:
         """Search from ``runs``, which fit, until no time is left or the cost is down to ``target``; tell of better."""
         now, cost = timeline(self.staged, runs), self.staged.cost(runs)
-        while until() > 0 and cost > target and not self.interrupted:
+        while until() > 0 and cost > target:
             left = until()
             better = self._decide(now, cost, self._free(now, runs), min(left, NEIGHBOURHOOD))
             if better is not None:
@@ -84,9 +83,7 @@ class Neighbourhoods:
                 return None
             model = Relaxation(staged, request.budget, positions, covers, free, now)
             outcome = run(model.program, Effort(request.milp, request.threads, 1e-3, left), start_values(model, now))
-            if outcome.interrupted:
-                self.interrupted = True
-            if outcome.values is None or self.interrupted:
+            if outcome.values is None:
                 return None
             spelled = spell(model, outcome.values)
             if staged.cost(spelled.runs) >= cost:

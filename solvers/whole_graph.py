@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-from solvers.milp import INFINITY, Effort, Outcome, run
+from solvers.milp import INFINITY, Effort, Interrupted, Outcome, run
 from solvers.neighbourhood import Neighbourhoods
 from solvers.relaxation import Cover, Relaxation
 from solvers.relaxation_runs import overstepped, spell, start_values
@@ -95,7 +95,10 @@ class _Search:
         effort = Effort(self.request.milp, self.request.threads, self.request.gap, seconds)
         start = start_values(model, timeline(self.staged, self.best)) if self.best is not None else None
         before = self.request.seconds()
-        outcome = run(model.program, effort, start)
+        try:
+            outcome = run(model.program, effort, start)
+        except Interrupted as interrupt:
+            outcome, self.interrupted = interrupt.outcome, True
         spent = self.request.seconds() - before
         if outcome.bound == INFINITY and self.best is None:
             self.infeasible = _no_solution(len(self.positions), self.request.budget)
@@ -103,7 +106,6 @@ class _Search:
         # Tolerances of the solver: 1e-5 of the unit, which is 1e-9 of the time of all operations.
         if outcome.bound < INFINITY:
             self.bound = max(self.bound, ceil((outcome.bound - 1e-5) * model.time_unit))
-        self.interrupted = outcome.interrupted
         if outcome.values is not None:
             self.learn(model, outcome)
         else:
@@ -157,7 +159,6 @@ class _Search:
             self.report("neighbourhoods")
 
         self.around.improve(self.best, lambda: end - self.request.seconds(), self.bound, told)
-        self.interrupted |= self.around.interrupted
 
 
 def solve_staged(

@@ -19,6 +19,7 @@ from rockmate.rotor.situation import Situation
 from rockmate.rotor.stages import tensors_of
 from rockmate.surroundings import is_transformed, leave_plan, without_saved_hooks
 from solvers.errors import InfeasibleError
+from solvers.interrupts import Heeded
 from solvers.rotor_chain import Chain
 from solvers.rotor_ops import Sequence
 from solvers.rotor_plans import ALGORITHMS
@@ -115,7 +116,7 @@ class Checkpointable(nn.Module):
             raise InputError(
                 f"layer {nested[0]} is or has a Checkpointable, whose limit would not hold within another: use .model"
             )
-        with without_saved_hooks():
+        with Heeded(), without_saved_hooks():
             self._measured = measure_chain(
                 functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
             )
@@ -162,7 +163,8 @@ class Checkpointable(nn.Module):
         self.build_chain(limit)
         assert self.chain is not None
         try:
-            self.sequence = ALGORITHMS[algo](self.chain, limit - _SCALARS, self.mem_slots)
+            with Heeded():
+                sequence = ALGORITHMS[algo](self.chain, limit - _SCALARS, self.mem_slots)
         except InfeasibleError as error:
             least = error.min_budget + _SCALARS
             raise InfeasibleBudgetError(
@@ -170,7 +172,7 @@ class Checkpointable(nn.Module):
                 f"that one fits is {least} bytes ({show_bytes(least)}), set by {error.step}",
                 least,
             ) from error
-        self.mem_limit, self.algo = limit, algo
+        self.mem_limit, self.algo, self.sequence = limit, algo, sequence
         self._say(limit)
 
     def free_limit(self) -> int:

@@ -1,0 +1,89 @@
+"""Ctrl-C that cannot be lost.
+
+Python drops an exception that a signal's handler raises within a finalizer, a weak reference's callback or one of the
+garbage collector's, and native code may clear it or make another error of it. ``Heeded`` remembers it, and raises it
+again where the work inside goes on.
+
+Where it comes while another context is entered or left, that would be half done for ever: a lock taken that nobody
+gives back, torch's profiler neither on nor off. There it waits, too.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+
+_inside: list[Heeded] = []
+
+
+def check() -> None:
+    """Raise again what a handler of SIGINT raised within a ``Heeded`` that is still open: it was lost on its way."""
+    if not _inside or threading.current_thread() is not threading.main_thread():
+        return
+    for heeded in _inside:
+        if heeded.raised is not None:
+            raise heeded.raised
+
+
+class Heeded:
+    """A context that ends with what the handler of SIGINT raised inside, if it raised anything.
+
+    A second Ctrl-C waits for nothing. A handler that raises nothing decides for itself, as do SIG_IGN, SIG_DFL and
+    handlers outside of Python. Signals reach the main thread only: elsewhere this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.raised: BaseException | None = None
+        self._handler = self._handle  # one object, to be recognised by
+        self._before: object = None
+        self._frame: FrameType | None = None  # with this context
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        assert callable(self._before)
+        try:
+            self._before(number, frame)
+        except BaseException as error:
+            waits = self._waits(frame)
+            if waits or self in _inside:  # else someone inside kept the handler for longer
+                self.raised = error
+            if not waits:
+                raise
+
+    def _waits(self, frame: FrameType | None) -> bool:
+        """Whether the signal comes while a context inside is entered or left, or this one."""
+        others = self in _inside and self.raised is None
+        while frame is not None and frame is not self._frame:
+            if frame.f_code in _OWN and frame.f_locals["self"] is self:
+                return True
+            if others and frame.f_code.co_name in ("__enter__", "__exit__"):
+                return True
+            frame = frame.f_back
+        return False
+
+    def __enter__(self) -> Heeded:
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(before):
+            self._before, self._frame = before, sys._getframe(1)
+            signal.signal(signal.SIGINT, self._handler)
+            _inside.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self not in _inside:
+            return
+        _inside.remove(self)
+        if signal.getsignal(signal.SIGINT) is self._handler:  # else someone inside replaced it
+            signal.signal(signal.SIGINT, self._before)  # type: ignore[arg-type]
+        raised, self.raised, self._frame = self.raised, None, None
+        if raised is not None and (error is None or isinstance(error, Exception)) and error is not raised:
+            try:
+                raise raised from error
+            finally:  # a cycle with its traceback would keep the tensors of all its frames
+                del raised, error, trace
+
+
+_OWN = (Heeded.__enter__.__code__, Heeded.__exit__.__code__)
