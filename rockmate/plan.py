@@ -126,12 +126,33 @@ class Plan:
             ", proven to be the least" if gap < PROVEN else f", at most {100 * gap:.2f} % of the step above the least"
         )
 
+    def _room(self) -> str:
+        if self.room.seen:
+            why = "as much as it took so far"
+        else:
+            why = "as loss_memory says" if self.loss_memory is not None else "until a step has shown what it takes"
+        return f"{show_bytes(self.room.between + self.room.kept)}, {why}"
+
+    def _idle_outputs(self) -> list[str]:
+        """Outputs that get no gradient from outside, and what of them counts."""
+        d, usage = self.graph.s.d, self.graph.usage
+        names: dict[bool, list[str]] = {}
+        for k, v in enumerate(d.outputs):
+            if k not in usage.roots and v not in d.sources and d.values[v].bytes > 0:
+                names.setdefault(k in usage.held, []).append(f"{d.names[v]} ({show_bytes(d.values[v].bytes)})")
+        until = {
+            False: "until forward has returned: what the caller keeps of them is beside the budget",
+            True: "to the end of the backward, as the caller keeps them",
+        }
+        return [f"no gradient for     {', '.join(found)}; counted {until[held]}" for held, found in names.items()]
+
     def __str__(self) -> str:
         seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         kinds = len({b.kind for b in self.problem.blocks})
         walked = walk(self.problem_with_usual_loss(), self.schedule)
         at = step_name(self.problem, self.schedule[walked.peak_step])
-        notes = [f"search stopped      {self.reason}"] if self.reason else []
+        notes = [f"room for the loss   {self._room()}", *self._idle_outputs()]
+        notes += [f"search stopped      {self.reason}"] if self.reason else []
         notes += [f"guard               {g}" for g in self.guards] + [f"note                {n}" for n in self.notes]
         return "\n".join(
             [

@@ -24,7 +24,7 @@ from rockmate.budget import show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
-from rockmate.room import Room, usual_room
+from rockmate.room import SCALARS, Room, usual_room
 from rockmate.state import module_key
 from rockmate.undo import undo_bytes
 from solvers import (
@@ -46,10 +46,6 @@ from solvers import (
     solve_chain,
     walk,
 )
-
-# Every budget leaves room for the numbers of the loss itself (its value, its gradient, counts), which are
-# a few bytes each, but a block of the allocator.
-SCALARS = 64
 
 # For the whole-graph program to better a plan and to prove how little is left. Of eleven plans (GPTs, ResNet-50, an
 # encoder with its decoder) none was better after two seconds than after one.

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from rkgb.Ktools import K_graph
 
+SCALARS = 64
+"""Bytes off every budget for the numbers of the loss itself (its value, its gradient, counts), which are a few bytes each,
+but a block of the allocator."""
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -42,8 +46,12 @@ def usual_room(k: K_graph, loss_memory: int | None) -> Room:
 
 
 def seen_room(peak: int, kept: int) -> Room:
-    """From steps in which a loss allocated ``peak`` bytes at most, of which ``kept`` stayed through the backward."""
-    between = max(0, peak - kept)
+    """From steps in which a loss allocated ``peak`` bytes at most, of which ``kept`` stayed through the backward.
+
+    Its numbers are among these, and have ``SCALARS`` bytes of their own.
+    """
+    kept = max(0, kept - SCALARS)
+    between = max(0, peak - kept - SCALARS)
     return Room(between, kept, between, True)
 
 

@@ -1,0 +1,371 @@
+"""What the caller does with the outputs: supposed before the first step, seen in it, and planned for from then on."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_trains_as_eager, step
+from models import part_way, randn, square_loss
+from torch import nn
+from torch.nn import functional as F
+
+from rockmate import BudgetWarning, Rockmate, frontier, measure_peak
+from rockmate.planning import SCALARS
+
+VOCABULARY, WIDTH, LENGTH = 512, 32, 64
+
+
+class Language(nn.Module):
+    """A language model as people write them: logits, and the loss where targets are given."""
+
+    def __init__(self, features: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        layers = (m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()))
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.features = features
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        h = self.layers(self.embedding(ids))
+        logits = self.head(h)
+        if targets is None:
+            return {"logits": logits, "features": h} if self.features else logits
+        return {"loss": F.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1)), "logits": logits}
+
+
+class Alone(nn.Module):
+    """One of the results of another model."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, *args: Any) -> Any:
+        return self.model(*args)[self.name]
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+LOGITS = 4 * 2 * LENGTH * VOCABULARY
+
+
+def measured(rk: Rockmate, train: Callable[[], None], warm: int = 2) -> int:
+    """The peak of a step after ``warm`` others, gradients being None before each."""
+    for _ in range(warm):
+        rk.zero_grad()
+        train()
+    rk.zero_grad()
+    return measure_peak(train, "cpu")
+
+
+def assert_as_predicted(rk: Rockmate, peak: int) -> None:
+    assert peak <= rk.budget, f"peak {peak}, budget {rk.budget}"
+    assert rk.plan.predicted_peak - SCALARS <= peak <= rk.plan.predicted_peak + SCALARS
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_the_loss_inside_costs_what_the_loss_alone_costs(fraction: float, keeps: bool) -> None:
+    """Logits that get no gradient and that nobody keeps are free; kept, they count once where the budget has room."""
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    alone = frontier(Alone(model, "loss"), (ids, ids), costs="flops")
+    found = frontier(model, (ids, ids), costs="flops")
+    assert (found.min_budget, found.max_budget) == (alone.min_budget, alone.max_budget)
+    budget = part_way(found, fraction) + (LOGITS if keeps else 0)
+    rk = Rockmate(model, (ids, ids), budget, costs="flops")
+    assert rk.plan.recomputed > 0 or fraction == 1.0 or keeps
+
+    def train() -> None:
+        result = rk(ids, ids)
+        if not keeps:
+            result = {"loss": result["loss"]}
+        result["loss"].backward()
+
+    assert_as_predicted(rk, measured(rk, train))
+    assert rk.plan.graph.usage.roots == (0,)
+    assert rk.plan.graph.usage.held == frozenset((0, 1) if keeps else (0,))
+
+
+def test_what_the_caller_keeps_beside_a_budget_without_room_for_it_is_the_callers() -> None:
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, (ids, ids), frontier(model, (ids, ids), costs="flops").min_budget, costs="flops")
+    assert "(256.0 KiB); counted until forward has returned: what the caller keeps" in str(rk.plan)
+
+    def train() -> None:
+        result = rk(ids, ids)
+        result["loss"].backward()
+
+    assert measured(rk, train) <= rk.plan.predicted_peak + LOGITS + SCALARS
+
+
+class Auxiliary(nn.Module):
+    """A result, and an auxiliary loss that it is not computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = F.gelu(self.first(x))
+        return F.gelu(self.second(h)), h.square().mean()
+
+
+def test_an_auxiliary_loss_beside_a_result_makes_neither_superfluous() -> None:
+    torch.manual_seed(0)
+    eager, x = Auxiliary(), randn(64, 64, seed=0)
+    model = copy.deepcopy(eager)
+    rk = Rockmate(model, x, part_way(frontier(model, x, costs="flops"), 0.2), costs="flops")
+    assert rk.plan.graph.usage.roots == (0, 1)
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        for _ in range(3):
+            y, aux = call(x)
+            (y.square().mean() + aux).backward()
+            yield y.detach().clone()
+
+    assert_trains_as_eager(eager, rk, train)
+    assert measured(rk, lambda: sum(t.square().mean() for t in rk(x)).backward()) <= rk.budget  # type: ignore[union-attr]
+
+
+def test_an_output_that_is_never_used_costs_nothing_from_the_second_step_on() -> None:
+    """Features beside logits: without a scalar both may be used; the first step shows that one is not."""
+    torch.manual_seed(0)
+    model, ids = Language(features=True), tokens()
+    found = frontier(model, ids, costs="flops")
+    rk = Rockmate(model, ids, part_way(found, 0.3), costs="flops")
+    assert rk.plan.graph.usage.roots == (0, 1)
+
+    def train() -> None:
+        F.cross_entropy(rk(ids)["logits"].view(-1, VOCABULARY), ids.view(-1)).backward()
+
+    assert_as_predicted(rk, measured(rk, train))
+    assert rk.plan.graph.usage.roots == (0,)
+    assert rk.frontier().min_budget < found.min_budget
+
+
+def test_another_use_in_a_later_step_is_right_and_planned_for() -> None:
+    torch.manual_seed(0)
+    eager, ids = Language(), tokens()
+    model = copy.deepcopy(eager)
+    rk = Rockmate(model, (ids, ids), part_way(frontier(model, (ids, ids), costs="flops"), 0.9) + 2 * LOGITS, costs="flops")
+
+    def of_loss(result: Any) -> torch.Tensor:
+        return result["loss"]
+
+    def of_both(result: Any) -> torch.Tensor:
+        return result["loss"] + 1e-3 * result["logits"].square().mean()
+
+    def of_logits(result: Any) -> torch.Tensor:
+        return square_loss(result["logits"])
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        for loss in (of_loss, of_loss, of_both, of_both, of_both, of_logits, of_logits, of_loss):
+            value = loss(call(ids, ids))
+            value.backward()
+            yield value.detach().clone()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        assert_trains_as_eager(eager, rk, train)
+    assert rk.plan.graph.usage.roots == (0, 1)
+
+    def both() -> None:
+        of_both(rk(ids, ids)).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        assert measured(rk, both) <= rk.budget
+
+
+class Picture(nn.Module):
+    """An image for an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (m for _ in range(4) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()))
+        self.layers = nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def images(seed: int) -> torch.Tensor:
+    return randn(2, 8, 16, 24, seed=seed)
+
+
+OUTSIDE: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "permuted": (Picture, images(0), lambda y: F.mse_loss(y.permute(0, 2, 3, 1), images(1).permute(0, 2, 3, 1))),
+    "plain": (Picture, images(0), lambda y: F.mse_loss(y, images(1))),
+    "smooth": (Picture, images(0), lambda y: F.smooth_l1_loss(y, images(1))),
+    "difference": (Picture, images(0), lambda y: ((y - images(1)) ** 2).mean()),
+    "sum": (Picture, images(0), lambda y: y.sum()),
+    "transposed": (Language, tokens(), lambda y: F.cross_entropy(y.transpose(1, 2), tokens(1))),
+    "cross entropy": (Language, tokens(), lambda y: F.cross_entropy(y.view(-1, VOCABULARY), tokens(1).view(-1))),
+    "float64": (Language, tokens(), lambda y: F.cross_entropy(y.double().view(-1, VOCABULARY), tokens(1).view(-1))),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.4])
+def test_a_loss_outside_is_planned_for_as_it_was_seen(name: str, holds: bool, fraction: float) -> None:
+    """Within the budget in the first step, with room that suffices for all of these; predicted from the second on."""
+    torch.manual_seed(0)
+    make, x, loss = OUTSIDE[name]
+    model = make()
+    large = name in ("float64", "difference")  # more than the room before the first step
+    found = frontier(model, x, costs="flops")
+    rk = Rockmate(model, x, part_way(found, fraction) + large * 4 * LOGITS, costs="flops")
+    first = rk.plan
+
+    def train() -> None:
+        if holds:
+            y = rk(x)
+            loss(y).backward()
+        else:
+            loss(rk(x)).backward()
+
+    if not large:
+        assert measured(rk, train, warm=0) <= rk.budget
+    rk.zero_grad()
+    train()
+    assert rk.plan is first
+    peak = measured(rk, train)
+    assert rk.plan.room.seen
+    assert_as_predicted(rk, peak)
+
+
+def test_loss_memory_overrides_what_is_seen() -> None:
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, ids, "8 MiB", costs="flops", loss_memory=3 * LOGITS)
+    room = rk.plan.room
+    for _ in range(3):
+        rk(ids).sum().backward()
+    assert rk.plan.room == room
+
+
+def test_a_larger_loss_than_any_plan_has_room_for_is_said() -> None:
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, ids, frontier(model, ids, costs="flops").min_budget, costs="flops")
+
+    def train() -> None:
+        y = rk(ids)
+        wide = [y * k for k in range(1, 12)]
+        torch.stack([w.square().mean() for w in wide]).sum().backward()
+
+    train()
+    with pytest.warns(BudgetWarning, match=r"the last step took more than the budget.*too small"):
+        train()
+
+
+def test_an_unused_branch_that_is_used_after_all() -> None:
+    """Its nodes are planned without a backward once a step has shown that none comes; one that comes is right."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.a, self.b = (nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.GELU()) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = self.trunk(self.trunk(x))
+            return self.a(h), self.b(self.b(h))
+
+    torch.manual_seed(0)
+    eager, x = Two(), randn(256, 32, seed=0)
+    model = copy.deepcopy(eager)
+    rk = Rockmate(model, x, part_way(frontier(model, x, costs="flops"), 0.3), costs="flops")
+
+    def train(_: nn.Module, call: nn.Module) -> Any:
+        for used in ((0,), (0,), (0,), (0, 1), (1,), (0, 1)):
+            outs = call(x)
+            sum(outs[k].square().mean() for k in used).backward()  # type: ignore[union-attr]
+            yield from (t.detach().clone() for t in outs)
+        yield from step(call, (x,))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        assert_trains_as_eager(eager, rk, train)
+
+    alone = Rockmate(copy.deepcopy(eager), x, rk.budget, costs="flops")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)  # of the first step
+        peak = measured(alone, lambda: alone(x)[0].square().mean().backward())
+    assert alone.plan.graph.idle
+    assert peak <= min(alone.plan.predicted_peak + SCALARS, alone.budget)  # the branch goes a little before the loss
+
+
+def test_a_profiler_of_the_caller_in_the_first_step() -> None:
+    """Two cannot run: ours gives way, and learns at a later call."""
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, ids, "8 MiB", costs="flops")
+    y = rk(ids)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        y.square().mean().backward()
+    assert len(found.events()) > 10
+    assert not rk.plan.room.seen
+    for _ in range(2):
+        rk(ids).square().mean().backward()
+    rk(ids)
+    assert rk.plan.room.seen
+
+
+def test_nothing_is_left_on_when_no_backward_comes() -> None:
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, ids, "8 MiB", costs="flops")
+    original = torch.autograd._engine_run_backward
+    y = rk(ids)
+    assert torch.autograd._engine_run_backward != original
+    del y
+    assert torch.autograd._engine_run_backward == original
+    assert not torch._C._autograd._profiler_enabled()
+    y = rk(ids)
+    with pytest.raises(ZeroDivisionError):
+        y.register_hook(lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+        y.sum().backward()
+    assert torch.autograd._engine_run_backward == original
+    assert not torch._C._autograd._profiler_enabled()
+    rk(ids).sum().backward()
+    assert not torch._C._autograd._profiler_enabled()
+    assert measure_peak(lambda: torch.ones(1000)) == 4000
+
+
+def test_two_in_one_graph_keep_the_usual_room() -> None:
+    """What runs between a forward and its backward is no loss if it is another module under a plan."""
+    torch.manual_seed(0)
+    first, second, x = Picture(), Picture(), images(0)
+    budget = part_way(frontier(first, x, costs="flops"), 0.5)
+    a, b = Rockmate(first, x, budget, costs="flops"), Rockmate(second, x, budget, costs="flops")
+    for _ in range(4):
+        b(a(x)).square().mean().backward()
+    assert not a.plan.room.seen
+    assert b.plan.room.seen
+
+
+def test_what_was_seen_is_saved_with_the_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, (ids, ids), part_way(frontier(model, (ids, ids), costs="flops"), 0.4), costs="flops")
+    for _ in range(3):
+        rk.zero_grad()
+        rk(ids, ids)["loss"].backward()
+    rk.plan.save(tmp_path / "plan.json")
+    rk.zero_grad()
+    loaded = Rockmate(model, (ids, ids), plan=tmp_path / "plan.json")
+    assert (loaded.plan.room, loaded.plan.graph.usage) == (rk.plan.room, rk.plan.graph.usage)
+    assert loaded.plan.problem == rk.plan.problem
+    assert_as_predicted(loaded, measured(loaded, lambda: loaded(ids, ids)["loss"].backward()))
