@@ -205,7 +205,9 @@ def _worst(k: K_graph, other: K_graph) -> K_graph:
         figures = {name: max(getattr(a, name), getattr(b, name)) for name in ("before", "peak", "after")}
         return dataclasses.replace(a, **figures)
 
-    nodes = (dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in zip(k.nodes, other.nodes, strict=True))
+    nodes = (
+        dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in zip(k.nodes, other.nodes, strict=True)
+    )
     return dataclasses.replace(k, nodes=tuple(nodes))
 
 

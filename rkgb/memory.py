@@ -116,23 +116,19 @@ def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], de
 
 
 class Window:
-    """What is allocated between two moments, by code that is not ours; ``blocks``: address -> bytes of memory that is there
-    at the first moment and may go meanwhile (on the CPU; what else goes is not counted).
+    """What is allocated and released between two moments, ``begin`` and ``mark``, by code that is not ours.
 
-    ``mark`` is the second moment, wherever it is (a backward, say); ``close`` must follow in the thread that opened the
-    window, and outside of a backward, which would restore a profiler that was ended inside it. On CUDA opening resets the
-    peak statistics.
+    It is opened before what may be released meanwhile is allocated, since the CPU's allocator reports releases of what it
+    has reported. ``close`` must follow in the thread that opened it, and outside of a backward, which would restore a
+    profiler that was ended inside it. On CUDA ``begin`` resets the peak statistics.
     """
 
-    def __init__(self, device: torch.device, blocks: dict[int, int]) -> None:
-        self.device, self.blocks = device, blocks
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.profile: profile | None = None
         self.seen: tuple[int, int] | None = None
         self.before, self.marked = 0, False
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.before = torch.cuda.memory_allocated(device)
-        else:
+        if device.type != "cuda":
             self.profile = profile(use_cpu=True, profile_memory=True)
             self.profile.__enter__()
 
@@ -141,34 +137,48 @@ class Window:
         """Whether one can be opened: nothing else measures, nor profiles."""
         return not _measurers and (device.type == "cuda" or not torch._C._autograd._profiler_enabled())
 
+    def begin(self) -> None:
+        """The first moment is now."""
+        if self.profile is None:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+        else:
+            torch.empty(_MARK, dtype=torch.uint8)
+
     def mark(self) -> None:
         """The second moment is now."""
         self.marked = True
         if self.profile is None:
             peak = torch.cuda.max_memory_allocated(self.device) - self.before
-            self.seen = peak, max(0, torch.cuda.memory_allocated(self.device) - self.before)
+            self.seen = max(0, peak), max(0, torch.cuda.memory_allocated(self.device) - self.before)
         else:
-            torch.empty(_MARK, dtype=torch.uint8)
+            torch.empty(_MARK + 1, dtype=torch.uint8)
 
     def close(self) -> tuple[int, int] | None:
-        """(peak, level): the most bytes above the first moment, and those at the second that are not of ``blocks``. None
-        if there was no second moment.
+        """(peak, new): the most bytes above the level of the first moment, and at the second moment those of what was
+        allocated since (on CUDA, less what was released). None if there was no second moment.
         """
         if self.profile is not None:
-            self.profile.__exit__(None, None, None)
+            finished, self.profile = self.profile, None
+            finished.__exit__(None, None, None)
             if self.marked:
-                self.seen = self._replayed(_events(self.profile))
+                self.seen = _between_marks(_events(finished))
         return self.seen
 
-    def _replayed(self, events: list[tuple[int, int, int]]) -> tuple[int, int] | None:
-        mark = next((k for k, event in enumerate(events) if event[2] == _MARK), None)
-        if mark is None:
-            return None
-        there = [(0, address, size) for address, size in self.blocks.items()]
-        peak, level = _replay(there + events[:mark], len(there))
-        gone = {address for _, address, size in events[:mark] if size < 0}
-        total = sum(self.blocks.values())
-        return max(0, peak - total), level - sum(size for at, size in self.blocks.items() if at not in gone)
+
+def _between_marks(events: list[tuple[int, int, int]]) -> tuple[int, int] | None:
+    sizes = [size for _, _, size in events]
+    if _MARK not in sizes or _MARK + 1 not in sizes:
+        return None
+    start, end = sizes.index(_MARK), sizes.index(_MARK + 1)
+    _, before = _replay(events[:start])
+    peak, _ = _replay(events[:start] + events[start + 2 : end], start)  # without the mark and its release
+    blocks: dict[int, int] = {}
+    for _, address, size in events[start + 2 : end]:
+        blocks.pop(address, None)
+        if size > 0:
+            blocks[address] = size
+    return max(0, peak - before), sum(blocks.values())
 
 
 def measure_peak(function: Callable[[], Any], device: torch.device | str | None = None) -> int:

@@ -96,9 +96,7 @@ def _node(n: dict[str, Any]) -> K_node:
     return K_node(**{**n, "reads": tuple(n["reads"]), "makes": tuple(n["makes"]), "backward": backward})
 
 
-def write_plan(
-    path: str | Path, k: K_graph, problem: Problem, schedule: Schedule, room: Room, **figures: Any
-) -> None:
+def write_plan(path: str | Path, k: K_graph, problem: Problem, schedule: Schedule, room: Room, **figures: Any) -> None:
     """Write a plan; ``figures`` are the fields of ``SavedPlan`` that do not follow from the rest, and any to inform."""
     nodes = [
         {

@@ -23,7 +23,7 @@ from rockmate.errors import BudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.facade import Facade, signed_as_original
 from rockmate.plan import Plan
-from rockmate.observe import end_look
+from rockmate.observe import abandoned, end_look
 from rockmate.planning import make_planner
 from rockmate.progress import Progress
 from rockmate.python_state import Place, PythonState, find, in_key
@@ -143,9 +143,10 @@ class Rockmate(Facade):
         failed: list[str] = []
         for variant in variants:
             variant = self._adapted(variant, inputs)
-            state = CallState(variant.program, self.original, inputs)
+            state, look = CallState(variant.program, self.original, inputs), variant.look()
             try:
-                outputs = state.forward()
+                with abandoned(look):
+                    outputs = state.forward()
             except GuardFailed as guard:
                 failed.append(str(guard))
                 continue
@@ -159,12 +160,13 @@ class Rockmate(Facade):
                     "one shape."
                 )
             variant = self._make_variant(args, kwargs)
-            state = CallState(variant.program, self.original, inputs)
-            outputs = self._run_new(state)
+            state, look = CallState(variant.program, self.original, inputs), variant.look()
+            with abandoned(look):
+                outputs = self._run_new(state)
         self._cache.used(variant)
         self._last, self.plan = variant, variant.plan
         if variant.observer is not None:
-            variant.observer.watch(state, outputs)
+            variant.observer.watch(state, outputs, look)
         return self._returned(variant.structure, outputs)
 
     def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:

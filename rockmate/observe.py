@@ -11,10 +11,11 @@ memory between the phases is recorded.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,6 +55,7 @@ class Observer:
         self.usage: Usage | None = None
         self.news = False
         self.places = differentiable(d)
+        self.device = next((d.values[d.outputs[k]].device for k in self.places), torch.device("cpu"))
         self.may_turn = frozenset(k for k in self.places if turned_strides(d.values[d.outputs[k]]))
         self.bytes = {k: d.values[d.outputs[k]].bytes for k in self.places}
         self.own = frozenset(range(len(d.outputs) - len(d.structure.assigned), len(d.outputs)))  # buffers of the module
@@ -67,12 +69,19 @@ class Observer:
         """For the loss, as it was seen; None if it was not."""
         return seen_room(self._peak, self._kept) if self._peak >= 0 else None
 
-    def watch(self, state: CallState, outputs: Sequence[torch.Tensor]) -> None:
+    def look(self) -> Look | None:
+        """A close look at the call whose forward is about to run, if it is worth one."""
+        if not self._look or self._looks >= _LOOKS or not self.places or not Look.possible():
+            return None
+        self._looks += 1
+        return Look(self.device if self.measures else None)
+
+    def watch(self, state: CallState, outputs: Sequence[torch.Tensor], look: Look | None) -> None:
         """Follow the call that returns ``outputs``."""
         if any(outputs[k].grad_fn is not None for k in self.places):
-            look = self._look and self._looks < _LOOKS and _Look.possible()
-            self._looks += look
             state.arrived = _Call(self, outputs, look).begin
+        elif look is not None:
+            look.abandon()
 
     def note(self, signs: Signs, roots: tuple[int, ...] | None, seen: tuple[int, int] | None) -> None:
         """A call is over. ``roots``, ``seen`` (see ``Window.close``): where it was looked at closely."""
@@ -99,7 +108,7 @@ def _union(a: Usage, b: Usage) -> Usage:
 class _Call:
     """One call until its first backward is over. Belongs to the hooks in its graph, and must not hold on to that."""
 
-    def __init__(self, observer: Observer, outputs: Sequence[torch.Tensor], look: bool) -> None:
+    def __init__(self, observer: Observer, outputs: Sequence[torch.Tensor], look: Look | None) -> None:
         self.observer = observer
         self.thread, self.task = threading.get_ident(), -1
         self.refs = [weakref.ref(t) for t in outputs]
@@ -112,8 +121,10 @@ class _Call:
             if function is not None:
                 self.edges[function._sequence_nr(), place] = k
                 function.register_prehook(partial(self.reach, k, place))
-        self.look = _Look(self, outputs) if look else None
+        self.look = look
         self.first = torch.autograd._get_sequence_nr()
+        if look is not None:
+            look.begin(self)
 
     def reach(self, k: int, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Output ``k`` is about to hand on its gradient, number ``place`` of those that its function gets."""
@@ -193,32 +204,38 @@ def _has_owner(ref: weakref.ref[torch.Tensor]) -> bool:
     return _references(ref) >= _ONE_OWNER + shared
 
 
-class _Look:
+class Look:
     """A close look at one call: the next backward that comes to its outputs is intercepted, the memory until then recorded.
 
     One at a time in a process. It ends with that backward, before the next forward under a plan, when the graph goes, or
     when somebody starts a profiler, as two cannot run.
     """
 
-    current: _Look | None = None
+    current: Look | None = None
 
-    def __init__(self, call: _Call, outputs: Sequence[torch.Tensor]) -> None:
-        _Look.current = self
-        self.call, self.thread = weakref.ref(call), threading.get_ident()
+    def __init__(self, device: torch.device | None) -> None:
+        """``device``: whose memory is to be recorded, None for none."""
+        Look.current = self
+        self.thread = threading.get_ident()
+        self.call: weakref.ref[_Call] | None = None
         self.replaced: list[tuple[Any, str, Any, Any]] = []
         self.window: Window | None = None
         self.replace(torch.autograd, "_engine_run_backward", self.run_backward)
-        device = outputs[call.observer.places[0]].device
-        if call.observer.measures and Window.possible(device):
-            memory = [t.untyped_storage() for t in outputs if t.layout == torch.strided]
-            self.window = Window(device, {m.data_ptr(): m.nbytes() for m in memory})
+        if device is not None and Window.possible(device):
+            self.window = Window(device)
             for name in ("_prepare_profiler", "_enable_profiler"):
                 self.replace(profiler, name, partial(self.give_way, getattr(profiler, name)))
+
+    def begin(self, call: _Call) -> None:
+        """Forward returns now."""
+        self.call = weakref.ref(call)
+        if self.window is not None:
+            self.window.begin()
 
     @staticmethod
     def possible() -> bool:
         """Whether a call can be looked at: no other one is, and torch has what is intercepted."""
-        return _Look.current is None and hasattr(torch.autograd, "_engine_run_backward")
+        return Look.current is None and hasattr(torch.autograd, "_engine_run_backward")
 
     def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         self.replaced.append((owner, name, getattr(owner, name), new))
@@ -227,7 +244,7 @@ class _Look:
     def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of ``torch.autograd._engine_run_backward``."""
         original = self.replaced[0][2]
-        call = self.call()
+        call = self.call() if self.call is not None else None
         roots = call.roots_of(ends) if call is not None and call.thread == threading.get_ident() else ()
         if call is None or not roots:
             return original(ends, *args, **kwargs)
@@ -259,8 +276,8 @@ class _Look:
 
     def close(self) -> tuple[int, int] | None:
         """Put back what was replaced; what the window has seen."""
-        if _Look.current is self:
-            _Look.current = None
+        if Look.current is self:
+            Look.current = None
             for owner, name, original, new in self.replaced:
                 if getattr(owner, name) == new:
                     setattr(owner, name, original)
@@ -268,7 +285,18 @@ class _Look:
         return window.close() if window is not None else None
 
 
+@contextlib.contextmanager
+def abandoned(look: Look | None) -> Iterator[None]:
+    """Where forward fails nothing is looked at."""
+    try:
+        yield
+    except BaseException:
+        if look is not None:
+            look.abandon()
+        raise
+
+
 def end_look() -> None:
     """End a look that is open: another forward begins, and what it does is no loss."""
-    if _Look.current is not None:
-        _Look.current.abandon()
+    if Look.current is not None:
+        Look.current.abandon()

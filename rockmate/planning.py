@@ -30,6 +30,7 @@ from rockmate.undo import undo_bytes
 from solvers import (
     Backward,
     Block,
+    Bwd,
     ChainPlan,
     ChainPlanner,
     Data,
@@ -45,6 +46,7 @@ from solvers import (
     lower_bound,
     solve_chain,
     walk,
+    with_deletes,
 )
 
 # For the whole-graph program to better a plan and to prove how little is left. Of eleven plans (GPTs, ResNet-50, an
@@ -250,15 +252,15 @@ class Planner:
         )
 
     def kept_plan(self, plan: Plan) -> Plan | None:
-        """``plan`` with the figures of this planner, where its schedule fits the budget and there is little to gain."""
-        try:
-            walked = walk(self.problem, plan.schedule)
-        except ScheduleError:  # it deletes what the caller holds
+        """The runs of ``plan`` with the figures of this planner, where they fit the budget and there is little to gain."""
+        if [step.node for step in plan.schedule if isinstance(step, Bwd)] != self.problem.backward_order():
             return None
+        schedule = with_deletes(self.problem, plan.schedule)
+        walked = walk(self.problem, schedule)
         spare = plan.budget - self.reserved - walked.peak
         if spare < 0 or (walked.recompute and spare > LITTLE * plan.budget):
             return None
-        found = ChainPlan(plan.schedule, walked, plan.solver)
+        found = ChainPlan(schedule, walked, plan.solver)
         bound = lower_bound(self.problem, plan.budget - self.reserved) if walked.recompute else self.problem.eager_time
         return self._plan(plan.budget, Bounded(found, bound, plan.reason))
 

@@ -16,7 +16,7 @@ from rkgb.memory import can_measure
 from rockmate.compiled import Program, compile_schedule
 from rockmate.draws import draw_whole
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
-from rockmate.observe import Observer
+from rockmate.observe import Look, Observer
 from rockmate.parts import peaks_of_parts
 from rockmate.plan import Plan
 from rockmate.planning import Planner
@@ -42,6 +42,10 @@ class Variant:
     structure: Structure
     state: PythonState
     observer: Observer | None
+
+    def look(self) -> Look | None:
+        """A close look at the call that begins now, if there is to be one."""
+        return None if self.observer is None else self.observer.look()
 
 
 def make_variant(planner: Planner, budget: int, state: PythonState) -> Variant:
