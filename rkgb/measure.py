@@ -80,7 +80,7 @@ class Known:
     def times(self, key: tuple[Hashable, ...]) -> tuple[int, int] | None:
         """Forward and backward time of the node of ``key``, if it was measured with gradients that lie otherwise."""
         found = next((c for other, c in self.costs.items() if other[:2] == key[:2]), None)
-        return found and (found.forward_time, found.backward_time)
+        return None if found is None else (found.forward_time, found.backward_time)
 
 
 def check_costs(costs: str, error: type[ValueError] = ValueError) -> None:

@@ -116,11 +116,11 @@ def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], de
 
 
 class Window:
-    """What is allocated and released between two moments, ``begin`` and ``mark``, by code that is not ours.
+    """What other people's code allocates and releases between two moments, ``begin`` and ``mark``.
 
-    It is opened before what may be released meanwhile is allocated, since the CPU's allocator reports releases of what it
-    has reported. ``close`` must follow in the thread that opened it, and outside of a backward, which would restore a
-    profiler that was ended inside it. On CUDA ``begin`` resets the peak statistics.
+    It is opened before what may be released meanwhile is allocated: the CPU's allocator reports the release of a block
+    only if it reported the allocation. ``close`` must follow in the thread that opened it, and outside of a backward,
+    which would restore a profiler that was ended inside it. On CUDA ``begin`` resets the peak statistics.
     """
 
     def __init__(self, device: torch.device) -> None:

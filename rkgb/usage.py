@@ -9,12 +9,12 @@ from rkgb.graphs import D_graph, Value
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What becomes of the outputs. They are named by position in ``D_graph.outputs``, a value's first.
+    """What the caller does with the outputs, which are named by their (first) position in ``D_graph.outputs``.
 
-    ``roots``: outputs that the backward starts from: their gradients come from outside. ``held``: outputs that the caller
-    holds until the backward ends; it lets the others go at the latest when the loss is there. ``turned``: roots whose
-    gradients lie otherwise than contiguous, as those of a loss on a transposed view do; None: not known, so that a plan
-    must do for both.
+    ``roots``: outputs that the backward starts from: their gradients come from outside. ``held``: outputs that the
+    caller holds until the backward ends; the others are released at the latest when the loss has been computed.
+    ``turned``: roots whose gradients are not contiguous, as those of a loss on a transposed view; None if that is not
+    known yet, so that a plan must suffice for both.
     """
 
     roots: tuple[int, ...]
@@ -41,7 +41,7 @@ def differentiable(d: D_graph) -> tuple[int, ...]:
 
 
 def upstream(d: D_graph, ends: set[int]) -> set[int]:
-    """The values that ``ends`` are computed from, as gradients flow; not ``ends`` themselves, unless one needs another."""
+    """The values that ``ends`` are computed from, as far as gradients flow."""
     found: set[int] = set()
     wanted = set(ends)
     for node in reversed(d.nodes):
@@ -53,10 +53,10 @@ def upstream(d: D_graph, ends: set[int]) -> set[int]:
 
 
 def supposed(d: D_graph) -> Usage:
-    """What a plan supposes before the first step: a scalar beside other outputs is the loss.
+    """What a plan assumes before the first step: a scalar beside other outputs is the loss.
 
-    The outputs that it is computed from then get no gradient from outside. Without a scalar every output that requires
-    grad gets one. The caller holds what gets a gradient; the module holds the buffers that forward assigns.
+    The outputs that it is computed from then get no gradient from outside. Without a scalar, every output that requires
+    grad gets one. The caller holds the outputs that get a gradient; the module holds the buffers that forward assigns.
     """
     carried = differentiable(d)
     scalars = {d.outputs[k] for k in carried if not d.values[d.outputs[k]].shape}
@@ -72,10 +72,10 @@ def all_used(d: D_graph) -> Usage:
 
 
 def turned_strides(value: Value) -> tuple[int, ...] | None:
-    """How the gradient lies if the loss takes a view whose second dimension is the last (``y.transpose(1, 2)``,
-    ``y.permute(0, 2, 3, 1)``; ``y.t()`` of a matrix). None where that is contiguous too.
+    """The strides of the gradient if the loss takes a view whose second dimension comes last (``y.transpose(1, 2)``,
+    ``y.permute(0, 2, 3, 1)``, or ``y.t()`` of a matrix). None if these strides are contiguous too.
 
-    Which dimensions change places hardly matters: whoever wants a contiguous gradient copies it.
+    One layout stands for all that are not contiguous: an operation that needs a contiguous gradient copies any of them.
     """
     shape = value.shape
     if len(shape) < 2:

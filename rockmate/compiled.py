@@ -81,9 +81,10 @@ class NodeCode:
     data and values that it makes, tracked or not (outside the schedule any node may run), with the views that other
     nodes take of its results; but outputs that the caller holds stay the first run's. ``private``: the data of what
     only its backward reads, or None. ``native``: all that its backward reads stays from the forward on, so autograd
-    keeps it itself. ``dead``: it has no backward, though autograd would keep something for one (its results are
-    detached; those of outputs that get no gradient are not, so that a backward may come after all). ``statistics``: source values that it changes, which a second run must leave alone. ``random``: it runs
-    again, from the same random state; what it draws from, empty if it does not.
+    keeps it itself. ``dead``: it has no backward, though autograd would keep something for one, as its results are
+    detached (a node of outputs that merely get no gradient is not dead: a backward may come after all).
+    ``statistics``: source values that it changes, which a second run must leave alone. ``random``: it runs again, from
+    the same random state; what it draws from, empty if it does not.
     """
 
     ops: tuple[Op, ...]
@@ -123,7 +124,8 @@ class Program:
     backward to read each datum, -1 if none does. ``final``: (stage, node) of each node's last run.
     ``segments``: (native, dead, start, stop) of runs of nodes. ``held``: sources that are attributes of modules, but
     neither parameters nor buffers. ``roots``: positions of the outputs that a backward is planned to start from.
-    ``exceeding``: nodes of roots whose leaving out may exceed the budget, the empty set for any; see ``rockmate.parts.peaks_of_parts``.
+    ``exceeding``: nodes of roots whose leaving out may exceed the budget, the empty set for any; see
+    ``rockmate.parts.peaks_of_parts``.
     """
 
     s: S_graph

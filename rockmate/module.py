@@ -22,8 +22,8 @@ from rockmate.budget import parse_budget
 from rockmate.errors import BudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.facade import Facade, signed_as_original
-from rockmate.plan import Plan
 from rockmate.observe import abandoned, end_look
+from rockmate.plan import Plan
 from rockmate.planning import make_planner
 from rockmate.progress import Progress
 from rockmate.python_state import Place, PythonState, find, in_key

@@ -1,12 +1,13 @@
-"""What the caller does with the outputs of a call, seen from its forward to the end of its backward.
+"""What the caller does with the outputs of a call, observed from its forward to the end of its backward.
 
-Before the first step a plan supposes: a scalar beside other outputs is the loss, and a loss takes three times its input. A
-step shows it: which outputs the backward starts from, how their gradients lie, which outputs the caller still holds when
-the backward begins, and what was allocated between the two phases. The next plan is for the union of what was seen.
+Before the first step a plan assumes that a scalar beside other outputs is the loss, and that a loss takes three times
+the bytes of its input. A step shows the truth: which outputs the backward starts from, how their gradients lie in
+memory, which outputs the caller still holds when the backward begins, and what was allocated between the two phases.
+The next plan is for the union of what was observed.
 
-Hooks of the outputs see at every call whether something is new about it. The call after that is looked at closely: its
-backward is intercepted where Python hands it to autograd's engine, as ``torch.compiler`` does for its tracers, and the
-memory between the phases is recorded.
+Hooks on the outputs notice at every call whether it differs from the calls so far. The next call is then observed
+closely: the memory between its phases is recorded, and its backward is intercepted where Python hands it to autograd's
+engine (``torch.compiler`` replaces the same function for its tracers).
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ from rockmate.room import Room, seen_room
 _LOOKS = 8
 """Calls of one kind that are looked at closely, at most: a loop whose every step is new is not slowed down for ever."""
 
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of the next node that this thread makes
+
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What hooks see of one call: outputs that get gradients, which of these lie otherwise than contiguous, outputs that the
-    caller holds, and how many nodes its code added to autograd's graph between the phases (-1: not known)."""
+    """What the hooks notice of one call: outputs that get gradients, those of them whose gradients are not contiguous,
+    outputs that the caller holds, and how many nodes the caller's code added to autograd's graph between the phases (-1
+    if that is not known)."""
 
     reached: tuple[int, ...]
     turned: frozenset[int]
@@ -106,7 +110,7 @@ def _union(a: Usage, b: Usage) -> Usage:
 
 
 class _Call:
-    """One call until its first backward is over. Belongs to the hooks in its graph, and must not hold on to that."""
+    """One call until its first backward is over. The hooks in its graph own it, so it must not own the graph."""
 
     def __init__(self, observer: Observer, outputs: Sequence[torch.Tensor], look: Look | None) -> None:
         self.observer = observer
@@ -122,7 +126,7 @@ class _Call:
                 self.edges[function._sequence_nr(), place] = k
                 function.register_prehook(partial(self.reach, k, place))
         self.look = look
-        self.first = torch.autograd._get_sequence_nr()
+        self.first = _sequence_number()
         if look is not None:
             look.begin(self)
 
@@ -138,7 +142,7 @@ class _Call:
         if self.task == -1:
             self.task = torch._C._current_graph_task_id()
             if self.thread == threading.get_ident():
-                self.nodes = torch.autograd._get_sequence_nr() - self.first
+                self.nodes = _sequence_number() - self.first
             self.held = frozenset(k for k, ref in enumerate(self.refs) if _has_owner(ref))
             if self.look is not None:
                 self.look.mark()
@@ -201,14 +205,14 @@ def _has_owner(ref: weakref.ref[torch.Tensor]) -> bool:
         return t is not None
     shared = t._use_count() > 1
     del t
-    return _references(ref) >= _ONE_OWNER + shared
+    return bool(_references(ref) >= _ONE_OWNER + shared)
 
 
 class Look:
-    """A close look at one call: the next backward that comes to its outputs is intercepted, the memory until then recorded.
+    """Close observation of one call: the next backward from its outputs is intercepted, memory until then recorded.
 
-    One at a time in a process. It ends with that backward, before the next forward under a plan, when the graph goes, or
-    when somebody starts a profiler, as two cannot run.
+    There is at most one in a process. It ends with that backward, before the next forward under a plan, when the graph
+    is released, or when other code starts a profiler, since two cannot run.
     """
 
     current: Look | None = None

@@ -252,7 +252,7 @@ class Planner:
         )
 
     def kept_plan(self, plan: Plan) -> Plan | None:
-        """The runs of ``plan`` with the figures of this planner, where they fit the budget and there is little to gain."""
+        """The runs of ``plan`` with the figures of this planner, if they fit the budget and there is little to gain."""
         if [step.node for step in plan.schedule if isinstance(step, Bwd)] != self.problem.backward_order():
             return None
         schedule = with_deletes(self.problem, plan.schedule)

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from rkgb.Ktools import K_graph
 
 SCALARS = 64
-"""Bytes off every budget for the numbers of the loss itself (its value, its gradient, counts), which are a few bytes each,
-but a block of the allocator."""
+"""Bytes that every budget leaves for the numbers of the loss itself (its value, its gradient, counts): a few bytes
+each, but a block of the allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
     """Bytes for the loss, beside the outputs themselves.
 
-    ``between``: the most that it allocates between forward and backward, the gradients of the outputs included, ``kept``
-    not. ``kept``: what stays allocated through the backward, which is taken off the budget. ``usual``: what
-    ``plan.predicted_peak`` counts in place of ``between``. ``seen``: whether these are bytes of a step that ran.
+    ``between``: the most that it allocates between forward and backward. It includes the gradients of the outputs, and
+    excludes ``kept``: what stays allocated through the backward, and is subtracted from the budget. ``usual``: what
+    ``plan.predicted_peak`` counts in place of ``between``. ``seen``: whether the figures were measured in a step.
     """
 
     between: int

@@ -76,8 +76,8 @@ class ChainPlanner:
     beside a single block: they are left out for budgets above ``TIGHT_BELOW`` times what the largest
     block needs to keep everything. ``options`` (per kind) replace the solved ones. ``report`` is told
     what is being done, and which part of it is (0 to 1). ``remaining`` (seconds) ends the search for options; what was
-    found until then is used, and ``stopped`` counts the programs that were not solved to the end. ``solved``: blocks that
-    other planners solved, and this one will.
+    found until then is used, and ``stopped`` counts the programs that were not solved to the end. ``solved``: blocks
+    that other planners have solved; this one adds to it.
     """
 
     def __init__(

@@ -372,4 +372,8 @@ def test_what_was_seen_is_saved_with_the_plan(tmp_path: Path) -> None:
     loaded = Rockmate(model, (ids, ids), plan=tmp_path / "plan.json")
     assert (loaded.plan.room, loaded.plan.graph.usage) == (rk.plan.room, rk.plan.graph.usage)
     assert loaded.plan.problem == rk.plan.problem
-    assert_as_predicted(loaded, measured(loaded, lambda: loaded(ids, ids)["loss"].backward()))
+
+    def train() -> None:
+        loaded(ids, ids)["loss"].backward()
+
+    assert_as_predicted(loaded, measured(loaded, train))
