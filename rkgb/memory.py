@@ -71,11 +71,6 @@ def _measuring(device: torch.device) -> Iterator[None]:
         _MEASURING.release()
 
 
-def can_measure() -> bool:
-    """Whether nothing is being measured."""
-    return not _measurers
-
-
 def measure_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
     """(result, peak, net): bytes above the level at the call, at the worst moment and at the end."""
     with _measuring(device):

@@ -53,10 +53,10 @@ class Rockmate(Facade):
     backward may allocate above the level at the forward, in bytes or as text ("2 GiB"). ``plan``: instead
     of a budget, a file that ``plan.save(path)`` wrote for this graph (else ``PlanError``). ``costs``:
     "measured" times every operation, "flops" models them (the same plan on every run and machine).
-    ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default room
-    is left for three times the outputs' bytes, which suffices for the usual losses; of these, as many bytes as the
-    outputs have may stay through the backward. ``plan.predicted_peak`` is that of cross entropy, which takes
-    two. ``time_limit``: seconds after which the search for a plan ends with the best so far, as ``plan.reason``
+    ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default, room
+    for three times the outputs' bytes is left in the first step, and for what the loss took from then on
+    (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown which outputs
+    the backward starts from. ``time_limit``: seconds after which the search for a plan ends with the best so far, as ``plan.reason``
     then says; by default 60 for each integer program. ``progress``: True shows how far planning is, False does
     not; None does on a terminal, when it takes more than a second.
 
@@ -110,7 +110,7 @@ class Rockmate(Facade):
         size = parse_budget(budget)
         if self._last is not None:
             with Heeded(), Progress(self._progress) as self._last.planner.report:
-                variant = make_variant(self._last.planner, size, self._last.state)
+                variant = make_variant(self._last.planner, size, self._last.state, self._last.observer)
             self._cache.replace(self._last, variant)  # others are made again when they are needed
             self._last, self.plan = variant, variant.plan
         self._budget = size
@@ -173,7 +173,7 @@ class Rockmate(Facade):
         """The variant for what earlier calls have shown."""
         if variant.observer is None or not variant.observer.news:
             return variant
-        with TRACING, Progress(self._progress) as variant.planner.report, undisturbed():
+        with TRACING, Heeded(), Progress(self._progress) as variant.planner.report, undisturbed():
             new = adapted(variant, self.original, inputs)
         self._cache.adapt(variant, new)
         return new

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from rkgb.code import Code
+from rkgb.errors import MeasureError
 from rkgb.graphs import Structure
-from rkgb.memory import can_measure
 from rockmate.compiled import Program, compile_schedule
 from rockmate.draws import draw_whole
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
@@ -48,11 +48,12 @@ class Variant:
         return None if self.observer is None else self.observer.look()
 
 
-def make_variant(planner: Planner, budget: int, state: PythonState) -> Variant:
-    """The plan for ``budget``, ready to run."""
+def make_variant(planner: Planner, budget: int, state: PythonState, observer: Observer | None = None) -> Variant:
+    """The plan for ``budget``, ready to run; ``observer``: of an earlier plan for the same kind of call."""
     plan = planner.plan(budget)
     d = plan.graph.s.d
-    observer = Observer(d, planner.loss_memory is None) if planner.saved is None else None
+    if planner.saved is None:
+        observer = observer or Observer(d, planner.loss_memory is None)
     return Variant(planner, plan, program_of(plan), d.structure, state, observer)
 
 
@@ -62,13 +63,17 @@ def adapted(variant: Variant, model: torch.nn.Module, inputs: list[torch.Tensor]
     What the caller holds though it gets no gradient is planned for where that fits, and is beside the budget otherwise.
     """
     planner, plan, observer = variant.planner, variant.plan, variant.observer
-    if observer is None or not observer.news or observer.usage is None or not can_measure():
+    if observer is None or not observer.news or observer.usage is None:
         return variant
     observer.news = False
     supposed = plan.graph.usage.held
     fewer = dataclasses.replace(observer.usage, held=observer.usage.held & supposed)
     for usage in dict.fromkeys((observer.usage, fewer)):
-        seen = planner.for_usage(model, inputs, usage, observer.room)
+        try:
+            seen = planner.for_usage(model, inputs, usage, observer.room)
+        except MeasureError:  # the caller measures this very call: plan at the next one
+            observer.news = True
+            return variant
         if (seen.graphs.K.usage, seen.room) == (plan.graph.usage, plan.room):
             return variant
         try:
