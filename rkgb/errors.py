@@ -32,3 +32,16 @@ BACKWARD_INSIDE = (
 
 class RenderWarning(UserWarning):
     """A picture of a graph could not be made; its source was written instead."""
+
+
+class AllocatorError(GraphError):
+    """The simulated allocator is asked for what cannot be, or does not do what was recorded."""
+
+
+class OutOfMemory(AllocatorError):
+    """The simulated device has too little memory. ``size``: bytes asked for; ``levels``: what is in use and held."""
+
+    def __init__(self, message: str, size: int, levels: tuple[int, int, int]) -> None:
+        super().__init__(message)
+        self.size = size
+        self.levels = levels
