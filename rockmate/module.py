@@ -50,7 +50,7 @@ class Rockmate(Facade):
     called with; ``sample_kwargs``: keyword arguments beside a tuple. ``budget``: what one forward and its
     backward may allocate above the level at the forward, in bytes or as text ("2 GiB"). ``plan``: instead
     of a budget, a file that ``plan.save(path)`` wrote for this graph (else ``PlanError``). ``costs``:
-    "measured" times every operation, "flops" models them (the same plan on every run and machine).
+    "measured" times every operation, "flops" models them (the same plan on every run and machine with such a device).
     ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default room
     is left for three times the outputs' bytes, which suffices for the usual losses; of these, as many bytes as the
     outputs have may stay through the backward. ``plan.predicted_peak`` is that of cross entropy, which takes

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rkgb.capture import drop_saved, preserved
+from rkgb.device import Cpu, kind_of
 from rkgb.errors import GraphError, UnsupportedError
 from rkgb.Ktools import K_graph
 from rkgb.measure import check_costs
@@ -44,9 +45,8 @@ from solvers import (
     walk,
 )
 
-# Every budget leaves room for the numbers of the loss itself (its value, its gradient, counts), which are
-# a few bytes each, but a block of the allocator.
-SCALARS = 64
+# Every budget leaves room for the numbers of the loss itself; this much on the CPU.
+SCALARS = Cpu.scalars
 
 # For the whole-graph program to better a plan and to prove how little is left. Of eleven plans (GPTs, ResNet-50, an
 # encoder with its decoder) none was better after two seconds than after one.
@@ -90,6 +90,12 @@ def loss_kept(k: K_graph, loss_memory: int | None) -> int:
     return _in_float(k) if loss_memory is None else min(_in_float(k), loss_memory)
 
 
+def _scalars(k: K_graph) -> int:
+    """Bytes for the loss's numbers, on the device of the outputs."""
+    devices = (k.s.d.values[v].device for v in k.s.d.outputs)
+    return kind_of(next(devices, torch.device("cpu"))).scalars
+
+
 def _in_float(k: K_graph) -> int:
     """Bytes of the outputs that carry gradients, in single precision at least, as losses compute with them."""
     carried = [k.s.d.values[v] for v in dict.fromkeys(k.s.d.outputs) if k.s.d.values[v].requires_grad]
@@ -129,7 +135,7 @@ class Planner:
         """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, and for
         what a failing guard must put back.
         """
-        return SCALARS + loss_kept(self.graphs.K, self.loss_memory) + undo_bytes(self.graphs.S)
+        return _scalars(self.graphs.K) + loss_kept(self.graphs.K, self.loss_memory) + undo_bytes(self.graphs.S)
 
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""
