@@ -19,7 +19,9 @@ from rkgb.fingerprint import describe_inputs, fingerprint
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_backward, K_data, K_graph, K_node
 from rkgb.pipeline import Graphs, make_S
-from rkgb.sample import Sample
+from rkgb.sample import Sample, call_of
+from rkgb.trees import tensors_of
+from rkgb.warm import warm
 from rockmate.errors import PlanError
 from solvers import Problem, Schedule, ScheduleError, format_schedule, parse_schedule
 
@@ -56,6 +58,7 @@ class SavedPlan:
         nodes = tuple(_node(n) for n in self.nodes)
         k = K_graph(s, nodes, tuple(K_data(**x) for x in self.data), self.outputs, self.output_bytes)
         k.verify()
+        warm(s, model, tensors_of(call_of(sample, sample_kwargs)))
         return Graphs(b, d, s, tuple(classes(s)), k)
 
     def schedule(self, problem: Problem) -> Schedule:
