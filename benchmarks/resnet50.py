@@ -24,10 +24,13 @@ from rockmate import Rockmate, measure_peak  # noqa: E402
 
 
 def make_model() -> torch.nn.Module:
-    """torchvision's compiled operators do not load on a CPU build of torch: define the schemas it looks up."""
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    """torchvision's; where its compiled operators do not load, the schemas that it looks up are defined."""
+    try:
+        import torchvision  # noqa: F401
+    except (OSError, RuntimeError):
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from torchvision.models import resnet50
 
     return resnet50(weights=None).train()

@@ -38,7 +38,8 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint_sequential  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-import rkgb.measure  # noqa: E402
+import rkgb.device  # noqa: E402
+from rkgb.roofline import Roofline  # noqa: E402
 from rockmate import InfeasibleBudgetError, Rockmate, measure_peak, rotor  # noqa: E402
 from rockmate.gpt import Layer  # noqa: E402
 from solvers.rotor_chain import Chain, Stage, Way  # noqa: E402
@@ -168,7 +169,7 @@ def compare(make: Make) -> tuple[int, list[Point]]:
 
 def least_flops(model: nn.Module, x: torch.Tensor, peak: int) -> float:
     """No schedule of the model's operations within ``peak`` takes fewer, as a ratio to the plain step."""
-    with mock.patch.multiple(rkgb.measure, _BYTES_PER_NS=10**12, _FLOPS_PER_NS=1_000):  # bytes take no time
+    with mock.patch.object(rkgb.device.Cpu, "roofline", lambda *_: Roofline(10**12, 1_000)):  # bytes take no time
         plan = Rockmate(model, x, peak, costs="flops", loss_memory=0).plan
     assert plan.lower_bound is not None
     return plan.lower_bound / plan.problem.eager_time

@@ -52,15 +52,17 @@ _OPERATORS: list[torch.library.Library] = []
 
 
 def _vision() -> Any:
-    """torchvision, whose compiled operators do not load on a CPU build of torch: define the schemas it looks up."""
-    if not _OPERATORS:
+    """torchvision; where its compiled operators do not load, the schemas that it looks up are defined."""
+    try:
+        import torchvision  # noqa: F401
+    except (OSError, RuntimeError):
         library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _OPERATORS.append(library)
-    import torchvision
+    from torchvision import models
 
-    return torchvision.models
+    return models
 
 
 def _mixer() -> torch.nn.Module:

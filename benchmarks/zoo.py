@@ -1,6 +1,6 @@
 """Every model of the zoo: graphs, a plan half-way between least and most memory, one step compared with eager mode.
 
-    python benchmarks/zoo.py [NAME …] [--jobs 2] [--json FILE] [--cases ../shared/zoo.py]
+    python benchmarks/zoo.py [NAME …] [--device cpu] [--jobs 2] [--json FILE] [--cases ../shared/zoo.py]
 
 Prints a line a case and exits with 1 if one misses: outputs, gradients, buffers and random state equal to eager mode's
 (where eager mode does not agree with itself, as near as that), measured peak at most the budget. A case in
@@ -28,8 +28,9 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__)
 import torch  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402
 
-from rkgb.capture import preserved, random_state  # noqa: E402
-from rkgb.trees import tensors_of  # noqa: E402
+from rkgb.capture import preserved  # noqa: E402
+from rkgb.randomness import random_states  # noqa: E402
+from rkgb.trees import flatten, tensors_of, unflatten  # noqa: E402
 from rockmate import Rockmate, measure_peak  # noqa: E402
 
 CASES = Path(__file__).resolve().parents[2] / "shared" / "zoo.py"
@@ -59,13 +60,13 @@ def step(call: Any, model: torch.nn.Module, args: Any, kwargs: Any, seeds: dict[
     ends = [(k, t) for k, t in enumerate(outputs) if t.requires_grad]
     for k, t in ends:
         if k not in seeds:
-            seeds[k] = torch.randn(t.shape, generator=torch.Generator().manual_seed(k)).to(t.dtype)
+            seeds[k] = torch.randn(t.shape, generator=torch.Generator().manual_seed(k)).to(t)
     torch.autograd.backward([t for _, t in ends], [seeds[k] for k, _ in ends])
     return {
         "outputs": [t.detach().clone() for t in outputs],
         "gradients": [p.grad for p in model.parameters()] + [t.grad for t in tensors_of((args, kwargs))],
         "buffers": [b.clone() for b in model.buffers()],
-        "random": [random_state(torch.device("cpu"))],
+        "random": random_states(model.parameters()),
     }
 
 
@@ -106,12 +107,23 @@ def fresh(built: Any) -> Any:
     return model, args, kwargs
 
 
-def run(cases: Path, name: str) -> dict[str, Any]:
+def moved(built: Any, device: str) -> Any:
+    """The case on ``device``."""
+    if device == "cpu":
+        return built
+    leaves, spec = flatten(built[1:])
+    there = [
+        t.to(device).detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in leaves
+    ]
+    return (built[0].to(device), *unflatten(there, spec))
+
+
+def run(cases: Path, name: str, device: str = "cpu") -> dict[str, Any]:
     """The figures of one case; ``miss`` says what went wrong, or is empty."""
     row: dict[str, Any] = {"case": name, "miss": ""}
     start = time.perf_counter()
     try:
-        _figures(load(cases).build(name), row)
+        _figures(moved(load(cases).build(name), device), row)
     except Exception as error:  # noqa: BLE001 - whatever a model throws is a line of the table
         row["error"] = f"{type(error).__name__}: {error}"
         row["miss"] = "" if REFUSED.get(name) == type(error).__name__ else "error"
@@ -155,7 +167,7 @@ def _figures(built: Any, row: dict[str, Any]) -> None:
     forget_gradients(model, args, kwargs)
     bare(rk, args, kwargs, seeds)  # what forward made at its first call may ask for another plan
     forget_gradients(model, args, kwargs)
-    row["measured"] = measure_peak(lambda: bare(rk, args, kwargs, seeds))
+    row["measured"] = measure_peak(lambda: bare(rk, args, kwargs, seeds), rk)
     row["plans"] = rk.plans_made
     if row["measured"] > row["budget"]:
         row["miss"] += f" peak {row['measured']} above the budget {row['budget']}"
@@ -191,13 +203,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="cases; all by default")
     parser.add_argument("--cases", type=Path, default=CASES, help="the file that builds the models")
+    parser.add_argument("--device", default="cpu", help="where they run")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     names = options.names or load(options.cases).names()
     rows = []
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
-        for row in pool.imap(_one, [(options.cases, name) for name in names]):
+        for row in pool.imap(_one, [(options.cases, name, options.device) for name in names]):
             rows.append(row)
             print(show(row), flush=True)
     missed = [row["case"] for row in rows if row["miss"]]
@@ -209,7 +222,7 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def _one(job: tuple[Path, str]) -> dict[str, Any]:
+def _one(job: tuple[Path, str, str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     return run(*job)
 

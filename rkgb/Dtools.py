@@ -19,9 +19,8 @@ from rkgb.decompose import is_split, split
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
 from rkgb.guards import Guard, is_guard
-from rkgb.memory import taken
 from rkgb.program import memory_of, run_node, same, source_values
-from rkgb.randomness import Drawn, node_generators, random_state
+from rkgb.randomness import Drawn, draws_unseen, node_generators, random_state, watched_devices
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 
@@ -45,7 +44,9 @@ def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Pro
     """Run ``b`` on ``inputs``."""
     run = _Probe(b)
     with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
-        for v, tensor in source_values(b.sources, model, inputs).items():
+        sources = source_values(b.sources, model, inputs)
+        run.devices = watched_devices(sources.values())
+        for v, tensor in sources.items():
             run.define_source(v, tensor, b.sources[v].kind == "buffer")
         for index, node in enumerate(b.nodes):
             run.node(index, node)
@@ -69,6 +70,7 @@ class _Probe:
         self.holders: dict[int, set[int]] = {}  # storage -> live values in it
         self.buffers: set[int] = set()
         self.numbers_read = False
+        self.devices: tuple[torch.device, ...] = ()  # whose generators operations may draw from
         self.random: dict[Drawn, torch.Tensor] = {}  # states of the generators that operations could draw from
         self.nodes: list[Node] = []
         self.facts: list[Facts] = []
@@ -92,10 +94,10 @@ class _Probe:
         address = memory._cdata
         if address not in self.live:
             self.live[address] = len(self.storages)
-            self.storages.append(Storage(taken(memory.nbytes(), t.device), owner))
+            self.storages.append(Storage(memory.nbytes(), owner))
         s = self.live[address]
         self.holders.setdefault(s, set()).add(v)
-        size = taken(t.numel() * t.element_size(), t.device)
+        size = t.numel() * t.element_size()
         stride = tuple(t.stride()) if t.layout == torch.strided else ()
         self.values[v] = Value(tuple(t.shape), stride, t.dtype, t.device, t.requires_grad, s, size)
         return s
@@ -151,8 +153,7 @@ class _Probe:
             reads = fixed.reads()
         versions = {v: self.env[v]._version for v in reads}
         contents = {v: self.env[v].clone() for v in reads if v in self.buffers and self.values[v].stride}
-        devices = [torch.device("cpu"), *{self.env[v].device for v in reads}]
-        drawn: list[Drawn] = [*devices, *node_generators(fixed)]
+        drawn: list[Drawn] = [*self.devices, *node_generators(fixed)]
         before = [self.random[x] if x in self.random else random_state(x) for x in drawn]
         packed: list[torch.UntypedStorage] = []  # held until the node is done, so that addresses tell them apart
 
@@ -170,19 +171,20 @@ class _Probe:
                     "can keep or drop. Wrap the submodules around that line instead of the whole module."
                 )
         self.random.update((x, random_state(x)) for x in drawn)
-        random = any(not torch.equal(state, self.random[x]) for state, x in zip(before, drawn, strict=True))
+        unseen = draws_unseen(fixed, [self.env[v] for v in reads])
+        random = unseen or any(not torch.equal(state, self.random[x]) for state, x in zip(before, drawn, strict=True))
         changed = {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         index = len(self.nodes)
         for v, t in zip(fixed.outputs, results, strict=True):
             self._define(v, t, index)
         known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
-        private = tuple({x._cdata: taken(x.nbytes(), x.device) for x in packed if x._cdata not in self.live}.values())
+        private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
         packed.clear()  # the hook lives as long as the graph
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
         self.nodes.append(fixed)
-        self.facts.append(Facts(writes, random, Saved(known, private)))
+        self.facts.append(Facts(writes, random, Saved(known, private), unseen))
 
     def _gradients_written(self, writes: tuple[int, ...]) -> None:
         """What was written into memory without gradients may bring some."""

@@ -178,7 +178,7 @@ def _node(
     inner = [d.storages[s].bytes for s in known if s in mine and s not in storages]
     private = tuple(b for op in ops for b in d.facts[op].saved.private) + tuple(inner)
     main = next((op for op in ops if any(d.values[v].storage in mine for v in d.nodes[op].outputs)), ops[0])
-    once = bool(changed & {d.values[v].storage for v in reads})
+    once = bool(changed & {d.values[v].storage for v in reads}) or any(d.facts[op].unseen for op in ops)
     requires_grad = any(d.values[v].requires_grad for v in made)
     random = any(d.facts[op].random for op in ops)
     pure = not requires_grad and not random and all(v in clean for v in reads)

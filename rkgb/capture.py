@@ -18,11 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from rkgb.attention import USUAL_ATTENTION, attention_kernels
+from rkgb.device import KINDS
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import Mode
 from rkgb.guards import shaped_by_data, shapes, snapshot
 from rkgb.lines import user_line
-from rkgb.randomness import Drawn, generators_in, own_generators, random_state, set_random_state
+from rkgb.randomness import Drawn, generators_in, own_generators, random_state, set_random_state, watched_devices
 from rkgb.respelled import Respelled, respelled
 from rkgb.written import Written
 
@@ -58,7 +59,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 def current_mode() -> Mode:
     """The grad mode and autocast state of this thread, and the kernels of attention."""
-    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    on = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
     kernels = attention_kernels()
     return Mode(
         torch.is_grad_enabled(),
@@ -81,8 +82,7 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
     """Afterwards buffers, inputs, generators and the tensors named in ``written`` are as they were, and all but the
     generators count as never changed: graphs from before may have saved them.
     """
-    devices = {torch.device("cpu")} | {t.device for t in (*inputs, *model.parameters())}
-    drawn: list[Drawn] = [*devices, *own_generators(model)]
+    drawn: list[Drawn] = [*watched_devices((*inputs, *model.parameters())), *own_generators(model)]
     states = [(x, random_state(x)) for x in drawn]
     buffers = dict(model.named_buffers())
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
@@ -161,6 +161,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._known = {id(t): weakref.ref(t) for t in known}
         self.generators = generators
+        self.devices = watched_devices(known)
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
@@ -210,7 +211,7 @@ class Recorder(TorchFunctionMode):
     def _recorded(self, tracing: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call as the trace records it."""
         generator = self._generator(name, (*args, *kwargs.values()))
-        before = _draws(tracing, generator)
+        before = self._states(tracing, generator)
         with untraced(tracing):
             copies = self.written.before(name, (args, kwargs))
         tracing.push_scope(self.scope(generator))
@@ -219,7 +220,7 @@ class Recorder(TorchFunctionMode):
         finally:
             tracing.pop_scope()
         self.written.after(copies)
-        if _draws(tracing, generator) != before:
+        if self._states(tracing, generator) != before:
             self.draws += self._marked(tracing, list(tensors_in(result)))
         for t in tensors_in(result):
             if t.grad_fn is None:
@@ -260,6 +261,12 @@ class Recorder(TorchFunctionMode):
                 "submodule, so that its state could not be kept. Make it one."
             )
         return generator
+
+    def _states(self, tracing: Any, generator: torch.Generator | None) -> list[bytes]:
+        """The state of the generator, by default those of all devices."""
+        with untraced(tracing):
+            drawn: Sequence[Drawn] = self.devices if generator is None else (generator,)
+            return [random_state(x).numpy().tobytes() for x in drawn]
 
     def scope(self, what: torch.Generator | Respelled | None = None) -> str:
         """A scope name that stands for the present mode and source line, and what else is known of the call."""
@@ -333,9 +340,3 @@ def untraced(tracing: Any) -> Iterator[None]:
         yield
     finally:
         torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
-
-
-def _draws(tracing: Any, generator: torch.Generator | None) -> bytes:
-    """The state of the generator, by default that of the CPU."""
-    with untraced(tracing):
-        return random_state(generator or torch.device("cpu")).numpy().tobytes()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.Btools import State
 from rkgb.capture import attributes_preserved, drop_saved, preserved
-from rkgb.Dtools import probe
+from rkgb.Dtools import Probed, probe
 from rkgb.errors import MismatchError
 from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.guards import GuardFailed
@@ -41,13 +41,13 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
         except (GuardFailed, RuntimeError):
             pass  # other values take another path: planned when they come, or refused by the operation that fails
         else:
-            notes = _compare(b, model, other, probed.outputs, theirs, "when the values of the sample are others")
+            notes = _compare(b, model, other, probed, theirs, "when the values of the sample are others")
             values = probed.graph.values
             if not probed.numbers_read and all(values[v].shape == x for v, x in b.shapes.items() if v in values):
                 return _noted(probed.graph, notes)
     del other, theirs
     probed = probe(b, model, tensors_of(call))
-    return _noted(probed.graph, _compare(b, model, call, probed.outputs, expected, "on the sample"))
+    return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"))
 
 
 def _noted(d: D_graph, notes: tuple[str, ...]) -> D_graph:
@@ -67,14 +67,21 @@ def _compare(
     b: B_graph,
     model: torch.nn.Module,
     call: Any,
-    ours: Sequence[torch.Tensor],
+    probed: Probed,
     theirs: Sequence[torch.Tensor],
     when: str,
 ) -> tuple[str, ...]:
     """Notes for the plan. A module whose own runs differ is compared with the tolerances of ``torch.testing``."""
+    ours = probed.outputs
     differing = [k for k in range(len(b.outputs)) if len(ours) != len(theirs) or not same(ours[k], theirs[k])]
     if not differing:
         return ()
+    unseen = [node for node, facts in zip(probed.graph.nodes, probed.graph.facts, strict=True) if facts.unseen]
+    if unseen and len(ours) == len(theirs):
+        return (
+            f"{unseen[0].name} at {unseen[0].line} draws from a state of its own, which planning moved on: no two runs "
+            "are equal, and the program's results were not compared with the module's",
+        )
     near = len(ours) == len(theirs) and all(_close(ours[k], theirs[k]) for k in differing)
     if near and not _repeats_itself(b, model, call):
         return ("the module's own runs differ in some bits; the program was compared within rounding",)
@@ -105,11 +112,16 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _shifted(call: Any) -> Any:
-    """The same arguments with rows moved on by one: other values, and each as valid as before."""
+    """The same arguments with rows moved on by one: other values, and each as valid as before.
+
+    Integers move within their rows, and those of one dimension stay: an index that is valid in its row
+    (``edge_index``), or behind the one before it (``cu_seqlens``), need not be so elsewhere. On a GPU an invalid one
+    fails an assertion of a kernel, after which no call of the process works.
+    """
     leaves, spec = flatten(call)
 
     def shift(t: torch.Tensor) -> torch.Tensor:
-        along = next((k for k, size in enumerate(t.shape) if size > 1), None)
+        along = _moved_along(t)
         if along is None or t.layout != torch.strided or torch._debug_has_internal_overlap(t) == 1:
             return t
         moved = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -117,6 +129,13 @@ def _shifted(call: Any) -> Any:
 
     with torch.no_grad():
         return unflatten([shift(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+def _moved_along(t: torch.Tensor) -> int | None:
+    """The dimension along which other values are as valid; None if there is none."""
+    if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+        return next((k for k, size in enumerate(t.shape) if size > 1), None)
+    return t.dim() - 1 if t.dim() > 1 and t.shape[-1] > 1 else None
 
 
 def _module_outputs(model: torch.nn.Module, call: Any) -> list[torch.Tensor]:

@@ -181,11 +181,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one run of a D node showed. ``writes``: storages changed in place; ``random``: it drew random numbers."""
+    """What one run of a D node showed. ``writes``: storages changed in place; ``random``: it drew random numbers;
+    ``unseen``: from a state that nobody can read or put back.
+    """
 
     writes: tuple[int, ...]
     random: bool
     saved: Saved
+    unseen: bool = False
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from rkgb.alone import NodeRun, feed, gradients_watched
 from rkgb.Atools import nodes_key
 from rkgb.capture import drop_saved, preserved
+from rkgb.device import kind_of
 from rkgb.errors import TraceError
 from rkgb.graphs import S_graph, S_node
 from rkgb.layouts import differentiated, gradient_layouts
-from rkgb.memory import measure_after, measure_memory, storage_bytes, taken
+from rkgb.memory import measure_after, measure_memory, storage_bytes
 from rkgb.program import memory_of, run_node, source_values
 from rkgb.stand_ins import runs
 from rkgb.usage import Usage, supposed, turned_strides
@@ -179,7 +180,7 @@ def _measure(
     """``held``: see ``_held_and_saved``. ``times``: of forward and backward, if known."""
     values = run.values
     with preserved(torch.nn.Module(), [values[v] for v in run.node.reads if v in run.d.sources and _written(run, v)]):
-        run.forward()  # first use of a kernel
+        kind_of(run.device).first_use(run.forward, run.device)
         results, forward_peak, _ = measure_memory(run.forward, run.device)
         del results
         times = times or (_counted(run) if costs == "flops" else _times(run, repeat, others))
@@ -201,22 +202,13 @@ def _written(run: NodeRun, v: int) -> bool:
     return any(run.d.values[v].storage in run.d.facts[op].writes for op in run.node.ops)
 
 
-_CACHE = 64 * 2**20  # bytes, more than a processor's
 _FEWEST, _ENOUGH = 3, 50_000_000  # runs; ns that need no more of them
 
 
 def _to_read(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters that fill a processor's cache, or all that there are: a step reads them, too."""
-    found: list[torch.Tensor] = []
-    left = _CACHE
-    for p in model.parameters():
-        if left <= 0:
-            break
-        if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.is_contiguous():
-            count = min(p.numel(), left // p.element_size())
-            found.append(p.detach().view(-1)[:count])
-            left -= found[-1].nbytes
-    return found
+    """What to read before a timed run, on the device of the parameters."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return kind_of(device).to_read(device, model.parameters())
 
 
 def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], frozenset[int]]:
@@ -241,7 +233,7 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
         if is_view:
             views.add(position)
         shares = places.get(memory._cdata)
-        found[v] = InputGradient(taken(memory.nbytes(), memory.device), shares) if kept else InputGradient(size, None)
+        found[v] = InputGradient(memory.nbytes(), shares) if kept else InputGradient(size, None)
         if kept:
             places.setdefault(memory._cdata, ("input", position))
     return tuple(found.get(v) for v in run.node.reads), frozenset(views)
@@ -250,7 +242,7 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
 def _form_of(g: torch.Tensor, leaf: torch.Tensor | None) -> _Form:
     """How a gradient lies. A parameter's is copied if it lies otherwise than the parameter."""
     kept = leaf is None or g.stride() == leaf.stride()
-    return memory_of(g), g._is_view(), kept, taken(g.numel() * g.element_size(), g.device)
+    return memory_of(g), g._is_view(), kept, g.numel() * g.element_size()
 
 
 # Memory, whether a view, whether it is kept as it is, bytes.
@@ -295,19 +287,31 @@ def _times(run: NodeRun, repeat: int, others: Sequence[torch.Tensor]) -> tuple[i
     """
     forward: list[int] = []
     backward: list[int] = []
-    grads = run.gradients(run.forward())
+    kind, launched = kind_of(run.device), 0
+    grads = [_random(g) for g in run.gradients(run.forward())]
     while len(forward) < repeat and (len(forward) < _FEWEST or sum(forward) + sum(backward) < _ENOUGH):
         for t in others:
             t.sum()
-        start = _mark(run.device)
+        kind.hold(run.device, 2 * launched)
+        began = time.perf_counter_ns()
+        start = kind.mark(run.device)
         results = run.forward()
-        middle = _mark(run.device)
+        middle = kind.mark(run.device)
         if grads:
             _backward(run.ends(results), grads)
-        end = _mark(run.device)
-        forward.append(_between(start, middle))
-        backward.append(_between(middle, end))
+        end = kind.mark(run.device)
+        launched = time.perf_counter_ns() - began
+        forward.append(kind.between(start, middle))
+        backward.append(kind.between(middle, end))
     return int(median(forward)), int(median(backward))
+
+
+def _random(gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient`` with random values: matrix products of ones take less power, and so less time, on a GPU."""
+    if gradient.dtype.itemsize > 1:
+        count = gradient.untyped_storage().nbytes() // gradient.element_size()
+        gradient.as_strided((count,), (1,), 0).normal_(0, 0.1)
+    return gradient
 
 
 def _backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -316,42 +320,21 @@ def _backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> No
     engine.run_backward(tuple(ends), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-# A nanosecond moves so many bytes, or computes so many of the operations that the flop counter counts
-# (matrix products, convolutions, attention): the ratio of a current accelerator. Only the ratio matters.
-_BYTES_PER_NS, _FLOPS_PER_NS = 2_000, 200_000
-
-
 def _counted(run: NodeRun) -> tuple[int, int]:
-    """Forward and backward time in ns by a roofline model: counted operations against bytes touched."""
+    """Forward and backward time in ns by a roofline model: operations that the flop counter counts (matrix products,
+    convolutions, attention) against bytes touched.
+    """
     values, node = run.d.values, run.node
     touched = sum(values[v].bytes for v in (*node.reads, *node.makes)) + sum(node.saved.private)
-
-    def roofline(flops: int, size: int) -> int:
-        return 1 + max(size // _BYTES_PER_NS, flops // _FLOPS_PER_NS)
-
+    dtype = next((values[v].dtype for v in (*node.makes, *node.reads)), torch.float32)
+    convolution = any("conv" in op.name for op in run.ops)
+    roofline = kind_of(run.device).roofline(run.device, dtype, convolution)
     with FlopCounterMode(display=False) as counter:
         results = run.forward()
-    forward = roofline(counter.get_total_flops(), touched)
+    forward = roofline.time(counter.get_total_flops(), touched)
     if not run.fed:
         return forward, 0
     ends = run.ends(results)
     with FlopCounterMode(display=False) as counter:
         _backward(ends, run.gradients(results))
-    return forward, roofline(counter.get_total_flops(), 2 * touched)
-
-
-def _mark(device: torch.device) -> Any:
-    """A moment of the device: an event in its queue on CUDA."""
-    if device.type != "cuda":
-        return time.perf_counter_ns()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _between(start: Any, end: Any) -> int:
-    """Nanoseconds; waits for the device."""
-    if isinstance(end, int):
-        return end - int(start)
-    end.synchronize()
-    return round(1e6 * float(start.elapsed_time(end)))
+    return forward, roofline.time(counter.get_total_flops(), 2 * touched)

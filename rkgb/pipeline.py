@@ -13,6 +13,7 @@ from rkgb.Atools import classes
 from rkgb.Btools import trace
 from rkgb.capture import attributes_preserved
 from rkgb.check import checked
+from rkgb.device import kind_of, one_device
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, make_K
 from rkgb.measure import Known, check_costs
@@ -57,11 +58,16 @@ def make_S(
     """The graphs that need no costs: B, D, and S cut into blocks. Arguments as for ``make_all_graphs``."""
     check_module(model)
     call = call_of(sample, sample_kwargs)
+    inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensors_of(call)))
+    buffers = ((name, t.device) for name, t in model.named_buffers())
+    device = one_device(((name, t.device) for name, t in model.named_parameters()), (*buffers, *inputs))
+    kind_of(device).warm_up(device)
     report("trace", 0.0)
     with attributes_preserved(model):
         with torch.enable_grad():
             b, expected = trace(model, *call)
         d = checked(b, model, call, expected)
+    one_device([("the model", device)], ((d.names[v], value.device) for v, value in d.values.items()))
     report("simplify", 0.0)
     s = cut(D_to_S(d))
     return b, s.d, s

@@ -47,7 +47,7 @@ def _switched(mode: Mode, now: Mode) -> Any:
             yield
             return
         on = dict(mode.autocast)
-        for kind in {"cpu", *on, *(k for k in ("cuda",) if torch.is_autocast_enabled(k))}:
+        for kind in {*on, *dict(now.autocast)}:
             stack.enter_context(torch.autocast(kind, dtype=on.get(kind), enabled=kind in on, cache_enabled=False))
         yield
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from rkgb.device import kind_of
+from rkgb.errors import UnsupportedError
 from rkgb.graphs import Node, S_graph
 
 Drawn = torch.device | torch.Generator
@@ -18,17 +20,37 @@ def random_state(source: Drawn) -> torch.Tensor:
     """The state of a generator, as bytes in host memory."""
     if isinstance(source, torch.Generator):
         return source.get_state()
-    return torch.cuda.get_rng_state(source) if source.type == "cuda" else torch.get_rng_state()
+    return kind_of(source).random_state(source)
 
 
 def set_random_state(source: Drawn, state: torch.Tensor) -> None:
     """Restore what ``random_state`` returned."""
     if isinstance(source, torch.Generator):
         source.set_state(state)
-    elif source.type == "cuda":
-        torch.cuda.set_rng_state(state, source)
     else:
-        torch.set_rng_state(state)
+        kind_of(source).set_random_state(source, state)
+
+
+def watched_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+    """Those whose default generators a program with ``tensors`` may draw from: the CPU, and where these lie.
+
+    All of them, whatever an operation reads: what makes random tensors (``torch.rand``) reads none.
+    """
+    return tuple(dict.fromkeys((torch.device("cpu"), *(t.device for t in tensors))))
+
+
+def random_states(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The states of the generators of ``watched_devices``, to compare."""
+    return [random_state(device) for device in watched_devices(tensors)]
+
+
+def draws_unseen(node: Node, reads: Iterable[torch.Tensor]) -> bool:
+    """Whether an operation draws from a state that can neither be read nor put back: it must never run again."""
+    schema = getattr(node.op, "_schema", None)
+    if schema is None:
+        return False
+    given = {argument.name: a for argument, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    return any(kind_of(device).hides_draws(node.name, given) for device in {t.device for t in reads})
 
 
 @contextlib.contextmanager
@@ -84,7 +106,20 @@ def _device(s: S_graph, node: Node) -> torch.device:
     return s.d.values[values[0]].device if values else torch.device("cpu")
 
 
+def refuse_unseen_draws(module: torch.nn.Module, device: torch.device, what: str) -> None:
+    """Raise ``UnsupportedError`` if a layer of ``module``, which is to run again, ``draws_unseen``."""
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.RNNBase):
+            given = {"train": layer.training, "dropout": layer.dropout, "num_layers": layer.num_layers}
+            if kind_of(device).hides_draws(layer.mode.lower(), given):
+                raise UnsupportedError(
+                    f"{what} has {layer.mode} layers with dropout between them, which cuDNN draws from a state of its "
+                    "own: run again, it would draw other numbers. Use layers of one each with nn.Dropout between them, "
+                    "or set torch.backends.cudnn.enabled = False"
+                )
+
+
 def state_bytes(sources: Iterable[Drawn]) -> int:
-    """Bytes of the states of those whose device is the CPU; others lie in another memory than the device's."""
-    kinds = ((x, x.device if isinstance(x, torch.Generator) else x) for x in sources)
-    return sum(random_state(x).nbytes for x, device in kinds if device.type == "cpu")
+    """Bytes of the states that lie in their device's memory; those of others are in the host's."""
+    devices = ((x, x.device if isinstance(x, torch.Generator) else x) for x in sources)
+    return sum(random_state(x).nbytes for x, device in devices if kind_of(device).counts_states)

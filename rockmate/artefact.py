@@ -19,8 +19,10 @@ from rkgb.fingerprint import describe_inputs, fingerprint
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_backward, K_data, K_graph, K_node
 from rkgb.pipeline import Graphs, make_S
-from rkgb.sample import Sample
+from rkgb.sample import Sample, call_of
+from rkgb.trees import tensors_of
 from rkgb.usage import Usage
+from rkgb.warm import warm
 from rockmate.errors import PlanError
 from rockmate.room import Room
 from solvers import Problem, Schedule, ScheduleError, format_schedule, parse_schedule
@@ -66,6 +68,7 @@ class SavedPlan:
         figures = self.outputs, self.output_bytes, self.held, self.returned, self.usage, missing, self.idle
         k = K_graph(s, nodes, data, *figures)
         k.verify()
+        warm(s, model, tensors_of(call_of(sample, sample_kwargs)))
         return Graphs(b, d, s, tuple(classes(s)), k)
 
     def schedule(self, problem: Problem) -> Schedule:

@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from rkgb.device import default_device, kind_of
+from rkgb.randomness import random_states
 from rockmate import InfeasibleBudgetError, Rockmate, measure_peak
 from rockmate.budget import show_bytes
 from rockmate.gpt import GPT
@@ -127,7 +129,7 @@ def _trained(model: torch.nn.Module, data: list[Batch], keep_grads: bool) -> Ite
         logits = model(x)
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
         loss.backward()
-        yield from (logits.detach(), loss.detach(), torch.get_rng_state())
+        yield from (logits.detach(), loss.detach(), *random_states([x]))
         yield from (p.grad.clone() for p in model.parameters() if p.grad is not None)
         yield from (b.clone() for b in model.buffers())
         optimizer.step()
@@ -137,12 +139,10 @@ def overhead(base: Callable[[], object], other: Callable[[], object], pairs: int
     """Median over interleaved pairs of how much longer ``other`` takes, as a fraction."""
 
     def seconds(function: Callable[[], object]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        kind_of(device).synchronize(device)
         start = time.perf_counter()
         function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        kind_of(device).synchronize(device)
         return time.perf_counter() - start
 
     base(), other()
@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pairs", type=int, default=5, help="interleaved pairs of timed steps")
     parser.add_argument("--budgets", type=float, nargs="+", default=[80, 60, 40, 25], help="percent of eager's peak")
     parser.add_argument("--costs", choices=("measured", "flops"), default="measured")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=default_device())
     parser.add_argument("--grads-allocated", action="store_true", help="gradients stay allocated between steps")
     parser.add_argument("--out", default="out", help="folder for the plot")
     return parser

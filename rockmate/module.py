@@ -52,12 +52,13 @@ class Rockmate(Facade):
     called with; ``sample_kwargs``: keyword arguments beside a tuple. ``budget``: what one forward and its
     backward may allocate above the level at the forward, in bytes or as text ("2 GiB"). ``plan``: instead
     of a budget, a file that ``plan.save(path)`` wrote for this graph (else ``PlanError``). ``costs``:
-    "measured" times every operation, "flops" models them (the same plan on every run and machine).
+    "measured" times every operation, "flops" models them (the same plan on every run and machine with such
+    a device).
     ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default, room
     for three times the outputs' bytes is left in the first step, and for what the loss took from then on
     (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown which outputs
-    the backward starts from. ``time_limit``: seconds after which the search for a plan ends with the best so far, as ``plan.reason``
-    then says; by default 60 for each integer program. ``progress``: True shows how far planning is, False does
+    the backward starts from. ``time_limit``: seconds after which the search for a plan ends with the best so far, as
+    ``plan.reason`` then says; by default 60 for each integer program. ``progress``: True shows how far planning is, False does
     not; None does on a terminal, when it takes more than a second.
 
     ``plan`` is the plan of the last call. Calls of another shape, or with other settings (whatever the module's

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from rkgb.device import kind_of
 from rkgb.graphs import D_graph
-from rkgb.memory import Window
+from rkgb.memory import window
 from rkgb.usage import Usage, differentiable, turned_strides
 from rockmate.executor import CallState
-from rockmate.room import Room, seen_room
+from rockmate.room import Room, device_of_outputs, seen_room
 
 _LOOKS = 8
 """Calls of one kind that are looked at closely, at most: a loop whose every step is new is not slowed down for ever."""
@@ -59,7 +60,7 @@ class Observer:
         self.usage: Usage | None = None
         self.news = False
         self.places = differentiable(d)
-        self.device = next((d.values[d.outputs[k]].device for k in self.places), torch.device("cpu"))
+        self.device = device_of_outputs(d)
         self.may_turn = frozenset(k for k in self.places if turned_strides(d.values[d.outputs[k]]))
         self.bytes = {k: d.values[d.outputs[k]].bytes for k in self.places}
         self.own = frozenset(range(len(d.outputs) - len(d.structure.assigned), len(d.outputs)))  # buffers of the module
@@ -71,7 +72,7 @@ class Observer:
     @property
     def room(self) -> Room | None:
         """For the loss, as it was seen; None if it was not."""
-        return seen_room(self._peak, self._kept) if self._peak >= 0 else None
+        return seen_room(self._peak, self._kept, kind_of(self.device).scalars) if self._peak >= 0 else None
 
     def look(self) -> Look | None:
         """A close look at the call whose forward is about to run, if it is worth one."""
@@ -223,10 +224,9 @@ class Look:
         self.thread = threading.get_ident()
         self.call: weakref.ref[_Call] | None = None
         self.replaced: list[tuple[Any, str, Any, Any]] = []
-        self.window: Window | None = None
+        self.window = None if device is None else window(device)
         self.replace(torch.autograd, "_engine_run_backward", self.run_backward)
-        if device is not None and Window.possible(device):
-            self.window = Window(device)
+        if self.window is not None:
             for name in ("_prepare_profiler", "_enable_profiler"):
                 self.replace(profiler, name, partial(self.give_way, getattr(profiler, name)))
 
@@ -285,8 +285,8 @@ class Look:
             for owner, name, original, new in self.replaced:
                 if getattr(owner, name) == new:
                     setattr(owner, name, original)
-        window, self.window = self.window, None
-        return window.close() if window is not None else None
+        opened, self.window = self.window, None
+        return opened.close() if opened is not None else None
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rkgb.capture import drop_saved, preserved
+from rkgb.device import Cpu
 from rkgb.errors import GraphError, UnsupportedError
 from rkgb.Ktools import make_K
 from rkgb.measure import check_costs
@@ -24,7 +25,7 @@ from rockmate.budget import show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
-from rockmate.room import SCALARS, Room, usual_room
+from rockmate.room import Room, usual_room
 from rockmate.state import module_key
 from rockmate.undo import undo_bytes
 from solvers import (
@@ -48,6 +49,9 @@ from solvers import (
     walk,
     with_deletes,
 )
+
+# Bytes of every budget for the numbers of the loss itself, on the CPU.
+SCALARS = Cpu.scalars
 
 # For the whole-graph program to better a plan and to prove how little is left. Of eleven plans (GPTs, ResNet-50, an
 # encoder with its decoder) none was better after two seconds than after one.
@@ -116,7 +120,7 @@ class Planner:
         """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, and for
         what a failing guard must put back.
         """
-        return SCALARS + self.room.kept + undo_bytes(self.graphs.S)
+        return self.room.scalars + self.room.kept + undo_bytes(self.graphs.S)
 
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rkgb.Ktools import K_graph
+import torch
 
-SCALARS = 64
-"""Bytes that every budget leaves for the numbers of the loss itself (its value, its gradient, counts): a few bytes
-each, but a block of the allocator."""
+from rkgb.device import kind_of
+from rkgb.graphs import D_graph
+from rkgb.Ktools import K_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,14 @@ class Room:
 
     ``between``: the most that it allocates between forward and backward. It includes the gradients of the outputs, and
     excludes ``kept``: what stays allocated through the backward, and is subtracted from the budget. ``usual``: what
-    ``plan.predicted_peak`` counts in place of ``between``. ``seen``: whether the figures were measured in a step.
+    ``plan.predicted_peak`` counts in place of ``between``. ``scalars``: for the numbers of the loss itself (its value,
+    its gradient, counts), subtracted from every budget. ``seen``: whether the figures were measured in a step.
     """
 
     between: int
     kept: int
     usual: int
+    scalars: int
     seen: bool = False
 
     @property
@@ -38,21 +40,26 @@ def usual_room(k: K_graph, loss_memory: int | None) -> Room:
     ``F.mse_loss`` and ``F.smooth_l1_loss`` return one number in storage as large as their input, and loops hold
     differences, probabilities and the like.
     """
-    floats = _in_float(k)
+    floats, scalars = _in_float(k), kind_of(device_of_outputs(k.s.d)).scalars
     if loss_memory is not None:
         kept = min(floats, loss_memory)
-        return Room(k.output_bytes + loss_memory - kept, kept, k.output_bytes + loss_memory)
-    return Room(2 * floats + max(floats, k.output_bytes), floats, 3 * floats)
+        return Room(k.output_bytes + loss_memory - kept, kept, k.output_bytes + loss_memory, scalars)
+    return Room(2 * floats + max(floats, k.output_bytes), floats, 3 * floats, scalars)
 
 
-def seen_room(peak: int, kept: int) -> Room:
+def seen_room(peak: int, kept: int, scalars: int) -> Room:
     """From steps in which a loss allocated ``peak`` bytes at most, of which ``kept`` stayed through the backward.
 
-    Its numbers are among these, and have ``SCALARS`` bytes of their own.
+    Its numbers are among these, and have ``scalars`` bytes of their own.
     """
-    kept = max(0, kept - SCALARS)
-    between = max(0, peak - kept - SCALARS)
-    return Room(between, kept, between, True)
+    kept = max(0, kept - scalars)
+    between = max(0, peak - kept - scalars)
+    return Room(between, kept, between, scalars, True)
+
+
+def device_of_outputs(d: D_graph) -> torch.device:
+    """Where the loss is computed."""
+    return next((d.values[v].device for v in d.outputs), torch.device("cpu"))
 
 
 def _in_float(k: K_graph) -> int:

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rkgb.capture import current_mode
+from rkgb.device import SETTINGS
 from rkgb.graphs import Mode
 from rkgb.patches import is_traced
 from rkgb.program import in_mode
@@ -71,15 +72,10 @@ def running_in(mode: Mode) -> Iterator[None]:
 
 def settings() -> tuple[Hashable, ...]:
     """Settings of torch that change results, or what kernels allocate."""
-    cuda, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
     return (
         torch.get_default_dtype(),
-        torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        mkldnn.enabled,
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
-        (cuda.allow_fp16_reduced_precision_reduction, cuda.allow_bf16_reduced_precision_reduction),
+        *[read() for read in SETTINGS],
     )
 
 

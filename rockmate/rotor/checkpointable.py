@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-import os
 import sys
 from typing import Any
 
 import torch
 from torch import nn
 
+from rkgb.device import kind_of
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.rotor.execution import Call
@@ -32,8 +32,6 @@ _LOSS_OUTPUTS = 3
 # What holds in one situation; how many situations that were left are remembered.
 _OF_A_SITUATION = ("_situation", "_measured", "names", "chain", "sequence")
 _MOST_LEFT = 8
-# For the loss's numbers: its value, its gradient, counts.
-_SCALARS = 64
 
 
 class Checkpointable(nn.Module):
@@ -162,11 +160,12 @@ class Checkpointable(nn.Module):
         limit = self.free_limit() if given is None else parse_budget(given)
         self.build_chain(limit)
         assert self.chain is not None
+        scalars = kind_of(self._device()).scalars
         try:
             with Heeded():
-                sequence = ALGORITHMS[algo](self.chain, limit - _SCALARS, self.mem_slots)
+                sequence = ALGORITHMS[algo](self.chain, limit - scalars, self.mem_slots)
         except InfeasibleError as error:
-            least = error.min_budget + _SCALARS
+            least = error.min_budget + scalars
             raise InfeasibleBudgetError(
                 f"no sequence of the algorithm {algo} fits {limit} bytes ({show_bytes(limit)}); the smallest limit "
                 f"that one fits is {least} bytes ({show_bytes(least)}), set by {error.step}",
@@ -177,13 +176,11 @@ class Checkpointable(nn.Module):
 
     def free_limit(self) -> int:
         """90 % of the bytes that are free on the parameters' device (on the CPU: available in the machine)."""
-        device = next((p.device for p in self.parameters()), torch.device("cpu"))
-        if device.type == "cuda":
-            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            free = torch.cuda.mem_get_info(device)[0] + cached
-        else:
-            free = _available_memory()
-        return int(free * _SHARE_OF_FREE_MEMORY)
+        device = self._device()
+        return int(kind_of(device).free(device) * _SHARE_OF_FREE_MEMORY)
+
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     def forward(self, x: Any) -> Any:
         """What the model returns for ``x``."""
@@ -283,14 +280,3 @@ def _slots(number: Any) -> int:
     if slots < 1:
         raise InputError(f"mem_slots is {slots}: use at least 1, 500 is usual")
     return slots
-
-
-def _available_memory() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

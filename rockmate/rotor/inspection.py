@@ -6,7 +6,6 @@ and buffers and generators are put back, so that measuring leaves no trace in th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,8 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rkgb.alone import _Feed, _Tap
 from rkgb.capture import preserved
+from rkgb.device import kind_of, one_device
 from rkgb.memory import measure_after, measure_memory, storage_bytes
 from rkgb.patches import states_beside_torch
+from rkgb.randomness import refuse_unseen_draws
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
 from rockmate.rotor.selective import Survey, nested_choices, storage_key
@@ -70,6 +71,9 @@ def measure_chain(
     values = [tuple(identities.values())]
     x = sample
     modules = torch.nn.ModuleList([f for f in functions if isinstance(f, torch.nn.Module)])
+    inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensors_of(sample)))
+    device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
+    kind_of(device).warm_up(device)
     with preserved(modules, tensors_of(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             probe = _Probe(function, x, costs, repeat, preserve_rng_state)
@@ -131,14 +135,20 @@ class _Probe:
         self.x = _mapped(lambda t: t.detach().requires_grad_(t.requires_grad), x)
         tensors = tensors_of(self.x)
         self.device = next((t.device for t in tensors), torch.device("cpu"))
+        self.kind = kind_of(self.device)
         self.anchor = torch.zeros((), requires_grad=True)
 
     def warm_up(self, i: int, name: str) -> None:
         """First use of the kernels; whether the stage leaves its input alone, and can draw the same numbers again."""
         x = _mapped(lambda t: t.detach(), self.x)
         versions, states = versions_of(x), states_beside_torch()
-        with torch.no_grad():
-            output = self.function(x)
+        outputs: list[Any] = []
+
+        def run() -> None:
+            with torch.no_grad():
+                outputs.append(self.function(x))
+
+        self.kind.first_use(run, self.device)
         if versions != versions_of(x):
             raise InputError(in_place_message(i, name))
         drawn = [library for library, state in states_beside_torch().items() if state != states[library]]
@@ -147,7 +157,9 @@ class _Probe:
                 f"layer {i} ({name}) draws from {drawn[0]}, where it would draw other numbers when it runs again: draw "
                 "with torch instead (torch.rand(()) < p)"
             )
-        check_tensors(output, f"layer {i} ({name}) returns")
+        if self.preserve_rng_state and isinstance(self.function, torch.nn.Module):
+            refuse_unseen_draws(self.function, self.device, f"layer {i} ({name})")
+        check_tensors(outputs[0], f"layer {i} ({name}) returns")
 
     def measure(self, name: str) -> tuple[rotor_chain.Stage, Any, tuple[frozenset[int], ...]]:
         """The stage's figures, its output for the next one, and what its ways keep."""
@@ -186,18 +198,20 @@ class _Probe:
 
     def _partial_ways(self, rerun_time: int, saved: _Saved, state: int) -> list[tuple[frozenset[int], Way]]:
         """Ways that keep results of expensive operations; only those that hold less than keeping everything."""
-        survey = Survey(lambda: _clock(self.device))
+        survey = Survey(lambda: self.kind.mark(self.device))
         last = [0]
 
         def pack(t: torch.Tensor) -> torch.Tensor:
             last[0] = len(survey.found)
             return t
 
+        self.kind.hold(self.device)
         with saved_tensors_hooks(pack, lambda t: t), survey:
             output = self._run()
         ends = {storage_key(t) for t in (*tensors_of(self.x), *tensors_of(output))}
         rerun = survey.found[: last[0]]  # the others come behind the last saved tensor
-        cost = {k: o.flops // _FLOPS_PER_NS if self.costs == "flops" else o.time for k, o in enumerate(rerun)}
+        counted = self.costs == "flops"
+        cost = {k: o.flops // _FLOPS_PER_NS if counted else self.kind.between(*o.span) for k, o in enumerate(rerun)}
         size = {k: sum(o.results.values()) for k, o in enumerate(rerun)}
         able = [k for k, o in enumerate(rerun) if o.keepable and not o.results.keys() & ends]
         # The second run makes a saved output again, whether or not the first one is still there.
@@ -303,30 +317,36 @@ class _Probe:
         """Medians in ns: forward, the part of it behind the last saved tensor, backward."""
         forward, tail, backward = [], [], []
         for _ in range(self.repeat):
-            start = _clock(self.device)
+            self.kind.hold(self.device)
+            start = self._mark()
             output = self._run()
-            forward.append(_clock(self.device) - start)
+            forward.append(self.kind.between(start, self._mark()))
             ends = [t for t in tensors_of(output) if t.requires_grad]
             if ends:
                 wrt = [t for t in (*tensors_of(self.x), *self._parameters()) if t.requires_grad]
-                grads = [torch.ones_like(t) for t in ends]
-                start = _clock(self.device)
+                grads = [torch.randn_like(t) for t in ends]  # ones make matrix products look fast on a GPU
+                self.kind.hold(self.device)
+                start = self._mark()
                 torch.autograd.grad(ends, wrt, grads, allow_unused=True)
-                backward.append(_clock(self.device) - start)
+                backward.append(self.kind.between(start, self._mark()))
             del output, ends
             tail.append(self._tail())
         return int(median(forward)), int(min(median(tail), median(forward))), int(median(backward or [0]))
 
     def _tail(self) -> int:
-        last = [0]
+        self.kind.hold(self.device)
+        last = [self._mark()]
 
         def pack(t: torch.Tensor) -> torch.Tensor:
-            last[0] = _clock(self.device)
+            last[0] = self._mark()
             return t
 
         with saved_tensors_hooks(pack, lambda t: t):
             self._run()
-        return _clock(self.device) - last[0]
+        return self.kind.between(last[0], self._mark())
+
+    def _mark(self) -> Any:
+        return self.kind.mark(self.device)
 
     def _counted(self) -> tuple[int, int, int]:
         """The same from counted operations and bytes."""
@@ -361,9 +381,3 @@ def _unwanted(_: int) -> None:
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return pytree.tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, value)
-
-
-def _clock(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter_ns()

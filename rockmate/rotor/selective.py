@@ -7,7 +7,6 @@ which results are kept is decided by the dynamic program, from what they cost.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,22 +97,24 @@ class Replay(TorchDispatchMode):
 
 @dataclass
 class Expensive:
-    """One expensive operation: the memory of its results (storage → bytes), its time in ns, its counted operations."""
+    """One expensive operation: the memory of its results (storage → bytes), marks of the device's clock before and
+    after it, its counted operations.
+    """
 
     results: dict[int, int]
-    time: int
+    span: tuple[Any, Any]
     flops: int
     keepable: bool = True
 
 
 @dataclass
 class Survey(TorchDispatchMode):
-    """Lists the expensive operations of a run. ``clock`` gives ns.
+    """Lists the expensive operations of a run. ``mark`` gives a moment of the device.
 
     A result is not keepable if it is read between two changes: a second run would read the final value.
     """
 
-    clock: Callable[[], int] = time.perf_counter_ns
+    mark: Callable[[], Any]
     found: list[Expensive] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -123,9 +124,9 @@ class Survey(TorchDispatchMode):
         self.read: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        start = self.clock()
+        start = self.mark()
         out = func(*args, **(kwargs or {}))
-        spent = self.clock() - start
+        span = start, self.mark()
         read = {storage_key(t) for t in _tensors((args, kwargs))}
         made = {storage_key(t): storage_bytes(t) for t in _tensors(out)}
         if _is_in_place(func):
@@ -137,7 +138,7 @@ class Survey(TorchDispatchMode):
             self.read |= read - made.keys()
         if _is_expensive(func):
             flops = int(flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out))
-            operation = Expensive(made, spent, flops, keepable=not (made.keys() & read))
+            operation = Expensive(made, span, flops, keepable=not (made.keys() & read))
             self.found.append(operation)
             self.owner |= dict.fromkeys(made, operation)
             self.alive += [t.detach() for t in _tensors(out)]

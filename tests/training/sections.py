@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-from rkgb.memory import _events, _replay
+from rkgb.profiled import events, replay
 
 # Bytes of blocks that mark a moment among the allocator's events; nothing else has these sizes.
 BEGIN, END = 1_000_003, 1_000_033
@@ -33,12 +33,12 @@ class Sections:
 
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
-        events = _events(self._profile)
-        begins = [k for k, event in enumerate(events) if event[2] == BEGIN]
-        ends = [k for k, event in enumerate(events) if event[2] == END]
+        found = events(self._profile)
+        begins = [k for k, event in enumerate(found) if event[2] == BEGIN]
+        ends = [k for k, event in enumerate(found) if event[2] == END]
         for begin, end in zip(begins, ends, strict=True):
-            before = _replay(events[:begin])[1]
-            self.peaks.append(_replay(events[:begin] + events[begin + 2 : end], begin)[0] - before)
+            before = replay(found[:begin])[1]
+            self.peaks.append(replay(found[:begin] + found[begin + 2 : end], begin)[0] - before)
 
     def begin(self) -> None:
         """A section starts."""

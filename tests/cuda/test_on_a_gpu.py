@@ -1,0 +1,134 @@
+"""What only a GPU shows: each test skips itself where there is none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rkgb.device import Cuda, kind_of
+from rkgb.pipeline import make_all_graphs
+from rkgb.randomness import random_state, set_random_state
+from rockmate import Rockmate, measure_peak
+from rockmate.gpt import GPT
+from rockmate.planning import make_planner
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+DEVICE = "cuda:0"
+
+
+def perceptron() -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1))]
+    return nn.Sequential(*layers), torch.randn(2048, 512)
+
+
+def convolutions() -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())]
+    return nn.Sequential(*layers), torch.randn(16, 16, 64, 64)
+
+
+def gpt() -> tuple[nn.Module, torch.Tensor]:
+    return GPT(4, 256, 4, 128, 1024), torch.randint(1024, (8, 128))
+
+
+MODELS = pytest.mark.parametrize("make", [perceptron, convolutions, gpt], ids=lambda make: make.__name__)
+Make = Callable[[], tuple[nn.Module, torch.Tensor]]
+
+
+def on_gpu(make: Make) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = make()
+    return model.to(DEVICE), x.to(DEVICE)
+
+
+def under_budget(model: nn.Module, x: torch.Tensor) -> Rockmate:
+    """Half-way between the least memory and keeping everything, for a loss that takes its gradient only."""
+    found = make_planner(model, (x,), None, "flops", 0).frontier()
+    return Rockmate(model, x, (found.min_budget + found.max_budget) // 2, costs="flops", loss_memory=0)
+
+
+def step(call: nn.Module, x: torch.Tensor) -> None:
+    call.zero_grad()
+    output = call(x)
+    (2 * output).sum().backward()  # makes the gradient when it is asked for, and holds nothing
+
+
+def trained(call: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients and buffers after a step, and the device's generator."""
+    torch.manual_seed(1)
+    step(call, x)
+    gradients = [p.grad.clone() for p in call.parameters() if p.grad is not None]
+    return [*gradients, *(b.clone() for b in call.buffers()), random_state(torch.device(DEVICE))]
+
+
+def test_generator_states_are_small_and_come_back() -> None:
+    device = torch.device(DEVICE)
+    state = random_state(device)
+    drawn = torch.rand(100, device=device)
+    assert state.device.type == "cpu"
+    assert state.numel() <= 64
+    assert not torch.equal(state, random_state(device))
+    set_random_state(device, state)
+    assert torch.equal(torch.rand(100, device=device), drawn)
+
+
+@MODELS
+def test_results_are_eagers_or_as_near_as_its_own(make: Make) -> None:
+    model, x = on_gpu(make)
+    eager, again = copy.deepcopy(model), copy.deepcopy(model)
+    rk = under_budget(model, x)
+    assert rk.plan.recomputed > 0
+    for ours, theirs, repeated in zip(trained(rk, x), trained(eager, x), trained(again, x), strict=True):
+        gap, own = ((a.double() - theirs.double()).abs().max() for a in (ours, repeated))
+        assert gap <= 2 * own
+
+
+@MODELS
+def test_requested_bytes_are_as_predicted(make: Make) -> None:
+    """What the allocator reserves for them is more."""
+    model, x = on_gpu(make)
+    rk = under_budget(model, x)
+    run = partial(step, rk, x)
+    run()
+    rk.zero_grad()
+    peak = measure_peak(run, rk)
+    assert peak <= rk.budget
+    assert 0.99 * rk.plan.predicted_peak <= peak <= rk.plan.predicted_peak + Cuda.scalars
+    assert peak <= measure_peak(run, rk, reserved=True)
+
+
+class Products(nn.Module):
+    """A large and a small matrix product: 2 ** 37 and 2 ** 19 operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(4096, 4096, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.large(x), self.small(y)
+
+
+def test_times_of_a_large_and_a_small_product() -> None:
+    """The large one takes at least what its operations take at 2 PFLOPS; the small one less than a launch, 10 µs."""
+    model = Products().to(DEVICE)
+    sample = torch.randn(4096, 4096, device=DEVICE), torch.randn(64, 64, device=DEVICE)
+    large, small = (node.time for node in make_all_graphs(model, sample).K.nodes)
+    assert large > 2**37 / 2e6
+    assert small < 10_000
+    assert large > 5 * small
+
+
+def test_a_millisecond_is_held() -> None:
+    """Cycles are given to the device; its clock may run slower than two of them a nanosecond."""
+    device = torch.device(DEVICE)
+    kind = kind_of(device)
+    kind.hold(device)
+    start = kind.mark(device)
+    kind.hold(device)
+    assert kind.between(start, kind.mark(device)) >= 900_000

@@ -1,0 +1,291 @@
+"""How a GPU is measured, without one: its queue, allocator and threads have stand-ins that the tests describe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import randn, square_loss
+from torch import nn
+
+from rkgb.device import KINDS, Cpu, Cuda, device_in_use
+from rkgb.errors import MeasureError
+from rkgb.measure import _times
+from rkgb.memory import _where, measure_after, measure_memory, measure_peak
+from rkgb.pipeline import make_all_graphs
+from rockmate import Rockmate
+from rockmate.planning import make_planner
+
+GPU = torch.device("cuda:1")
+
+# ------------------------------------------------------------------------------------------------ clock
+
+LAUNCH = 20_000  # ns of the host for one kernel
+
+
+class Queue:
+    """Stands for a GPU's queue: kernels run in order, none before it was launched, and events when it is their turn."""
+
+    def __init__(self) -> None:
+        self.host = self.done = 0
+
+    def launch(self, duration: int, cost: int = LAUNCH) -> None:
+        self.host += cost
+        self.done = max(self.host, self.done) + duration
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        queue = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: str) -> None:
+                assert stream == "stream of cuda:1"
+                self.at = max(queue.host, queue.done)
+
+            def synchronize(self) -> None:
+                queue.host = max(queue.host, self.at)
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) / 1e6
+
+        monkeypatch.setattr("torch.cuda.Event", Event)
+        monkeypatch.setattr("torch.cuda.current_stream", lambda device: f"stream of {device}")
+        monkeypatch.setattr("torch.cuda.device", Guard)
+        monkeypatch.setattr("torch.cuda._sleep", lambda cycles: queue.launch(cycles // 2))
+        monkeypatch.setattr("rkgb.measure.time", SimpleNamespace(perf_counter_ns=lambda: queue.host))
+
+
+class Guard:
+    def __init__(self, device: torch.device) -> None:
+        assert device == GPU
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class Kernels:
+    """Stands for a node's run: so many kernels forward, each of so many ns; no backward."""
+
+    device = GPU
+
+    def __init__(self, queue: Queue, duration: int, count: int = 1) -> None:
+        self.queue, self.duration, self.count = queue, duration, count
+
+    def forward(self) -> list[torch.Tensor]:
+        for _ in range(self.count):
+            self.queue.launch(self.duration)
+        return []
+
+    def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        return []
+
+
+@pytest.mark.parametrize(("duration", "count"), [(2_000, 1), (5_000, 1), (400_000, 1), (2_000, 300)])
+def test_times_are_those_of_kernels_and_not_of_launches(
+    monkeypatch: pytest.MonkeyPatch, duration: int, count: int
+) -> None:
+    """Also where launching alone takes longer than a millisecond: the first run tells how long the queue must wait."""
+    queue = Queue()
+    queue.install(monkeypatch)
+    run: Any = Kernels(queue, duration, count)
+    assert _times(run, 5, [])[0] == duration * count
+
+
+def test_timed_backwards_get_random_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr("rkgb.measure._backward", lambda ends, grads: given.extend(grads))
+    run: Any = SimpleNamespace(
+        device=torch.device("cpu"), forward=list, ends=lambda r: r, gradients=lambda r: [torch.ones(8)]
+    )
+    _times(run, 1, [])
+    assert len(set(given[0].tolist())) == 8
+
+
+def test_the_cache_is_filled_with_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the driver only the size is asked; the memory is the CPU's."""
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1_000))
+    (read,) = Cuda().to_read(torch.device("cpu"), [])
+    assert read.nbytes == 2_000
+
+
+# ----------------------------------------------------------------------------------------------- memory
+
+
+class Allocator:
+    """Stands for the caching allocator's statistics of ``cuda:1``, in which a block is larger than what was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str = "native") -> None:
+        self.figures = {"requested_bytes": 0, "allocated_bytes": 0, "reserved_bytes": 4_000_000}
+        self.peaks = dict.fromkeys(self.figures, 10**9)  # what the caller did before
+        for name in ("synchronize", "reset_peak_memory_stats", "memory_stats"):
+            monkeypatch.setattr(f"torch.cuda.{name}", getattr(self, name))
+        monkeypatch.setattr("torch.cuda.empty_cache", lambda: self.figures.update(reserved_bytes=2_000_000))
+        monkeypatch.setattr("torch.cuda.get_allocator_backend", lambda: backend)
+
+    def synchronize(self, device: torch.device) -> None:
+        assert device == GPU
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        assert device == GPU
+        self.peaks = dict(self.figures)
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        assert device == GPU
+        current = {f"{name}.all.current": size for name, size in self.figures.items()}
+        return current | {f"{name}.all.peak": size for name, size in self.peaks.items()}
+
+    def change(self, requested: int, allocated: int, reserved: int = 0) -> None:
+        for name, size in zip(self.figures, (requested, allocated, reserved), strict=True):
+            self.figures[name] += size
+            self.peaks[name] = max(self.peaks[name], self.figures[name])
+
+
+def test_memory_is_what_was_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    allocator.change(70, 512)
+
+    def step() -> str:
+        allocator.change(1_500_000, 2_097_152)
+        allocator.change(-1_499_000, -2_096_128)
+        return "result"
+
+    assert measure_memory(step, GPU) == ("result", 1_500_000, 1_000)
+    assert measure_peak(step, "cuda:1") == 1_500_000
+    assert measure_after(lambda: allocator.change(50, 512), lambda _: step(), GPU) == ("result", 1_500_000)
+
+
+def test_where_requests_are_not_counted_blocks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own asynchronous allocator reports no requests."""
+    allocator = Allocator(monkeypatch, "cudaMallocAsync")
+    assert measure_peak(lambda: allocator.change(0, 2_048), "cuda:1") == 2_048
+
+
+def test_reserved_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the level at which the allocator holds nothing that is unused."""
+    allocator = Allocator(monkeypatch)
+    assert measure_peak(lambda: allocator.change(1_000, 1_024, 2_097_152), "cuda:1", reserved=True) == 2_097_152
+    with pytest.raises(MeasureError, match="reserved memory was asked for on cpu, whose allocator keeps none"):
+        measure_peak(lambda: None, "cpu", reserved=True)
+
+
+def test_where_a_peak_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device that holds memory, current or not. The driver's answers are given."""
+    assert device_in_use() == torch.device("cpu")
+    assert _where(nn.Linear(2, 2, device="meta")) == torch.device("meta")
+    held = {0: 0, 1: 512, 2: 0}
+    for name, answer in (("is_available", True), ("is_initialized", True), ("device_count", 3), ("current_device", 0)):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda answer=answer: answer)
+    monkeypatch.setattr("torch.cuda.memory_allocated", held.__getitem__)
+    assert device_in_use() == GPU
+    held[2] = 512
+    with pytest.raises(MeasureError, match=r"memory on cuda:1, cuda:2: say which of them"):
+        measure_peak(lambda: None)
+    held.update(dict.fromkeys(held, 0))
+    assert device_in_use() == torch.device("cuda:0")
+
+
+def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver has, and what the allocator holds without use."""
+    for name, answer in (("mem_get_info", (100, 200)), ("memory_reserved", 30), ("memory_allocated", 10)):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device, answer=answer: answer)
+    assert Cuda().free(GPU) == 120
+
+
+class RoomForNumbers(Cpu):
+    """A device whose losses need more for their numbers: a GPU's reductions have a part of them for each block."""
+
+    scalars = Cuda.scalars
+
+
+def test_room_for_the_numbers_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = make_planner(nn.Linear(8, 8), (randn(2, 8, seed=1),), None, "flops", None).reserved
+    monkeypatch.setitem(KINDS, "cpu", RoomForNumbers())
+    found = make_planner(nn.Linear(8, 8), (randn(2, 8, seed=1),), None, "flops", None).reserved
+    assert found - usual == Cuda.scalars - Cpu.scalars
+    blocks = 132 * 2048 // 512 * 4  # of the largest reduction on an H100: fewer than this, of 8 bytes and a semaphore
+    assert Cuda.scalars > 12 * blocks
+
+
+# ------------------------------------------------------------------------------------- workspaces, threads
+
+
+class Warmed(Cpu):
+    """A device whose kernels allocate what stays; notes what is done in which order, and in whose backward."""
+
+    keeps_workspaces = True
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, bool]] = []
+
+    def note(self, what: str) -> None:
+        self.done.append((what, torch._C._current_graph_task_id() >= 0))
+
+    def warm_up(self, device: torch.device) -> None:
+        self.note("warm")
+
+    def first_use(self, function: Callable[[], Any], device: torch.device) -> None:
+        def noted() -> None:
+            self.note("use")
+            function()
+
+        Cuda().first_use(noted, device)
+
+    def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
+        self.note("measure")
+        return super().measured(function, device)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 2))
+
+
+def test_workspaces_are_there_before_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = Warmed()
+    monkeypatch.setitem(KINDS, "cpu", kind)
+    make_all_graphs(net(), randn(16, 8, seed=1))
+    assert kind.done[0] == ("warm", False)
+    assert kind.done[1:4] == [("use", False), ("use", True), ("measure", False)]
+
+
+def test_plans_that_are_loaded_are_warmed_up_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every distinct node runs once in the forward's thread and in the backward's, and nothing else is changed."""
+    x, eager = randn(16, 8, seed=1), net()
+    Rockmate(copy.deepcopy(eager), x, "1 MiB", costs="flops").plan.save(tmp_path / "plan.json")
+    kind = Warmed()
+    monkeypatch.setitem(KINDS, "cpu", kind)
+    rk = Rockmate(copy.deepcopy(eager), x, plan=tmp_path / "plan.json")
+    assert kind.done[0] == ("warm", False)
+    nodes = len(rk.plan.problem.nodes)
+    assert kind.done[1:] == [("use", False), ("use", True)] * nodes
+    results = []
+    for call in (eager, rk):
+        torch.manual_seed(1)
+        square_loss(call(x)).backward()
+        results.append([*(p.grad for p in call.parameters()), *call.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_warm_up_multiplies_matrices_in_both_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU's memory: where each product runs is seen."""
+    where: list[bool] = []
+    multiply = torch.addmm
+
+    def noted(*args: Any) -> torch.Tensor:
+        where.append(torch._C._current_graph_task_id() >= 0)
+        return multiply(*args)
+
+    monkeypatch.setattr("torch.addmm", noted)
+    monkeypatch.setattr("torch.cuda.device", lambda device: torch.no_grad())
+    Cuda().warm_up(torch.device("cpu"))
+    assert where == [False, True]
