@@ -58,8 +58,8 @@ class Rockmate(Facade):
     for three times the outputs' bytes is left in the first step, and for what the loss took from then on
     (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown which outputs
     the backward starts from. ``time_limit``: seconds after which the search for a plan ends with the best so far, as
-    ``plan.reason`` then says; by default 60 for each integer program. ``progress``: True shows how far planning is, False does
-    not; None does on a terminal, when it takes more than a second.
+    ``plan.reason`` then says; by default 60 for each integer program. ``progress``: True shows how far planning is,
+    False does not; None does on a terminal, when it takes more than a second.
 
     ``plan`` is the plan of the last call. Calls of another shape, or with other settings (whatever the module's
     Python reads), are planned when they first come, and cached; likewise a call that finds no ``.grad`` where there
