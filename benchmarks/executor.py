@@ -68,6 +68,10 @@ def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> 
         variant = dataclasses.replace(last, plan=plan, program=program_of(plan))
         rk._cache.replace(last, variant)
         rk._last, rk.plan = variant, plan
+    assert rk._last is not None
+    fixed = dataclasses.replace(rk._last, observer=None)  # the schedule stays, whatever the loss takes
+    rk._cache.replace(rk._last, fixed)
+    rk._last = fixed
     return rk
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rkgb.graphs import S_graph
 from rkgb.layouts import differentiated
-from rkgb.measure import Cost, Known, measure_nodes
+from rkgb.measure import Cost, measure_nodes
 from rkgb.randomness import drawn_by, state_bytes
 from rkgb.render_notebook import Drawn
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
-from rkgb.usage import Usage, differentiable, supposed, turned_strides
+from rkgb.usage import Usage, differentiable, supposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class K_data:
 class K_backward:
     """Backward of a node: what it reads, and gradient memory (bytes) before, at the worst moment, and after.
 
-    ``peak`` is less than the gradients' by what the node has saved of its own and let go of by then.
+    ``peak`` is less than the gradients' by what the node has saved of its own and let go of by then. ``extra``: what
+    comes on top of it if the gradients of the outputs are not contiguous, where that is not known (``Usage.turned``).
     """
 
     reads: tuple[int, ...]
@@ -45,6 +46,7 @@ class K_backward:
     before: int
     peak: int
     after: int
+    extra: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,48 +169,20 @@ def S_to_K(
     return k
 
 
-def make_K(
-    s: S_graph,
-    model: torch.nn.Module,
-    inputs: list[torch.Tensor],
-    costs: str,
-    usage: Usage,
-    known: Known,
-    missing: frozenset[int] | None = None,
-    report: Callable[[float], None] = lambda _: None,
-) -> K_graph:
-    """Measure what is not in ``known``, and differentiate.
-
-    Where ``usage`` does not say how the gradients of the roots lie, each figure of memory is the larger one of two:
-    for contiguous gradients and for others.
-    """
-    may_turn = frozenset(k for k in usage.roots if turned_strides(s.d.values[s.d.outputs[k]]))
-    open_ = usage.turned is None and may_turn
-
-    def differentiated_for(turned: frozenset[int]) -> K_graph:
-        one = dataclasses.replace(usage, turned=turned)
-        measured = measure_nodes(s, model, inputs, costs, one, known, report=report)
-        return S_to_K(s, model, inputs, measured, one, missing)
-
-    k = differentiated_for(frozenset() if usage.turned is None else usage.turned & may_turn)
-    if open_:
-        k = _worst(k, differentiated_for(may_turn))
-    return dataclasses.replace(k, usage=usage)
-
-
-def _worst(k: K_graph, other: K_graph) -> K_graph:
-    """``k`` with memory that suffices for ``other`` too; times are those of ``k``."""
+def with_extra(k: K_graph, turned: K_graph) -> K_graph:
+    """``k``, for contiguous gradients, with what those of ``turned`` take beyond it."""
 
     def of(a: K_backward | None, b: K_backward | None) -> K_backward | None:
         if a is None or b is None:
             return a
-        figures = {name: max(getattr(a, name), getattr(b, name)) for name in ("before", "peak", "after")}
-        return dataclasses.replace(a, **figures)
+        before, after = max(a.before, b.before), max(a.after, b.after)
+        peak = max(a.peak, before, after)
+        return dataclasses.replace(a, before=before, peak=peak, after=after, extra=max(0, b.peak - peak))
 
-    nodes = (
-        dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in zip(k.nodes, other.nodes, strict=True)
+    both = zip(k.nodes, turned.nodes, strict=True)
+    return dataclasses.replace(
+        k, nodes=tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both)
     )
-    return dataclasses.replace(k, nodes=tuple(nodes))
 
 
 def _idle(s: S_graph, usage: Usage) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,15 +16,15 @@ from rkgb.capture import attributes_preserved
 from rkgb.check import checked
 from rkgb.device import kind_of, one_device
 from rkgb.graphs import B_graph, D_graph, S_graph
-from rkgb.Ktools import K_graph, make_K
-from rkgb.measure import Known, check_costs
+from rkgb.Ktools import K_graph, S_to_K, with_extra
+from rkgb.measure import Known, check_costs, measure_nodes
 from rkgb.patches import TRACING
 from rkgb.render_notebook import Drawn
 from rkgb.sample import Sample, call_of, check_module
 from rkgb.Stools import D_to_S, cut
 from rkgb.summary import Summary, summarize
 from rkgb.trees import tensors_of
-from rkgb.usage import supposed
+from rkgb.usage import Usage, supposed, turned_strides
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,6 +72,35 @@ def make_S(
     report("simplify", 0.0)
     s = cut(D_to_S(d))
     return b, s.d, s
+
+
+def make_K(
+    s: S_graph,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    costs: str,
+    usage: Usage,
+    known: Known,
+    missing: frozenset[int] | None = None,
+    report: Callable[[float], None] = lambda _: None,
+) -> K_graph:
+    """Measure what is not in ``known``, and differentiate.
+
+    Where ``usage`` does not say how the gradients of the roots lie, figures are those for contiguous ones, with what
+    others take as ``extra``.
+    """
+    may_turn = frozenset(k for k in usage.roots if turned_strides(s.d.values[s.d.outputs[k]]))
+    open_ = usage.turned is None and may_turn
+
+    def differentiated_for(turned: frozenset[int]) -> K_graph:
+        one = dataclasses.replace(usage, turned=turned)
+        measured = measure_nodes(s, model, inputs, costs, one, known, report=report)
+        return S_to_K(s, model, inputs, measured, one, missing)
+
+    k = differentiated_for(frozenset() if usage.turned is None else usage.turned & may_turn)
+    if open_:
+        k = with_extra(k, differentiated_for(may_turn))
+    return dataclasses.replace(k, usage=usage)
 
 
 def make_all_graphs(

@@ -88,6 +88,12 @@ class Observer:
         elif look is not None:
             look.abandon()
 
+    def note_later(self, k: int) -> None:
+        """A second backward of a call comes to output ``k``."""
+        if self.usage is not None and k not in self.usage.roots:
+            self.usage = _union(self.usage, Usage((k,), frozenset(), frozenset()))
+            self.news = True
+
     def note(self, signs: Signs, roots: tuple[int, ...] | None, seen: tuple[int, int] | None) -> None:
         """A call is over. ``roots``, ``seen`` (see ``Window.close``): where it was looked at closely."""
         if signs in self._known:
@@ -135,7 +141,11 @@ class _Call:
         """Output ``k`` is about to hand on its gradient, number ``place`` of those that its function gets."""
         self.begin()
         gradient = gradients[place]
-        if gradient is not None and torch._C._current_graph_task_id() == self.task:
+        if gradient is None:
+            return
+        if torch._C._current_graph_task_id() != self.task:
+            self.observer.note_later(k)
+        else:
             self.reached[k] = not gradient.is_contiguous() and 0 not in gradient.stride()
 
     def begin(self) -> None:
@@ -248,9 +258,12 @@ class Look:
     def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of ``torch.autograd._engine_run_backward``."""
         original = self.replaced[0][2]
+        if self.thread != threading.get_ident():
+            return original(ends, *args, **kwargs)
         call = self.call() if self.call is not None else None
-        roots = call.roots_of(ends) if call is not None and call.thread == threading.get_ident() else ()
+        roots = call.roots_of(ends) if call is not None else ()
         if call is None or not roots:
+            self.abandon()  # what another backward does is no loss
             return original(ends, *args, **kwargs)
         done = False
         try:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rkgb.allocator import Allocator
 from rkgb.guards import is_guard
 from rkgb.Ktools import K_graph
 from rockmate.artefact import write_plan
 from rockmate.budget import show_bytes
 from rockmate.report import block_table
-from rockmate.room import Room
+from rockmate.reserved import predict_reserved
+from rockmate.room import Room, usual_problem
 from solvers import Problem, Run, Schedule, format_schedule, step_name, walk
 
 if TYPE_CHECKING:
@@ -71,6 +73,26 @@ class Plan:
         """What people should know of how the module was read."""
         return self.graph.s.d.notes
 
+    @cached_property
+    def predicted_reserved(self) -> int:
+        """Bytes that CUDA's caching allocator takes from the device for a step, by a simulation of the allocator.
+
+        As ``measure_peak(step, reserved=True)``: above what it holds for parameters, gradients and inputs, with no
+        unused blocks to begin with, on one stream and with the default settings. The CPU's allocator reserves nothing:
+        there this is what the step would need on a GPU.
+        """
+        d, missing = self.graph.s.d, self.graph.missing
+        allocator = Allocator()
+        for storage in d.storages:
+            if storage.owner is None:
+                allocator.malloc(storage.bytes)
+        for v in d.sources:
+            if d.values[v].requires_grad and v not in missing:
+                allocator.malloc(d.values[v].bytes)
+        before = allocator.reserved
+        levels = predict_reserved(self.problem_with_usual_loss(), self.schedule, allocator)
+        return levels.reserved - before + self.room.predicted_kept
+
     @property
     def recomputed(self) -> int:
         """How many times a node runs again."""
@@ -100,7 +122,7 @@ class Plan:
 
     def problem_with_usual_loss(self) -> Problem:
         """The problem whose walk has the predicted peak."""
-        return dataclasses.replace(self.problem, loss=self.room.usual)
+        return usual_problem(self.problem, self.graph, self.room)
 
     def plot_memory(self, path: str | Path | None = None) -> Figure:
         """Memory over the time of a step as a figure, also written to ``path``; see ``rockmate.plot.plot_memory``."""

@@ -14,9 +14,8 @@ import torch
 from rkgb.capture import drop_saved, preserved
 from rkgb.device import Cpu
 from rkgb.errors import GraphError, UnsupportedError
-from rkgb.Ktools import make_K
 from rkgb.measure import check_costs
-from rkgb.pipeline import Graphs, make_all_graphs
+from rkgb.pipeline import Graphs, make_all_graphs, make_K
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 from rkgb.usage import Usage
@@ -25,7 +24,7 @@ from rockmate.budget import show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
-from rockmate.room import Room, usual_room
+from rockmate.room import Room, usual_problem, usual_room
 from rockmate.state import module_key
 from rockmate.undo import undo_bytes
 from solvers import (
@@ -73,7 +72,7 @@ def problem_of(graphs: Graphs, room: Room) -> Problem:
             n.reads,
             n.makes,
             n.peak,
-            Backward(b.time, b.reads, b.before, b.peak, b.after) if (b := n.backward) else None,
+            Backward(b.time, b.reads, b.before, b.peak + b.extra, b.after) if (b := n.backward) else None,
             n.rerun,
             n.random_bytes,
         )
@@ -234,7 +233,7 @@ class Planner:
 
     def predicted_peak(self, solution: ChainPlan) -> int:
         """The peak of ``solution`` with the usual loss (or the one given)."""
-        peak = walk(dataclasses.replace(self.problem, loss=self.room.usual), solution.schedule).peak
+        peak = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule).peak
         return peak + self.room.predicted_kept + undo_bytes(self.graphs.S)
 
     def for_usage(self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, room: Room | None) -> Planner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from rkgb.device import kind_of
 from rkgb.graphs import D_graph
 from rkgb.Ktools import K_graph
+from solvers import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,20 @@ def seen_room(peak: int, kept: int, scalars: int) -> Room:
 def device_of_outputs(d: D_graph) -> torch.device:
     """Where the loss is computed."""
     return next((d.values[v].device for v in d.outputs), torch.device("cpu"))
+
+
+def usual_problem(problem: Problem, k: K_graph, room: Room) -> Problem:
+    """``problem`` with the usual loss, or the one that was seen or given; its gradients are contiguous unless they are
+    known not to be.
+    """
+    extra = (n.backward.extra if n.backward else 0 for n in k.nodes)
+    nodes = (
+        dataclasses.replace(n, backward=dataclasses.replace(n.backward, peak=n.backward.peak - more))
+        if more and n.backward
+        else n
+        for n, more in zip(problem.nodes, extra, strict=True)
+    )
+    return dataclasses.replace(problem, nodes=tuple(nodes), loss=room.usual)
 
 
 def _in_float(k: K_graph) -> int:
