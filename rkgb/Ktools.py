@@ -68,10 +68,10 @@ class K_graph(Drawn):
     """Forward and backward computations of a whole S graph.
 
     Invariants: node i belongs to S node i; data are made by their owner and read later only; the
-    gradient bytes after a backward are those before the next. ``outputs``: data that the module returns. Of these (and
-    of what autograd saves for backwards of outputs that get no gradient) the caller holds ``held`` to the end, and lets
-    ``returned`` go when the loss is there. ``output_bytes``: gradients from outside, of the roots of ``usage``.
-    ``missing``: sources without ``.grad``, whose gradients stay. ``idle``: nodes that lead only to such outputs.
+    gradient bytes after a backward are those before the next. ``outputs``: data that the module returns. Of these, and
+    of what autograd saves for backwards of outputs that get no gradient, the caller holds ``held`` to the end, and
+    releases ``returned`` when the loss has been computed. ``output_bytes``: gradients from outside, of the roots of
+    ``usage``. ``missing``: sources without ``.grad``, whose gradients stay. ``idle``: nodes that lead only to such outputs.
     """
 
     s: S_graph
@@ -151,16 +151,21 @@ def S_to_K(
     outputs = dict.fromkeys(s.d.values[v].storage for v in s.d.outputs)
     outputs = dict.fromkeys(of_storage[x] for x in outputs if x in of_storage)
     held = {of_storage[x] for x in usage.held_storages(s.d) if x in of_storage}
-    saved = {of_storage[x] for i in idle for x in s.nodes[i].saved.storages if x in of_storage}
-    saved |= {private[i] for i in idle if i in private}
+    saved = {i: [of_storage[x] for x in s.nodes[i].saved.storages if x in of_storage] for i in idle}
+    for i in idle.intersection(private):
+        saved[i].append(private[i])
+    with_graph = [s.d.outputs[k] for k in differentiable(s.d) if k in usage.held]
+    for i, results in enumerate(differentiated(s, with_graph)):
+        held.update(saved[i] if i in idle and results else ())
+    all_held = dict.fromkeys((*(d for d in outputs if d in held), *sorted(held)))
     k = K_graph(
         s,
         tuple(nodes),
         tuple(data),
         tuple(outputs),
         sum(s.d.values[v].bytes for v in usage.root_values(s.d)),
-        tuple(d for d in outputs if d in held),
-        tuple(d for d in dict.fromkeys((*outputs, *sorted(saved))) if d not in held),
+        tuple(all_held),
+        tuple(d for d in dict.fromkeys((*outputs, *(d for i in sorted(idle) for d in saved[i]))) if d not in held),
         usage,
         missing,
         idle,

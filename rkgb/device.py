@@ -240,7 +240,7 @@ class _StatisticsWindow(Window):
     def __init__(self, kind: Cuda, device: torch.device) -> None:
         self.kind, self.device, self.what = kind, device, kind._counted()
         self.before = 0
-        self.seen: tuple[int, int] | None = None
+        self.seen: tuple[int, int] | None = None  # at the mark
 
     def begin(self) -> None:
         self.before = self.kind._begin(self.what, self.device)
@@ -250,8 +250,11 @@ class _StatisticsWindow(Window):
         peak, level = now.get(f"{self.what}.all.peak", 0), now.get(f"{self.what}.all.current", 0)
         self.seen = max(0, peak - self.before), max(0, level - self.before)
 
-    def close(self) -> tuple[int, int] | None:
-        return self.seen
+    def close(self) -> tuple[int, int, int] | None:
+        if self.seen is None:
+            return None
+        now = torch.cuda.memory_stats(self.device).get(f"{self.what}.all.current", 0)
+        return *self.seen, max(0, now - self.before)
 
 
 class _InBackward(torch.autograd.Function):

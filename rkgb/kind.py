@@ -28,9 +28,10 @@ class Window(ABC):
         """The second moment is now."""
 
     @abstractmethod
-    def close(self) -> tuple[int, int] | None:
-        """(peak, new): the most bytes above the level of the first moment, and at the second moment those of what was
-        allocated since, or where that is not known, the change of the level. None if there was no second moment.
+    def close(self) -> tuple[int, int, int] | None:
+        """(peak, new, left): the most bytes above the level of the first moment; those allocated since that are there at
+        the second moment; the same now. Where the last two are not known, the change of the level. None if there was no
+        second moment.
         """
 
 

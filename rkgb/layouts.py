@@ -37,13 +37,14 @@ def gradient_layouts(
     fed: list[tuple[int, ...]],
     keys: list[Hashable],
     given: Mapping[int, tuple[int, ...] | None],
+    known: dict[Hashable, Outgoing],
 ) -> list[Layouts]:
     """For each node the strides of the gradients that its backward gets, one for each position in ``fed``.
 
-    ``keys``: equal for equal nodes. ``given``: strides of the gradients of roots, None for contiguous.
+    ``keys``: equal for equal nodes. ``given``: strides of the gradients of roots, None for contiguous. ``known``: what
+    nodes make of the strides that they get, which is added to.
     """
     strides = dict(given)
-    known: dict[Hashable, Outgoing] = {}
     found: list[Layouts] = []
     with preserved(model, [], s.d.structure.written), torch.enable_grad():
         for node, results, same in zip(reversed(s.nodes), reversed(fed), reversed(keys), strict=True):

@@ -21,7 +21,7 @@ from rkgb.capture import drop_saved, preserved
 from rkgb.device import kind_of
 from rkgb.errors import TraceError
 from rkgb.graphs import S_graph, S_node
-from rkgb.layouts import differentiated, gradient_layouts
+from rkgb.layouts import Outgoing, differentiated, gradient_layouts
 from rkgb.memory import measure_after, measure_memory, storage_bytes
 from rkgb.program import memory_of, run_node, source_values
 from rkgb.stand_ins import runs
@@ -77,6 +77,7 @@ class Known:
     def __init__(self) -> None:
         self.given: frozenset[int] | None = None
         self.costs: dict[tuple[Hashable, ...], Cost] = {}
+        self.outgoing: dict[Hashable, Outgoing] = {}
 
     def times(self, key: tuple[Hashable, ...]) -> tuple[int, int] | None:
         """Forward and backward time of the node of ``key``, if it was measured with gradients that lie otherwise."""
@@ -112,7 +113,9 @@ def measure_nodes(
     number: dict[Hashable, int] = {}
     same: list[Hashable] = [number.setdefault(nodes_key(s.d, [node]), len(number)) for node in s.nodes]
     turned = {v: turned_strides(s.d.values[v]) for v in (s.d.outputs[k] for k in usage.turned or ())}
-    layouts = gradient_layouts(s, model, inputs, fed, same, dict.fromkeys(usage.root_values(s.d)) | turned)
+    layouts = gradient_layouts(
+        s, model, inputs, fed, same, dict.fromkeys(usage.root_values(s.d)) | turned, known.outgoing
+    )
     caller = usage.held_storages(s.d)
     held = [_held_and_saved(s, node, caller) for node in s.nodes]
     sources = source_values(s.d.sources, model, inputs)
@@ -120,11 +123,10 @@ def measure_nodes(
         known.given = frozenset(v for v, t in sources.items() if t.is_leaf and t.grad is not None)
     given = known.given
     keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i], held[i]) for i, n in enumerate(s.nodes)]
-    others = _to_read(model)
     before = set(known.costs)
 
     def measure(stand_ins: bool) -> None:
-        plan = runs(s, keys, stand_ins)
+        plan, others = runs(s, keys, stand_ins), _to_read(model)
         env = dict(sources)
         with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
             for done, i in enumerate(sorted(plan.reads), 1):

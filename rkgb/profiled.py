@@ -59,12 +59,12 @@ class ProfiledWindow(Window):
         self.marked = True
         torch.empty(_MARK + 1, dtype=torch.uint8)
 
-    def close(self) -> tuple[int, int] | None:
+    def close(self) -> tuple[int, int, int] | None:
         self.session.__exit__(None, None, None)
         return _between_marks(events(self.session)) if self.marked else None
 
 
-def _between_marks(found: list[tuple[int, int, int]]) -> tuple[int, int] | None:
+def _between_marks(found: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
     sizes = [size for _, _, size in found]
     if _MARK not in sizes or _MARK + 1 not in sizes:
         return None
@@ -72,12 +72,8 @@ def _between_marks(found: list[tuple[int, int, int]]) -> tuple[int, int] | None:
     between = found[start + 2 : end]  # without the mark and its release
     _, before = replay(found[:start])
     peak, _ = replay(found[:start] + between, start)
-    blocks: dict[int, int] = {}
-    for _, address, size in between:
-        blocks.pop(address, None)
-        if size > 0:
-            blocks[address] = size
-    return max(0, peak - before), sum(blocks.values())
+    later = found[end + 2 :]
+    return max(0, peak - before), replay(between)[1], replay(between + later)[1]
 
 
 def events(prof: profile) -> list[tuple[int, int, int]]:

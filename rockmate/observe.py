@@ -13,6 +13,7 @@ engine (``torch.compiler`` replaces the same function for its tracers).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 import weakref
@@ -23,11 +24,13 @@ from typing import Any
 
 import torch
 from torch.autograd import profiler
+from torch.autograd import profiler_legacy as legacy
 
 from rkgb.device import kind_of
-from rkgb.graphs import D_graph
+from rkgb.Ktools import K_graph
 from rkgb.memory import window
 from rkgb.usage import Usage, differentiable, turned_strides
+from rockmate.compiled import Program
 from rockmate.executor import CallState
 from rockmate.room import Room, device_of_outputs, seen_room
 
@@ -55,10 +58,15 @@ class Observer:
     ``measures``: whether the room for the loss is to be learned.
     """
 
-    def __init__(self, d: D_graph, measures: bool) -> None:
+    def __init__(self, k: K_graph, measures: bool) -> None:
+        d = k.s.d
         self.measures = measures
+        self.gradients = sum(d.values[v].bytes for v in k.missing)  # that the backward leaves
+        self.storages = [d.values[v].storage for v in d.outputs]
+        self.saved = {x for facts in d.facts for x in facts.saved.storages}
         self.usage: Usage | None = None
         self.news = False
+        self.unsure = False  # a call differed from those that were looked at: its loss may take more
         self.places = differentiable(d)
         self.device = device_of_outputs(d)
         self.may_turn = frozenset(k for k in self.places if turned_strides(d.values[d.outputs[k]]))
@@ -84,9 +92,15 @@ class Observer:
     def watch(self, state: CallState, outputs: Sequence[torch.Tensor], look: Look | None) -> None:
         """Follow the call that returns ``outputs``."""
         if any(outputs[k].grad_fn is not None for k in self.places):
-            state.arrived = _Call(self, outputs, look).begin
+            state.arrived = _Call(self, state.program, outputs, look).begin
         elif look is not None:
             look.abandon()
+
+    def planned_for(self, supposed: Usage) -> Usage:
+        """How outputs are used, by all that is known; ``supposed``: before the first step."""
+        if self.usage is None or not self.unsure:
+            return self.usage or supposed
+        return dataclasses.replace(_union(self.usage, supposed), turned=None)
 
     def note_later(self, k: int) -> None:
         """A second backward of a call comes to output ``k``."""
@@ -94,21 +108,22 @@ class Observer:
             self.usage = _union(self.usage, Usage((k,), frozenset(), frozenset()))
             self.news = True
 
-    def note(self, signs: Signs, roots: tuple[int, ...] | None, seen: tuple[int, int] | None) -> None:
+    def note(self, signs: Signs, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
         """A call is over. ``roots``, ``seen`` (see ``Window.close``): where it was looked at closely."""
         if signs in self._known:
             return
         if roots is None or (self.measures and seen is None and self._looks < _LOOKS):
-            self._look = True
+            self.news = self.news or (self.usage is not None and not self.unsure)
+            self.unsure = self._look = True
             return
         self._known.add(signs)
-        self._look, self.news = False, True
+        self._look, self.news, self.unsure = False, True, False
         now = Usage(roots, signs.held, signs.turned.intersection(roots))
         self.usage = now if self.usage is None else _union(self.usage, now)
         if self.measures and seen is not None:
-            peak, level = seen
-            self._peak = max(self._peak, peak)
-            self._kept = max(self._kept, level - sum(self.bytes[k] for k in roots), 0)
+            peak, level, left = seen
+            kept = max(0, level - sum(self.bytes[k] for k in roots), left - self.gradients)
+            self._peak, self._kept = max(self._peak, peak), max(self._kept, kept)
 
 
 def _union(a: Usage, b: Usage) -> Usage:
@@ -119,10 +134,17 @@ def _union(a: Usage, b: Usage) -> Usage:
 class _Call:
     """One call until its first backward is over. The hooks in its graph own it, so it must not own the graph."""
 
-    def __init__(self, observer: Observer, outputs: Sequence[torch.Tensor], look: Look | None) -> None:
+    def __init__(
+        self, observer: Observer, program: Program, outputs: Sequence[torch.Tensor], look: Look | None
+    ) -> None:
         self.observer = observer
         self.thread, self.task = threading.get_ident(), -1
         self.refs = [weakref.ref(t) for t in outputs]
+        self.memory: dict[int, Any] = {}  # of outputs that only the caller has, as far as the program goes
+        for k, t in enumerate(outputs):
+            kept = program.data_of.get(program.s.d.outputs[k]) in program.kept
+            if not kept and observer.storages[k] not in observer.saved and t.layout == torch.strided:
+                self.memory[k] = t.untyped_storage()._weak_ref()
         self.reached: dict[int, bool] = {}
         self.held: frozenset[int] = frozenset()
         self.nodes = -1
@@ -154,17 +176,23 @@ class _Call:
             self.task = torch._C._current_graph_task_id()
             if self.thread == threading.get_ident():
                 self.nodes = _sequence_number() - self.first
-            self.held = frozenset(k for k, ref in enumerate(self.refs) if _has_owner(ref))
+            self.held = frozenset(k for k, ref in enumerate(self.refs) if self.is_held(k, ref))
             if self.look is not None:
                 self.look.mark()
             torch.autograd.Variable._execution_engine.queue_callback(self.over)
+
+    def is_held(self, k: int, ref: weakref.ref[torch.Tensor]) -> bool:
+        """Whether the caller has output ``k``, or its memory."""
+        if k in self.memory and not torch.UntypedStorage._expired(self.memory[k]):
+            return True
+        return _has_owner(ref)
 
     def over(self) -> None:
         """The backward is over; one that is looked at closely ends a little later."""
         if self.look is None:
             self.note(None, None)
 
-    def note(self, roots: tuple[int, ...] | None, seen: tuple[int, int] | None) -> None:
+    def note(self, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
         turned = frozenset(k for k, other in self.reached.items() if other) & self.observer.may_turn
         signs = Signs(tuple(sorted(self.reached)), turned, self.held | self.observer.own, self.nodes)
         self.observer.note(signs, roots, seen)
@@ -234,11 +262,12 @@ class Look:
         self.thread = threading.get_ident()
         self.call: weakref.ref[_Call] | None = None
         self.replaced: list[tuple[Any, str, Any, Any]] = []
+        starts = [(profiler, "_prepare_profiler"), (profiler, "_enable_profiler"), (legacy, "_enable_profiler_legacy")]
         self.window = None if device is None else window(device)
         self.replace(torch.autograd, "_engine_run_backward", self.run_backward)
         if self.window is not None:
-            for name in ("_prepare_profiler", "_enable_profiler"):
-                self.replace(profiler, name, partial(self.give_way, getattr(profiler, name)))
+            for module, name in starts:
+                self.replace(module, name, partial(self.give_way, getattr(module, name)))
 
     def begin(self, call: _Call) -> None:
         """Forward returns now."""
@@ -248,8 +277,9 @@ class Look:
 
     @staticmethod
     def possible() -> bool:
-        """Whether a call can be looked at: no other one is, and torch has what is intercepted."""
-        return Look.current is None and hasattr(torch.autograd, "_engine_run_backward")
+        """Whether a call can be looked at: this is the main thread, no other call is, torch has what is intercepted."""
+        main = threading.current_thread() is threading.main_thread()  # which ends last
+        return main and Look.current is None and hasattr(torch.autograd, "_engine_run_backward")
 
     def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         self.replaced.append((owner, name, getattr(owner, name), new))
@@ -291,7 +321,7 @@ class Look:
         if self.window is not None:
             self.window.mark()
 
-    def close(self) -> tuple[int, int] | None:
+    def close(self) -> tuple[int, int, int] | None:
         """Put back what was replaced; what the window has seen."""
         if Look.current is self:
             Look.current = None

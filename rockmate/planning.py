@@ -24,7 +24,7 @@ from rockmate.budget import show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
-from rockmate.room import Room, usual_problem, usual_room
+from rockmate.room import Room, usual_problem, usual_room, wider
 from rockmate.state import module_key
 from rockmate.undo import undo_bytes
 from solvers import (
@@ -236,8 +236,11 @@ class Planner:
         peak = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule).peak
         return peak + self.room.predicted_kept + undo_bytes(self.graphs.S)
 
-    def for_usage(self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, room: Room | None) -> Planner:
-        """A planner for other figures of the outputs: ``usage``, and ``room`` for the loss (None: the usual one).
+    def for_usage(
+        self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, seen: Room | None, unsure: bool
+    ) -> Planner:
+        """A planner for another ``usage`` of the outputs, with as much room for the loss as was ``seen``; if nothing
+        was, or if that is ``unsure``, with the usual room at least.
 
         What is not measured yet is measured on ``inputs``. Blocks that stay what they were are not solved again.
         """
@@ -248,7 +251,7 @@ class Planner:
             k = make_K(self.graphs.S, model, inputs, self.costs, usage, self.graphs.known, k.missing)
             seconds["measure"] = time.perf_counter() - start
         graphs = dataclasses.replace(self.graphs, K=k)
-        room = room or usual_room(k, self.loss_memory)
+        room = seen if seen and not unsure else wider(usual_room(k, self.loss_memory), seen)
         problem = problem_of(graphs, room)
         return dataclasses.replace(
             self, graphs=graphs, problem=problem, room=room, saved=None, seconds=seconds, _chain=None

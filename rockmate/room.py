@@ -59,6 +59,14 @@ def seen_room(peak: int, kept: int, scalars: int) -> Room:
     return Room(between, kept, between, scalars, True)
 
 
+def wider(room: Room, seen: Room | None) -> Room:
+    """``room``, or more where more was seen."""
+    if seen is None:
+        return room
+    between, kept = max(room.between, seen.between), max(room.kept, seen.kept)
+    return dataclasses.replace(room, between=between, kept=kept, usual=max(room.usual, seen.usual + seen.kept))
+
+
 def device_of_outputs(d: D_graph) -> torch.device:
     """Where the loss is computed."""
     return next((d.values[v].device for v in d.outputs), torch.device("cpu"))

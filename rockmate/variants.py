@@ -13,6 +13,7 @@ import torch
 from rkgb.code import Code
 from rkgb.errors import MeasureError
 from rkgb.graphs import Structure
+from rkgb.usage import supposed
 from rockmate.compiled import Program, compile_schedule
 from rockmate.draws import draw_whole
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
@@ -53,7 +54,7 @@ def make_variant(planner: Planner, budget: int, state: PythonState, observer: Ob
     plan = planner.plan(budget)
     d = plan.graph.s.d
     if planner.saved is None:
-        observer = observer or Observer(d, planner.loss_memory is None)
+        observer = observer or Observer(plan.graph, planner.loss_memory is None)
     return Variant(planner, plan, program_of(plan), d.structure, state, observer)
 
 
@@ -63,14 +64,15 @@ def adapted(variant: Variant, model: torch.nn.Module, inputs: list[torch.Tensor]
     What the caller holds though it gets no gradient is planned for where that fits, and is beside the budget otherwise.
     """
     planner, plan, observer = variant.planner, variant.plan, variant.observer
-    if observer is None or not observer.news or observer.usage is None:
+    if observer is None or not observer.news:
         return variant
     observer.news = False
-    supposed = plan.graph.usage.held
-    fewer = dataclasses.replace(observer.usage, held=observer.usage.held & supposed)
-    for usage in dict.fromkeys((observer.usage, fewer)):
+    wanted = observer.planned_for(supposed(planner.graphs.S.d))
+    fewer = dataclasses.replace(wanted, held=wanted.held & plan.graph.usage.held)
+    problem: Exception | None = None
+    for usage in dict.fromkeys((wanted, fewer)):
         try:
-            seen = planner.for_usage(model, inputs, usage, observer.room)
+            seen = planner.for_usage(model, inputs, usage, observer.room, observer.unsure)
         except MeasureError:  # the caller measures this very call: plan at the next one
             observer.news = True
             return variant
@@ -82,6 +84,8 @@ def adapted(variant: Variant, model: torch.nn.Module, inputs: list[torch.Tensor]
             problem = error
             continue
         return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
+    if observer.unsure:  # that more is taken is not known yet: the next call is looked at
+        return variant
     warnings.warn(
         f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",
         BudgetWarning,
