@@ -71,7 +71,8 @@ class K_graph(Drawn):
     gradient bytes after a backward are those before the next. ``outputs``: data that the module returns. Of these, and
     of what autograd saves for backwards of outputs that get no gradient, the caller holds ``held`` to the end, and
     releases ``returned`` when the loss has been computed. ``output_bytes``: gradients from outside, of the roots of
-    ``usage``. ``missing``: sources without ``.grad``, whose gradients stay. ``idle``: nodes that lead only to such outputs.
+    ``usage``. ``missing``: sources without ``.grad``, whose gradients stay. ``idle``: nodes that lead only to outputs
+    without gradient.
     """
 
     s: S_graph
@@ -154,7 +155,7 @@ def S_to_K(
     saved = {i: [of_storage[x] for x in s.nodes[i].saved.storages if x in of_storage] for i in idle}
     for i in idle.intersection(private):
         saved[i].append(private[i])
-    with_graph = [s.d.outputs[k] for k in differentiable(s.d) if k in usage.held]
+    with_graph = [s.d.outputs[k] for k in differentiable(s.d) if k in usage.attached]
     for i, results in enumerate(differentiated(s, with_graph)):
         held.update(saved[i] if i in idle and results else ())
     all_held = dict.fromkeys((*(d for d in outputs if d in held), *sorted(held)))

@@ -29,9 +29,9 @@ class Window(ABC):
 
     @abstractmethod
     def close(self) -> tuple[int, int, int] | None:
-        """(peak, new, left): the most bytes above the level of the first moment; those allocated since that are there at
-        the second moment; the same now. Where the last two are not known, the change of the level. None if there was no
-        second moment.
+        """(peak, new, left): the most bytes above the level of the first moment; those allocated since that are there
+        at the second moment; the same now. Where the last two are not known, the change of the level. None if there was
+        no second moment.
         """
 
 

@@ -13,12 +13,14 @@ class Usage:
 
     ``roots``: outputs that the backward starts from: their gradients come from outside. ``held``: outputs that the
     caller holds until the backward ends; the others are released at the latest when the loss has been computed.
+    ``attached``: those of them whose autograd graph it holds, too.
     ``turned``: roots whose gradients are not contiguous, as those of a loss on a transposed view; None if that is not
     known yet, so that a plan must suffice for both.
     """
 
     roots: tuple[int, ...]
     held: frozenset[int]
+    attached: frozenset[int]
     turned: frozenset[int] | None = None
 
     def root_values(self, d: D_graph) -> tuple[int, ...]:
@@ -63,12 +65,13 @@ def supposed(d: D_graph) -> Usage:
     inner = upstream(d, scalars) - scalars
     roots = tuple(k for k in carried if d.outputs[k] not in inner)
     own = range(len(d.outputs) - len(d.structure.assigned), len(d.outputs))
-    return Usage(roots, frozenset((*roots, *own)))
+    return Usage(roots, frozenset((*roots, *own)), frozenset(roots))
 
 
 def all_used(d: D_graph) -> Usage:
     """Every output gets the gradient that it can get, and is held to the end."""
-    return Usage(differentiable(d), frozenset(range(len(d.outputs))), frozenset())
+    every = differentiable(d)
+    return Usage(every, frozenset(range(len(d.outputs))), frozenset(every), frozenset())
 
 
 def turned_strides(value: Value) -> tuple[int, ...] | None:

@@ -127,7 +127,12 @@ def write_plan(path: str | Path, k: K_graph, problem: Problem, schedule: Schedul
         "held": k.held,
         "returned": k.returned,
         "idle": sorted(k.idle),
-        "usage": {"roots": k.usage.roots, "held": sorted(k.usage.held), "turned": turned},
+        "usage": {
+            "roots": k.usage.roots,
+            "held": sorted(k.usage.held),
+            "attached": sorted(k.usage.attached),
+            "turned": turned,
+        },
         "room": _fields(room),
     }
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {**head, **tail}.items()]
@@ -142,7 +147,8 @@ def _fields(thing: Any) -> dict[str, Any]:
 
 def _usage(found: dict[str, Any]) -> Usage:
     turned = found["turned"]
-    return Usage(tuple(found["roots"]), frozenset(found["held"]), None if turned is None else frozenset(turned))
+    held, attached = frozenset(found["held"]), frozenset(found["attached"])
+    return Usage(tuple(found["roots"]), held, attached, None if turned is None else frozenset(turned))
 
 
 def read_plan(path: str | Path) -> SavedPlan:

@@ -146,6 +146,11 @@ class Program:
     exceeding: frozenset[frozenset[int]] = frozenset()
 
     @cached_property
+    def stored(self) -> frozenset[int]:
+        """Data whose memory the executor itself holds after the forward phase."""
+        return self.kept.intersection(datum for n in self.nodes for _, datum in (*n.made, *n.joins))
+
+    @cached_property
     def ends(self) -> dict[int, int]:
         """The nodes that make roots, and where in the outputs each has one."""
         place = {v: k for k, v in enumerate(self.s.d.outputs) if k in self.roots}

@@ -42,13 +42,14 @@ _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What the hooks notice of one call: outputs that get gradients, those of them whose gradients are not contiguous,
-    outputs that the caller holds, and how many nodes the caller's code added to autograd's graph between the phases (-1
-    if that is not known)."""
+    """What the hooks notice of one call: outputs that get gradients; those of them whose gradients are not contiguous;
+    outputs whose memory the caller holds; outputs that it holds as they are; how many nodes the caller's code added to
+    autograd's graph between the phases (-1 if that is not known)."""
 
     reached: tuple[int, ...]
     turned: frozenset[int]
     held: frozenset[int]
+    attached: frozenset[int]
     nodes: int
 
 
@@ -105,7 +106,7 @@ class Observer:
     def note_later(self, k: int) -> None:
         """A second backward of a call comes to output ``k``."""
         if self.usage is not None and k not in self.usage.roots:
-            self.usage = _union(self.usage, Usage((k,), frozenset(), frozenset()))
+            self.usage = _union(self.usage, Usage((k,), frozenset(), frozenset(), frozenset()))
             self.news = True
 
     def note(self, signs: Signs, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
@@ -118,7 +119,7 @@ class Observer:
             return
         self._known.add(signs)
         self._look, self.news, self.unsure = False, True, False
-        now = Usage(roots, signs.held, signs.turned.intersection(roots))
+        now = Usage(roots, signs.held, signs.attached, signs.turned.intersection(roots))
         self.usage = now if self.usage is None else _union(self.usage, now)
         if self.measures and seen is not None:
             peak, level, left = seen
@@ -128,7 +129,7 @@ class Observer:
 
 def _union(a: Usage, b: Usage) -> Usage:
     turned = (a.turned or frozenset()) | (b.turned or frozenset())
-    return Usage(tuple(sorted({*a.roots, *b.roots})), a.held | b.held, turned)
+    return Usage(tuple(sorted({*a.roots, *b.roots})), a.held | b.held, a.attached | b.attached, turned)
 
 
 class _Call:
@@ -142,11 +143,12 @@ class _Call:
         self.refs = [weakref.ref(t) for t in outputs]
         self.memory: dict[int, Any] = {}  # of outputs that only the caller has, as far as the program goes
         for k, t in enumerate(outputs):
-            kept = program.data_of.get(program.s.d.outputs[k]) in program.kept
-            if not kept and observer.storages[k] not in observer.saved and t.layout == torch.strided:
+            stored = program.data_of.get(program.s.d.outputs[k]) in program.stored
+            if not stored and observer.storages[k] not in observer.saved and t.layout == torch.strided:
                 self.memory[k] = t.untyped_storage()._weak_ref()
         self.reached: dict[int, bool] = {}
         self.held: frozenset[int] = frozenset()
+        self.attached: frozenset[int] = frozenset()
         self.nodes = -1
         self.edges: dict[tuple[int, int], int] = {}
         for k in observer.places:
@@ -176,16 +178,12 @@ class _Call:
             self.task = torch._C._current_graph_task_id()
             if self.thread == threading.get_ident():
                 self.nodes = _sequence_number() - self.first
-            self.held = frozenset(k for k, ref in enumerate(self.refs) if self.is_held(k, ref))
+            self.attached = frozenset(k for k, ref in enumerate(self.refs) if _has_owner(ref))
+            alive = (k for k, memory in self.memory.items() if not torch.UntypedStorage._expired(memory))
+            self.held = self.attached.union(alive)
             if self.look is not None:
                 self.look.mark()
             torch.autograd.Variable._execution_engine.queue_callback(self.over)
-
-    def is_held(self, k: int, ref: weakref.ref[torch.Tensor]) -> bool:
-        """Whether the caller has output ``k``, or its memory."""
-        if k in self.memory and not torch.UntypedStorage._expired(self.memory[k]):
-            return True
-        return _has_owner(ref)
 
     def over(self) -> None:
         """The backward is over; one that is looked at closely ends a little later."""
@@ -194,7 +192,7 @@ class _Call:
 
     def note(self, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
         turned = frozenset(k for k, other in self.reached.items() if other) & self.observer.may_turn
-        signs = Signs(tuple(sorted(self.reached)), turned, self.held | self.observer.own, self.nodes)
+        signs = Signs(tuple(sorted(self.reached)), turned, self.held | self.observer.own, self.attached, self.nodes)
         self.observer.note(signs, roots, seen)
 
     def roots_of(self, ends: Sequence[Any]) -> tuple[int, ...]:

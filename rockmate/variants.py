@@ -68,7 +68,8 @@ def adapted(variant: Variant, model: torch.nn.Module, inputs: list[torch.Tensor]
         return variant
     observer.news = False
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
-    fewer = dataclasses.replace(wanted, held=wanted.held & plan.graph.usage.held)
+    now = plan.graph.usage
+    fewer = dataclasses.replace(wanted, held=wanted.held & now.held, attached=wanted.attached & now.attached)
     problem: Exception | None = None
     for usage in dict.fromkeys((wanted, fewer)):
         try:

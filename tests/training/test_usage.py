@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -308,7 +309,8 @@ def test_an_unused_branch_that_is_used_after_all() -> None:
         warnings.simplefilter("ignore", BudgetWarning)  # of the first step
         peak = measured(alone, lambda: alone(x)[0].square().mean().backward())
     assert alone.plan.graph.idle
-    assert_as_predicted(alone, peak)
+    # The branch goes before the loss is computed; how much of it went was seen under a plan that kept less of it.
+    assert peak <= alone.plan.predicted_peak + SCALARS <= alone.budget
 
 
 def test_a_profiler_of_the_caller_in_the_first_step() -> None:
@@ -325,6 +327,125 @@ def test_a_profiler_of_the_caller_in_the_first_step() -> None:
         rk(ids).square().mean().backward()
     rk(ids)
     assert rk.plan.room.seen
+
+
+def test_a_legacy_profiler_of_the_caller() -> None:
+    from torch.autograd import profiler_legacy
+
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, ids, "8 MiB", costs="flops")
+    y = rk(ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is deprecated
+        with profiler_legacy.profile(profile_memory=True):
+            loss = y.square().mean()
+    loss.backward()
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_forwards_in_threads_are_not_looked_at() -> None:
+    """A look that their thread could not end would be the last one."""
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, ids, "8 MiB", costs="flops")
+    original = torch.autograd._engine_run_backward
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(rk(ids)))
+    thread.start()
+    thread.join()
+    assert torch.autograd._engine_run_backward == original
+    results.pop().square().mean().backward()
+    for _ in range(2):
+        rk(ids).square().mean().backward()
+    rk(ids)
+    assert rk.plan.room.seen
+
+
+class Heads(nn.Module):
+    """Two heads of one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(perceptron(32) for _ in range(4))
+        self.a, self.b = perceptron(48), perceptron(40)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.trunk:
+            x = x + layer(x)
+        return {"a": self.a(x), "b": self.b(x)}
+
+
+def perceptron(out: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, out))
+
+
+def of_one_head(result: dict[str, torch.Tensor]) -> torch.Tensor:
+    return result["a"].square().mean()
+
+
+def with_a_gradient_that_stays(result: dict[str, torch.Tensor]) -> torch.Tensor:
+    result["a"].retain_grad()
+    return result["a"].square().mean() + result["b"].square().mean()
+
+
+def with_detached_outputs(result: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = result["a"].square().mean()
+    result.update({name: t.detach() for name, t in result.items()})
+    return loss
+
+
+@pytest.mark.parametrize("loss", [of_one_head, with_a_gradient_that_stays, with_detached_outputs])
+@pytest.mark.parametrize("fraction", [0.2, 0.6])
+def test_what_the_caller_keeps_counts(loss: Callable[[Any], torch.Tensor], fraction: float) -> None:
+    """An unused output with its graph, a gradient of an output, the memory of outputs without their graph."""
+    torch.manual_seed(0)
+    model, x = Heads(), randn(64, 32, seed=0)
+    rk = Rockmate(model, x, part_way(frontier(model, x, costs="flops"), fraction), costs="flops")
+
+    def train() -> None:
+        result = rk(x)
+        loss(result).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)  # of the first step, which leaves an output out
+        peak = measured(rk, train)
+    if loss is with_a_gradient_that_stays:  # counted from the beginning, as nobody knows when it comes
+        assert peak <= rk.plan.predicted_peak + SCALARS <= rk.budget
+    else:
+        assert_as_predicted(rk, peak)
+
+
+def test_a_gradient_that_the_caller_gives_and_keeps() -> None:
+    torch.manual_seed(0)
+    model, x = perceptron(48), randn(64, 32, seed=0)
+    rk = Rockmate(model, x, part_way(frontier(model, x, costs="flops"), 0.4), costs="flops")
+
+    def train() -> None:
+        y = rk(x)
+        y.backward(torch.full_like(y, 1e-3))
+
+    assert_as_predicted(rk, measured(rk, train))
+
+
+def test_another_loss_has_the_usual_room_until_it_was_seen() -> None:
+    """What a small loss took is no promise for a larger one."""
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, ids, part_way(frontier(model, ids, costs="flops"), 0.2), costs="flops")
+    for _ in range(3):
+        rk.zero_grad()
+        rk(ids).sum().backward()
+    small = rk.plan.room
+
+    def larger() -> None:
+        F.cross_entropy(rk(ids).view(-1, VOCABULARY), ids.view(-1)).backward()
+
+    rk.zero_grad()
+    larger()
+    rk.zero_grad()
+    assert measure_peak(larger, "cpu") <= rk.budget
+    assert rk.plan.room.between > small.between
+    assert_as_predicted(rk, measured(rk, larger))
 
 
 def test_nothing_is_left_on_when_no_backward_comes() -> None:
