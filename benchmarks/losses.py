@@ -321,8 +321,8 @@ def figures(name: str, make: Callable[[], Case], parts: tuple[float, ...]) -> di
     return found
 
 
-def of_gpt2(place: str, measured: bool) -> dict[str, Any]:
-    """GPT-2 of 124 million parameters, its loss ``inside`` or ``outside``."""
+def of_gpt2(place: str, measured: bool, eager: int) -> dict[str, Any]:
+    """GPT-2 of 124 million parameters, its loss ``inside`` or ``outside``. ``eager``: its peak, 0 if not known yet."""
     torch.manual_seed(0)
     t = transformers()
     config = t.GPT2Config(use_cache=False)
@@ -333,8 +333,8 @@ def of_gpt2(place: str, measured: bool) -> dict[str, Any]:
         return out.loss if place == "inside" else F.cross_entropy(out.logits.flatten(0, 1), ids.flatten())
 
     case = Case(t.GPT2LMHeadModel(config).train(), batch, loss_of)
-    found: dict[str, Any] = {"place": place, "commit": commit(), "eager": 0}
-    found["eager"] = peak_of(partial(letting_go, case, case.model), case.model, 0)
+    found: dict[str, Any] = {"place": place, "commit": commit()}
+    found["eager"] = eager or peak_of(partial(letting_go, case, case.model), case.model, 0)
     case.model.zero_grad()
     rk = Rockmate(case.model, (), "1 TiB", sample_kwargs=batch, costs="flops")
     found["first"] = of_budgets(rk, found["eager"])
@@ -429,6 +429,7 @@ def page(data: dict[str, Any]) -> str:
     out = ["# Models that compute their loss", ""]
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     out += [f"`OMP_NUM_THREADS=1 python benchmarks/losses.py --out benchmarks/results/losses.json`; {named}.", ""]
+    out += ["Written by that program from [losses.json](losses.json).", ""]
     out += ["## Misses", "", *(f"- {miss}" for miss in misses or ["None."]), "", "## Peaks", "", EXPLAINED, ""]
     out += header("model", "eager", "eager, held", "least", "after", "alone: eager", "alone: least")
     out += [summary(found) for found in models if "least" in found]
@@ -461,8 +462,8 @@ def detail(name: str, row: dict[str, Any]) -> str:
     off = row["measured"] - min(max(row["measured"], low), high)
     sizes = [mib(row[key]) for key in ("budget", "predicted", "measured")]
     more = [
-        f"{100 * off / row['measured']:+.2f} %",
-        mib(row["beside"]) if row["beside"] else "–",
+        f"{100 * abs(off) / row['measured']:.2f} %",
+        (mib(row["beside"]) if row["beside"] > 2**17 else f"{row['beside']} bytes") if row["beside"] else "–",
         f"{100 * row['overhead']:.1f} %",
     ]
     return line(name, row["script"], *sizes, *more)
@@ -532,11 +533,12 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="only write the page anew")
     parser.add_argument("--figures", help=argparse.SUPPRESS)
     parser.add_argument("--place", help=argparse.SUPPRESS)
+    parser.add_argument("--eager", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.figures or options.place:
         cases = CASES | SHORT
         parts = FRACTIONS[1:2] if options.figures in SHORT else FRACTIONS
-        one = of_gpt2(options.place, options.measured) if options.place else None
+        one = of_gpt2(options.place, options.measured, options.eager) if options.place else None
         print(json.dumps(one or figures(options.figures, cases[options.figures], parts)))
         return 0
     data: dict[str, Any] = {}
@@ -544,8 +546,11 @@ def main() -> int:
         data = json.loads(options.out.read_text())
     found: list[dict[str, Any]] = []
     if options.gpt2:
-        more = [["--measured"] if options.measured and place == "inside" else [] for place in ("inside", "outside")]
-        found = [child("--place", p, *m) for p, m in zip(("inside", "outside"), more, strict=True)]
+        for place in ("inside", "outside"):
+            known = [run["eager"] for run in data.get("gpt2", []) if run["place"] == place]
+            more = ["--measured"] if options.measured and place == "inside" else []
+            found.append(child("--place", place, "--eager", str(known[0] if known else 0), *more))
+            print(json.dumps(found[-1]), flush=True)
         data["gpt2"] = merged(data.get("gpt2", []), [f for f in found if "error" not in f], "commit", "place")
     elif not options.page:
         with ThreadPoolExecutor(options.jobs) as pool:
