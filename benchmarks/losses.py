@@ -14,6 +14,7 @@ Exit status 1 if a check fails. Needs transformers and torchvision, but for ``--
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -127,13 +128,13 @@ class Experts(nn.Module):
         return x, uneven
 
 
+@functools.cache
 def transformers() -> Any:
     """transformers imports torchvision, whose operators do not load on a CPU build: as the tests do it."""
     path = Path(__file__).resolve().parents[1] / "tests" / "training" / "vision.py"
     spec = importlib.util.spec_from_file_location("vision", path)
     assert spec is not None and spec.loader is not None
     vision = importlib.util.module_from_spec(spec)
-    sys.modules["vision"] = vision
     spec.loader.exec_module(vision)
     vision.import_can_go_on()
     import transformers
