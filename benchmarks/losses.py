@@ -135,6 +135,7 @@ def transformers() -> Any:
     spec = importlib.util.spec_from_file_location("vision", path)
     assert spec is not None and spec.loader is not None
     vision = importlib.util.module_from_spec(spec)
+    sys.modules["vision"] = vision  # the schemas live as long as it does
     spec.loader.exec_module(vision)
     vision.import_can_go_on()
     import transformers
