@@ -11,7 +11,7 @@ import torch
 
 from gpu_run.context import Context
 from gpu_run.models import WORKS, Work
-from rockmate import InfeasibleBudgetError, Rockmate, measure_peak
+from rockmate import InfeasibleBudgetError, InputError, Rockmate, measure_peak
 
 ROUNDING = 0.9
 """Of what is free, this part is the budget: blocks are larger than what is asked for."""
@@ -24,7 +24,7 @@ def run(ctx: Context) -> None:
 
 
 def _one(ctx: Context, work: Work) -> None:
-    limit = 2**18 if ctx.dry else 8 * 2**30
+    limit = 2**17 if ctx.dry else 8 * 2**30
     limited = getattr(ctx.api, "set_per_process_memory_fraction", None)
     if limited is not None:
         limited(limit / ctx.api.get_device_properties(ctx.device).total_memory, ctx.device)
@@ -92,8 +92,10 @@ def _planned(ctx: Context, work: Work, limit: int, batch: int) -> bool:
         fits = _within(ctx, limit, partial(work.step, rk, model, sample))
     except InfeasibleBudgetError:
         return False
-    except torch.OutOfMemoryError as error:
-        ctx.emit(case=work.name, method=f"ours at batch {batch}", error=f"planned, but {error}"[:300])
+    except (torch.OutOfMemoryError, InputError) as error:
+        if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+            raise
+        ctx.emit(case=work.name, method=f"ours at batch {batch}", fits=False, why=f"{error}"[:300])
         return False
     ctx.emit(
         case=work.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gpu_run.records import write
 from rkgb.device import kind_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,12 +96,6 @@ class Context:
                 run()
                 found[name].append(kind.between(start, kind.mark(self.device)))
         return {name: int(statistics.median(values)) for name, values in found.items()}
-
-
-def write(out: Path, record: Mapping[str, Any]) -> None:
-    """Append one line; a reader sees all of it or nothing."""
-    with out.open("a", encoding="utf8") as lines:
-        lines.write(json.dumps({"at": round(time.time(), 2), **record}) + "\n")
 
 
 def load(path: Path) -> ModuleType:

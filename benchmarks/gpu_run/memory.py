@@ -64,7 +64,6 @@ def _one_model(ctx: Context, work: Work, expandable: bool) -> None:
         rk.budget = frontier.min_budget + round(fraction * (frontier.max_budget - frontier.min_budget))
         run()
         run()
-        predicted, start = _predicted(ctx, rk.plan, expandable)
         ctx.emit(
             case=work.name,
             segments="expandable" if expandable else "default",
@@ -74,8 +73,7 @@ def _one_model(ctx: Context, work: Work, expandable: bool) -> None:
             budget_bytes=rk.budget,
             predicted_bytes=rk.plan.predicted_peak,
             requested_bytes=measure_peak(run, ctx.device),
-            predicted_allocated_bytes=predicted.allocated - start.allocated,
-            predicted_reserved_bytes=predicted.reserved - start.reserved,
+            **_predicted(ctx, rk.plan, expandable),
             **_levels(ctx, run),
         )
         if TRACED.get(work.name) == fraction:
@@ -116,14 +114,21 @@ def _expandable(ctx: Context) -> bool | None:
     return any(s.get("is_expandable", False) for s in segments) if segments else None
 
 
-def _predicted(ctx: Context, plan: Plan, expandable: bool) -> tuple[Levels, Levels]:
-    """Peaks, from what is held now on, and what that is."""
+def _predicted(ctx: Context, plan: Plan, expandable: bool) -> dict[str, Any]:
+    """By simulation, above the level before it: what the allocator holds now is there."""
     gc.collect()
     getattr(ctx.api, "empty_cache", int)()
     allocator = Allocator(expandable=expandable)
-    allocator.adopt(read_segments(_segments(ctx)))
-    start = allocator.levels
-    return predict_reserved(plan.problem_with_usual_loss(), plan.schedule, allocator), start
+    try:
+        allocator.adopt(read_segments(_segments(ctx)))
+        start = allocator.levels
+        peak = predict_reserved(plan.problem_with_usual_loss(), plan.schedule, allocator)
+    except AllocatorError as error:
+        return {"not_predicted": str(error)}
+    return {
+        "predicted_allocated_bytes": peak.allocated - start.allocated,
+        "predicted_reserved_bytes": peak.reserved - start.reserved,
+    }
 
 
 def _trace(ctx: Context, work: Work, plan: Plan, run: Callable[[], None], expandable: bool) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from gpu_run.records import read
 
 Row = dict[str, Any]
 
@@ -27,29 +28,17 @@ ABOUT = {
 def page(path: Path) -> str:
     """The page of the results in ``path``; the last run's, if there are several."""
     records = read(path)
-    begun = [k for k, r in enumerate(records) if "begun" in r]
-    records = records[begun[-1] :] if begun else records
     dry = any(r.get("dry") for r in records)
     finished = "" if any("finished" in r for r in records) else " The run was cut short."
     lines = ["# On a GPU", ""]
     where = "a dry run at toy sizes on a CPU, whose figures mean nothing" if dry else "`python benchmarks/gpu.py`"
     lines += [f"From {where}.{finished}", "", *_parts(records)]
     for section in ABOUT:
-        rows = [r["row"] for r in records if r.get("section") == section and "row" in r]
+        mine = [r for r in records if r.get("section") == section and "row" in r]
+        rows = [r["row"] for r in sorted(mine, key=lambda r: r["part"])]
         if rows:
             lines += [f"## {section}", "", ABOUT[section], "", *_summary(section, rows), *_tables(rows)]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def read(path: Path) -> list[Row]:
-    """All whole lines: the last one may be cut."""
-    found = []
-    for line in path.read_text(encoding="utf8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
 
 
 def _parts(records: Sequence[Row]) -> list[str]:
@@ -88,7 +77,7 @@ def _bytes(rows: Sequence[Row]) -> str:
     worst = max((abs(r["requested_bytes"] - r["predicted_bytes"]) for r in pairs), default=0)
     said = f"{len(pairs)} pairs, {over} above the budget; requested and predicted differ by {worst:,} bytes at most."
     for what in ("allocated", "reserved"):
-        known = [r for r in pairs if r.get(f"{what}_bytes")]
+        known = [r for r in pairs if r.get(f"{what}_bytes") and f"predicted_{what}_bytes" in r]
         if known:
             ratios = [r[f"predicted_{what}_bytes"] / r[f"{what}_bytes"] for r in known]
             said += f" Predicted by measured {what} bytes: {min(ratios):.3f} to {max(ratios):.3f}."

@@ -18,9 +18,6 @@ from rockmate import InfeasibleBudgetError, Rockmate, measure_peak
 SEARCH = 20.0
 """Seconds for each search of a plan, at most."""
 
-COMPILED_IN_DRY_RUNS = "gpt"
-"""The one model that a dry run compiles."""
-
 
 class Ours:
     """A Rockmate, made for the first budget that can be kept; each other one is only solved."""
@@ -48,13 +45,15 @@ class Ours:
 
 
 def run(ctx: Context) -> None:
-    """The models that the part names."""
+    """The models that the part names; the peers that compile have parts of their own, as they may take long."""
     torch.set_float32_matmul_precision("high")
     for name in ctx.part.split("+"):
-        _one_model(ctx, WORKS[name])
+        model, _, compiled = name.partition(" ")
+        peers = [peer for peer in PEERS if peer.startswith("compile") == bool(compiled)]
+        _one_model(ctx, WORKS[model], peers[: 1 if ctx.dry and model != "gpt" else None])
 
 
-def _one_model(ctx: Context, work: Work) -> None:
+def _one_model(ctx: Context, work: Work, peers: list[str]) -> None:
     """Eager mode, then a row for each peer and ours at its peak."""
     model, sample = work.model(ctx.scale, ctx.device), work.sample(ctx.scale, ctx.device)
     eager = partial(work.step, model, model, sample)
@@ -70,11 +69,7 @@ def _one_model(ctx: Context, work: Work) -> None:
         parameters=parameters,
     )
     ours = Ours(ctx, work, work.model(ctx.scale, ctx.device), sample)
-    cases: dict[str, Callable[[], None]] = {}
-    for name in PEERS:
-        if not (ctx.dry and name.startswith("compile") and work.name != COMPILED_IN_DRY_RUNS):
-            cases[name] = partial(_beside, ctx, work, sample, eager, peak, ours, name)
-    ctx.run_each(cases, 8)
+    ctx.run_each({name: partial(_beside, ctx, work, sample, eager, peak, ours, name) for name in peers}, 8)
 
 
 def rounds(ctx: Context) -> int:

@@ -5,7 +5,6 @@ No torch here: what happens to it in a section must not reach the others.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -20,6 +19,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from gpu_run.records import write
 
 PROGRAM = Path(__file__).resolve().parents[1] / "gpu.py"
 GRACE = 2.0
@@ -42,11 +43,12 @@ class Section:
 
 
 MODELS = ("gpt", "llama", "resnet50", "vit", "unet")
+COMPILED = ("gpt compiled", "llama compiled")  # last: they may take minutes
 SETTINGS = ("default", "expandable")
 
 SECTIONS = (
-    Section("versions", "ceilings", 25),
-    Section("tests", "suite", 70),
+    Section("versions", "ceilings", 35),
+    Section("tests", "suite", 60),
     Section("zoo", "cases", 50, False, tuple(f"{k}/5" for k in range(5))),
     Section(
         "bytes",
@@ -56,9 +58,9 @@ SECTIONS = (
         tuple(f"{segments}/{k}/4" for segments in SETTINGS for k in range(4)),
         tuple(f"{segments}/0/1" for segments in SETTINGS),
     ),
-    Section("time", "peaks_and_times", 270, True, MODELS, ("+".join(MODELS),)),
-    Section("launch", "launches", 55),
-    Section("fits", "batches", 60),
+    Section("time", "peaks_and_times", 300, True, (*MODELS, *COMPILED), ("+".join((*MODELS, COMPILED[0])),)),
+    Section("launch", "launches", 50),
+    Section("fits", "batches", 50),
 )
 """The most valuable first: a run that is cut short has these."""
 
@@ -75,11 +77,11 @@ class Run:
     jobs: int
     limits: Mapping[str, float] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
-    stopped: bool = False
 
     def __call__(self) -> None:
         """Run them all, one line of the results for the end of each part."""
-        signal.signal(signal.SIGTERM, self._cut_short)
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, self._cut_short)
         end = time.time() + self.seconds
         self._write({"begun": True, "dry": self.dry, "seconds": self.seconds})
         try:
@@ -96,6 +98,7 @@ class Run:
         for k, found in groupby(enumerate(ordered), lambda pair: -1 if self.dry or not pair[1].alone else pair[0]):
             sections = [s for _, s in found]
             tasks = [(s, part) for s in sections for part in (s.dry if self.dry else s.parts)]
+            tasks.sort(key=lambda task: -task[0].share if self.dry else 0)  # then the longest runs beside all others
             share = sum(s.share for s in sections)
             yield tasks, self.jobs if k < 0 else 1, share / left
             left -= share
@@ -108,18 +111,18 @@ class Run:
             with lock:
                 limit = (end - time.time()) / math.ceil(waiting / jobs)
                 waiting -= 1
-            self._run_part(*task, limit)
+            self._run_part(*task, limit, jobs)
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(one, tasks))
 
-    def _run_part(self, section: Section, part: str, limit: float) -> None:
+    def _run_part(self, section: Section, part: str, limit: float, jobs: int) -> None:
         limit = self.limits.get(section.name, limit)
         start, record = time.time(), {"section": section.name, "part": part, "limit": round(limit, 1)}
         if limit <= 0:
             self._write({**record, "ended": "no time left", "seconds": 0.0, "why": ""})
             return
-        settings = {}
+        settings = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
         if part.startswith("expandable"):
             settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         command = [sys.executable, str(PROGRAM), "--child", section.name, "--part", part, "--out", str(self.out)]
@@ -158,14 +161,13 @@ class Run:
         for pid in [*self.running]:
             self._kill_group(pid)
 
-    def _cut_short(self, *_: Any) -> None:
+    def _cut_short(self, number: int, _: Any) -> None:
         self._kill()
         self._write({"cut_short": True})
-        os._exit(128 + signal.SIGTERM)
+        os._exit(128 + number)
 
     def _write(self, record: dict[str, Any]) -> None:
-        with self.out.open("a", encoding="utf8") as lines:
-            lines.write(json.dumps({"at": round(time.time(), 2), **record}) + "\n")
+        write(self.out, record)
         if "ended" in record:
             where = f"{record['section']} {record['part']}".strip()
             print(f"{where}: {record['ended']} after {record['seconds']} s of {record['limit']}", flush=True)
