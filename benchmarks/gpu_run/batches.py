@@ -19,12 +19,12 @@ ROUNDING = 0.9
 
 def run(ctx: Context) -> None:
     """Two models; what is there before the first batch counts."""
-    names = ["gpt"] if ctx.dry else ["gpt", "resnet50"]
+    names = ["resnet50"] if ctx.dry else ["gpt", "resnet50"]
     ctx.run_each({name: partial(_one, ctx, WORKS[name]) for name in names}, 15)
 
 
 def _one(ctx: Context, work: Work) -> None:
-    limit = 2**17 if ctx.dry else 8 * 2**30
+    limit = 2**15 if ctx.dry else 8 * 2**30
     limited = getattr(ctx.api, "set_per_process_memory_fraction", None)
     if limited is not None:
         limited(limit / ctx.api.get_device_properties(ctx.device).total_memory, ctx.device)
@@ -54,7 +54,7 @@ def _largest(ctx: Context, fits: Callable[[int], bool], first: int) -> int:
         else:
             step = (beyond - largest) // 2
             batch = largest + step if largest and step > largest // 16 else 0
-        if ctx.dry and batch > 8:
+        if ctx.dry and batch > 16:
             break
     return largest
 

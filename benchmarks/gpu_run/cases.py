@@ -28,7 +28,11 @@ LANGUAGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hf_bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "hf_bert": ("BertConfig", "BertForMaskedLM", SMALL),
     "hf_roberta": ("RobertaConfig", "RobertaForMaskedLM", SMALL),
-    "hf_distilbert": ("DistilBertConfig", "DistilBertForMaskedLM", {"dim": 64, "n_layers": 2, "hidden_dim": 128}),
+    "hf_distilbert": (
+        "DistilBertConfig",
+        "DistilBertForMaskedLM",
+        {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128},
+    ),
 }
 
 
@@ -59,7 +63,7 @@ def _language(name: str) -> Built:
     config, model, sizes = LANGUAGE[name]
     torch.manual_seed(0)
     made = getattr(transformers, model)(getattr(transformers, config)(vocab_size=128, **sizes)).train()
-    return made, (torch.randint(3, 128, (2, 32)),), {}
+    return made, (torch.randint(3, 128, (8, 64)),), {}
 
 
 def run(ctx: Context) -> None:
@@ -88,7 +92,7 @@ def _compare(ctx: Context, name: str, build: Callable[[], Built]) -> None:
         zoo.step(rk, model, args, kwargs, seeds)  # plans for the values that this seed brings
     zoo.forget_gradients(model, args, kwargs)
     frontier = rk.frontier()
-    rk.budget = (frontier.min_budget + frontier.max_budget) // 2
+    rk.budget = (3 * frontier.min_budget + frontier.max_budget) // 4
     found = zoo.step(rk, model, args, kwargs, seeds)
     gaps = {what: zoo.difference(found[what], expected[what]) for what in found}
     own = {what: zoo.difference(repeated[what], expected[what]) for what in found}

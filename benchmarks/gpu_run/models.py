@@ -103,7 +103,9 @@ class Work:
 
 def _gpt(scale: str) -> nn.Module:
     sizes = {"toy": (1, 16, 2, 16, 32), "middle": (4, 256, 4, 256, 2048), "full": (12, 768, 12, 1024, 50_304)}
-    return GPT(*sizes[scale])
+    model = GPT(*sizes[scale])
+    model.head.weight = model.tokens.weight  # as GPT-2 has it: 124 million parameters
+    return model
 
 
 def _llama(scale: str) -> nn.Module:

@@ -13,7 +13,7 @@ Row = dict[str, Any]
 ABOUT = {
     "versions": "What runs, and the most that the device copies and multiplies (medians of ten).",
     "tests": "Those of `tests/` for a device; without one they skip themselves.",
-    "zoo": "A step under half of the memory that recomputation can save, against eager mode: the largest relative "
+    "zoo": "A step that saves three quarters of what recomputation can, against eager mode: the largest relative "
     "difference, beside that of eager mode's own second run (`of eager`); `random` are generators' states.",
     "bytes": "Peaks of a step above the level before it. *Requested* is what budgets are of; *allocated* and "
     "*reserved* depend on the allocator, and are predicted by simulating it.",
