@@ -24,7 +24,7 @@ def run(ctx: Context) -> None:
 
 
 def _one(ctx: Context, work: Work) -> None:
-    limit = 2**15 if ctx.dry else 8 * 2**30
+    limit = 24_000 if ctx.dry else 8 * 2**30
     limited = getattr(ctx.api, "set_per_process_memory_fraction", None)
     if limited is not None:
         limited(limit / ctx.api.get_device_properties(ctx.device).total_memory, ctx.device)
@@ -32,7 +32,9 @@ def _one(ctx: Context, work: Work) -> None:
         row: dict[str, Any] = {"case": work.name, "limit_bytes": limit}
         row["eager_batch"] = eager = _largest(ctx, partial(_eager, ctx, work, limit), 1)
         ctx.emit(**row)
-        row["our_batch"] = ours = _largest(ctx, partial(_planned, ctx, work, limit), max(1, eager))
+        loss = _loss_of_an_example(ctx, work)
+        ctx.clear()
+        row["our_batch"] = ours = _largest(ctx, partial(_planned, ctx, work, limit, loss), max(1, eager))
         ctx.emit(**row, times_larger=round(ours / eager, 2) if eager else None)
     finally:
         if limited is not None:
@@ -54,7 +56,7 @@ def _largest(ctx: Context, fits: Callable[[int], bool], first: int) -> int:
         else:
             step = (beyond - largest) // 2
             batch = largest + step if largest and step > largest // 16 else 0
-        if ctx.dry and batch > 16:
+        if ctx.dry and batch > 4:
             break
     return largest
 
@@ -81,14 +83,25 @@ def _eager(ctx: Context, work: Work, limit: int, batch: int) -> bool:
         return False
 
 
-def _planned(ctx: Context, work: Work, limit: int, batch: int) -> bool:
+def _loss_of_an_example(ctx: Context, work: Work) -> int:
+    """Bytes that the loss takes for each example, as steps with two show: before the first, a plan leaves more."""
+    model, sample = work.model(ctx.scale, ctx.device), work.sample(ctx.scale, ctx.device, 2)
+    with work.around(ctx.device):
+        rk = Rockmate(model, sample, "100 TiB", costs="flops", progress=False)
+    for _ in range(2):
+        work.step(rk, model, sample)
+    room = rk.plan.room
+    return max(0, room.between + room.kept - rk.plan.graph.output_bytes) // 2
+
+
+def _planned(ctx: Context, work: Work, limit: int, loss: int, batch: int) -> bool:
     """The plan for what is free beside the model and its sample, less what blocks are larger by."""
     try:
         model, sample = work.model(ctx.scale, ctx.device), work.sample(ctx.scale, ctx.device, batch)
         gc.collect()
         budget = int(ROUNDING * (limit - (_held(ctx) or 0)))
         with work.around(ctx.device):
-            rk = Rockmate(model, sample, budget, costs="flops", time_limit=10, progress=False)
+            rk = Rockmate(model, sample, budget, costs="flops", loss_memory=loss * batch, time_limit=10, progress=False)
         fits = _within(ctx, limit, partial(work.step, rk, model, sample))
     except InfeasibleBudgetError:
         return False

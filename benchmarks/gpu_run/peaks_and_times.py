@@ -20,22 +20,23 @@ SEARCH = 20.0
 
 
 class Ours:
-    """A Rockmate, made for the first budget that can be kept; each other one is only solved."""
+    """A Rockmate, made when the first budget is asked for; steps without a limit then show what the loss takes."""
 
     def __init__(self, ctx: Context, work: Work, model: nn.Module, sample: tuple[torch.Tensor, ...]) -> None:
         self.ctx, self.work, self.model, self.sample = ctx, work, model, sample
         self.rk: Rockmate | None = None
 
     def plan(self, budget: int) -> None:
-        """Raises ``InfeasibleBudgetError``. A step has shown what the loss takes when it returns."""
-        with self.work.around(self.ctx.device):
-            if self.rk is None:
+        """Raises ``InfeasibleBudgetError``. Some steps have run when it returns."""
+        if self.rk is None:
+            with self.work.around(self.ctx.device):
                 self.rk = Rockmate(
-                    self.model, self.sample, budget, costs=self.ctx.costs, time_limit=SEARCH, progress=False
+                    self.model, self.sample, "100 TiB", costs=self.ctx.costs, time_limit=SEARCH, progress=False
                 )
-            else:
-                self.rk.budget = budget
-        for _ in range(3):
+            for _ in range(2):
+                self.step()
+        self.rk.budget = budget
+        for _ in range(2):
             self.step()
 
     def step(self) -> None:
