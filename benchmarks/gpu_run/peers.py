@@ -1,0 +1,80 @@
+"""How people save memory with torch alone: each takes a model and changes it, or returns one that stands for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from gpu_run.models import blocks_of
+
+EXPENSIVE = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_dot_product")
+"""Names of operations, or how they begin, whose results selective checkpointing keeps."""
+
+
+def every_block(model: nn.Module, dry: bool) -> nn.Module:
+    """torch.utils.checkpoint around each block."""
+    return _around_blocks(model, lambda forward: partial(checkpoint, forward, use_reentrant=False))
+
+
+def selective(model: nn.Module, dry: bool) -> nn.Module:
+    """The same, keeping the results of matrix products, convolutions and attention."""
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return _around_blocks(model, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts))
+
+
+def compiled_every_block(model: nn.Module, dry: bool) -> nn.Module:
+    """Each block compiled, and torch.utils.checkpoint around it."""
+    return _around_blocks(
+        model,
+        lambda forward: partial(checkpoint, torch.compile(forward, backend=backend(dry)), use_reentrant=False),
+    )
+
+
+def compiled_in_budget(budget: float, model: nn.Module, dry: bool) -> nn.Module:
+    """The whole model compiled, with ``activation_memory_budget``, which is read when it is compiled."""
+    return Budgeted(model, budget, backend(dry))
+
+
+class Budgeted(nn.Module):
+    """A compiled model whose calls, the first of which compiles, run with the setting."""
+
+    def __init__(self, model: nn.Module, budget: float, backend: str) -> None:
+        super().__init__()
+        self.model, self.budget = model, budget
+        self.compiled = torch.compile(model, backend=backend)
+
+    def forward(self, *args: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=self.budget):
+            return self.compiled(*args)
+
+
+def backend(dry: bool) -> str:
+    """In a dry run, the same partitioner without code generation, which needs a compiler and takes a minute."""
+    return "aot_eager_decomp_partition" if dry else "inductor"
+
+
+def _around_blocks(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> nn.Module:
+    for block in blocks_of(model):
+        block.forward = wrap(block.forward)  # type: ignore[method-assign]
+    return model
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op._schema.name.partition("::")[2] if hasattr(op, "_schema") else ""
+    kept = name in EXPENSIVE or name.startswith("_scaled_dot_product")
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+PEERS: dict[str, Callable[[nn.Module, bool], nn.Module]] = {
+    "checkpoint every block": every_block,
+    "selective checkpoint": selective,
+    "compile + checkpoint every block": compiled_every_block,
+    "compile, activation_memory_budget 0.4": partial(compiled_in_budget, 0.4),
+}
+"""In the order in which they are measured: what may take long to compile comes last."""
