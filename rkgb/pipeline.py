@@ -92,14 +92,17 @@ def make_K(
     may_turn = frozenset(k for k in usage.roots if turned_strides(s.d.values[s.d.outputs[k]]))
     open_ = usage.turned is None and may_turn
 
-    def differentiated_for(turned: frozenset[int]) -> K_graph:
+    def differentiated_for(turned: frozenset[int], start: float, stop: float) -> K_graph:
         one = dataclasses.replace(usage, turned=turned)
-        measured = measure_nodes(s, model, inputs, costs, one, known, report=report)
+        measured = measure_nodes(
+            s, model, inputs, costs, one, known, report=lambda part: report(start + part * (stop - start))
+        )
         return S_to_K(s, model, inputs, measured, one, missing)
 
-    k = differentiated_for(frozenset() if usage.turned is None else usage.turned & may_turn)
+    most = 0.9 if open_ else 1.0  # few nodes see how the gradients of roots lie
+    k = differentiated_for(frozenset() if usage.turned is None else usage.turned & may_turn, 0.0, most)
     if open_:
-        k = with_extra(k, differentiated_for(may_turn))
+        k = with_extra(k, differentiated_for(may_turn, most, 1.0))
     return dataclasses.replace(k, usage=usage)
 
 

@@ -148,13 +148,6 @@ class Plan:
             ", proven to be the least" if gap < PROVEN else f", at most {100 * gap:.2f} % of the step above the least"
         )
 
-    def _room(self) -> str:
-        if self.room.seen:
-            why = "as much as it took so far"
-        else:
-            why = "as loss_memory says" if self.loss_memory is not None else "until a step has shown what it takes"
-        return f"{show_bytes(self.room.between + self.room.kept)}, {why}"
-
     def _idle_outputs(self) -> list[str]:
         """Outputs that get no gradient from outside, and what of them counts."""
         d, usage = self.graph.s.d, self.graph.usage
@@ -173,7 +166,9 @@ class Plan:
         kinds = len({b.kind for b in self.problem.blocks})
         walked = walk(self.problem_with_usual_loss(), self.schedule)
         at = step_name(self.problem, self.schedule[walked.peak_step])
-        notes = [f"room for the loss   {self._room()}", *self._idle_outputs()]
+        notes = self._idle_outputs()
+        if self.room.seen:
+            notes.append(f"room for the loss   {show_bytes(self.room.between + self.room.kept)}, as it took so far")
         notes += [f"search stopped      {self.reason}"] if self.reason else []
         notes += [f"guard               {g}" for g in self.guards] + [f"note                {n}" for n in self.notes]
         return "\n".join(
