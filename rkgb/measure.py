@@ -72,10 +72,12 @@ class Known:
     """Costs that were measured, by what decides them: the node, its gradients, how they lie, what is held.
 
     ``given``: sources that had a ``.grad`` when the first of them was measured, and count as having one ever after.
+    ``stand_ins``: whether results of equal nodes may stand for each other.
     """
 
     def __init__(self) -> None:
         self.given: frozenset[int] | None = None
+        self.stand_ins = True
         self.costs: dict[tuple[Hashable, ...], Cost] = {}
         self.outgoing: dict[Hashable, Outgoing] = {}
 
@@ -143,13 +145,15 @@ def measure_nodes(
                 del values
                 report(done / len(plan.reads))
 
-    if not before.issuperset(keys):
+    if not before.issuperset(keys) and known.stand_ins:
         try:
             measure(stand_ins=True)
         except Exception:  # noqa: BLE001 - operations may refuse the values that stand in, each in its own way
+            known.stand_ins = False
             for key in known.costs.keys() - before:
                 del known.costs[key]
-            measure(stand_ins=False)
+    if not known.costs.keys() >= set(keys):
+        measure(stand_ins=False)
     return [known.costs[key] for key in keys]
 
 
