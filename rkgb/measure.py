@@ -21,6 +21,7 @@ from rkgb.capture import drop_saved, preserved
 from rkgb.device import kind_of
 from rkgb.errors import TraceError
 from rkgb.graphs import S_graph, S_node
+from rkgb.guards import is_guard
 from rkgb.layouts import Outgoing, differentiated, gradient_layouts
 from rkgb.memory import measure_after, measure_memory, storage_bytes
 from rkgb.program import memory_of, run_node, source_values
@@ -164,10 +165,10 @@ def _held_and_saved(s: S_graph, node: S_node, caller: frozenset[int]) -> tuple[i
 
 
 def _results(s: S_graph, i: int, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """What node ``i`` makes of ``values``."""
+    """What node ``i`` makes of ``values``; its guards need not hold, as generators may be elsewhere by now."""
     env = dict(values)
     with drop_saved():
-        for op in (s.d.nodes[k] for k in s.nodes[i].ops):
+        for op in (s.d.nodes[k] for k in s.nodes[i].ops if not is_guard(s.d.nodes[k])):
             env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
     for v in s.nodes[i].makes:
         if env[v].shape != s.d.values[v].shape:

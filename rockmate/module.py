@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from rockmate.surroundings import (
     undisturbed,
     warn_of_saved_hooks,
 )
-from rockmate.variants import PlanCache, Variant, adapted, make_variant
+from rockmate.variants import PlanCache, Variant, adapted, as_before, make_first, make_variant, reads_more
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -61,12 +62,12 @@ class Rockmate(Facade):
     ``plan.reason`` then says; by default 60 for each integer program. ``progress``: True shows how far planning is,
     False does not; None does on a terminal, when it takes more than a second.
 
-    ``plan`` is the plan of the last call. Calls of another shape, or with other settings (whatever the module's
-    Python reads), are planned when they first come, and cached; likewise a call that finds no ``.grad`` where there
-    was one at planning, since gradients that are made then stay and count. In ``eval()`` mode and without gradients
-    the model itself runs. Raises ``InputError`` and its kinds for arguments that cannot be used,
-    ``InfeasibleBudgetError`` for a budget that no plan fits, ``GraphError`` for a model that cannot be traced. Based on
-    Rockmate (Zhao et al., ICML 2023).
+    ``plan`` is the plan of the last call, or the one that replaced it after its backward. Calls of another
+    shape, or with other settings (whatever the module's Python reads), are planned when they first come, and
+    cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
+    made then stay and count. In ``eval()`` mode and without gradients the model itself runs. Raises
+    ``InputError`` and its kinds for arguments that cannot be used, ``InfeasibleBudgetError`` for a budget that
+    no plan fits, ``GraphError`` for a model that cannot be traced. Based on Rockmate (Zhao et al., ICML 2023).
     """
 
     OWN = frozenset("plan plans_made _budget _costs _loss_memory _time_limit _progress _cache _unwatched _last".split())
@@ -98,7 +99,8 @@ class Rockmate(Facade):
         self._progress = progress
         self._cache = PlanCache()
         self._unwatched: set[Place] = set()
-        self._last: Variant | None = self._planned(args, kwargs, saved)[0]
+        self._last: Variant | None = None
+        self._last = self._planned(args, kwargs, saved)[0]
         self.plan = self._last.plan
 
     @property
@@ -167,17 +169,30 @@ class Rockmate(Facade):
         self._cache.used(variant)
         self._last, self.plan = variant, variant.plan
         if variant.observer is not None:
+            if look is not None:
+                look.then = partial(self._learn, variant, inputs)
             variant.observer.watch(state, outputs, look)
         return self._returned(variant.structure, outputs)
 
     def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:
         """The variant for what earlier calls have shown."""
-        if variant.observer is None or not variant.observer.news:
+        if variant.observer is None or not (variant.observer.news or reads_more(self._last, variant)):
             return variant
         with TRACING, Heeded(), Progress(self._progress) as variant.planner.report, undisturbed():
-            new = adapted(variant, self.original, inputs)
+            new = adapted(variant, self._last, self.original, inputs)
         self._cache.adapt(variant, new)
         return new
+
+    def _learn(self, variant: Variant, inputs: list[torch.Tensor]) -> None:
+        """A step has been looked at: plan again at once, so that the next step is as it will stay."""
+        try:
+            new = self._adapted(variant, inputs)
+        except Exception:  # noqa: BLE001 - parameters may be sharded now, a warning an error: the next forward tries again
+            assert variant.observer is not None
+            variant.observer.news = True
+            return
+        if self._last is variant:
+            self._last, self.plan = new, new.plan
 
     def _run_new(self, state: CallState) -> list[torch.Tensor]:
         try:
@@ -228,11 +243,13 @@ class Rockmate(Facade):
                 planner = make_planner(
                     self.original, args, kwargs, self._costs, self._loss_memory, report, saved, self._time_limit
                 )
+                planners = [as_before(planner, self._last, self.original, tensors_of((args, kwargs))), planner]
             for state in before:  # what forward itself changes, a plan leaves as it is
                 self._unwatched |= state.changed(find(self.original, leaves, state.code))
             code = planner.graphs.D.structure.code
             code = next((known for known in codes if known.reads_as(code)), code)
-            variant = make_variant(planner, self._budget, PythonState(code, find(self.original, leaves, code)))
+            state = PythonState(code, find(self.original, leaves, code))
+            variant = make_first(list(dict.fromkeys(planners)), self._budget, state)
             self._cache.add(key, planner.missing, variant)
             self.plans_made += saved is None
         return variant

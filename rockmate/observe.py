@@ -259,6 +259,7 @@ class Look:
         Look.current = self
         self.thread = threading.get_ident()
         self.call: weakref.ref[_Call] | None = None
+        self.then: Callable[[], None] | None = None  # is called when the backward is over and was noted
         self.replaced: list[tuple[Any, str, Any, Any]] = []
         starts = [(profiler, "_prepare_profiler"), (profiler, "_enable_profiler"), (legacy, "_enable_profiler_legacy")]
         self.window = None if device is None else window(device)
@@ -299,10 +300,14 @@ class Look:
             done = True
             return result
         finally:
-            seen = self.close()
+            then, seen = self.then, self.close()
             call.look = None
+            if any(args[1:3]):  # retain_graph, create_graph: what stays is no loss's
+                seen = None
             if done:
                 call.note(roots, seen)
+                if then is not None:
+                    then()
 
     def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of what starts a profiler."""
@@ -326,7 +331,7 @@ class Look:
             for owner, name, original, new in self.replaced:
                 if getattr(owner, name) == new:
                     setattr(owner, name, original)
-        opened, self.window = self.window, None
+        opened, self.window, self.then = self.window, None, None
         return opened.close() if opened is not None else None
 
 

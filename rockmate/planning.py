@@ -93,7 +93,7 @@ class Bounded(NamedTuple):
     reason: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Planner:
     """Graphs and problem of one module on one sample; plans for any number of budgets.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import warnings
@@ -13,7 +14,7 @@ import torch
 from rkgb.code import Code
 from rkgb.errors import MeasureError
 from rkgb.graphs import Structure
-from rkgb.usage import supposed
+from rkgb.usage import Usage, differentiable, supposed
 from rockmate.compiled import Program, compile_schedule
 from rockmate.draws import draw_whole
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
@@ -22,6 +23,7 @@ from rockmate.parts import peaks_of_parts
 from rockmate.plan import Plan
 from rockmate.planning import Planner
 from rockmate.python_state import PythonState
+from rockmate.room import Room
 from solvers import walk
 
 MAX_PLANS = 32
@@ -58,13 +60,18 @@ def make_variant(planner: Planner, budget: int, state: PythonState, observer: Ob
     return Variant(planner, plan, program_of(plan), d.structure, state, observer)
 
 
-def adapted(variant: Variant, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
+def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
     """``variant``, or one for what its observer has seen; warns where a step has exceeded the budget by that.
 
     What the caller holds though it gets no gradient is planned for where that fits, and is beside the budget otherwise.
     """
     planner, plan, observer = variant.planner, variant.plan, variant.observer
-    if observer is None or not observer.news:
+    if observer is None:
+        return variant
+    if not observer.news:
+        with contextlib.suppress(MeasureError):
+            planners = [as_before(planner, last, model, inputs), planner]
+            return make_first(planners, plan.budget, variant.state, observer)
         return variant
     observer.news = False
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
@@ -85,8 +92,8 @@ def adapted(variant: Variant, model: torch.nn.Module, inputs: list[torch.Tensor]
             problem = error
             continue
         return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
-    if observer.unsure:  # that more is taken is not known yet: the next call is looked at
-        return variant
+    if observer.unsure or not _asks_for_more(wanted, observer.room, plan):
+        return variant  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
     warnings.warn(
         f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",
         BudgetWarning,
@@ -104,6 +111,42 @@ def program_of(plan: Plan) -> Program:
     peaks = peaks_of_parts(program, problem, plan.schedule, levels)
     exceeding = frozenset(left for left, peak in peaks.items() if beside + peak > plan.budget)
     return dataclasses.replace(program, exceeding=exceeding)
+
+
+def make_first(planners: list[Planner], budget: int, state: PythonState, observer: Observer | None = None) -> Variant:
+    """The plan of the first planner that has one for ``budget``; raises what the last raises."""
+    for planner in planners[:-1]:
+        with contextlib.suppress(InfeasibleBudgetError):
+            return make_variant(planner, budget, state, observer)
+    return make_variant(planners[-1], budget, state, observer)
+
+
+def reads_more(last: Variant | None, variant: Variant) -> bool:
+    """Whether the loss of the calls of ``last`` reads outputs that ``variant``, not observed yet, is not for."""
+    if last is None or last.observer is None or variant.observer is None or variant.observer.usage is not None:
+        return False
+    known, now = last.observer.usage, set(variant.plan.graph.usage.roots)
+    return known is not None and now < now.union(known.roots) <= now.union(variant.observer.places)
+
+
+def as_before(planner: Planner, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
+    """``planner`` for a new kind of call, whose loss may read the outputs that it read in the calls of ``last``."""
+    known = last.observer.usage if last is not None and last.observer is not None else None
+    usage = planner.graphs.K.usage
+    if known is None or planner.saved is not None or set(known.roots) <= set(usage.roots):
+        return planner
+    if not set(known.roots) <= set(differentiable(planner.graphs.S.d)):
+        return planner  # it returns something else
+    wanted = dataclasses.replace(usage, roots=tuple(sorted({*usage.roots, *known.roots})))
+    return planner.for_usage(model, inputs, wanted, None, True)
+
+
+def _asks_for_more(usage: Usage, room: Room | None, plan: Plan) -> bool:
+    """Whether a loss took more than ``plan`` has room for: other gradients, gradients that lie otherwise, or bytes."""
+    now = plan.graph.usage
+    roots = not set(usage.roots) <= set(now.roots)
+    turned = now.turned is not None and not (usage.turned or frozenset()) <= now.turned
+    return roots or turned or (room is not None and room.between + room.kept > plan.room.between + plan.room.kept)
 
 
 class PlanCache:

@@ -243,7 +243,7 @@ def test_a_loss_outside_is_planned_for_as_it_was_seen(name: str, holds: bool, fr
         assert measured(rk, train, warm=0) <= rk.budget
     rk.zero_grad()
     train()
-    assert rk.plan is first
+    assert rk.plan is not first  # planned again when the backward was over
     peak = measured(rk, train)
     assert rk.plan.room.seen
     assert_as_predicted(rk, peak)
