@@ -17,7 +17,7 @@ from torch import nn
 from rkgb import make_all_graphs
 from rkgb.measure import measure_nodes
 from rkgb.stand_ins import runs
-from rockmate import Rockmate
+from rockmate import Rockmate, frontier
 
 
 class After(nn.Module):
@@ -164,3 +164,16 @@ def test_a_rockmate_within_a_module_that_is_planned_says_nothing() -> None:
         warnings.simplefilter("error")
         Rockmate(nn.Sequential(nn.Linear(8, 8), inner), torch.ones(4, 8), "1 MiB", costs="flops")
     assert inner.plans_made == 1
+
+
+def test_reserved_memory_is_predicted_with_the_allocator_of_cuda() -> None:
+    """Segments are multiples of 2 MiB and hold at least what is in use; a plan that takes less makes it reserve less."""
+    torch.manual_seed(0)
+    layers = (m for _ in range(6) for m in (nn.Linear(512, 512), nn.Tanh()))
+    model, x = nn.Sequential(*layers), torch.randn(6144, 512)  # 12 MiB a tensor, each a segment of its own
+    found = frontier(model, x, costs="flops")
+    plans = [Rockmate(model, x, budget, costs="flops").plan for budget in (found.min_budget, found.max_budget)]
+    for plan in plans:
+        assert plan.predicted_reserved % 2**21 == 0
+        assert plan.predicted_reserved >= plan.predicted_peak - 22 * 2**20  # less what segments of parameters have left
+    assert plans[0].predicted_reserved < plans[1].predicted_reserved
