@@ -3,7 +3,7 @@
 Before the first step a plan assumes that a scalar beside other outputs is the loss, and that a loss takes three times
 the bytes of its input. A step shows the truth: which outputs the backward starts from, how their gradients lie in
 memory, which outputs the caller still holds when the backward begins, and what was allocated between the two phases.
-The next plan is for the union of what was observed.
+The plan that is made when its backward is over is for the union of what was observed.
 
 Hooks on the outputs notice at every call whether it differs from the calls so far. The next call is then observed
 closely: the memory between its phases is recorded, and its backward is intercepted where Python hands it to autograd's

@@ -167,7 +167,7 @@ def test_a_rockmate_within_a_module_that_is_planned_says_nothing() -> None:
 
 
 def test_reserved_memory_is_predicted_with_the_allocator_of_cuda() -> None:
-    """Segments are multiples of 2 MiB and hold at least what is in use; a plan that takes less makes it reserve less."""
+    """Segments are multiples of 2 MiB and hold what is in use; a plan that takes less makes the allocator hold less."""
     torch.manual_seed(0)
     layers = (m for _ in range(6) for m in (nn.Linear(512, 512), nn.Tanh()))
     model, x = nn.Sequential(*layers), torch.randn(6144, 512)  # 12 MiB a tensor, each a segment of its own
