@@ -105,7 +105,8 @@ def _stepper(keep_grads: bool) -> Callable[[torch.nn.Module, Batch], torch.Tenso
 
     def step(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         model.zero_grad(set_to_none=not keep_grads)
-        loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+        logits = model(batch[0])  # held to the end, as in the training that is compared
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
         loss.backward()
         return loss.detach()
 

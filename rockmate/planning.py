@@ -244,7 +244,7 @@ class Planner:
 
         What is not measured yet is measured on ``inputs``. Blocks that stay what they were are not solved again.
         """
-        k, seconds = self.graphs.K, {}
+        k, seconds = self.graphs.K, dict(self.seconds)
         if usage != k.usage:
             start = time.perf_counter()
             self.report("measure", 0.0)
