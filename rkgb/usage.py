@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from rkgb.graphs import D_graph, Value
+from rkgb.layouts import unless_contiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,11 @@ def first_places(d: D_graph) -> dict[int, int]:
     return {v: k for k, v in reversed(list(enumerate(d.outputs)))}
 
 
+def assigned(d: D_graph) -> frozenset[int]:
+    """Positions behind the module's outputs: buffers that forward assigns, which the module holds."""
+    return frozenset(range(len(d.outputs) - len(d.structure.assigned), len(d.outputs)))
+
+
 def differentiable(d: D_graph) -> tuple[int, ...]:
     """Positions of outputs that may get a gradient, each value once."""
     return tuple(sorted(k for v, k in first_places(d).items() if d.values[v].requires_grad))
@@ -64,8 +72,7 @@ def supposed(d: D_graph) -> Usage:
     scalars = {d.outputs[k] for k in carried if not d.values[d.outputs[k]].shape}
     inner = upstream(d, scalars) - scalars
     roots = tuple(k for k in carried if d.outputs[k] not in inner)
-    own = range(len(d.outputs) - len(d.structure.assigned), len(d.outputs))
-    return Usage(roots, frozenset((*roots, *own)), frozenset(roots))
+    return Usage(roots, assigned(d).union(roots), frozenset(roots))
 
 
 def all_used(d: D_graph) -> Usage:
@@ -83,14 +90,6 @@ def turned_strides(value: Value) -> tuple[int, ...] | None:
     shape = value.shape
     if len(shape) < 2:
         return None
-    order = [1, 0] if len(shape) == 2 else [0, *range(2, len(shape)), 1]
-    strides, step = [0] * len(shape), 1
-    for k in reversed(order):
-        strides[k] = step
-        step *= shape[k]
-    wide = [k for k in range(len(shape)) if shape[k] != 1]
-    contiguous, step = [0] * len(shape), 1
-    for k in reversed(range(len(shape))):
-        contiguous[k] = step
-        step *= shape[k]
-    return None if all(strides[k] == contiguous[k] for k in wide) else tuple(strides)
+    second = min(1, len(shape) - 2)
+    last = torch.empty((*shape[:second], *shape[second + 1 :], shape[second]), device="meta")
+    return unless_contiguous(last.movedim(-1, second))

@@ -29,7 +29,7 @@ from torch.autograd import profiler_legacy as legacy
 from rkgb.device import kind_of
 from rkgb.Ktools import K_graph
 from rkgb.memory import window
-from rkgb.usage import Usage, differentiable, turned_strides
+from rkgb.usage import Usage, assigned, differentiable, turned_strides
 from rockmate.compiled import Program
 from rockmate.executor import CallState
 from rockmate.room import Room, device_of_outputs, seen_room
@@ -72,7 +72,7 @@ class Observer:
         self.device = device_of_outputs(d)
         self.may_turn = frozenset(k for k in self.places if turned_strides(d.values[d.outputs[k]]))
         self.bytes = {k: d.values[d.outputs[k]].bytes for k in self.places}
-        self.own = frozenset(range(len(d.outputs) - len(d.structure.assigned), len(d.outputs)))  # buffers of the module
+        self.own = assigned(d)
         self._known: set[Signs] = set()
         self._peak = self._kept = -1
         self._looks = 0
