@@ -35,7 +35,7 @@ class Variant:
     """The plan for one kind of call, ready to run.
 
     Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
-    variables would hold tensors beyond the prediction. ``state``: what the module's Python read as it was traced.
+    variables would hold tensors beyond the prediction. ``state``: what the module's Python read, where that is watched.
     ``observer``: watches what the caller does with the outputs; None for a plan from a file, which stays as it is.
     """
 
@@ -43,7 +43,7 @@ class Variant:
     plan: Plan
     program: Program
     structure: Structure
-    state: PythonState
+    state: PythonState | None
     observer: Observer | None
 
     def look(self) -> Look | None:
@@ -51,7 +51,7 @@ class Variant:
         return None if self.observer is None else self.observer.look()
 
 
-def make_variant(planner: Planner, budget: int, state: PythonState, observer: Observer | None = None) -> Variant:
+def make_variant(planner: Planner, budget: int, state: PythonState | None, observer: Observer | None = None) -> Variant:
     """The plan for ``budget``, ready to run; ``observer``: of an earlier plan for the same kind of call."""
     plan = planner.plan(budget)
     d = plan.graph.s.d
@@ -113,7 +113,9 @@ def program_of(plan: Plan) -> Program:
     return dataclasses.replace(program, exceeding=exceeding)
 
 
-def make_first(planners: list[Planner], budget: int, state: PythonState, observer: Observer | None = None) -> Variant:
+def make_first(
+    planners: list[Planner], budget: int, state: PythonState | None, observer: Observer | None = None
+) -> Variant:
     """The plan of the first planner that has one for ``budget``; raises what the last raises."""
     for planner in planners[:-1]:
         with contextlib.suppress(InfeasibleBudgetError):
@@ -170,7 +172,7 @@ class PlanCache:
 
     def codes(self) -> list[Code]:
         """The code that ran when the plans were made, each once."""
-        return list(dict.fromkeys(v.state.code for _, _, v in self._entries))
+        return list(dict.fromkeys(v.state.code for _, _, v in self._entries if v.state is not None))
 
     def add(self, key: Hashable, missing: frozenset[str], variant: Variant) -> None:
         """Keep a new variant, as the last one used."""

@@ -1,0 +1,225 @@
+"""The calls of one module under a budget: a plan for each kind of call, made when the first one comes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+
+from rkgb.capture import current_mode
+from rkgb.graphs import Structure
+from rkgb.guards import GuardFailed
+from rkgb.patches import TRACING
+from rkgb.trees import flatten, tensors_of, unflatten
+from rockmate.artefact import SavedPlan
+from rockmate.errors import InputError, VariantLimitError
+from rockmate.executor import CallState
+from rockmate.observe import abandoned, end_look
+from rockmate.planning import Planner, make_planner
+from rockmate.progress import Progress
+from rockmate.python_state import PythonState, in_key
+from rockmate.surroundings import settings, undisturbed
+from rockmate.variants import PlanCache, Variant, adapted, as_before, make_first, make_variant, reads_more
+from solvers import Frontier
+from solvers.interrupts import Heeded
+
+MAX_VARIANTS = 16
+"""Plans for calls that differ only in what the module's Python reads from tensors."""
+
+
+@dataclass
+class Terms:
+    """What is asked of plans. ``budget``: bytes; ``time_limit``: seconds; the rest as for ``Rockmate``."""
+
+    budget: int
+    costs: str = "measured"
+    loss_memory: int | None = None
+    time_limit: float = inf
+    progress: bool | None = None
+
+
+class Calls:
+    """Runs calls of ``module`` under plans.
+
+    This class is for modules that are pure programs of tensors. See ``WatchedCalls`` for modules whose Python reads and
+    changes other things. ``last``: the plan of the last call, or the one that replaced it after its backward.
+    """
+
+    def __init__(self, module: torch.nn.Module, terms: Terms) -> None:
+        self.module, self.terms = module, terms
+        self.cache = PlanCache()
+        self.last: Variant | None = None
+        self.plans_made = 0
+
+    # ------------------------------------------------- what a subclass knows better
+
+    def kind(self, leaves: list[Any], spec: Any) -> tuple[Hashable, frozenset[str]]:
+        """(key, parameters without gradient that need one): calls with equal keys run the same graph."""
+        missing = (k for k, p in self.module.named_parameters() if p.requires_grad and p.grad is None)
+        return call_key(leaves, spec), frozenset(missing)
+
+    def fitting(self, found: list[Variant], leaves: list[Any]) -> list[Variant]:
+        """Those of the plans for one kind of call that Python outside of tensors allows."""
+        return found
+
+    @contextmanager
+    def planning(self, leaves: list[Any]) -> Iterator[None]:
+        """Around the making of a plan."""
+        with undisturbed():
+            yield
+
+    def state_of(self, planner: Planner, leaves: list[Any]) -> PythonState | None:
+        """What the module's Python read when it was traced."""
+        return None
+
+    # ------------------------------------------------------------------- calls
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns, computed under the plan for such calls."""
+        end_look()
+        inputs = tensors_of((args, kwargs))
+        variants = self.variants(args, kwargs)
+        failed: list[str] = []
+        for variant in variants:
+            variant = self._adapted(variant, inputs)
+            state, look = CallState(variant.program, self.module, inputs), variant.look()
+            try:
+                with abandoned(look):
+                    outputs = state.forward()
+            except GuardFailed as guard:
+                failed.append(str(guard))
+                continue
+            break
+        else:
+            if len(variants) >= MAX_VARIANTS:
+                raise VariantLimitError(
+                    f"{MAX_VARIANTS} plans were made for calls of this kind, and none is for the values that the "
+                    "module's Python reads from tensors now, or for the shapes that follow from values (torch.where, "
+                    f"x[mask]): {failed[0]}. Wrap the submodules around that line instead, or compute with masks of "
+                    "one shape."
+                )
+            variant = self._make_variant(args, kwargs)
+            state, look = CallState(variant.program, self.module, inputs), variant.look()
+            with abandoned(look):
+                outputs = _run_new(state)
+        self.cache.used(variant)
+        self.last = variant
+        if variant.observer is not None:
+            if look is not None:
+                look.then = partial(self._learn, variant, inputs)
+            variant.observer.watch(state, outputs, look)
+        return self._returned(variant.structure, outputs)
+
+    def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:
+        """The variant for what earlier calls have shown."""
+        if variant.observer is None or not (variant.observer.news or reads_more(self.last, variant)):
+            return variant
+        with TRACING, Heeded(), Progress(self.terms.progress) as variant.planner.report, undisturbed():
+            new = adapted(variant, self.last, self.module, inputs)
+        self.cache.adapt(variant, new)
+        return new
+
+    def _learn(self, variant: Variant, inputs: list[torch.Tensor]) -> None:
+        """A step has been looked at: plan again at once, so that the next step is as it will stay."""
+        try:
+            new = self._adapted(variant, inputs)
+        except Exception:  # noqa: BLE001 - parameters may be sharded now, a warning an error: the next forward tries again
+            assert variant.observer is not None
+            variant.observer.news = True
+            return
+        if self.last is variant:
+            self.last = new
+
+    def _returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
+        """What forward returns, from the program's outputs; buffers that it assigns are assigned."""
+        results = iter(outputs)
+        constants = dict(structure.output_constants)
+        leaves = [constants[k] if k in constants else next(results) for k in range(structure.outputs.num_leaves)]
+        for name, tensor in zip(structure.assigned, results, strict=True):
+            module, _, key = name.rpartition(".")
+            self.module.get_submodule(module)._buffers[key] = tensor
+        return unflatten(leaves, structure.outputs)
+
+    # ------------------------------------------------------------------- plans
+
+    def variants(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> list[Variant]:
+        """The variants for calls of this kind, the last one used first; one is made if there is none."""
+        leaves, spec = flatten((args, kwargs))
+        found = self.fitting(self.cache.find(*self.kind(leaves, spec)), leaves)
+        return found or [self._make_variant(args, kwargs, saved)]
+
+    def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
+        terms = self.terms
+        with TRACING, Heeded(), Progress(terms.progress) as report:
+            leaves, spec = flatten((args, kwargs))
+            key = self.kind(leaves, spec)[0]
+            with self.planning(leaves):
+                planner = make_planner(
+                    self.module, args, kwargs, terms.costs, terms.loss_memory, report, saved, terms.time_limit
+                )
+                planners = [as_before(planner, self.last, self.module, tensors_of((args, kwargs))), planner]
+            state = self.state_of(planner, leaves)
+            variant = make_first(list(dict.fromkeys(planners)), terms.budget, state)
+            self.cache.add(key, planner.missing, variant)
+            self.plans_made += saved is None
+        return variant
+
+    def set_budget(self, budget: int) -> None:
+        """Plan the last kind of call for another budget, which only the solver works for; others when they come."""
+        if self.last is not None:
+            with Heeded(), self._progress_of(self.last.planner):
+                variant = make_variant(self.last.planner, budget, self.last.state, self.last.observer)
+            self.cache.replace(self.last, variant)
+            self.last = variant
+        self.terms.budget = budget
+
+    def frontier(self) -> Frontier:
+        """Time against memory for the last kind of call."""
+        if self.last is None:
+            raise InputError("a copy plans at its first call: call it before you ask for its frontier")
+        with Heeded(), self._progress_of(self.last.planner):
+            return self.last.planner.frontier()
+
+    @contextmanager
+    def _progress_of(self, planner: Planner) -> Iterator[None]:
+        with Progress(self.terms.progress) as planner.report:
+            yield
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without plans; see ``PlanCache``."""
+        return {**self.__dict__, "last": None}
+
+
+def _run_new(state: CallState) -> list[torch.Tensor]:
+    try:
+        return state.forward()
+    except GuardFailed as guard:
+        raise VariantLimitError(
+            f"what the module's Python reads from a tensor changed between two runs on the same input: {guard}"
+        ) from guard
+
+
+def _value(x: Any) -> tuple[Hashable, ...]:
+    """What distinguishes a leaf that is no tensor; of objects more is seen by ``find``."""
+    if not in_key(x):
+        return ()
+    return (x.dtype.str, x.shape, x.tobytes()) if isinstance(x, (np.ndarray, np.generic)) else (x,)
+
+
+def call_key(leaves: list[Any], spec: Any) -> Hashable:
+    """Calls of a pure program with equal keys run the same graph."""
+    described = tuple(
+        (tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device, x.requires_grad)
+        if isinstance(x, torch.Tensor)
+        else (type(x), *_value(x))
+        for x in leaves
+    )
+    mode = current_mode()
+    cached = bool(mode.autocast) and torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
+    return spec, described, mode, cached, settings()
