@@ -66,12 +66,12 @@ def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> 
         assert last is not None
         plan = dataclasses.replace(last.plan, schedule=parse_schedule(last.plan.problem, program))
         variant = dataclasses.replace(last, plan=plan, program=program_of(plan))
-        rk._calls.cache.replace(last, variant)
-        rk._calls.last = variant
+        rk._front.last.cache.replace(last, variant)
+        rk._front.last.last = variant
     assert rk._last is not None
     fixed = dataclasses.replace(rk._last, observer=None)  # the schedule stays, whatever the loss takes
-    rk._calls.cache.replace(rk._last, fixed)
-    rk._calls.last = fixed
+    rk._front.last.cache.replace(rk._last, fixed)
+    rk._front.last.last = fixed
     return rk
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -13,14 +16,38 @@ import torch
 _INSIDE = (os.path.dirname(__file__) + os.sep, contextlib.__file__, str(torch.__path__[0]) + os.sep)
 
 
+_told = threading.local()
+
+
+@contextlib.contextmanager
+def told(line: str, module: str) -> Iterator[None]:
+    """What runs here was written at ``line``, in the submodule ``module``: the code that runs was made from it."""
+    before = getattr(_told, "place", None)
+    _told.place = (line, module)
+    try:
+        yield
+    finally:
+        _told.place = before
+
+
 def user_line() -> str:
     """The innermost source line outside this file and torch, as "file.py:12", or "cell:12" in a notebook."""
+    place = getattr(_told, "place", None)
+    if place is not None:
+        return str(place[0])
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
     if frame is None:
         return ""
     return _named(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of_trace(text: str) -> str:
+    """The innermost source line outside this file and torch in a traceback that was printed."""
+    frames = re.findall(r'File "(.*?)", line (\d+)', text)
+    outside = [(file, int(line)) for file, line in frames if not file.startswith(_INSIDE)]
+    return _named(*outside[-1]) if outside else ""
 
 
 def _named(file: str, line: int) -> str:

@@ -2,6 +2,7 @@
 
 from rkgb.errors import GraphError, MeasureError, MismatchError, TraceError, UnsupportedError
 from rkgb.memory import measure_peak
+from rockmate.attach import Attachment, attach, attached, detach
 from rockmate.errors import (
     BudgetError,
     BudgetWarning,
@@ -18,6 +19,7 @@ from rockmate.module import Rockmate, frontier
 from rockmate.plan import Plan
 
 __all__ = [
+    "Attachment",
     "BudgetError",
     "BudgetWarning",
     "GoneError",
@@ -35,6 +37,9 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
     "VariantLimitError",
+    "attach",
+    "attached",
+    "detach",
     "frontier",
     "measure_peak",
 ]

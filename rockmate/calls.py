@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -18,9 +19,9 @@ from rkgb.guards import GuardFailed
 from rkgb.patches import TRACING
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate.artefact import SavedPlan
-from rockmate.errors import InputError, VariantLimitError
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
-from rockmate.observe import abandoned, end_look
+from rockmate.observe import abandoned
 from rockmate.planning import Planner, make_planner
 from rockmate.progress import Progress
 from rockmate.python_state import PythonState, in_key
@@ -35,13 +36,16 @@ MAX_VARIANTS = 16
 
 @dataclass
 class Terms:
-    """What is asked of plans. ``budget``: bytes; ``time_limit``: seconds; the rest as for ``Rockmate``."""
+    """What is asked of plans. ``budget``: bytes; ``time_limit``: seconds; ``least``: where no plan fits the budget, the
+    one of least memory is made; ``always``: plan also where the budget does not bind; the rest as for ``Rockmate``."""
 
     budget: int
     costs: str = "measured"
     loss_memory: int | None = None
     time_limit: float = inf
     progress: bool | None = None
+    least: bool = False
+    always: bool = False
 
 
 class Calls:
@@ -51,11 +55,9 @@ class Calls:
     changes other things. ``last``: the plan of the last call, or the one that replaced it after its backward.
     """
 
-    def __init__(self, module: torch.nn.Module, terms: Terms) -> None:
-        self.module, self.terms = module, terms
-        self.cache = PlanCache()
+    def __init__(self, module: torch.nn.Module, terms: Terms, cache: PlanCache) -> None:
+        self.module, self.terms, self.cache = module, terms, cache
         self.last: Variant | None = None
-        self.plans_made = 0
 
     # ------------------------------------------------- what a subclass knows better
 
@@ -82,39 +84,50 @@ class Calls:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns, computed under the plan for such calls."""
-        end_look()
         inputs = tensors_of((args, kwargs))
         variants = self.variants(args, kwargs)
         failed: list[str] = []
         for variant in variants:
-            variant = self._adapted(variant, inputs)
-            state, look = CallState(variant.program, self.module, inputs), variant.look()
             try:
-                with abandoned(look):
-                    outputs = state.forward()
+                return self._run_under(self._adapted(variant, inputs), args, kwargs)
             except GuardFailed as guard:
                 failed.append(str(guard))
-                continue
-            break
-        else:
-            if len(variants) >= MAX_VARIANTS:
-                raise VariantLimitError(
-                    f"{MAX_VARIANTS} plans were made for calls of this kind, and none is for the values that the "
-                    "module's Python reads from tensors now, or for the shapes that follow from values (torch.where, "
-                    f"x[mask]): {failed[0]}. Wrap the submodules around that line instead, or compute with masks of "
-                    "one shape."
-                )
-            variant = self._make_variant(args, kwargs)
-            state, look = CallState(variant.program, self.module, inputs), variant.look()
-            with abandoned(look):
-                outputs = _run_new(state)
+        if len(variants) >= MAX_VARIANTS:
+            raise VariantLimitError(
+                f"{MAX_VARIANTS} plans were made for calls of this kind, and none is for the values that the "
+                "module's Python reads from tensors now, or for the shapes that follow from values (torch.where, "
+                f"x[mask]): {failed[0]}. Wrap the submodules around that line instead, or compute with masks of "
+                "one shape."
+            )
+        try:
+            return self._run_under(self._make_variant(args, kwargs), args, kwargs)
+        except GuardFailed as guard:
+            raise VariantLimitError(
+                f"what the module's Python reads from a tensor changed between two runs on the same input: {guard}"
+            ) from guard
+
+    def _run_under(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run under this plan; raises ``GuardFailed`` where it is not for these values."""
+        look = variant.look()
+        with abandoned(look):
+            result, program_outputs, state = self.computed(variant, args, kwargs)
         self.cache.used(variant)
         self.last = variant
         if variant.observer is not None:
             if look is not None:
-                look.then = partial(self._learn, variant, inputs)
-            variant.observer.watch(state, outputs, look)
-        return self._returned(variant.structure, outputs)
+                look.then = partial(self._learn, variant, tensors_of((args, kwargs)))
+            arrived = variant.observer.watch(variant.program, program_outputs, look)
+            if state is not None:
+                state.arrived = arrived
+        return result
+
+    def computed(
+        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor], CallState | None]:
+        """What the module returns; the outputs of the program; what the plan keeps of the call."""
+        state = CallState(variant.program, self.module, tensors_of((args, kwargs)))
+        outputs = state.forward()
+        return self._returned(variant.structure, outputs), outputs, state
 
     def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:
         """The variant for what earlier calls have shown."""
@@ -165,10 +178,28 @@ class Calls:
                 )
                 planners = [as_before(planner, self.last, self.module, tensors_of((args, kwargs))), planner]
             state = self.state_of(planner, leaves)
-            variant = make_first(list(dict.fromkeys(planners)), terms.budget, state)
+            variant = self._first(list(dict.fromkeys(planners)), state)
+            variant = replace(variant, call=self.described(leaves))
             self.cache.add(key, planner.missing, variant)
-            self.plans_made += saved is None
+        self.planned(variant)
         return variant
+
+    def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
+        """The plan for the budget; if none fits, and the terms say so, the plan of least memory."""
+        try:
+            return make_first(planners, self.terms.budget, state)
+        except InfeasibleBudgetError as error:
+            if not self.terms.least:
+                raise
+            warnings.warn(f"{error} The plan of least memory runs instead.", BudgetWarning, stacklevel=4)
+            return make_variant(planners[-1], error.min_budget, state)
+
+    def described(self, leaves: list[Any]) -> tuple[str, ...]:
+        """A call with these arguments, in a few words for each."""
+        return ()
+
+    def planned(self, variant: Variant) -> None:
+        """A plan was made."""
 
     def set_budget(self, budget: int) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""
@@ -190,19 +221,6 @@ class Calls:
     def _progress_of(self, planner: Planner) -> Iterator[None]:
         with Progress(self.terms.progress) as planner.report:
             yield
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without plans; see ``PlanCache``."""
-        return {**self.__dict__, "last": None}
-
-
-def _run_new(state: CallState) -> list[torch.Tensor]:
-    try:
-        return state.forward()
-    except GuardFailed as guard:
-        raise VariantLimitError(
-            f"what the module's Python reads from a tensor changed between two runs on the same input: {guard}"
-        ) from guard
 
 
 def _value(x: Any) -> tuple[Hashable, ...]:

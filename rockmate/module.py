@@ -14,6 +14,7 @@ from rkgb.patches import TRACING
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 from rockmate.artefact import read_plan
+from rockmate.attach import Attachment
 from rockmate.budget import parse_budget
 from rockmate.calls import Terms
 from rockmate.errors import BudgetError, InputError
@@ -23,15 +24,9 @@ from rockmate.planning import make_planner
 from rockmate.progress import Progress
 from rockmate.state import check_wrappers
 from rockmate.surroundings import (
-    check_global_hooks,
-    is_recorded,
-    is_transformed,
-    leave_plan,
     undisturbed,
-    warn_of_saved_hooks,
 )
 from rockmate.variants import Variant
-from rockmate.watched import WatchedCalls
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -60,7 +55,7 @@ class Rockmate(Facade):
     no plan fits, ``GraphError`` for a model that cannot be traced. Based on Rockmate (Zhao et al., ICML 2023).
     """
 
-    OWN = frozenset({"_calls"})
+    OWN = frozenset({"_front"})
 
     def __init__(
         self,
@@ -75,7 +70,7 @@ class Rockmate(Facade):
         time_limit: float | None = None,
         progress: bool | None = None,
     ) -> None:
-        args, kwargs = _checked_call(model, sample, sample_kwargs)
+        args, kwargs = checked_call(model, sample, sample_kwargs)
         if (plan is None) == (budget is None):
             raise BudgetError("give either a budget, or a saved plan, which has a budget of its own")
         saved = None if plan is None else read_plan(plan)
@@ -84,59 +79,53 @@ class Rockmate(Facade):
             saved.budget if saved else parse_budget(budget),
             saved.costs if saved else costs,
             saved.loss_memory if saved else loss_memory,
-            _checked_limit(time_limit),
+            checked_limit(time_limit),
             progress,
+            always=True,
         )
-        self._calls = WatchedCalls(model, terms)
-        self._calls.last = self._calls.variants(args, kwargs, saved)[0]
+        self._front = Attachment(model, terms)
+        self._front.plan_for(args, kwargs, saved)
 
     @property
     def plan(self) -> Plan:
         """The plan of the last call, or the one that replaced it after its backward."""
-        if self._calls.last is None:
+        if self._last is None:
             raise InputError("a copy plans at its first call: call it before you ask for its plan")
-        return self._calls.last.plan
+        return self._last.plan
 
     @property
     def _last(self) -> Variant | None:
         """The plan of the last call, ready to run."""
-        return self._calls.last
+        return self._front.variant
 
     @property
     def plans_made(self) -> int:
         """How many kinds of calls were planned."""
-        return self._calls.plans_made
+        return self._front.plans_made
 
     @property
     def budget(self) -> int:
         """Bytes that one forward and its backward may allocate. When it is set, only the solver runs again."""
-        return self._calls.terms.budget
+        return self._front.budget
 
     @budget.setter
     def budget(self, budget: int | float | str) -> None:
-        self._calls.set_budget(parse_budget(budget))
+        self._front.budget = budget
 
     @property
     def plans_dropped(self) -> int:
         """Plans that went because more than ``variants.MAX_PLANS`` kinds of calls came."""
-        return self._calls.cache.dropped
+        return self._front.plans_dropped
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call, as ``rockmate.frontier``."""
-        return self._calls.frontier()
+        return self._front.frontier()
 
     @signed_as_original
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments."""
-        if not (self.training and torch.is_grad_enabled()) or is_recorded():
-            return self.original(*args, **kwargs)
-        if is_transformed():
-            leave_plan()
-            return self.original(*args, **kwargs)
-        check_global_hooks()
-        warn_of_saved_hooks()
         self._check_own_changes()
-        return self._calls.run(args, kwargs)
+        return self._front(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> Rockmate:
         raise InputError(
@@ -176,12 +165,12 @@ def frontier(
     Each point is (budget in bytes, predicted overhead as a fraction of the eager step). Arguments as for
     ``Rockmate``.
     """
-    args, kwargs = _checked_call(model, sample, sample_kwargs)
+    args, kwargs = checked_call(model, sample, sample_kwargs)
     with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
         return make_planner(model, args, kwargs, costs, loss_memory, report).frontier()
 
 
-def _checked_limit(time_limit: float | None) -> float:
+def checked_limit(time_limit: float | None) -> float:
     """Seconds; infinite if there is no limit."""
     if time_limit is None:
         return inf
@@ -190,10 +179,8 @@ def _checked_limit(time_limit: float | None) -> float:
     return float(time_limit)
 
 
-def _checked_call(
-    model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The sample as arguments; refuses what no plan can be made for, before anything runs."""
+def checked_module(model: torch.nn.Module) -> None:
+    """Raise ``InputError`` for a model that no plan can be made for, before anything runs."""
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
@@ -201,6 +188,13 @@ def _checked_call(
             "the model was scripted or traced by torch.jit as a whole: give the module as it was before. Scripted "
             "parts of a model can be planned."
         )
+
+
+def checked_call(
+    model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The sample as arguments; refuses what no plan can be made for, before anything runs."""
+    checked_module(model)
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(): plan outside of it")
     check_wrappers(model)

@@ -31,7 +31,6 @@ from rkgb.Ktools import K_graph
 from rkgb.memory import window
 from rkgb.usage import Usage, assigned, differentiable, turned_strides
 from rockmate.compiled import Program
-from rockmate.executor import CallState
 from rockmate.room import Room, device_of_outputs, seen_room
 
 _LOOKS = 8
@@ -90,12 +89,15 @@ class Observer:
         self._looks += 1
         return Look(self.device if self.measures else None)
 
-    def watch(self, state: CallState, outputs: Sequence[torch.Tensor], look: Look | None) -> None:
-        """Follow the call that returns ``outputs``."""
+    def watch(self, program: Program, outputs: Sequence[torch.Tensor], look: Look | None) -> Callable[[], None] | None:
+        """Follow the call that returns ``outputs``; what is to be called when its first backward has come to the
+        module, where hooks of the module's own may come before those of its outputs.
+        """
         if any(outputs[k].grad_fn is not None for k in self.places):
-            state.arrived = _Call(self, state.program, outputs, look).begin
-        elif look is not None:
+            return _Call(self, program, outputs, look).begin
+        if look is not None:
             look.abandon()
+        return None
 
     def planned_for(self, supposed: Usage) -> Usage:
         """How outputs are used, by all that is known; ``supposed``: before the first step."""
@@ -333,6 +335,40 @@ class Look:
                     setattr(owner, name, original)
         opened, self.window, self.then = self.window, None, None
         return opened.close() if opened is not None else None
+
+
+class WholeLook(Look):
+    """The memory of a whole step: from now to the end of the next backward in this thread, if that reaches the call."""
+
+    def __init__(self, device: torch.device, then: Callable[[int], None]) -> None:
+        """``then`` is called with the peak, in bytes above the level at the beginning."""
+        super().__init__(device)
+        self.then_measured = then
+        self.reached = False
+        if self.window is not None:
+            self.window.begin()
+
+    def follow(self, outputs: Sequence[Any]) -> None:
+        """These are what the call returns."""
+        for t in outputs:
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                t.grad_fn.register_prehook(self._reach)
+
+    def _reach(self, _: Any) -> None:
+        self.reached = True
+
+    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``torch.autograd._engine_run_backward``."""
+        original = self.replaced[0][2]
+        if self.thread != threading.get_ident():
+            return original(ends, *args, **kwargs)
+        try:
+            return original(ends, *args, **kwargs)
+        finally:
+            self.mark()
+            seen = self.close()
+            if self.reached and seen is not None:
+                self.then_measured(seen[0])
 
 
 @contextlib.contextmanager

@@ -59,6 +59,11 @@ IMPROVE_SECONDS = 1.0
 # A schedule that leaves no more of the budget than this is not solved again when a step has shown what its loss takes.
 LITTLE = 0.01
 
+NOTHING_COMPUTED = (
+    "the model returns no tensor that it computes from this sample, so there is nothing to plan: check what "
+    "its forward returns, and the mode that it is in"
+)
+
 _ON_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 
 
@@ -316,10 +321,7 @@ def make_planner(
             ) from error
         raise
     if not graphs.S.nodes:
-        raise InputError(
-            "the model returns no tensor that it computes from this sample, so there is nothing to plan: check what "
-            "its forward returns, and the mode that it is in"
-        )
+        raise InputError(NOTHING_COMPUTED)
     phase("solve", 0.0)
     room = saved.room if saved else usual_room(graphs.K, loss_memory)
     problem = problem_of(graphs, room)

@@ -104,7 +104,8 @@ def check_wrappers(model: torch.nn.Module) -> None:
     """Raise ``InputError`` where a wrapper is inside that must be outside, or cannot be: a plan does not run it."""
     for name, m in model.named_modules():
         where = f"its submodule {name!r}" if name else "it"
-        if type(m).__name__ == "OptimizedModule" or m.__dict__.get("_compiled_call_impl") is not None:
+        compiled = m.__dict__.get("_compiled_call_impl")
+        if type(m).__name__ == "OptimizedModule" or (compiled is not None and not hasattr(compiled, "plan_for")):
             raise InputError(
                 f"the model cannot be planned: {where} was compiled, and a plan runs operations one by one. Give the "
                 "module as it was before torch.compile, or plan the parts beside it."

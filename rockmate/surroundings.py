@@ -113,6 +113,32 @@ def check_global_hooks() -> None:
 
 
 @contextlib.contextmanager
+def put_back_if_it_fails() -> Iterator[None]:
+    """Capture a call. Where that fails within a transform of torch.func, TorchDynamo leaves what the transform sets: it
+    is put back here.
+    """
+    autograd, functorch = torch._C._autograd, torch._C._functorch
+    message, depth = autograd._saved_tensors_hooks_get_disabled_error_message(), _transforms()
+    try:
+        yield
+    except BaseException:
+        for _ in range(_transforms() - depth):
+            functorch.pop_dynamic_layer_stack()
+        if autograd._saved_tensors_hooks_get_disabled_error_message() != message:
+            if message is None:
+                autograd._saved_tensors_hooks_enable()
+            else:
+                autograd._saved_tensors_hooks_disable(message)
+        raise
+
+
+def _transforms() -> int:
+    """How many transforms of torch.func are in force."""
+    found = torch._C._functorch.get_interpreter_stack()
+    return 0 if found is None else len(found)
+
+
+@contextlib.contextmanager
 def without_saved_hooks() -> Iterator[None]:
     """Run without the hooks of saved tensors that are in force."""
     autograd = torch._C._autograd

@@ -45,6 +45,7 @@ class Variant:
     structure: Structure
     state: PythonState | None
     observer: Observer | None
+    call: tuple[str, ...] = ()
 
     def look(self) -> Look | None:
         """A close look at the call that begins now, if there is to be one."""
@@ -162,13 +163,18 @@ class PlanCache:
         self._lock = threading.Lock()
         self.dropped = 0
 
-    def __reduce__(self) -> tuple[type[PlanCache], tuple[()]]:
-        """Copies and pickles plan again at their first call: plans hold operators, which have no pickled form."""
-        return PlanCache, ()
-
     def find(self, key: Hashable, missing: frozenset[str]) -> list[Variant]:
         """Variants for such a call, last used first. One for more missing gradients will do: those need no memory."""
         return [v for known, planned, v in self._entries if missing <= planned and known == key]
+
+    def variants(self) -> list[Variant]:
+        """All, last used first."""
+        return [v for _, _, v in self._entries]
+
+    def clear(self) -> None:
+        """Plans are made again when they are needed."""
+        with self._lock:
+            self._entries = []
 
     def codes(self) -> list[Code]:
         """The code that ran when the plans were made, each once."""

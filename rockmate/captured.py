@@ -1,0 +1,195 @@
+"""What TorchDynamo captured of a call, as a module: a pure program of tensors under the model's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkgb.lines import line_of_trace, told
+from rkgb.patches import is_traced
+
+_STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
+
+
+class Captured(torch.nn.Module):
+    """``program``: a graph of TorchDynamo, whose inputs are parameters, buffers, and other tensors and numbers.
+
+    As a module it has the parameters and buffers under the names that they have in the model, and ``forward`` takes
+    the other inputs, in order. ``hold`` says which tensors these are in the call that comes.
+    """
+
+    def __init__(self, program: fx.GraphModule, arguments: Sequence[Any]) -> None:
+        super().__init__()
+        without_wrappers(program)
+        self.__dict__["program"] = program
+        self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
+        self.names: list[str] = []  # of these, as the user would write them
+        self._own: list[tuple[dict[str, Any], str, int]] = []
+        for k, (source, value) in enumerate(zip(sources(program), arguments, strict=True)):
+            path, kind = _path(source), _kind(source, value)
+            if kind is None:
+                self.given.append(k)
+                self.names.append(_written(source))
+                continue
+            *above, name = path
+            holder: torch.nn.Module = self
+            for step in above:
+                if step not in holder._modules:
+                    holder.add_module(step, torch.nn.Module())
+                holder = holder._modules[step]  # type: ignore[assignment]
+            if kind == "parameter":
+                holder.register_parameter(name, value)
+            else:
+                holder.register_buffer(name, value)
+            self._own.append((holder._parameters if kind == "parameter" else holder._buffers, name, k))
+
+    def hold(self, arguments: Sequence[Any]) -> None:
+        """The parameters and buffers are from now on those among ``arguments``."""
+        for held, name, k in self._own:
+            held[name] = arguments[k]
+
+    def forward(self, *given: Any) -> Any:
+        """The outputs of the program."""
+        arguments: list[Any] = [None] * (len(self._own) + len(given))
+        for held, name, k in self._own:
+            arguments[k] = held[name]
+        for k, value in zip(self.given, given, strict=True):
+            arguments[k] = value
+        program = self.__dict__["program"]
+        return _Located(program).run(*arguments) if is_traced() else program.forward(*arguments)
+
+
+class _Located(fx.Interpreter):
+    """Tells the tracer which of the user's lines and modules each operation is of."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        with told(line_of_trace(n.meta.get("stack_trace") or ""), module_of(n)):
+            return super().run_node(n)
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the submodule that an operation is of, as "layers.0.norm"; empty for the model itself."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return ""
+    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", _after_root(stack[-1][0]))
+    return ".".join(x for x in path.replace("_modules.", "").split(".") if x)
+
+
+def _after_root(source: str) -> str:
+    return re.sub(r"^[LG]\['[^']*'\]", "", source)
+
+
+def sources(program: fx.GraphModule) -> list[str]:
+    """Where each input of a captured program comes from, as TorchDynamo writes it: "L['x']"."""
+    found = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        name = getattr(source, "name", "")
+        found.append(str(name() if callable(name) else name) or node.name)
+    return found
+
+
+def _path(source: str) -> list[str]:
+    """The names on the way to a parameter or buffer: from the root on, where it is the model's."""
+    return _STEP.findall(source) or [re.sub(r"\W+", "_", source).strip("_")]
+
+
+def _kind(source: str, value: Any) -> str | None:
+    """Whether an input is a parameter or a buffer; None for all others."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, torch.nn.Parameter):
+        return "parameter"
+    return "buffer" if re.search(r"\._buffers\['[^']*'\]$", source) else None
+
+
+def _written(source: str) -> str:
+    """``source`` without brackets: "args.0" for "L['args'][0]"."""
+    return re.sub(r"\[('?)(\w+)\1\]", r".\2", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source))
+
+
+def without_wrappers(program: fx.GraphModule) -> None:
+    """Replace what only compilers understand: checkpointed parts run as they are, since Rockmate decides what runs
+    again; functions of autograd save through autograd, where Rockmate sees it.
+    """
+    changed = False
+    for node in list(_wrappers(program)):
+        bodies = [getattr(program, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+        name = str(getattr(node.target, "_name", node.target))
+        if name == "tag_activation_checkpoint":
+            without_wrappers(bodies[0])
+            module: torch.nn.Module = _Checkpointed(bodies[0])
+            arguments = node.args[1:]
+        else:
+            module = _Function(bodies[0], bodies[1], dict(node.kwargs))
+            arguments = node.args[2:]
+        path = f"_rockmate_{node.name}"
+        program.add_submodule(path, module)
+        with program.graph.inserting_before(node):
+            new = program.graph.call_module(path, tuple(arguments))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        program.graph.erase_node(node)
+        changed = True
+    if changed:
+        program.recompile()
+
+
+def _wrappers(program: fx.GraphModule) -> Iterator[fx.Node]:
+    for node in program.graph.nodes:
+        if node.op == "call_function" and str(getattr(node.target, "_name", "")) in _WRAPPED:
+            yield node
+
+
+class _Checkpointed(torch.nn.Module):
+    """The body of a checkpoint."""
+
+    def __init__(self, body: fx.GraphModule) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *arguments: Any) -> Any:
+        return _Located(self.body).run(*arguments) if is_traced() else self.body(*arguments)
+
+
+class _Function(torch.nn.Module):
+    """An ``autograd.Function`` whose two parts were captured; what its forward keeps is saved by autograd."""
+
+    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, marks: dict[str, Any]) -> None:
+        super().__init__()
+        self.parts = (forward, backward)
+        self.dirty = frozenset(marks.get("dirty_idx") or ())
+        self.without_gradient = frozenset(marks.get("non_differentiable_idx") or ())
+
+    def forward(self, *arguments: Any) -> Any:
+        return _Applied.apply(self, *arguments)
+
+
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: _Function, *arguments: Any) -> Any:
+        output, kept = function.parts[0](*arguments)
+        several = output if isinstance(output, (tuple, list)) else (output,)
+        if function.dirty:
+            ctx.mark_dirty(*(several[k] for k in function.dirty))
+        if function.without_gradient:
+            ctx.mark_non_differentiable(*(several[k] for k in function.without_gradient))
+        ctx.function = function
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in kept]
+        ctx.places = [k for k, x in enumerate(kept) if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*(kept[k] for k in ctx.places))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        kept = list(ctx.others)
+        for k, t in zip(ctx.places, ctx.saved_tensors, strict=True):
+            kept[k] = t
+        found = ctx.function.parts[1](*gradients, *kept)
+        return (None, *(found if isinstance(found, (tuple, list)) else (found,)))

@@ -1,0 +1,78 @@
+"""What is said of planning: one line for each plan, by the logger ``rockmate``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+
+from rkgb.capture import current_mode
+from rockmate.budget import show_bytes
+from rockmate.plan import Plan
+
+LOG = logging.getLogger("rockmate")
+
+MANY = 4
+"""From this plan on, the line says what to do about it."""
+
+
+class _IfNobodyElse(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to standard error where the program has set up no logging of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            self.stream = sys.stderr
+            super().emit(record)
+
+
+def be_heard() -> None:
+    """From now on lines of ``rockmate`` are seen, also by programs that set up no logging."""
+    if not LOG.handlers:
+        LOG.addHandler(_IfNobodyElse())
+        if LOG.level == logging.NOTSET:
+            LOG.setLevel(logging.INFO)
+
+
+def described(names: list[str], values: list[Any], training: bool) -> tuple[str, ...]:
+    """A call in a few words: its tensors, numbers, and what else a plan depends on."""
+    found = [f"{k} {_form(v)}" for k, v in zip(names, values, strict=True) if "()" not in k]  # sizes of others
+    found.append("train" if training else "eval")
+    found += (f"autocast {_short(dtype)}" for _, dtype in current_mode().autocast)
+    return tuple(found)
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{_short(value.dtype)}{list(value.shape)}" + (" with gradient" if value.requires_grad else "")
+    return str(value)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, before: tuple[str, ...] | None) -> str:
+    """What is said of plan ``number`` of the model ``what``; ``before``: the call that the plan before is for."""
+    line = (
+        f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s for {', '.join(call)}: "
+        f"{show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
+        f"{100 * plan.predicted_overhead:.1f} % more time"
+    )
+    if before is not None:
+        line += f"; {_difference(before, call)}"
+    if number >= MANY:
+        line += f". This is plan {number}: pad inputs to a few shapes, and keep what changes at every step in tensors"
+    return line
+
+
+def _difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:
+    changed = [f"{b} was {a}" for a, b in zip(before, now, strict=False) if a != b]
+    if len(before) != len(now):
+        changed.append(f"{len(now)} inputs, before {len(before)}")
+    return "new: " + ", ".join(changed) if changed else "new: something in the module's Python, or gradients, differs"

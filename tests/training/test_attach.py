@@ -1,0 +1,709 @@
+"""A model under a budget in place: training scripts as people write them, against eager mode, with recomputation."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextvars
+import copy
+import dataclasses
+import io
+import logging
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import assert_same, snapshot
+from models import randn, tokens
+from torch import nn
+
+import rockmate
+from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, attach, attached, detach, measure_peak
+
+Train = Callable[[nn.Module], Iterator[Any]]
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x + mlp(norm(x))."""
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Four blocks; tests derive from it."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, 8)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        """All blocks."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Logits."""
+        return self.head(self.body(x))
+
+
+X = randn(256, 32, seed=1)
+BATCHES = [randn(256, 32, seed=k) for k in range(4)]
+TIGHT = "1 MiB"
+"""Less than a step of ``Net`` takes."""
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model, the same on every call."""
+    torch.manual_seed(0)
+    return make()
+
+
+def plain(model: nn.Module) -> Iterator[Any]:
+    """Four steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in BATCHES:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss.detach()
+
+
+def one_peak(model: nn.Module, train: Train) -> int:
+    """The peak of the script on a model that nothing else has run, as far as it is the model's."""
+    list(train(model))
+    model.zero_grad()
+    return measure_peak(lambda: list(train(model)), "cpu")
+
+
+def trains_as_eager(
+    make: Callable[[], nn.Module], train: Train = plain, fraction: float = 0.6, recomputes: bool = True, **options: Any
+) -> rockmate.Attachment:
+    """``train`` yields the same with a model that is attached, at ``fraction`` of the peak, and leaves the same."""
+    budget = int(fraction * one_peak(made(make), train))
+    eager, ours = made(make), made(make)
+    handle = attach(ours, budget, costs="flops", on_infeasible="least", **options)
+    results = []
+    for model in (eager, ours):
+        torch.manual_seed(5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BudgetWarning)  # a script's peak is not that of one step
+            results.append([*train(model), *snapshot(model)])
+    assert_same(results[1], results[0])
+    if recomputes:
+        assert any(p.plan is not None and p.plan.recomputed for p in handle.plans), "the budget forces nothing"
+    return handle
+
+
+# ------------------------------------------------------------------------------------- what forward does beside
+
+
+def test_a_plain_loop() -> None:
+    handle = trains_as_eager(Net)
+    assert handle.plan is not None
+    assert handle.plan.predicted_peak <= handle.budget
+
+
+def test_within_the_budget_at_every_step() -> None:
+    model, eager = made(Net), made(Net)
+
+    def step(m: nn.Module) -> None:
+        m.zero_grad()
+        m(X).square().mean().backward()
+
+    step(eager)
+    budget = int(0.6 * measure_peak(lambda: step(eager), "cpu"))
+    handle = attach(model, budget, costs="flops")
+    peaks = []
+    handle.plan_for((X,), {})
+    for _ in range(3):
+        step(model)
+        peaks.append(measure_peak(lambda: step(model), "cpu"))
+    assert handle.plan is not None and handle.plan.recomputed
+    assert max(peaks) <= budget
+    assert peaks[-1] == pytest.approx(handle.plan.predicted_peak, abs=64)
+
+
+def test_an_attribute_that_the_loop_reads() -> None:
+    class Aux(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.body(x)
+            self.aux_loss = y.square().mean()
+            return self.head(y)
+
+    def train(model: Any) -> Iterator[Any]:
+        for x in BATCHES:
+            loss = model(x).square().mean() + 0.1 * model.aux_loss
+            loss.backward()
+            yield loss.detach()
+            yield model.aux_loss.detach()
+
+    trains_as_eager(Aux, train)
+
+
+def test_counters_lists_and_dicts_that_forward_fills() -> None:
+    class Logs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.sizes, self.means = 0, [], {}  # type: ignore[var-annotated]
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.calls += 1
+            self.sizes.append(x.shape[0])
+            y = super().forward(x)
+            self.means[f"call {self.calls % 2}"] = y.detach().mean()
+            return y
+
+    def train(model: Any) -> Iterator[Any]:
+        yield from plain(model)
+        yield model.calls
+        yield len(model.sizes)
+        yield from model.means.values()
+
+    trains_as_eager(Logs, train)
+
+
+def test_features_kept_in_a_list() -> None:
+    class Features(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.features.clear()
+            for block in self.blocks:
+                x = block(x)
+                self.features.append(x)
+            return self.head(x)
+
+    def train(model: Any) -> Iterator[Any]:
+        for x in BATCHES:
+            loss = model(x).square().mean() + sum(f.mean() for f in model.features)
+            loss.backward()
+            yield loss.detach()
+        yield from (f.detach() for f in model.features)
+
+    trains_as_eager(Features, train)
+
+
+CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+LOCAL = threading.local()
+
+
+@dataclasses.dataclass
+class Settings:
+    """What a model may be configured by."""
+
+    scale: float = 1.0
+
+
+@pytest.mark.parametrize("way", ["namespace", "deque", "contextvar", "local", "dataclass", "dict", "global", "closure"])
+def test_settings_that_change_are_seen(way: str) -> None:
+    box: dict[str, Any] = {}
+
+    class Configured(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.options = argparse.Namespace(scale=1.0)
+            self.queue = collections.deque([1.0], maxlen=1)
+            self.settings, self.table = Settings(), {"scale": 1.0}
+
+        def scale(self) -> float:
+            found = {
+                "namespace": lambda: self.options.scale,
+                "deque": lambda: self.queue[0],
+                "contextvar": CONTEXT.get,
+                "local": lambda: LOCAL.scale,
+                "dataclass": lambda: self.settings.scale,
+                "dict": lambda: self.table["scale"],
+                "global": lambda: SCALE[0],
+                "closure": lambda: box["scale"],
+            }
+            return float(found[way]())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x) * self.scale()
+
+    def train(model: Any) -> Iterator[Any]:
+        for x, scale in zip(BATCHES, (1.0, 1.0, 2.0, 1.0), strict=True):
+            model.options.scale = model.settings.scale = model.table["scale"] = LOCAL.scale = box["scale"] = scale
+            SCALE[0] = scale
+            model.queue.append(scale)
+            CONTEXT.set(scale)
+            loss = model(x).square().mean()
+            loss.backward()
+            yield loss.detach()
+
+    trains_as_eager(Configured, train)
+
+
+SCALE = [1.0]
+
+
+def test_the_learning_rate_read_in_forward() -> None:
+    class Rate(Net):
+        optimizer: Any = None
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x) * (1 + self.optimizer.param_groups[0]["lr"])
+
+    def train(model: Any) -> Iterator[Any]:
+        model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, rate in zip(BATCHES, (0.1, 0.05, 0.05, 0.1), strict=True):
+            model.optimizer.param_groups[0]["lr"] = rate
+            loss = model(x).square().mean()
+            loss.backward()
+            model.optimizer.step()
+            yield loss.detach()
+
+    trains_as_eager(Rate, train)
+
+
+# ---------------------------------------------------------------------------------------------- aliasing
+
+
+def test_the_same_tensor_twice() -> None:
+    class Two(Net):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+            z = self.body(x) + (2 * y if x is y else y)
+            return self.head(z)
+
+    def train(model: Any) -> Iterator[Any]:
+        for k, x in enumerate(BATCHES):
+            x = x.clone().requires_grad_()
+            loss = model(x, x if k % 2 else x.detach().clone()).square().mean()
+            loss.backward()
+            yield loss.detach()
+            yield x.grad
+
+    trains_as_eager(Two, train)
+
+
+def test_attention_of_a_tensor_to_itself() -> None:
+    class Attention(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.body(x)[None]
+            return self.head(self.attention(y, y, y, need_weights=False)[0])
+
+    trains_as_eager(Attention)
+
+
+# ----------------------------------------------------------------------------------------------- hooks
+
+
+def test_hooks_that_capture_and_return() -> None:
+    def train(model: Any) -> Iterator[Any]:
+        seen: list[torch.Tensor] = []
+
+        def keep(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+            seen.append(output.detach().mean())
+            return output
+
+        handle = model.blocks[1].register_forward_hook(keep)
+        yield from plain(model)
+        handle.remove()
+        yield from plain(model)
+        yield len(seen)
+        yield from seen
+
+    trains_as_eager(Net, train)
+
+
+def test_hooks_that_come_and_go() -> None:
+    def train(model: Any) -> Iterator[Any]:
+        yield from plain(model)
+        handle = model.blocks[2].register_forward_pre_hook(lambda _, args: (2 * args[0],))
+        yield from plain(model)
+        handle.remove()
+        yield from plain(model)
+
+    trains_as_eager(Net, train)
+
+
+def test_hooks_of_the_model_itself() -> None:
+    def train(model: Any) -> Iterator[Any]:
+        calls = []
+        model.register_forward_hook(lambda _, __, output: calls.append(1) or 2 * output)
+        yield from plain(model)
+        yield len(calls)
+
+    trains_as_eager(Net, train)
+
+
+# ----------------------------------------------------------------------------------- ways to call a model
+
+
+def test_methods_that_call_the_module() -> None:
+    class Lightninglike(Net):
+        def training_step(self, x: torch.Tensor) -> torch.Tensor:
+            """The loss of a batch."""
+            return self(x).square().mean()
+
+    def train(model: Any) -> Iterator[Any]:
+        for x in BATCHES:
+            loss = model.training_step(x)
+            loss.backward()
+            yield loss.detach()
+
+    trains_as_eager(Lightninglike, train)
+
+
+def test_eval_with_gradients_is_planned() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_norm = nn.BatchNorm1d(32)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.batch_norm(self.body(x)))
+
+    def train(model: Any) -> Iterator[Any]:
+        yield from plain(model.eval())
+
+    handle = trains_as_eager(Normed, train)
+    assert handle.plans[0].call[-1] == "eval"
+
+
+def test_train_and_eval_in_turn() -> None:
+    def train(model: Any) -> Iterator[Any]:
+        for _ in range(2):
+            yield from plain(model.train())
+            model.eval()
+            with torch.no_grad():
+                yield model(X)
+        with torch.inference_mode():
+            yield model(X).clone()
+
+    trains_as_eager(Net, train)
+
+
+def test_indexing_and_new_attributes() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 8))
+
+    def train(model: Any) -> Iterator[Any]:
+        yield from plain(model)
+        model.note = "new"
+        model[4] = nn.Linear(32, 8)
+        with torch.no_grad():
+            model[4].weight.fill_(0.1)
+            model[4].bias.zero_()
+        yield len(model)
+        yield from plain(model)
+        yield model.note
+
+    trains_as_eager(make, train)
+
+
+def test_copies_and_pickles_are_plain() -> None:
+    model = made(Net)
+    handle = attach(model, TIGHT, costs="flops", on_infeasible="least")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        list(plain(model))
+    assert handle.plan is not None
+    for other in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
+        assert attached(other) is None
+        assert type(other) is Net
+        other.eval()
+        model.eval()
+        assert torch.equal(other(X), model(X))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert attached(torch.load(buffer, weights_only=False)) is None
+    assert list(model.state_dict()) == list(made(Net).state_dict())
+
+
+def test_frozen_and_released_in_mid_training() -> None:
+    def train(model: Any) -> Iterator[Any]:
+        yield from plain(model)
+        for p in model.blocks[0].parameters():
+            p.requires_grad_(False)
+            p.grad = None
+        yield from plain(model)
+        for p in model.blocks[0].parameters():
+            p.requires_grad_(True)
+        yield from plain(model)
+
+    trains_as_eager(Net, train)
+
+
+def test_tied_weights() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 32)
+            self.net = Net()
+            self.head = nn.Linear(32, 50, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.net.body(self.embedding(ids)))
+
+    def train(model: Any) -> Iterator[Any]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        for k in range(4):
+            ids = tokens(16, 16, high=50, seed=k)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
+
+    trains_as_eager(Tied, train)
+
+
+def test_several_lengths() -> None:
+    def train(model: Any) -> Iterator[Any]:
+        for k, size in enumerate((256, 192, 320, 256, 128)):
+            loss = model(randn(size, 32, seed=k)).square().mean()
+            loss.backward()
+            yield loss.detach()
+
+    handle = trains_as_eager(Net, train)
+    assert len(handle.plans) >= 4
+
+
+def test_autocast_and_accumulation() -> None:
+    def train(model: Any) -> Iterator[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for k, x in enumerate(BATCHES):
+            with torch.autocast("cpu", torch.bfloat16, enabled=k > 0):
+                loss = model(x).float().square().mean() / 2
+            loss.backward()
+            if k % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            yield loss.detach()
+
+    trains_as_eager(Net, train)
+
+
+def test_gradients_of_inputs_and_second_derivatives() -> None:
+    def train(model: Any) -> Iterator[Any]:
+        x = X.clone().requires_grad_()
+        y = model(x).square().sum()
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        loss = y + g.square().sum()
+        loss.backward()
+        yield loss.detach()
+        yield g.detach()
+        yield x.grad
+
+    trains_as_eager(Net, train)
+
+
+def test_checkpoints_inside_draw_the_same_masks() -> None:
+    class Checkpointed(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    trains_as_eager(Checkpointed, fraction=0.9)
+
+
+class Scaled(torch.autograd.Function):
+    """x * weight * scale, whose backward is written out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+        """Saves both."""
+        ctx.save_for_backward(x, weight)
+        ctx.scale = scale
+        return x * weight * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Of x and of weight."""
+        x, weight = ctx.saved_tensors
+        return gradients[0] * weight * ctx.scale, (gradients[0] * x * ctx.scale).sum(0), None
+
+
+def test_a_function_with_a_backward_of_its_own() -> None:
+    class Functional(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(32))
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = Scaled.apply(torch.tanh(block(x)), self.gain, 1.5)  # type: ignore[no-untyped-call]
+            return x
+
+    trains_as_eager(Functional)
+
+
+def test_eleven_lambdas() -> None:
+    class Lambdas(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.functions = [lambda x, k=k: x + k / 100 for k in range(11)]
+
+        def forward(self, x: torch.Tensor) -> Any:
+            for f in self.functions:
+                x = f(x)
+            return super().forward(x)
+
+    trains_as_eager(Lambdas)
+
+
+# ------------------------------------------------------------------------------------------ the handle
+
+
+def test_attach_and_detach() -> None:
+    model = made(Net)
+    assert attached(model) is None
+    handle = attach(model, "1 MiB")
+    assert attached(model) is handle
+    with pytest.raises(InputError, match="attached already"):
+        attach(model, "2 MiB")
+    detach(model)
+    assert attached(model) is None
+    assert "_compiled_call_impl" not in vars(model)
+    with pytest.raises(InputError, match="not attached"):
+        detach(model)
+    attach(model, "1 MiB").detach()
+    assert attached(model) is None
+
+
+def test_a_sample_plans_at_once_and_runs_nothing() -> None:
+    class Counting(Net):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.calls += 1
+            return super().forward(x)
+
+    model = made(Counting)
+    before = torch.get_rng_state()
+    handle = attach(model, TIGHT, sample=X, costs="flops", on_infeasible="error")
+    assert handle.plan is not None and handle.plan.recomputed
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert handle.frontier().min_budget <= handle.budget
+    model(X).sum().backward()
+    assert len(handle.plans) == 1
+    assert handle.plans[0].call == ("x float32[256, 32]", "train")
+
+
+def test_a_budget_that_does_not_bind_needs_no_plan(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rockmate"):
+        handle = trains_as_eager(Net, fraction=50.0, recomputes=False)
+    assert handle.plan is None
+    assert [p.plan for p in handle.plans] == [None]
+    assert "needs no plan" in caplog.text
+
+
+def test_without_gradients_the_model_itself_runs() -> None:
+    model = made(Net)
+    handle = attach(model, 1 << 20, costs="flops")
+    with torch.no_grad():
+        model(X)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    model(X)
+    assert handle.plans == []
+
+
+def test_the_least_plan_where_none_fits() -> None:
+    model = made(Net)
+    handle = attach(model, "100 KiB", costs="flops")
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        model(X)
+    detach(model)
+    handle = attach(model, "100 KiB", costs="flops", on_infeasible="least")
+    with pytest.warns(BudgetWarning, match="plan of least memory runs instead"):
+        model(X).sum().backward()
+    assert handle.plan is not None and handle.plan.budget == refused.value.min_budget
+
+
+def test_another_budget() -> None:
+    model = made(Net)
+    handle = attach(model, TIGHT, sample=X, costs="flops")
+    assert handle.plan is not None
+    first = handle.plan.predicted_overhead
+    handle.budget = handle.frontier().max_budget
+    assert handle.plan.predicted_overhead < first
+
+
+def test_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = made(Net)
+    with caplog.at_level(logging.INFO, "rockmate"):
+        attach(model, TIGHT, costs="flops", on_infeasible="least")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BudgetWarning)
+            for size in (256, 255, 254, 253, 252):
+                model(randn(size, 32, seed=size)).sum().backward()
+                model.zero_grad()
+    lines = [record.getMessage() for record in caplog.records if "planned Net" in record.getMessage()]
+    assert len(lines) == 5
+    assert "for x float32[256, 32], train: " in lines[0]
+    assert "new: x float32[255, 32] was x float32[256, 32]" in lines[1]
+    assert "pad inputs" not in lines[2]
+    assert "This is plan 4: pad inputs" in lines[3]
+
+
+def test_the_model_goes_when_it_is_dropped() -> None:
+    model = made(Net)
+    attach(model, TIGHT, costs="flops", on_infeasible="least")
+    model(X).sum().backward()
+    gone = weakref.ref(model.blocks[0].up.weight)
+    del model
+    import gc
+
+    gc.collect()
+    assert gone() is None
+
+
+def test_two_models_at_once() -> None:
+    def train(models: Any) -> Iterator[Any]:
+        a, b = models[0], models[1]
+        for x in BATCHES:
+            loss = b(a.body(x)).mean() + a(x).square().mean()
+            loss.backward()
+            yield loss.detach()
+
+    make = lambda: nn.ModuleList([Net(), Net()])  # noqa: E731
+    eager, ours = made(make), made(make)
+    for part in ours:
+        attach(part, TIGHT, costs="flops", on_infeasible="least")
+    results = []
+    for models in (eager, ours):
+        torch.manual_seed(5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BudgetWarning)
+            results.append([*train(models), *snapshot(models)])
+    assert_same(results[1], results[0])
+
+
+def test_the_backend_of_torch_compile() -> None:
+    eager, ours = made(Net), made(Net)
+    compiled = torch.compile(ours, backend="rockmate", options={"budget": TIGHT, "costs": "flops"})
+    torch.manual_seed(5)
+    a = list(plain(eager))
+    torch.manual_seed(5)
+    b = list(plain(compiled))  # type: ignore[arg-type]
+    assert_same(b, a)
+    with pytest.raises(Exception, match="budget"):
+        torch.compile(made(Net), backend="rockmate")(X)
