@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -177,3 +179,26 @@ def test_reserved_memory_is_predicted_with_the_allocator_of_cuda() -> None:
         assert plan.predicted_reserved % 2**21 == 0
         assert plan.predicted_reserved >= plan.predicted_peak - 22 * 2**20  # less what segments of parameters have left
     assert plans[0].predicted_reserved < plans[1].predicted_reserved
+
+
+QUIET = """
+import torch
+from torch import nn
+from rockmate import Rockmate, frontier
+
+model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(64, 16)
+rk = Rockmate(model, x, frontier(model, x).min_budget)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = rk(x).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_planning_and_training_write_nothing_to_stderr() -> None:
+    """torch's allocator warns, in C++, of a block that goes in a profiler session and came before it."""
+    ran = subprocess.run([sys.executable, "-c", QUIET], check=True, capture_output=True, text=True)
+    assert (ran.stdout, ran.stderr) == ("", "")
