@@ -1,7 +1,8 @@
 """D: the data-flow graph. One run of the B program shows what each operation reads, shares, changes and saves.
 
-Schemas do not tell it (dropout returns its input when p is 0, batch_norm changes its statistics
-unannounced), so the run decides: storages, version counters, contents of buffers, generator states.
+Schemas do not tell all of it (dropout returns its input when p is 0, batch_norm changes its statistics
+unannounced), so the run decides: storages, version counters, contents of buffers, generator states. What a schema
+announces counts as well: a fake quantization writes statistics that on one sample may come out as they were.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rkgb.Btools import PRIMITIVES
 from rkgb.capture import drop_saved, preserved
 from rkgb.decompose import is_split, split
 from rkgb.errors import TraceError, UnsupportedError
-from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
+from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
 from rkgb.guards import Guard, is_guard
 from rkgb.program import memory_of, run_node, same, source_values
 from rkgb.randomness import Drawn, draws_unseen, node_generators, random_state, watched_devices
@@ -173,7 +174,7 @@ class _Probe:
         self.random.update((x, random_state(x)) for x in drawn)
         unseen = draws_unseen(fixed, [self.env[v] for v in reads])
         random = unseen or any(not torch.equal(state, self.random[x]) for state, x in zip(before, drawn, strict=True))
-        changed = {v for v in reads if self.env[v]._version != versions[v]}
+        changed = announced_writes(fixed) | {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         index = len(self.nodes)
         for v, t in zip(fixed.outputs, results, strict=True):
@@ -215,6 +216,19 @@ class _Probe:
             tuple(self.facts),
             b.notes,
         )
+
+
+def announced_writes(node: Node) -> set[int]:
+    """The values that the operation writes to by its schema, unless it is in place, which version counters tell.
+
+    What returns nothing (``retain_grad``, ``record_stream``) changes no contents.
+    """
+    schema = getattr(node.op, "_schema", None)
+    if schema is None or not schema.returns or node.name.endswith("_"):
+        return set()
+    given = {x.name: a for x, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    written = (x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write)
+    return {v for name in written for v in refs([given.get(name)])}
 
 
 def _refuse(_: None) -> torch.Tensor:

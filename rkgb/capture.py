@@ -97,6 +97,8 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
             module._buffers[name] = b
         with torch.no_grad():
             for t, copy in copies:
+                if t.shape != copy.shape:  # statistics of quantization get their size in the first call
+                    t.resize_(copy.shape)
                 if not torch.equal(t, copy):
                     t.copy_(copy)
         torch._C._autograd._unsafe_set_version_counter(counted, versions)
