@@ -18,6 +18,7 @@ from rkgb.guards import GuardFailed
 from rkgb.patches import TRACING
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate.artefact import SavedPlan
+from rockmate.budget import Budget
 from rockmate.errors import InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.observe import abandoned, end_look
@@ -35,13 +36,21 @@ MAX_VARIANTS = 16
 
 @dataclass
 class Terms:
-    """What is asked of plans. ``budget``: bytes; ``time_limit``: seconds; the rest as for ``Rockmate``."""
+    """What is asked of plans. ``budget``: bytes, from the first plan on; ``time_limit``: seconds; the rest as for
+    ``Rockmate``.
+    """
 
-    budget: int
+    budget: int | Budget
     costs: str = "measured"
     loss_memory: int | None = None
     time_limit: float = inf
     progress: bool | None = None
+
+    def settle(self, planner: Planner) -> int:
+        """The budget in bytes, the same for all kinds of calls from now on: shares are of the step of ``planner``."""
+        if isinstance(self.budget, Budget):
+            self.budget = self.budget.bytes(planner)
+        return self.budget
 
 
 class Calls:
@@ -165,19 +174,21 @@ class Calls:
                 )
                 planners = [as_before(planner, self.last, self.module, tensors_of((args, kwargs))), planner]
             state = self.state_of(planner, leaves)
-            variant = make_first(list(dict.fromkeys(planners)), terms.budget, state)
+            variant = make_first(list(dict.fromkeys(planners)), terms.settle(planner), state)
             self.cache.add(key, planner.missing, variant)
             self.plans_made += saved is None
         return variant
 
-    def set_budget(self, budget: int) -> None:
+    def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""
-        if self.last is not None:
-            with Heeded(), self._progress_of(self.last.planner):
-                variant = make_variant(self.last.planner, budget, self.last.state, self.last.observer)
-            self.cache.replace(self.last, variant)
-            self.last = variant
-        self.terms.budget = budget
+        if self.last is None:
+            self.terms.budget = budget
+            return
+        size = budget.bytes(self.last.planner)
+        with Heeded(), self._progress_of(self.last.planner):
+            variant = make_variant(self.last.planner, size, self.last.state, self.last.observer)
+        self.cache.replace(self.last, variant)
+        self.last, self.terms.budget = variant, size
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call."""

@@ -121,6 +121,17 @@ class Planner:
         """
         return self.room.scalars + self.room.kept + undo_bytes(self.graphs.S)
 
+    @property
+    def eager_peak(self) -> int:
+        """The budget of a step that runs nothing again."""
+        return walk(self.problem, keep_everything(self.problem)).peak + self.reserved
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs. A model on another device than the CPU may have numbers there, too."""
+        devices = dict.fromkeys(v.device for v in self.graphs.S.d.values.values() if v.device.type != "cpu")
+        return next(iter(devices), torch.device("cpu"))
+
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""
         if self._chain is None:
@@ -164,7 +175,7 @@ class Planner:
         plans must be the same everywhere, with ``costs="flops"``, it is left out.
         """
         room = budget - self.reserved
-        if walk(self.problem, keep_everything(self.problem)).peak <= room:
+        if self.eager_peak <= budget:
             return Bounded(solve_chain(self.problem, room), self.problem.eager_time)
         try:
             found = self.chain().solve(room)
