@@ -152,6 +152,12 @@ def call_in(scope: str, calls: Sequence[Call]) -> Call:
     return calls[int(marks[-1])] if marks else (Mode(), "", None)
 
 
+def module_in(scope: str) -> str:
+    """The qualified name of the submodule that the scope of a node in the trace lies in."""
+    names = [part for part in scope.split("/") if not part.startswith("@")]
+    return names[-1] if names else ""
+
+
 class Recorder(TorchFunctionMode):
     """Sees every call of a traced run: leaf tensors that are nobody's, reads by Python, and random draws.
 

@@ -12,11 +12,24 @@ import torch
 
 _INSIDE = (os.path.dirname(__file__) + os.sep, contextlib.__file__, str(torch.__path__[0]) + os.sep)
 
+_TRACER = os.path.join(os.path.dirname(__file__), "Btools.py")  # what is called from there is the module
+_MODULES = os.path.join(str(torch.__path__[0]), "nn", "modules") + os.sep
+
 
 def user_line() -> str:
-    """The innermost source line outside this file and torch, as "file.py:12", or "cell:12" in a notebook."""
+    """The innermost source line outside this package and torch, as "file.py:12", or "cell:12" in a notebook.
+
+    Where torch's own modules are all that is traced (a ``Sequential`` of layers), their innermost line.
+    """
     frame: FrameType | None = sys._getframe()
+    of_torch: FrameType | None = None
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        file = frame.f_code.co_filename
+        if file == _TRACER and of_torch is not None:
+            frame = of_torch
+            break
+        if of_torch is None and file.startswith(_MODULES):
+            of_torch = frame
         frame = frame.f_back
     if frame is None:
         return ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from math import ceil, floor
 from numbers import Real
 from typing import Protocol
 
@@ -113,8 +115,31 @@ def _whole(given: object, size: Decimal) -> int:
 
 def show_bytes(size: float) -> str:
     """ "12.3 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            break
-        size /= 1024
+    size, unit = _scaled(size)
     return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def show_at_least(size: int) -> str:
+    """As ``show_bytes``, but rounded up: as a budget, it has ``size`` bytes or more, by a hundredth at most."""
+    return _rounded(size, ceil)
+
+
+def show_at_most(size: int) -> str:
+    """As ``show_bytes``, but rounded down."""
+    return _rounded(size, floor)
+
+
+def _rounded(size: int, to_whole: Callable[[float], int]) -> str:
+    scaled, unit = _scaled(size)
+    if unit == "bytes":
+        return f"{size} bytes"
+    digits = 1 if scaled >= 10 else 2
+    return f"{to_whole(scaled * 10**digits) / 10**digits:.{digits}f} {unit}"
+
+
+def _scaled(size: float) -> tuple[float, str]:
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return size, unit
+        size /= 1024
+    return size, "GiB"

@@ -20,8 +20,8 @@ from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 from rkgb.usage import Usage
 from rockmate.artefact import SavedPlan
-from rockmate.budget import show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
+from rockmate.least import too_small
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
 from rockmate.room import Room, usual_problem, usual_room, wider
@@ -187,14 +187,10 @@ class Planner:
             return Bounded(*improve(self.problem, found, room, seconds), reason)
         except InfeasibleError as error:
             least = error.min_budget + self.reserved
-            message = (
-                f"a budget of {show_bytes(budget)} is too small: the smallest that can be planned is "
-                f"{show_bytes(least)} ({least} bytes), set by {error.step}. "
-                "Raise the budget or make the batch smaller."
-            )
+            message = too_small(self.graphs.K, budget, least, self.eager_peak, error.at)
             if self._reason():
                 message += f" The search was stopped {self._reason()}; with more time a smaller budget may do."
-            raise InfeasibleBudgetError(message, least) from error
+            raise InfeasibleBudgetError(message, least) from None
 
     def frontier(self) -> Frontier:
         """Time against memory, with room for the loss in every budget."""

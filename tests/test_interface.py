@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from rockmate import (
     frontier,
     measure_peak,
 )
-from rockmate.budget import Budget, parse_budget, parse_bytes
+from rockmate.budget import Budget, parse_budget, parse_bytes, show_at_least
 from rockmate.demo import main as demo
 from rockmate.errors import BudgetError
 from rockmate.text import batches, load_tokens
@@ -122,10 +123,52 @@ def test_a_copy_plans_for_the_budget_that_it_was_given() -> None:
 
 
 def test_a_budget_below_the_minimum_names_one_that_works() -> None:
-    with pytest.raises(InfeasibleBudgetError, match=r"the smallest that can be planned is .* set by step") as error:
+    with pytest.raises(InfeasibleBudgetError) as error:
         Rockmate(mlp(), X, 1000, costs="flops")
     rk = Rockmate(mlp(), X, error.value.min_budget, costs="flops")
     assert rk.plan.predicted_peak <= error.value.min_budget
+    assert error.value.__cause__ is None, "one message"
+    assert error.value.__suppress_context__
+    with pytest.raises(InfeasibleBudgetError):
+        rk.budget = error.value.min_budget - 1
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "gpt"])
+def test_the_least_budget_as_it_is_printed_can_be_planned(name: str) -> None:
+    c = case(name)
+    found = frontier(c.model(), *c.call(0)[0], costs="flops")
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(c.model(), c.call(0)[0], found.min_budget - 1, costs="flops")
+    figures = re.findall(r"[0-9.]+ [KM]iB", str(error.value))
+    budget, least, gradients, eager = map(parse_bytes, figures)
+    assert budget <= found.min_budget == error.value.min_budget <= least <= 1.01 * found.min_budget
+    assert Rockmate(c.model(), c.call(0)[0], figures[1], costs="flops").plan.recomputed > 0
+    assert 0 < gradients <= 1.01 * sum(p.nbytes for p in c.model().parameters()), "as printed"
+    assert found.max_budget <= eager <= 1.01 * found.max_budget
+    assert Rockmate(c.model(), c.call(0)[0], figures[3], costs="flops").plan.recomputed == 0
+
+
+def test_a_budget_below_the_minimum_names_the_line_that_sets_it() -> None:
+    places = {
+        "mlp": r"the backward of linear in 6 at linear\.py:\d+\.",
+        "gpt": r"the backward of gelu in layers\.2 at gpt\.py:\d+\.",
+        "moving_average": r"the backward of mul at models\.py:\d+\.",
+    }
+    for name, place in places.items():
+        c = case(name)
+        with pytest.raises(InfeasibleBudgetError, match=f"What sets it is {place}"):
+            Rockmate(c.model(), c.call(0)[0], 1000, costs="flops")
+
+
+def test_a_budget_that_the_loss_is_too_large_for() -> None:
+    model = nn.Linear(16, 16)
+    with pytest.raises(InfeasibleBudgetError, match=r"sets it is the loss, .*say what the loss takes \(loss_memory=\)"):
+        Rockmate(model, X, "100 KiB", loss_memory=200_000, costs="flops")
+
+
+@pytest.mark.parametrize("size", [1, 999, 1023, 1024, 1025, 10_188, 10_189, 236_932, 2**20 + 1, 11 * 2**30 + 7])
+def test_figures_that_are_rounded_up(size: int) -> None:
+    assert size <= parse_bytes(show_at_least(size)) <= 1.01 * size
 
 
 def test_a_sample_that_does_not_fit() -> None:
