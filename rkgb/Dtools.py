@@ -16,6 +16,7 @@ import torch
 
 from rkgb.Btools import PRIMITIVES
 from rkgb.capture import drop_saved, preserved
+from rkgb.contexts import context_tensors, next_number
 from rkgb.decompose import is_split, split
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
@@ -161,6 +162,7 @@ class _Probe:
         def pack(t: torch.Tensor) -> None:
             packed.append(memory_of(t))
 
+        first = next_number()
         with torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
             results = run_node(fixed, self.env.__getitem__)
         if not all(isinstance(r, torch.Tensor) for r in results):
@@ -179,13 +181,19 @@ class _Probe:
         index = len(self.nodes)
         for v, t in zip(fixed.outputs, results, strict=True):
             self._define(v, t, index)
-        known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
-        private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
+        saved = self._saved(packed)
         packed.clear()  # the hook lives as long as the graph
+        here = {t.device for t in results}
+        context = self._saved([memory_of(t) for t in context_tensors(results, first) if t.device in here])
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
         self.nodes.append(fixed)
-        self.facts.append(Facts(writes, random, Saved(known, private), unseen))
+        self.facts.append(Facts(writes, random, saved, unseen, context))
+
+    def _saved(self, memory: list[torch.UntypedStorage]) -> Saved:
+        """``memory``, as storages of the graph and bytes of others."""
+        known = tuple(dict.fromkeys(self.live[x._cdata] for x in memory if x._cdata in self.live))
+        return Saved(known, tuple({x._cdata: x.nbytes() for x in memory if x._cdata not in self.live}.values()))
 
     def _gradients_written(self, writes: tuple[int, ...]) -> None:
         """What was written into memory without gradients may bring some."""

@@ -184,13 +184,15 @@ class Saved:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What one run of a D node showed. ``writes``: storages changed in place; ``random``: it drew random numbers;
-    ``unseen``: from a state that nobody can read or put back.
+    ``unseen``: from a state that nobody can read or put back. ``context``: what an ``autograd.Function`` keeps as
+    attributes.
     """
 
     writes: tuple[int, ...]
     random: bool
     saved: Saved
     unseen: bool = False
+    context: Saved = Saved((), ())
 
 
 @dataclass(frozen=True, repr=False)

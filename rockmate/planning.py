@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rkgb.capture import drop_saved, preserved
+from rkgb.contexts import context_bytes
 from rkgb.device import Cpu
 from rkgb.errors import GraphError, UnsupportedError
 from rkgb.measure import check_costs
@@ -117,9 +118,14 @@ class Planner:
     @property
     def reserved(self) -> int:
         """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, and for
-        what a failing guard must put back.
+        what is ``beside`` the problem.
         """
-        return self.room.scalars + self.room.kept + undo_bytes(self.graphs.S)
+        return self.room.scalars + self.room.kept + self.beside
+
+    @property
+    def beside(self) -> int:
+        """Bytes for what a failing guard must put back, and for what functions keep in their ``ctx``."""
+        return undo_bytes(self.graphs.S) + context_bytes(self.graphs.S)
 
     @property
     def eager_peak(self) -> int:
@@ -241,7 +247,7 @@ class Planner:
     def predicted_peak(self, solution: ChainPlan) -> int:
         """The peak of ``solution`` with the usual loss (or the one given)."""
         peak = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule).peak
-        return peak + self.room.predicted_kept + undo_bytes(self.graphs.S)
+        return peak + self.room.predicted_kept + self.beside
 
     def for_usage(
         self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, seen: Room | None, unsure: bool
