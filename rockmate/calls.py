@@ -160,8 +160,11 @@ class Calls:
     def variants(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> list[Variant]:
         """The variants for calls of this kind, the last one used first; one is made if there is none."""
         leaves, spec = flatten((args, kwargs))
-        found = self.fitting(self.cache.find(*self.kind(leaves, spec)), leaves)
-        return found or [self._make_variant(args, kwargs, saved)]
+        if found := self.fitting(self.cache.find(*self.kind(leaves, spec)), leaves):
+            return found
+        with TRACING:  # another thread may have planned for such calls while this one waited
+            found = self.fitting(self.cache.find(*self.kind(leaves, spec)), leaves)
+            return found or [self._make_variant(args, kwargs, saved)]
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
         terms = self.terms
@@ -184,11 +187,12 @@ class Calls:
         if self.last is None:
             self.terms.budget = budget
             return
-        size = budget.bytes(self.last.planner)
-        with Heeded(), self._progress_of(self.last.planner):
-            variant = make_variant(self.last.planner, size, self.last.state, self.last.observer)
-        self.cache.replace(self.last, variant)
-        self.last, self.terms.budget = variant, size
+        with TRACING, Heeded(), self._progress_of(self.last.planner):  # no other thread plans for the old one meanwhile
+            last = self.last
+            size = budget.bytes(last.planner)
+            variant = make_variant(last.planner, size, last.state, last.observer)
+            self.cache.replace(last, variant)
+            self.last, self.terms.budget = variant, size
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call."""
