@@ -18,6 +18,7 @@ from rkgb.code import watched
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.guards import Guard
+from rkgb.other_draws import other_draws
 from rkgb.randomness import own_generators
 from rkgb.record import record
 from rkgb.respelled import constant, data_of
@@ -72,8 +73,13 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         a, k = unflatten(filled, in_spec)
         before = State(model)
-        with watched() as watch:
+        with watched() as watch, other_draws(watch) as drawn:
             returned = model(*a, **k)
+        if drawn:
+            raise UnsupportedError(
+                f"the module draws from {drawn[0]} while it runs; a plan would repeat the sample's draw for ever. "
+                "Draw with torch instead (torch.rand(()) < p), or wrap the submodules that do not draw."
+            )
         results, out_spec = flatten(returned)
         assigned, notes[:] = before.assigned(), before.notes()
         structure.append(Structure(out_spec, _constants(results), tuple(assigned), code=watch.code()))
