@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from rkgb.capture import Call, HostRead, Recorder, call_in, map_tensors, outside_vmap, preserved
+from rkgb.capture import Call, HostRead, Recorder, call_in, map_tensors, module_in, outside_vmap, preserved
 from rkgb.code import watched
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.guards import Guard
+from rkgb.other_draws import other_draws
 from rkgb.randomness import own_generators
 from rkgb.record import record
 from rkgb.respelled import constant, data_of
@@ -72,8 +73,13 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         a, k = unflatten(filled, in_spec)
         before = State(model)
-        with watched() as watch:
+        with watched() as watch, other_draws(watch) as drawn:
             returned = model(*a, **k)
+        if drawn:
+            raise UnsupportedError(
+                f"the module draws from {drawn[0]} while it runs; a plan would repeat the sample's draw for ever. "
+                "Draw with torch instead (torch.rand(()) < p), or wrap the submodules that do not draw."
+            )
         results, out_spec = flatten(returned)
         assigned, notes[:] = before.assigned(), before.notes()
         structure.append(Structure(out_spec, _constants(results), tuple(assigned), code=watch.code()))
@@ -85,7 +91,7 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         seen = Recorder([*known, *captured], own_generators(model))
         with preserved(model, [*inputs, *captured]):
             try:
-                graph, results = record(run, [*known, *captured], seen)
+                graph, results = record(run, [*known, *captured], seen, model)
             except UnsupportedError:
                 if not any(t.requires_grad for t in seen.captured):  # these the trace must know of beforehand
                     raise
@@ -202,6 +208,7 @@ class _Reader:
         outputs = list(node.outputs())
         inputs = [self.env[v.debugName()] for v in node.inputs()]
         mode, line, what = call_in(node.scopeName(), self.calls)
+        path = module_in(node.scopeName())
         if what is not None:
             inputs = [what if isinstance(a, torch.Generator) else a for a in inputs]
         if kind in _INLINE:
@@ -218,7 +225,7 @@ class _Reader:
             name = kind.split("::")[1] if op is not data_of else "data"
             several = len(outputs) > 1
             made = tuple(self._made(v, name) for v in outputs)
-            self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line))
+            self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line, path))
 
     def _put_guards(self, reads: Sequence[HostRead], marked: list[int]) -> None:
         """The nodes that mark random draws go; those that mark what Python read become guards, each at its place."""
@@ -233,8 +240,9 @@ class _Reader:
             kwargs = map_tensors(read.kwargs, lambda _: next(origin))  # noqa: B023
             guard = Guard(read.function, read.name, read.value, read.line)
             gone.update({id(m): None for m in markers})
-            mode = markers[-1].mode
-            gone[id(markers[-1])] = Node(guard, "guard", args, tuple(kwargs.items()), (), False, mode, read.line)
+            last = markers[-1]
+            called = tuple(kwargs.items())
+            gone[id(last)] = Node(guard, "guard", args, called, (), False, last.mode, read.line, last.path)
         self.nodes = [n for node in self.nodes if (n := gone.get(id(node), node)) is not None]
 
     def _unpack(self, ref: Ref, outputs: list[Any]) -> None:
@@ -244,7 +252,7 @@ class _Reader:
         if node.several:
             raise UnsupportedError(f"{node.name} at {node.line} returns nested lists")
         made = tuple(self._made(v, node.name) for v in outputs)
-        self.nodes[at] = Node(node.op, node.name, node.args, node.kwargs, made, True, node.mode, node.line)
+        self.nodes[at] = replace(node, outputs=made, several=True)
 
     def _operation(self, node: Any, kind: str, inputs: list[Any], line: str) -> tuple[Any, tuple[Any, ...], Any]:
         if kind == "prim::PythonOp":

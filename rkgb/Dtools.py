@@ -1,7 +1,8 @@
 """D: the data-flow graph. One run of the B program shows what each operation reads, shares, changes and saves.
 
-Schemas do not tell it (dropout returns its input when p is 0, batch_norm changes its statistics
-unannounced), so the run decides: storages, version counters, contents of buffers, generator states.
+Schemas do not tell all of it (dropout returns its input when p is 0, batch_norm changes its statistics
+unannounced), so the run decides: storages, version counters, contents of buffers, generator states. What a schema
+announces counts as well: a fake quantization writes statistics that on one sample may come out as they were.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 
 from rkgb.Btools import PRIMITIVES
 from rkgb.capture import drop_saved, preserved
+from rkgb.contexts import context_tensors, next_number
 from rkgb.decompose import is_split, split
 from rkgb.errors import TraceError, UnsupportedError
-from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, substitute
+from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
 from rkgb.guards import Guard, is_guard
 from rkgb.program import memory_of, run_node, same, source_values
 from rkgb.randomness import Drawn, draws_unseen, node_generators, random_state, watched_devices
@@ -160,6 +162,7 @@ class _Probe:
         def pack(t: torch.Tensor) -> None:
             packed.append(memory_of(t))
 
+        first = next_number()
         with torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
             results = run_node(fixed, self.env.__getitem__)
         if not all(isinstance(r, torch.Tensor) for r in results):
@@ -173,18 +176,24 @@ class _Probe:
         self.random.update((x, random_state(x)) for x in drawn)
         unseen = draws_unseen(fixed, [self.env[v] for v in reads])
         random = unseen or any(not torch.equal(state, self.random[x]) for state, x in zip(before, drawn, strict=True))
-        changed = {v for v in reads if self.env[v]._version != versions[v]}
+        changed = announced_writes(fixed) | {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         index = len(self.nodes)
         for v, t in zip(fixed.outputs, results, strict=True):
             self._define(v, t, index)
-        known = tuple(dict.fromkeys(self.live[x._cdata] for x in packed if x._cdata in self.live))
-        private = tuple({x._cdata: x.nbytes() for x in packed if x._cdata not in self.live}.values())
+        saved = self._saved(packed)
         packed.clear()  # the hook lives as long as the graph
+        here = {t.device for t in results}
+        context = self._saved([memory_of(t) for t in context_tensors(results, first) if t.device in here])
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
         self.nodes.append(fixed)
-        self.facts.append(Facts(writes, random, Saved(known, private), unseen))
+        self.facts.append(Facts(writes, random, saved, unseen, context))
+
+    def _saved(self, memory: list[torch.UntypedStorage]) -> Saved:
+        """``memory``, as storages of the graph and bytes of others."""
+        known = tuple(dict.fromkeys(self.live[x._cdata] for x in memory if x._cdata in self.live))
+        return Saved(known, tuple({x._cdata: x.nbytes() for x in memory if x._cdata not in self.live}.values()))
 
     def _gradients_written(self, writes: tuple[int, ...]) -> None:
         """What was written into memory without gradients may bring some."""
@@ -215,6 +224,19 @@ class _Probe:
             tuple(self.facts),
             b.notes,
         )
+
+
+def announced_writes(node: Node) -> set[int]:
+    """The values that the operation writes to by its schema, unless it is in place, which version counters tell.
+
+    What returns nothing (``retain_grad``, ``record_stream``) changes no contents.
+    """
+    schema = getattr(node.op, "_schema", None)
+    if schema is None or not schema.returns or node.name.endswith("_"):
+        return set()
+    given = {x.name: a for x, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    written = (x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write)
+    return {v for name in written for v in refs([given.get(name)])}
 
 
 def _refuse(_: None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rkgb.contexts import context_storages
 from rkgb.graphs import S_graph
 from rkgb.layouts import differentiated
 from rkgb.measure import Cost, measure_nodes
@@ -70,7 +71,8 @@ class K_graph(Drawn):
     Invariants: node i belongs to S node i; data are made by their owner and read later only; the
     gradient bytes after a backward are those before the next. ``outputs``: data that the module returns. Of these, and
     of what autograd saves for backwards of outputs that get no gradient, the caller holds ``held`` to the end, and
-    releases ``returned`` when the loss has been computed. ``output_bytes``: gradients from outside, of the roots of
+    releases ``returned`` when the loss has been computed. Held are also data that an ``autograd.Function`` keeps as
+    attributes. ``output_bytes``: gradients from outside, of the roots of
     ``usage``. ``missing``: sources without ``.grad``, whose gradients stay. ``idle``: nodes that lead only to outputs
     without gradient.
     """
@@ -151,7 +153,7 @@ def S_to_K(
         nodes.append(K_node(name, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes))
     outputs = dict.fromkeys(s.d.values[v].storage for v in s.d.outputs)
     outputs = dict.fromkeys(of_storage[x] for x in outputs if x in of_storage)
-    held = {of_storage[x] for x in usage.held_storages(s.d) if x in of_storage}
+    held = {of_storage[x] for x in usage.held_storages(s.d) | context_storages(s) if x in of_storage}
     saved = {i: [of_storage[x] for x in s.nodes[i].saved.storages if x in of_storage] for i in idle}
     for i in idle.intersection(private):
         saved[i].append(private[i])

@@ -107,14 +107,18 @@ class NodeRun:
 
     def forward(self, collect: Callable[[Any], None] = lambda _: None) -> list[torch.Tensor]:
         """The results (``makes``) of one run under autograd."""
-        for leaf in self.without_grad:
-            leaf.grad = None
+        self.drop_gradients()
         env = {v: self.values[v].detach() for v in self.inputs} | self.leaves
         if self.tapped:
             env |= zip(self.tapped, _Tap.apply(collect, self.anchor, *[env[v] for v in self.tapped]), strict=True)
         for op in self.ops:
             env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
         return [env[v] for v in self.node.makes]
+
+    def drop_gradients(self) -> None:
+        """Leaves without a ``.grad`` are again without one."""
+        for leaf in self.without_grad:
+            leaf.grad = None
 
     def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results whose gradients go in."""

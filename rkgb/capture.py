@@ -97,6 +97,8 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
             module._buffers[name] = b
         with torch.no_grad():
             for t, copy in copies:
+                if t.shape != copy.shape:  # statistics of quantization get their size in the first call
+                    t.resize_(copy.shape)
                 if not torch.equal(t, copy):
                     t.copy_(copy)
         torch._C._autograd._unsafe_set_version_counter(counted, versions)
@@ -148,6 +150,12 @@ def call_in(scope: str, calls: Sequence[Call]) -> Call:
     """Which of the recorder's ``calls`` the scope of a node in the trace stands for."""
     marks = re.findall(r"@(\d+)@", scope)
     return calls[int(marks[-1])] if marks else (Mode(), "", None)
+
+
+def module_in(scope: str) -> str:
+    """The qualified name of the submodule that the scope of a node in the trace lies in."""
+    names = [part for part in scope.split("/") if not part.startswith("@")]
+    return names[-1] if names else ""
 
 
 class Recorder(TorchFunctionMode):

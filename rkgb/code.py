@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import gc
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
 _OURS = frozenset({"rkgb", "rockmate", "solvers", "torch", "numpy"}) | sys.stdlib_module_names
+_DRAW = frozenset({"random", "getrandbits", "seed", "setstate"})
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 
 
@@ -37,9 +39,12 @@ class Code:
 
 @dataclass
 class Watch:
-    """Filled while ``watched`` is in force: functions and their global variables."""
+    """Filled while ``watched`` is in force: functions and their global variables, and whether one of them has drawn
+    from Python's generator of random numbers.
+    """
 
     functions: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
+    drawn: bool = False
 
     def code(self) -> Code:
         """What ran."""
@@ -85,11 +90,13 @@ def watched() -> Iterator[Watch]:
     Garbage is not collected meanwhile: that would call finalizers and callbacks that are no part of the forward.
     """
     watch = Watch()
-    functions = watch.functions
+    functions, generator = watch.functions, random.random.__self__  # type: ignore[attr-defined]
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             functions[frame.f_code] = frame.f_globals
+        elif event == "c_call" and getattr(argument, "__self__", None) is generator:
+            watch.drawn = watch.drawn or argument.__name__ in _DRAW
 
     before: Any = sys.getprofile()
     collects = gc.isenabled()

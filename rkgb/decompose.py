@@ -41,7 +41,8 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
     if node.op is _BROADCAST:
         shape = list(torch.broadcast_shapes(*(read(a.index).shape for a in node.args[0])))
         each = zip(node.args[0], node.outputs, strict=True)
-        return [Node(aten.expand.default, "expand", (a, shape), (), (v,), False, node.mode, node.line) for a, v in each]
+        where = node.mode, node.line, node.path
+        return [Node(aten.expand.default, "expand", (a, shape), (), (v,), False, *where) for a, v in each]
     ref, p = node.args[0], node.args[1]
     like = torch.empty_like(read(ref.index))
     form = (("dtype", torch.int8), ("device", like.device))  # the byte that casts of floating numbers are fastest to
@@ -54,4 +55,5 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
         (aten.div_.Scalar, MASK[1], (Ref(cast), 1 - p), (), mask),
         (multiply, "dropout", (ref, Ref(mask)), (), node.outputs[0]),
     ]
-    return [Node(op, name, args, kwargs, (out,), False, node.mode, node.line) for op, name, args, kwargs, out in parts]
+    where = node.mode, node.line, node.path
+    return [Node(op, name, args, kwargs, (out,), False, *where) for op, name, args, kwargs, out in parts]

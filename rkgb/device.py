@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ _C: Any = torch._C
 _RNNS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _PRECISE = ("all", "matmul", "conv", "rnn")
 _precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
+
+
+_GROUP = "/sys/fs/cgroup"  # of a container: Linux's control groups, whose memory.max is a number or "max"
+
+
+def _figures(path: str) -> dict[str, int]:
+    """The second word of each line by the first."""
+    with open(path, encoding="ascii") as lines:
+        return {words[0]: int(words[1]) for words in map(str.split, lines)}
 
 
 class Cpu(Kind):
@@ -74,11 +84,14 @@ class Cpu(Kind):
         return None if torch._C._autograd._profiler_enabled() else ProfiledWindow()
 
     def free(self, device: torch.device) -> int:
-        with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        """What the machine has, or the container if that has less."""
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        with contextlib.suppress(OSError, LookupError):
+            found = 1024 * _figures("/proc/meminfo")["MemAvailable:"]
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            limit, used = (int(Path(_GROUP, f"memory.{what}").read_text("ascii")) for what in ("max", "current"))
+            found = min(found, max(0, limit - used + _figures(f"{_GROUP}/memory.stat")["inactive_file"]))
+        return found
 
     def in_use(self) -> list[torch.device]:
         return [torch.device("cpu")]

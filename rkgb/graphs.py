@@ -56,7 +56,8 @@ class Node:
     """One assignment: ``outputs = op(*args, **kwargs)``.
 
     ``several``: the operation returns a list or tuple, whose elements are the outputs.
-    ``line``: the user's source line, "file.py:12".
+    ``line``: the user's source line, "file.py:12". ``path``: the qualified name of the submodule that runs it, empty
+    for the module itself.
     """
 
     op: Callable[..., Any]
@@ -67,6 +68,7 @@ class Node:
     several: bool
     mode: Mode
     line: str
+    path: str = ""
     _reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -182,13 +184,15 @@ class Saved:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What one run of a D node showed. ``writes``: storages changed in place; ``random``: it drew random numbers;
-    ``unseen``: from a state that nobody can read or put back.
+    ``unseen``: from a state that nobody can read or put back. ``context``: what an ``autograd.Function`` keeps as
+    attributes.
     """
 
     writes: tuple[int, ...]
     random: bool
     saved: Saved
     unseen: bool = False
+    context: Saved = Saved((), ())
 
 
 @dataclass(frozen=True, repr=False)

@@ -80,6 +80,12 @@ class Kind(ABC):
     def free(self, device: torch.device) -> int:
         """Bytes that can be allocated."""
 
+    def free_for_budgets(self, device: torch.device) -> int:
+        """What a budget may have of ``free``: a tenth is left for what lies beside it, such as unused parts of blocks,
+        and the numbers that an optimizer computes with.
+        """
+        return self.free(device) * 9 // 10
+
     @abstractmethod
     def in_use(self) -> list[torch.device]:
         """The devices of this kind that a program works on."""

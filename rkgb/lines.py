@@ -20,21 +20,21 @@ _told = threading.local()
 
 
 @contextlib.contextmanager
-def told(line: str, module: str) -> Iterator[None]:
-    """What runs here was written at ``line``, in the submodule ``module``: the code that runs was made from it."""
-    before = getattr(_told, "place", None)
-    _told.place = (line, module)
+def told(line: str) -> Iterator[None]:
+    """What runs here was written at ``line``: the code that runs was made from it."""
+    before = getattr(_told, "line", None)
+    _told.line = line
     try:
         yield
     finally:
-        _told.place = before
+        _told.line = before
 
 
 def user_line() -> str:
     """The innermost source line outside this file and torch, as "file.py:12", or "cell:12" in a notebook."""
-    place = getattr(_told, "place", None)
-    if place is not None:
-        return str(place[0])
+    line: str | None = getattr(_told, "line", None)
+    if line is not None:
+        return line
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
@@ -43,10 +43,10 @@ def user_line() -> str:
     return _named(frame.f_code.co_filename, frame.f_lineno)
 
 
-def line_of_trace(text: str) -> str:
-    """The innermost source line outside this file and torch in a traceback that was printed."""
+def line_of_trace(text: str, beside: str) -> str:
+    """The innermost source line outside this file, torch and the folder ``beside`` in a traceback that was printed."""
     frames = re.findall(r'File "(.*?)", line (\d+)', text)
-    outside = [(file, int(line)) for file, line in frames if not file.startswith(_INSIDE)]
+    outside = [(file, int(line)) for file, line in frames if not file.startswith((*_INSIDE, beside))]
     return _named(*outside[-1]) if outside else ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -52,7 +51,6 @@ def traceable() -> Iterator[None]:
         _sizes_checked(),
         _no_inner_gradients(),
         cumulative_as_one(),
-        _no_other_randomness(),
         _libraries_as_eager(),
     ):
         yield
@@ -161,29 +159,6 @@ def _no_inner_gradients() -> Iterator[None]:
     finally:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, original)
-
-
-@contextlib.contextmanager
-def _no_other_randomness() -> Iterator[None]:
-    """Refuse a run that draws from Python's or NumPy's generators: a plan would repeat the sample's draws."""
-    before = states_beside_torch()
-    yield
-    for library, state in states_beside_torch().items():
-        if state != before[library]:
-            raise UnsupportedError(
-                f"the module draws from {library} while it runs; a plan would repeat the sample's draw for ever. "
-                "Draw with torch instead (torch.rand(()) < p), or wrap the submodules that do not draw."
-            )
-
-
-def states_beside_torch() -> dict[str, object]:
-    """The states of Python's and NumPy's generators of random numbers, to compare."""
-    return {"Python's random module": random.getstate(), "NumPy's random module": _numpy_state()}
-
-
-def _numpy_state() -> str:
-    numpy = sys.modules.get("numpy")
-    return "" if numpy is None else repr([numpy.asarray(x).tolist() for x in numpy.random.get_state()])
 
 
 @contextlib.contextmanager

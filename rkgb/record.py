@@ -77,10 +77,25 @@ def _forward_untraced(cls: Any, tracing: Any) -> Iterator[None]:
             cls.forward = own
 
 
+@contextlib.contextmanager
+def _modules_named(model: torch.nn.Module) -> Iterator[None]:
+    """Calls of submodules are scopes, by their qualified names."""
+    before = torch.jit._trace._trace_module_map
+    torch.jit._trace._trace_module_map = {m: name for name, m in model.named_modules()}
+    try:
+        yield
+    finally:
+        torch.jit._trace._trace_module_map = before
+
+
 def record(
-    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], seen: Recorder
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    seen: Recorder,
+    model: torch.nn.Module,
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Trace ``function(*inputs)`` into a torch.jit graph whose inputs are ``inputs``; ``seen`` looks on.
+    """Trace ``function(*inputs)``, which calls ``model``, into a torch.jit graph whose inputs are ``inputs``; ``seen``
+    looks on.
 
     Returns the graph and the function's results. The graph's outputs are these, then
     the markers of ``Recorder.draws`` and those of ``Recorder.reads``.
@@ -103,6 +118,7 @@ def record(
     with (
         traceable(),
         _functions_marked(seen),
+        _modules_named(model),
         drop_saved(),
         warnings.catch_warnings(),
     ):

@@ -61,7 +61,8 @@ def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
                 put[v] = Ref(alias)
                 values[alias] = d.values[v]
                 operation = torch.ops.aten.alias.default
-                nodes.append(Node(operation, "alias", (Ref(v),), (), (alias,), False, node.mode, node.line))
+                where = node.mode, node.line, node.path
+                nodes.append(Node(operation, "alias", (Ref(v),), (), (alias,), False, *where))
                 facts.append(Facts((), False, Saved((), ())))
                 names.append(_new_name(names, f"{d.names[v]}_alias"))
         number[k] = len(nodes)

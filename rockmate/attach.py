@@ -137,7 +137,10 @@ class CapturedCalls(Calls):
         kind = self.kind(list(given), None)
         if kind in self.binding:
             return False
-        return kind in self.spacious or rough_peak(self.program, arguments) <= self.terms.budget
+        if kind in self.spacious:
+            return True
+        budget = self.terms.bytes_known(_device_of(arguments))
+        return budget is not None and rough_peak(self.program, arguments) <= budget
 
     def _run_freely(self, given: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         """Run the captured program as it is; the first such step is measured."""
@@ -145,25 +148,25 @@ class CapturedCalls(Calls):
         if kind in self.spacious or not WholeLook.possible():
             return self.program.forward(*arguments)
         call = self.described(list(given))
+        budget = self.front.budget
 
         def measured(peak: int) -> None:
-            if peak <= self.terms.budget:
+            if peak <= budget:
                 self.spacious[kind] = call
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",
-                    self.front.name, ", ".join(call), show_bytes(peak), show_bytes(self.terms.budget),
+                    self.front.name, ", ".join(call), show_bytes(peak), show_bytes(budget),
                 )  # fmt: skip
                 return
             self.binding.add(kind)
             warnings.warn(
-                f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(self.terms.budget)}, "
+                f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
                 "which the sizes of the results did not show. Later steps like it are planned.",
                 BudgetWarning,
                 stacklevel=3,
             )
 
-        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
-        look = WholeLook(device, measured)
+        look = WholeLook(_device_of(arguments), measured)
         try:
             result = self.program.forward(*arguments)
         except BaseException:
@@ -171,6 +174,10 @@ class CapturedCalls(Calls):
             raise
         look.follow(result)
         return result
+
+
+def _device_of(arguments: tuple[Any, ...]) -> torch.device:
+    return next(a.device for a in arguments if isinstance(a, torch.Tensor))
 
 
 class Planned(Exception):
@@ -237,15 +244,20 @@ class Attachment:
 
     @property
     def budget(self) -> int:
-        """Bytes that one forward and its backward may allocate. When it is set, only the solver runs again."""
+        """Bytes that one forward and its backward may allocate. It is set as it is given to ``attach``: shares are of
+        the last call. When it is set, only the solver runs again.
+        """
+        if not isinstance(self.terms.budget, int):
+            raise InputError("the budget is a share, or what is free: it is known in bytes once a call was planned")
         return self.terms.budget
 
     @budget.setter
     def budget(self, budget: int | float | str) -> None:
-        size = parse_budget(budget)
-        if self.last is not None:
-            self.last.set_budget(size)
-        self.terms.budget = size
+        wanted = parse_budget(budget)
+        if self.last is None:
+            self.terms.budget = wanted
+        else:
+            self.last.set_budget(wanted)
         for calls in self._graphs:
             calls.spacious.clear()
             calls.binding.clear()
@@ -275,7 +287,9 @@ class Attachment:
         return Attachment, (self.model, self.terms)
 
     def __repr__(self) -> str:
-        return f"<rockmate.attach: {self.name}, {show_bytes(self.budget)}, {len(self.plans)} plans>"
+        budget = self.terms.budget
+        size = show_bytes(budget) if isinstance(budget, int) else str(budget)
+        return f"<rockmate.attach: {self.name}, {size}, {len(self.plans)} plans>"
 
     # -------------------------------------------------------------------------- calls
 

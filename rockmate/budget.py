@@ -1,47 +1,145 @@
-"""Read and print amounts of memory."""
+"""Amounts of memory as people write them, and as they are printed."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from math import ceil, floor
 from numbers import Real
+from typing import Protocol
 
+import torch
+
+from rkgb.device import kind_of
 from rockmate.errors import BudgetError
 
-_UNITS = {"": 1, "b": 1} | {
+_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1} | {
     f"{prefix}{end}": base**power
     for power, prefix in enumerate("kmgt", start=1)
-    for end, base in (("ib", 1024), ("b", 1000), ("i", 1024))
+    for end, base in (("ib", 1024), ("b", 1000), ("i", 1024), ("", 1024))
 }
-_HOW = 'give bytes as a number, or text such as "2 GiB" or "500 MB"'
-_SHARE = "; for a share of what the model takes without a plan, multiply rockmate.frontier(model, sample).max_budget"
+_AMOUNT = re.compile(r"\s*([0-9][0-9_.]*(?:e[0-9]+)?|\.[0-9_]+)\s*([a-z]*|%)\s*")
+_HOW = (
+    'give bytes as a number, text such as "2 GiB" or "500 MB", a share of what a step takes without recomputation such '
+    'as "60%", or "auto" for what is free on the device'
+)
+
+FEWEST = 1000
+"""Numbers below are no bytes but GiB that somebody has counted: no step has so few bytes, and few devices more GiB."""
 
 
-def parse_budget(budget: int | float | str | None) -> int:
-    """Bytes of ``budget``: a number, or text with a unit (KiB, MiB, GiB, TiB: powers of 1024; kB, MB, …: of 1000)."""
-    if isinstance(budget, bool) or not isinstance(budget, (Real, str)):
-        raise BudgetError(f"the budget is a {type(budget).__name__}: {_HOW}")
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", budget.lower())
-        if not match or match[2] not in _UNITS:
-            share = _SHARE if "%" in budget else ""
-            raise BudgetError(f"the budget {budget!r} is no amount of memory: {_HOW}{share}")
-        try:
-            size = float(match[1]) * _UNITS[match[2]]
-        except ValueError as error:
-            raise BudgetError(f"the budget {budget!r} is no amount of memory: {_HOW}") from error
-    else:
-        size = budget if isinstance(budget, int) else float(budget)
-    if 0 < size < 1:
-        raise BudgetError(f"the budget is {budget} bytes, less than one: {_HOW}{_SHARE}")
-    if not 0 < size < 2**63:
-        raise BudgetError(f"the budget is {budget} bytes, which no step can be run in: {_HOW}")
+class Planned(Protocol):
+    """What the budget of a step is decided by: where it runs, and its peak if nothing runs again."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def eager_peak(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What was asked for: ``size`` bytes, or a ``share`` of the peak without recomputation, or else what is free."""
+
+    size: int | None = None
+    share: Decimal | None = None
+
+    def bytes(self, planned: Planned) -> int:
+        """Bytes for the step of ``planned``; what is free is asked now."""
+        if self.size is not None:
+            return self.size
+        if self.share is not None:
+            return int(planned.eager_peak * self.share)
+        return kind_of(planned.device).free_for_budgets(planned.device)
+
+    def __str__(self) -> str:
+        if self.size is not None:
+            return f"{self.size} bytes"
+        return "auto" if self.share is None else f"{(100 * self.share).normalize():f}%"
+
+
+def parse_budget(budget: object) -> Budget:
+    """What ``budget`` stands for: a number of bytes, or text.
+
+    Units: KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB of 1000. Letters alone ("3g") are powers of
+    1024, as those who write them read their GPU's memory. "60%": of the peak of the same step without recomputation.
+    "auto": what is free on the device when the plan is made. Upper and lower case are the same.
+
+    Raises ``BudgetError`` for anything else, and for a number below ``FEWEST`` without a unit: GiB were meant.
+    """
+    if isinstance(budget, str) and budget.strip().lower() == "auto":
+        return Budget()
+    amount, unit = _amount(budget)
+    if unit == "%":
+        if not amount > 0:
+            raise BudgetError(f"the budget {budget!r} is nothing: {_HOW}")
+        return Budget(share=amount / 100)
+    if not unit and 0 < amount < FEWEST:
+        share = f' or "{(100 * amount).normalize():f}%"' if amount < 1 else ""
+        meant = f'"{amount.normalize():f} GiB"{share}'
+        raise BudgetError(f"the budget {budget!r} is {amount:f} bytes, in which no step can be run: was {meant} meant?")
+    return Budget(_whole(budget, amount * _UNITS[unit]))
+
+
+def parse_bytes(limit: object) -> int:
+    """Bytes of a number, or of text with a unit as in ``parse_budget``; raises ``BudgetError`` for anything else."""
+    amount, unit = _amount(limit)
+    if unit == "%":
+        raise BudgetError(f"the limit {limit!r} is a share, and nothing says of what: give bytes, or text (2 GiB)")
+    return _whole(limit, amount * _UNITS[unit])
+
+
+def _amount(given: object) -> tuple[Decimal, str]:
+    """A number and its unit."""
+    if isinstance(given, bool) or not isinstance(given, (Real, str)):
+        raise BudgetError(f"the budget is a {type(given).__name__}: {_HOW}")
+    try:
+        if not isinstance(given, str):
+            amount = Decimal(given) if isinstance(given, int) else Decimal(repr(float(given)))
+            return (Decimal(0) if amount.is_nan() else amount), ""
+        match = _AMOUNT.fullmatch(given.lower())
+        if match and match[2] in (*_UNITS, "%"):
+            return Decimal(match[1]), match[2]
+    except InvalidOperation:
+        pass
+    raise BudgetError(f"the budget {given!r} is no amount of memory: {_HOW}")
+
+
+def _whole(given: object, size: Decimal) -> int:
+    if not 1 <= size < 2**63:
+        raise BudgetError(f"the budget is {given} bytes, which no step can be run in: {_HOW}")
     return int(size)
 
 
 def show_bytes(size: float) -> str:
     """ "12.3 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            break
-        size /= 1024
+    size, unit = _scaled(size)
     return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def show_at_least(size: int) -> str:
+    """As ``show_bytes``, but rounded up: as a budget, it has ``size`` bytes or more, by a hundredth at most."""
+    return _rounded(size, ceil)
+
+
+def show_at_most(size: int) -> str:
+    """As ``show_bytes``, but rounded down."""
+    return _rounded(size, floor)
+
+
+def _rounded(size: int, to_whole: Callable[[float], int]) -> str:
+    scaled, unit = _scaled(size)
+    if unit == "bytes":
+        return f"{size} bytes"
+    digits = 1 if scaled >= 10 else 2
+    return f"{to_whole(scaled * 10**digits) / 10**digits:.{digits}f} {unit}"
+
+
+def _scaled(size: float) -> tuple[float, str]:
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return size, unit
+        size /= 1024
+    return size, "GiB"

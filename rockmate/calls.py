@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from rkgb.capture import current_mode
+from rkgb.device import kind_of
 from rkgb.graphs import Structure
 from rkgb.guards import GuardFailed
 from rkgb.patches import TRACING
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate.artefact import SavedPlan
+from rockmate.budget import Budget
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.observe import abandoned
@@ -36,16 +38,32 @@ MAX_VARIANTS = 16
 
 @dataclass
 class Terms:
-    """What is asked of plans. ``budget``: bytes; ``time_limit``: seconds; ``least``: where no plan fits the budget, the
-    one of least memory is made; ``always``: plan also where the budget does not bind; the rest as for ``Rockmate``."""
+    """What is asked of plans. ``budget``: bytes, from the first plan on; ``time_limit``: seconds; ``least``: where no
+    plan fits the budget, the one of least memory is made; ``always``: plan also where the budget does not bind; the
+    rest as for ``Rockmate``.
+    """
 
-    budget: int
+    budget: int | Budget
     costs: str = "measured"
     loss_memory: int | None = None
     time_limit: float = inf
     progress: bool | None = None
     least: bool = False
     always: bool = False
+
+    def settle(self, planner: Planner) -> int:
+        """The budget in bytes, the same for all kinds of calls from now on: shares are of the step of ``planner``."""
+        if isinstance(self.budget, Budget):
+            self.budget = self.budget.bytes(planner)
+        return self.budget
+
+    def bytes_known(self, device: torch.device) -> int | None:
+        """The budget in bytes, if that does not depend on the model."""
+        if isinstance(self.budget, Budget):
+            if self.budget.share is not None:
+                return None
+            self.budget = self.budget.size or kind_of(device).free_for_budgets(device)
+        return self.budget
 
 
 class Calls:
@@ -164,8 +182,11 @@ class Calls:
     def variants(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> list[Variant]:
         """The variants for calls of this kind, the last one used first; one is made if there is none."""
         leaves, spec = flatten((args, kwargs))
-        found = self.fitting(self.cache.find(*self.kind(leaves, spec)), leaves)
-        return found or [self._make_variant(args, kwargs, saved)]
+        if found := self.fitting(self.cache.find(*self.kind(leaves, spec)), leaves):
+            return found
+        with TRACING:  # another thread may have planned for such calls while this one waited
+            found = self.fitting(self.cache.find(*self.kind(leaves, spec)), leaves)
+            return found or [self._make_variant(args, kwargs, saved)]
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
         terms = self.terms
@@ -187,7 +208,7 @@ class Calls:
     def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory."""
         try:
-            return make_first(planners, self.terms.budget, state)
+            return make_first(planners, self.terms.settle(planners[-1]), state)
         except InfeasibleBudgetError as error:
             if not self.terms.least:
                 raise
@@ -201,14 +222,17 @@ class Calls:
     def planned(self, variant: Variant) -> None:
         """A plan was made."""
 
-    def set_budget(self, budget: int) -> None:
+    def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""
-        if self.last is not None:
-            with Heeded(), self._progress_of(self.last.planner):
-                variant = make_variant(self.last.planner, budget, self.last.state, self.last.observer)
-            self.cache.replace(self.last, variant)
-            self.last = variant
-        self.terms.budget = budget
+        if self.last is None:
+            self.terms.budget = budget
+            return
+        with TRACING, Heeded(), self._progress_of(self.last.planner):  # no other thread plans for the old one meanwhile
+            last = self.last
+            size = budget.bytes(last.planner)
+            variant = make_variant(last.planner, size, last.state, last.observer)
+            self.cache.replace(last, variant)
+            self.last, self.terms.budget = variant, size
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from rkgb.lines import line_of_trace, told
 from rkgb.patches import is_traced
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_HERE = os.path.dirname(__file__) + os.sep
 _WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
 
 
@@ -68,8 +70,16 @@ class _Located(fx.Interpreter):
     """Tells the tracer which of the user's lines and modules each operation is of."""
 
     def run_node(self, n: fx.Node) -> Any:
-        with told(line_of_trace(n.meta.get("stack_trace") or ""), module_of(n)):
-            return super().run_node(n)
+        tracing, module = torch._C._get_tracing_state(), module_of(n)
+        named = tracing is not None and module
+        if named:
+            tracing.push_scope(module)
+        try:
+            with told(line_of_trace(n.meta.get("stack_trace") or "", _HERE)):
+                return super().run_node(n)
+        finally:
+            if named:
+                tracing.pop_scope()
 
 
 def module_of(node: fx.Node) -> str:

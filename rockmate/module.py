@@ -36,9 +36,11 @@ class Rockmate(Facade):
 
     ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as ``model`` is
     called with; ``sample_kwargs``: keyword arguments beside a tuple. ``budget``: what one forward and its
-    backward may allocate above the level at the forward, in bytes or as text ("2 GiB"). ``plan``: instead
-    of a budget, a file that ``plan.save(path)`` wrote for this graph (else ``PlanError``). ``costs``:
-    "measured" times every operation, "flops" models them (the same plan on every run and machine with such
+    backward may allocate above the level at the forward, in bytes or as text: "2 GiB", "60%" of what the step takes
+    without recomputation, or "auto" for what is free on the device when the plan is made, less a tenth (an optimizer
+    whose state is not there yet needs its own part of that); ``rockmate.budget.parse_budget`` says what can be
+    written. ``plan``: instead of a budget, a file that ``plan.save(path)`` wrote for this graph (else ``PlanError``).
+    ``costs``: "measured" times every operation, "flops" models them (the same plan on every run and machine with such
     a device).
     ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default, room
     for three times the outputs' bytes is left in the first step, and for what the loss took from then on
@@ -148,7 +150,8 @@ class Rockmate(Facade):
             )
 
     def extra_repr(self) -> str:
-        return f"budget={self.budget} bytes"
+        budget = self._front.terms.budget
+        return f"budget={budget} bytes" if isinstance(budget, int) else f"budget={budget}"
 
 
 def frontier(

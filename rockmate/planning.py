@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rkgb.capture import drop_saved, preserved
+from rkgb.contexts import context_bytes
 from rkgb.device import Cpu
 from rkgb.errors import GraphError, UnsupportedError
 from rkgb.measure import check_costs
@@ -20,8 +21,8 @@ from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 from rkgb.usage import Usage
 from rockmate.artefact import SavedPlan
-from rockmate.budget import show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
+from rockmate.least import too_small
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
 from rockmate.room import Room, usual_problem, usual_room, wider
@@ -122,9 +123,25 @@ class Planner:
     @property
     def reserved(self) -> int:
         """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, and for
-        what a failing guard must put back.
+        what is ``beside`` the problem.
         """
-        return self.room.scalars + self.room.kept + undo_bytes(self.graphs.S)
+        return self.room.scalars + self.room.kept + self.beside
+
+    @property
+    def beside(self) -> int:
+        """Bytes for what a failing guard must put back, and for what functions keep in their ``ctx``."""
+        return undo_bytes(self.graphs.S) + context_bytes(self.graphs.S)
+
+    @property
+    def eager_peak(self) -> int:
+        """The budget of a step that runs nothing again."""
+        return walk(self.problem, keep_everything(self.problem)).peak + self.reserved
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs. A model on another device than the CPU may have numbers there, too."""
+        devices = dict.fromkeys(v.device for v in self.graphs.S.d.values.values() if v.device.type != "cpu")
+        return next(iter(devices), torch.device("cpu"))
 
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""
@@ -169,7 +186,7 @@ class Planner:
         plans must be the same everywhere, with ``costs="flops"``, it is left out.
         """
         room = budget - self.reserved
-        if walk(self.problem, keep_everything(self.problem)).peak <= room:
+        if self.eager_peak <= budget:
             return Bounded(solve_chain(self.problem, room), self.problem.eager_time)
         try:
             found = self.chain().solve(room)
@@ -181,14 +198,10 @@ class Planner:
             return Bounded(*improve(self.problem, found, room, seconds), reason)
         except InfeasibleError as error:
             least = error.min_budget + self.reserved
-            message = (
-                f"a budget of {show_bytes(budget)} is too small: the smallest that can be planned is "
-                f"{show_bytes(least)} ({least} bytes), set by {error.step}. "
-                "Raise the budget or make the batch smaller."
-            )
+            message = too_small(self.graphs.K, budget, least, self.eager_peak, error.at)
             if self._reason():
                 message += f" The search was stopped {self._reason()}; with more time a smaller budget may do."
-            raise InfeasibleBudgetError(message, least) from error
+            raise InfeasibleBudgetError(message, least) from None
 
     def frontier(self) -> Frontier:
         """Time against memory, with room for the loss in every budget."""
@@ -239,7 +252,7 @@ class Planner:
     def predicted_peak(self, solution: ChainPlan) -> int:
         """The peak of ``solution`` with the usual loss (or the one given)."""
         peak = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule).peak
-        return peak + self.room.predicted_kept + undo_bytes(self.graphs.S)
+        return peak + self.room.predicted_kept + self.beside
 
     def for_usage(
         self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, seen: Room | None, unsure: bool

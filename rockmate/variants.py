@@ -152,14 +152,20 @@ def _asks_for_more(usage: Usage, room: Room | None, plan: Plan) -> bool:
     return roots or turned or (room is not None and room.between + room.kept > plan.room.between + plan.room.kept)
 
 
+_Entry = tuple[Hashable, frozenset[str], Variant]
+
+
 class PlanCache:
     """Variants by what they are for: the key of the call and the parameters without gradient; last used first.
 
     The least recently used goes when there are more than ``MAX_PLANS``; that is said once. ``dropped`` counts.
+
+    Threads may call all methods at any time. What is read is a tuple that never changes; writers, one at a time, put
+    another one in its place.
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Hashable, frozenset[str], Variant]] = []
+        self._entries: tuple[_Entry, ...] = ()
         self._lock = threading.Lock()
         self.dropped = 0
 
@@ -174,7 +180,7 @@ class PlanCache:
     def clear(self) -> None:
         """Plans are made again when they are needed."""
         with self._lock:
-            self._entries = []
+            self._entries = ()
 
     def codes(self) -> list[Code]:
         """The code that ran when the plans were made, each once."""
@@ -183,12 +189,12 @@ class PlanCache:
     def add(self, key: Hashable, missing: frozenset[str], variant: Variant) -> None:
         """Keep a new variant, as the last one used."""
         with self._lock:
-            self._entries = [(key, missing, variant), *self._entries]
-            over = len(self._entries) - MAX_PLANS
-            if over > 0:
-                self._entries = self._entries[:MAX_PLANS]
-                self.dropped += over
-        if over > 0 and self.dropped == over:
+            entries = ((key, missing, variant), *self._entries)
+            self._entries = entries[:MAX_PLANS]
+            over = len(entries) - len(self._entries)
+            first = over > 0 and not self.dropped
+            self.dropped += over
+        if first:
             warnings.warn(
                 f"more than {MAX_PLANS} kinds of calls (shapes, constants, modes) were planned: the plan that was not "
                 "used for longest is dropped, and made again when it is needed. Pad inputs to a few shapes, and keep "
@@ -199,16 +205,17 @@ class PlanCache:
 
     def used(self, variant: Variant) -> None:
         """``variant`` becomes the last one used."""
-        if self._entries and self._entries[0][2] is not variant:
+        first = self._entries[:1]
+        if first and first[0][2] is not variant:
             with self._lock:
-                self._entries.sort(key=lambda entry: entry[2] is not variant)
+                self._entries = tuple(sorted(self._entries, key=lambda entry: entry[2] is not variant))
 
     def adapt(self, old: Variant, new: Variant) -> None:
         """Keep ``new`` in the place of ``old``, beside all others."""
         with self._lock:
-            self._entries = [(key, missing, new if v is old else v) for key, missing, v in self._entries]
+            self._entries = tuple((key, missing, new if v is old else v) for key, missing, v in self._entries)
 
     def replace(self, old: Variant, new: Variant) -> None:
         """Keep ``new`` in the place of ``old``, and nothing else."""
         with self._lock:
-            self._entries = [(key, missing, new) for key, missing, v in self._entries if v is old]
+            self._entries = tuple((key, missing, new) for key, missing, v in self._entries if v is old)

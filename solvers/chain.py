@@ -152,6 +152,7 @@ class ChainPlanner:
             "raise the budget or use a smaller batch",
             least.peak,
             step,
+            at,
         )
 
     def best_known(self, budget: int) -> ChainPlan | None:

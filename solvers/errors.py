@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from solvers.schedule import Step
+
 
 class SolverError(Exception):
     """Base of all errors raised by ``solvers``."""
@@ -16,12 +21,16 @@ class ScheduleError(SolverError, ValueError):
 
 
 class InfeasibleError(SolverError):
-    """No schedule fits. ``min_budget`` is the smallest budget (bytes) that does; ``step`` says what sets it."""
+    """No schedule fits. ``min_budget`` is the smallest budget (bytes) that does; ``step`` says what sets it.
 
-    def __init__(self, message: str, min_budget: int, step: str) -> None:
+    ``at``: that step itself, where it is one of a ``Problem``.
+    """
+
+    def __init__(self, message: str, min_budget: int, step: str, at: Step | None = None) -> None:
         super().__init__(message)
         self.min_budget = min_budget
         self.step = step
+        self.at = at
 
 
 def check_whole(where: str, **figures: object) -> None:

@@ -165,7 +165,7 @@ def test_a_draw_that_nothing_uses_stays_in_the_trace(drawn_elsewhere: None) -> N
 
     x = randn(3, seed=1)
     seen = Recorder([x, torch.empty(1, device=META)])
-    record(dead, [x], seen)
+    record(dead, [x], seen, nn.Module())
     assert len(seen.draws) == 1
 
 

@@ -199,6 +199,23 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in (("mem_get_info", (100, 200)), ("memory_reserved", 30), ("memory_allocated", 10)):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda device, answer=answer: answer)
     assert Cuda().free(GPU) == 120
+    assert Cuda().free_for_budgets(GPU) == 108
+
+
+def test_free_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What its limit leaves, if that is less than the machine has; files that were read and can go are free."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("rkgb.device._GROUP", str(tmp_path))
+    alone = Cpu().free(cpu)
+    assert alone > 0
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 200000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert abs(Cpu().free(cpu) - alone) < alone / 2
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert Cpu().free(cpu) == 500_000
+    (tmp_path / "memory.max").write_text("100000\n")
+    assert Cpu().free(cpu) == 0
 
 
 class RoomForNumbers(Cpu):

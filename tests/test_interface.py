@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from models import case, part_way
 from torch import nn
 
 import rockmate
+from rkgb.device import Cpu
 from rockmate import (
     GraphError,
     InfeasibleBudgetError,
@@ -23,7 +26,7 @@ from rockmate import (
     frontier,
     measure_peak,
 )
-from rockmate.budget import parse_budget
+from rockmate.budget import Budget, parse_budget, parse_bytes, show_at_least
 from rockmate.demo import main as demo
 from rockmate.errors import BudgetError
 from rockmate.text import batches, load_tokens
@@ -40,36 +43,132 @@ X = torch.ones(128, 16)
     ("text", "size"),
     [
         ("2 GiB", 2 * 2**30),
+        ("8 GIB", 8 * 2**30),
+        ("8GB", 8 * 10**9),
+        ("3g", 3 * 2**30),
+        ("1.5M", 3 * 2**19),
         ("500 MB", 500 * 10**6),
+        ("500mb", 500 * 10**6),
         ("1.5kib", 1536),
-        ("7", 7),
-        (12, 12),
+        ("7 bytes", 7),
+        ("1_000_000", 10**6),
+        ("0.3 GB", 3 * 10**8),
+        (1000, 1000),
         (3e6, 3 * 10**6),
-        (np.int64(12), 12),
+        (2**60 + 1, 2**60 + 1),
+        (np.int64(2048), 2048),
         (np.float32(3e6), 3 * 10**6),
     ],
 )
 def test_budgets_in_text_and_numbers(text: object, size: int) -> None:
-    assert parse_budget(text) == size  # type: ignore[arg-type]
+    assert parse_budget(text) == Budget(size)
+    assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("budget", ["2 parsecs", "", "GiB", "1.2.3 MB", 0, -5, "-1 GiB", True, None, [1], float("nan")])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        *("2 parsecs", "", "GiB", "1.2.3 MB", "0%", "-5%", "1e400", "-1 GiB", "0.5 bytes"),
+        *(0, -5, True, None, [1], float("nan"), float("inf")),
+    ],
+)
 def test_budgets_that_are_none(budget: object) -> None:
     with pytest.raises(BudgetError, match="budget"):
         Rockmate(mlp(), X, budget)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("budget", ["80%", 0.5])
-def test_budgets_that_are_shares(budget: object) -> None:
-    with pytest.raises(BudgetError, match=r"multiply rockmate.frontier\(model, sample\).max_budget"):
-        Rockmate(mlp(), X, budget)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("budget", "meant"),
+    [(2, '"2 GiB"'), ("24", '"24 GiB"'), (80.0, '"80 GiB"'), (999, '"999 GiB"'), (0.6, '"0.6 GiB" or "60%"')],
+)
+def test_budgets_that_count_gigabytes(budget: int | float | str, meant: str) -> None:
+    with pytest.raises(BudgetError, match=f"in which no step can be run: was {meant} meant"):
+        Rockmate(mlp(), X, budget)
+
+
+def test_budgets_that_are_shares() -> None:
+    found = frontier(mlp(), X, costs="flops")
+    rk = Rockmate(mlp(), X, "100%", costs="flops")
+    assert rk.budget == found.max_budget
+    assert rk.plan.recomputed == 0
+    rk.budget = "95.5 %"
+    assert rk.budget == rk.plan.budget == int(0.955 * found.max_budget)
+    assert rk.plan.recomputed > 0
+    rk(X[:64]).sum().backward()
+    assert rk.plan.budget == rk.budget, "calls of other kinds have the same bytes"
+    assert Rockmate(mlp(), X, "95.5%", costs="flops").budget == rk.budget
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(mlp(), X, "1%", costs="flops")
+    assert error.value.min_budget == found.min_budget
+
+
+def test_a_budget_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cpu, "free", lambda self, device: 1_000_000)
+    rk = Rockmate(mlp(), X, " Auto", costs="flops")
+    assert rk.budget == 900_000
+    monkeypatch.setattr(Cpu, "free", lambda self, device: 2_000_000)
+    rk.budget = "auto"
+    assert rk.budget == 1_800_000
+
+
+def test_a_copy_plans_for_the_budget_that_it_was_given() -> None:
+    rk = copy.deepcopy(Rockmate(mlp(), X, "10 MiB", costs="flops"))
+    assert rk.budget == 10 * 2**20
+    rk.budget = "100%"
+    assert "budget=100%" in repr(rk)
+    with pytest.raises(InputError, match="a copy plans at its first call"):
+        assert rk.budget
+    rk(X)
+    assert rk.budget == frontier(mlp(), X, costs="flops").max_budget
 
 
 def test_a_budget_below_the_minimum_names_one_that_works() -> None:
-    with pytest.raises(InfeasibleBudgetError, match=r"the smallest that can be planned is .* set by step") as error:
+    with pytest.raises(InfeasibleBudgetError) as error:
         Rockmate(mlp(), X, 1000, costs="flops")
     rk = Rockmate(mlp(), X, error.value.min_budget, costs="flops")
     assert rk.plan.predicted_peak <= error.value.min_budget
+    assert error.value.__cause__ is None, "one message"
+    assert error.value.__suppress_context__
+    with pytest.raises(InfeasibleBudgetError):
+        rk.budget = error.value.min_budget - 1
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "gpt"])
+def test_the_least_budget_as_it_is_printed_can_be_planned(name: str) -> None:
+    c = case(name)
+    found = frontier(c.model(), *c.call(0)[0], costs="flops")
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(c.model(), c.call(0)[0], found.min_budget - 1, costs="flops")
+    figures = re.findall(r"[0-9.]+ [KM]iB", str(error.value))
+    budget, least, gradients, eager = map(parse_bytes, figures)
+    assert budget <= found.min_budget == error.value.min_budget <= least <= 1.01 * found.min_budget
+    assert Rockmate(c.model(), c.call(0)[0], figures[1], costs="flops").plan.recomputed > 0
+    assert 0 < gradients <= 1.01 * sum(p.nbytes for p in c.model().parameters()), "as printed"
+    assert found.max_budget <= eager <= 1.01 * found.max_budget
+    assert Rockmate(c.model(), c.call(0)[0], figures[3], costs="flops").plan.recomputed == 0
+
+
+def test_a_budget_below_the_minimum_names_the_line_that_sets_it() -> None:
+    places = {
+        "mlp": r"the backward of linear in 6 at linear\.py:\d+\.",
+        "gpt": r"the backward of gelu in layers\.2 at gpt\.py:\d+\.",
+        "moving_average": r"the backward of mul at models\.py:\d+\.",
+    }
+    for name, place in places.items():
+        c = case(name)
+        with pytest.raises(InfeasibleBudgetError, match=f"What sets it is {place}"):
+            Rockmate(c.model(), c.call(0)[0], 1000, costs="flops")
+
+
+def test_a_budget_that_the_loss_is_too_large_for() -> None:
+    model = nn.Linear(16, 16)
+    with pytest.raises(InfeasibleBudgetError, match=r"sets it is the loss, .*say what the loss takes \(loss_memory=\)"):
+        Rockmate(model, X, "100 KiB", loss_memory=200_000, costs="flops")
+
+
+@pytest.mark.parametrize("size", [1, 999, 1023, 1024, 1025, 10_188, 10_189, 236_932, 2**20 + 1, 11 * 2**30 + 7])
+def test_figures_that_are_rounded_up(size: int) -> None:
+    assert size <= parse_bytes(show_at_least(size)) <= 1.01 * size
 
 
 def test_a_sample_that_does_not_fit() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -12,12 +15,13 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from models import case
 from torch import nn
 
 from rkgb import make_all_graphs
 from rkgb.measure import measure_nodes
 from rkgb.stand_ins import runs
-from rockmate import Rockmate, frontier
+from rockmate import InputError, Rockmate, UnsupportedError, frontier, rotor
 
 
 class After(nn.Module):
@@ -177,3 +181,71 @@ def test_reserved_memory_is_predicted_with_the_allocator_of_cuda() -> None:
         assert plan.predicted_reserved % 2**21 == 0
         assert plan.predicted_reserved >= plan.predicted_peak - 22 * 2**20  # less what segments of parameters have left
     assert plans[0].predicted_reserved < plans[1].predicted_reserved
+
+
+QUIET = """
+import torch
+from torch import nn
+from rockmate import InputError, Rockmate, UnsupportedError, frontier, rotor
+
+model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(64, 16)
+rk = Rockmate(model, x, frontier(model, x).min_budget)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = rk(x).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_planning_and_training_write_nothing_to_stderr() -> None:
+    """torch's allocator warns, in C++, of a block that goes in a profiler session and came before it."""
+    ran = subprocess.run([sys.executable, "-c", QUIET], check=True, capture_output=True, text=True)
+    assert (ran.stdout, ran.stderr) == ("", "")
+
+
+def drawing(draw: Callable[[], float], found: list[float], stop: threading.Event) -> None:
+    while not stop.is_set():
+        found.append(draw())
+
+
+@pytest.mark.parametrize(
+    ("seed", "draw"),
+    [(random.seed, random.random), (random.seed, lambda: random.gauss(0, 1)), (numpy.random.seed, numpy.random.rand)],
+    ids=["random", "gauss", "numpy"],
+)
+def test_a_thread_may_draw_while_a_plan_is_made(seed: Callable[[int], None], draw: Callable[[], float]) -> None:
+    """As those that load data. What it draws is what it would have drawn."""
+    seed(3)
+    found: list[float] = []
+    stop = threading.Event()
+    thread = threading.Thread(target=drawing, args=(draw, found, stop))
+    model, x = case("gpt").model(), case("gpt").call(0)[0]
+    thread.start()
+    try:
+        Rockmate(model, x, "100%", costs="flops")
+        rotor.Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8), "1 MiB", costs="flops")
+    finally:
+        stop.set()
+        thread.join()
+    seed(3)
+    assert len(found) > 1000
+    assert found == [draw() for _ in found]
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: random.randint(1, 6), numpy.random.rand])
+def test_a_module_that_draws_is_refused_whatever_other_threads_do(draw: Callable[[], float]) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with pytest.raises(UnsupportedError, match="random module while it runs"):
+            Rockmate(After(lambda y: y * draw()), torch.randn(4, 8), "1 MiB", costs="flops")
+        layers = nn.Sequential(nn.Linear(8, 8), After(lambda y: y * draw()))
+        with pytest.raises(InputError, match="random module"):
+            rotor.Checkpointable(layers, torch.randn(4, 8), "1 MiB", costs="flops")
+    finally:
+        stop.set()
+        thread.join()

@@ -6,6 +6,7 @@ import weakref
 from typing import Any, ClassVar
 
 import torch
+from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _NormBase
 
 
@@ -13,7 +14,8 @@ class Buffers:
     """The buffers of a function before a run, to see afterwards which ones it changes.
 
     Which ones a module changes is learned at its first run, with copies of all; later only those are copied. Batch
-    norm's statistics need no copy: in training nothing is computed from them.
+    norm's statistics need no copy: in training nothing is computed from them. Those of fake quantizations always count
+    as changed: what they are written by leaves version counters alone.
     """
 
     learned: ClassVar[weakref.WeakKeyDictionary[Any, frozenset[str]]] = weakref.WeakKeyDictionary()
@@ -36,6 +38,7 @@ class Buffers:
         assert isinstance(self.function, torch.nn.Module)
         after = dict(self.function.named_buffers())
         names = {n for n, (b, version) in self.before.items() if after.get(n) is not b or b._version != version}
+        names |= quantizations_of(self.function) & self.before.keys()
         late = names - self.copies.keys()
         if late:
             raise RuntimeError(
@@ -54,3 +57,9 @@ def statistics_of(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> 
         for name in ("running_mean", "running_var", "num_batches_tracked")
     ]
     return {name: buffers[name] for name in names if name in buffers}
+
+
+def quantizations_of(module: torch.nn.Module) -> set[str]:
+    """The names of the buffers of fake quantizations, which are computed with what they observe."""
+    quantizers = ((prefix, m) for prefix, m in module.named_modules() if isinstance(m, FakeQuantizeBase))
+    return {f"{prefix}.{name}" if prefix else name for prefix, m in quantizers for name, _ in m.named_buffers()}

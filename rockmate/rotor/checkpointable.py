@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rkgb.device import kind_of
-from rockmate.budget import parse_budget, show_bytes
+from rockmate.budget import parse_bytes, show_bytes
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import Measured, check_tensors, measure_chain
@@ -25,7 +25,6 @@ from solvers.rotor_ops import Sequence
 from solvers.rotor_plans import ALGORITHMS
 from solvers.rotor_walk import Walked, walk_sequence
 
-_SHARE_OF_FREE_MEMORY = 0.9
 # Room for the usual losses beside the outputs and their gradients, in outputs of single precision; cross entropy takes
 # one, a mean square three.
 _LOSS_OUTPUTS = 3
@@ -75,7 +74,7 @@ class Checkpointable(nn.Module):
             raise InputError(f'costs is {costs!r}: use "measured" or "flops"')
         self.model = model
         self.names = tuple(name for name, _ in flatten(model))
-        self.mem_limit = None if mem_limit is None else parse_budget(mem_limit)
+        self.mem_limit = None if mem_limit is None else parse_bytes(mem_limit)
         self.mem_slots = _slots(mem_slots)
         self.verbosity = verbosity
         self.preserve_rng_state = preserve_rng_state
@@ -127,7 +126,7 @@ class Checkpointable(nn.Module):
         if self._measured is None:
             raise InputError("nothing has been measured: call measure(sample) before compute_sequence()")
         m = self._measured.chain
-        unit = max(1, -(-parse_budget(mem_limit) // self.mem_slots))
+        unit = max(1, -(-parse_bytes(mem_limit) // self.mem_slots))
         floats = self._measured.output_floats
         loss = _LOSS_OUTPUTS * floats + max(0, floats - m.output_gradient) + self.loss_tmp_memory_usage
         self.chain = Chain(m.stages, m.values, m.output_gradient, loss, unit)
@@ -157,7 +156,7 @@ class Checkpointable(nn.Module):
         )
 
     def _compute(self, given: int | float | str | None, algo: str) -> None:
-        limit = self.free_limit() if given is None else parse_budget(given)
+        limit = self.free_limit() if given is None else parse_bytes(given)
         self.build_chain(limit)
         assert self.chain is not None
         scalars = kind_of(self._device()).scalars
@@ -177,7 +176,7 @@ class Checkpointable(nn.Module):
     def free_limit(self) -> int:
         """90 % of the bytes that are free on the parameters' device (on the CPU: available in the machine)."""
         device = self._device()
-        return int(kind_of(device).free(device) * _SHARE_OF_FREE_MEMORY)
+        return kind_of(device).free_for_budgets(device)
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.parameters()), torch.device("cpu"))

@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rkgb.alone import _Feed, _Tap
 from rkgb.capture import preserved
+from rkgb.code import watched
 from rkgb.device import kind_of, one_device
 from rkgb.memory import measure_after, measure_memory, storage_bytes
-from rkgb.patches import states_beside_torch
+from rkgb.other_draws import other_draws
 from rkgb.randomness import refuse_unseen_draws
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
@@ -141,17 +142,19 @@ class _Probe:
     def warm_up(self, i: int, name: str) -> None:
         """First use of the kernels; whether the stage leaves its input alone, and can draw the same numbers again."""
         x = _mapped(lambda t: t.detach(), self.x)
-        versions, states = versions_of(x), states_beside_torch()
+        versions = versions_of(x)
         outputs: list[Any] = []
 
         def run() -> None:
             with torch.no_grad():
                 outputs.append(self.function(x))
 
-        self.kind.first_use(run, self.device)
+        with watched() as watch, other_draws(watch) as drawn:
+            run()
+        if self.kind.keeps_workspaces and not drawn:
+            self.kind.first_use(run, self.device)
         if versions != versions_of(x):
             raise InputError(in_place_message(i, name))
-        drawn = [library for library, state in states_beside_torch().items() if state != states[library]]
         if drawn and self.preserve_rng_state:
             raise InputError(
                 f"layer {i} ({name}) draws from {drawn[0]}, where it would draw other numbers when it runs again: draw "

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -45,6 +46,21 @@ def assert_in_limit(chk: rotor.Checkpointable, step: Callable[[], None]) -> None
     chk.zero_grad()
     assert chk.mem_limit is not None
     assert measure_peak(step) <= chk.mem_limit
+
+
+def test_statistics_of_fake_quantizations_change_once() -> None:
+    """They are written by an operation that leaves version counters alone, and read by the same one."""
+    torch.manual_seed(0)
+    layers = (layer for _ in range(4) for layer in (nn.Linear(32, 32), FusedMovingAvgObsFakeQuantize(), nn.Tanh()))
+    m = nn.Sequential(*layers)
+    eager = copy.deepcopy(m)
+    chk = least(m, x())
+    for k in (1, 1, 3):
+        for run in (chk, eager):
+            run.zero_grad()
+            run(k * x()).sum().backward()
+        assert same([p.grad for p in m.parameters()], [p.grad for p in eager.parameters()])
+        assert same(m.buffers(), eager.buffers())
 
 
 def test_parameters_of_the_forward_are_those_of_the_backward() -> None:

@@ -1,0 +1,46 @@
+"""What to say where a budget is too small: the least one, what sets it, and where in the model that is."""
+
+from __future__ import annotations
+
+from rkgb.Ktools import K_graph
+from rockmate.budget import show_at_least, show_at_most, show_bytes
+from solvers import Bwd, Run, Step
+
+
+def too_small(k: K_graph, budget: int, least: int, eager: int, at: Step | None) -> str:
+    """The message for a ``budget`` below ``least``, which the step ``at`` sets; ``eager``: bytes without recomputation.
+
+    Read as a budget, the figure that stands for ``least`` can be planned.
+    """
+    gradients = parameter_gradients(k, at)
+    share = f", of which {show_bytes(gradients)} are gradients of parameters" if gradients else ""
+    return (
+        f"no plan fits a budget of {show_at_most(budget)}: the smallest that can be planned is {show_at_least(least)}"
+        f"{share}; without recomputation the step takes {show_at_least(eager)}. What sets it is {place_of(k, at)}. "
+        f"{_advice(at)}"
+    )
+
+
+def parameter_gradients(k: K_graph, at: Step | None) -> int:
+    """Bytes of the gradients of parameters that are there at the step ``at`` and were not before the step."""
+    if not isinstance(at, (Run, Bwd)):
+        return 0
+    begun = range(at.node, len(k.nodes)) if isinstance(at, Bwd) else range(0)
+    read = {v for i in begun if k.nodes[i].backward for v in k.s.nodes[i].reads}
+    return sum(k.s.d.values[v].bytes for v in k.missing & read)
+
+
+def place_of(k: K_graph, at: Step | None) -> str:
+    """The step in the user's words: "the backward of gelu in layers.2 at models.py:120"."""
+    if not isinstance(at, (Run, Bwd)):
+        return "the loss, between forward and backward"
+    node, d = k.s.nodes[at.node], k.s.d
+    op = next((d.nodes[i] for i in node.ops if d.nodes[i].name == node.name), d.nodes[node.ops[0]])
+    what = "the backward" if isinstance(at, Bwd) else "the forward"
+    return f"{what} of {op.name}" + (f" in {op.path}" if op.path else "") + (f" at {op.line}" if op.line else "")
+
+
+def _advice(at: Step | None) -> str:
+    if isinstance(at, (Run, Bwd)):
+        return "Raise the budget or make the batch smaller."
+    return "Raise the budget, make the batch smaller, or say what the loss takes (loss_memory=)."
