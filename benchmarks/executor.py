@@ -1,37 +1,54 @@
-"""What the executor itself costs: CPU time in the Python of rockmate and rkgb, for each step of the schedule.
+"""What the executor itself costs: CPU time of whole steps, of each node that runs again, and in Python alone.
 
-Measured by cProfile, which counts its own work in, so figures are upper bounds. Kernels do not count, and calls of our
-functions must not depend on the batch size. Their time does as far as kernels on more data leave less of Python in the
-processor's caches: to tell that from work of ours, the Python of ``torch.nn`` in eager mode's steps is measured too.
+First (``Launch``) a model of tiny kernels, where all is launches: eager mode, torch.utils.checkpoint on every block,
+and plans that keep everything and that run everything again, each step the least of many, taken in turns. A node that
+runs again costs what the backward takes beyond that of the plan that keeps everything; of this, torch's own dispatch is
+what the same operations take when they are called one after the other, with gradients recorded as in the plan.
+
+Then the CPU time in the Python of rockmate and rkgb, for each step of schedules. Measured by cProfile, which counts its
+own work in, so figures are upper bounds. Kernels do not count, and calls of our functions must not depend on the batch
+size. Their time does as far as kernels on more data leave less of Python in the processor's caches: to tell that from
+work of ours, the Python of ``torch.nn`` in eager mode's steps is measured too.
 Schedules are made for the first batch size and run for all.
 
-python benchmarks/executor.py [--layers 12] [--batches 2 8 32] [--memory 100 50 10] [--steps 5] [--out FILE] [--short]
+python benchmarks/executor.py [--repeat 100] [--layers 12] [--batches 2 8 32] [--memory 100 50 10] [--steps 5]
+    [--out FILE] [--short]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import cProfile
 import dataclasses
+import gc
 import json
 import pstats
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 # A program in this folder has the name of a package: leave the folder to scripts.
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import rkgb  # noqa: E402
 import rockmate  # noqa: E402
+from rkgb.graphs import substitute  # noqa: E402
+from rkgb.program import source_values  # noqa: E402
 from rockmate import Rockmate  # noqa: E402
+from rockmate.compiled import Program  # noqa: E402
+from rockmate.executor import CallState  # noqa: E402
 from rockmate.gpt import GPT  # noqa: E402
-from rockmate.variants import program_of  # noqa: E402
-from solvers import all_baselines, parse_schedule, walk  # noqa: E402
+from rockmate.variants import Variant, program_of  # noqa: E402
+from solvers import Schedule, all_baselines, parse_schedule, walk  # noqa: E402
+from solvers.schedule import Run  # noqa: E402
 
 _OURS = tuple(str(Path(package.__file__ or "").parent) for package in (rkgb, rockmate))
 _EAGER = (str(Path(torch.nn.__file__ or "").parent),)
@@ -55,6 +72,131 @@ class Row:
     eager_ms: float
 
 
+@dataclass(frozen=True)
+class Step:
+    """CPU milliseconds of a step's phases; ``what`` runs it."""
+
+    what: str
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``us_per_rerun``: of CPU, for each of the ``reruns``; ``us_of_torch``: of these, the operations alone."""
+
+    steps: tuple[Step, ...]
+    reruns: int
+    us_per_rerun: float
+    us_of_torch: float
+    us_beyond: float
+
+
+class Checkpointed(torch.nn.Module):
+    """A block under torch.utils.checkpoint."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def launch(layers: int, repeat: int) -> Launch:
+    """Steps on a model of tiny kernels, in turns, ``repeat`` times."""
+    torch.manual_seed(0)
+    model = GPT(layers, 32, 4, 16, 256)
+    checkpointed = copy.deepcopy(model)
+    checkpointed.layers = torch.nn.ModuleList(Checkpointed(block) for block in checkpointed.layers)
+    ids = torch.randint(256, (1, 16))
+    rk = planned(model, ids, 100, None)
+    assert rk._last is not None
+    keeping = rk._last
+    everything = scheduled(keeping, all_baselines(rk.plan.problem)["recompute all"])
+    calls = operations_again(everything.program, model, ids)
+
+    def ours(variant: Variant) -> torch.Tensor:
+        use(rk, variant)
+        logits: torch.Tensor = rk(ids)
+        return logits
+
+    forwards: dict[str, Callable[[], torch.Tensor]] = {
+        "eager": lambda: model(ids),
+        "checkpoint on every block": lambda: checkpointed(ids),
+        "ours, all kept": lambda: ours(keeping),
+        "ours, all run again": lambda: ours(everything),
+        "the same, executor alone": lambda: CallState(everything.program, model, [ids]).forward()[0],
+    }
+    taken: dict[str, list[tuple[float, float]]] = {what: [] for what in forwards}
+    bare = []
+    gc.collect()
+    for k in range(3 + repeat):
+        for what, forward in forwards.items():
+            times = timed(forward, (model, checkpointed), ids)
+            if k >= 3:  # the first steps learn and allocate
+                taken[what].append(times)
+        start = time.thread_time()
+        results = [function(*args, **kwargs) for function, args, kwargs in calls]
+        bare.append(time.thread_time() - start)
+        del results
+    steps = [Step(what, *(round(1e3 * min(phase), 2) for phase in zip(*t, strict=True))) for what, t in taken.items()]
+    reruns = everything.plan.recomputed
+    backward = {what: min(phase for _, phase in times) for what, times in taken.items()}
+    whole = 1e6 * (backward["ours, all run again"] - backward["ours, all kept"]) / reruns
+    alone = 1e6 * min(bare) / reruns
+    return Launch(tuple(steps), reruns, round(whole, 1), round(alone, 1), round(whole - alone, 1))
+
+
+def timed(
+    forward: Callable[[], torch.Tensor], models: tuple[torch.nn.Module, ...], ids: torch.Tensor
+) -> tuple[float, float]:
+    """CPU seconds of a forward and of its backward."""
+    for model in models:
+        model.zero_grad(set_to_none=False)
+    start = time.thread_time()
+    logits = forward()
+    middle = time.thread_time()
+    loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    begun = time.thread_time()
+    loss.backward()
+    return middle - start, time.thread_time() - begun
+
+
+def operations_again(
+    program: Program, model: GPT, ids: torch.Tensor
+) -> list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """The operations that ``program`` runs again, with the arguments that they get in a step."""
+    again = {step.node for steps in program.before for step in steps if isinstance(step, Run)}
+    values = source_values(program.s.d.sources, model, [ids])
+    calls = []
+    for i, node in enumerate(program.nodes):
+        for op in node.ops:
+            args = substitute(op.args, values.__getitem__)
+            kwargs = {name: substitute(a, values.__getitem__) for name, a in op.kwargs.items()}
+            result = op.function(*args, **kwargs)
+            for v, t in zip(op.outputs, result if op.several else (result,), strict=False):
+                values[v] = t.detach().requires_grad_(program.s.d.values[v].requires_grad)
+            if i in again:
+                calls.append((op.function, args, kwargs))
+    return calls
+
+
+def use(rk: Rockmate, variant: Variant) -> None:
+    """Run ``variant`` from now on."""
+    assert rk._last is not None
+    calls = rk._front.last
+    assert calls is not None
+    calls.cache.replace(rk._last, variant)
+    calls.last = variant
+
+
+def scheduled(variant: Variant, schedule: Schedule) -> Variant:
+    """The variant with another schedule."""
+    plan = dataclasses.replace(variant.plan, schedule=schedule)
+    return dataclasses.replace(variant, plan=plan, program=program_of(plan))
+
+
 def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> Rockmate:
     """The model under a budget, or running a given schedule."""
     rk = Rockmate(model, ids, "1 TiB", costs="flops")
@@ -62,16 +204,10 @@ def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> 
         peaks = [walk(rk.plan.problem, schedule).peak for schedule in all_baselines(rk.plan.problem).values()]
         rk.budget = min(peaks) + (max(peaks) - min(peaks)) * memory // 100 + 64
     elif program is not None:
-        last = rk._last
-        assert last is not None
-        plan = dataclasses.replace(last.plan, schedule=parse_schedule(last.plan.problem, program))
-        variant = dataclasses.replace(last, plan=plan, program=program_of(plan))
-        rk._front.last.cache.replace(last, variant)
-        rk._front.last.last = variant
+        assert rk._last is not None
+        use(rk, scheduled(rk._last, parse_schedule(rk.plan.problem, program)))
     assert rk._last is not None
-    fixed = dataclasses.replace(rk._last, observer=None)  # the schedule stays, whatever the loss takes
-    rk._front.last.cache.replace(rk._last, fixed)
-    rk._front.last.last = fixed
+    use(rk, dataclasses.replace(rk._last, observer=None))  # the schedule stays, whatever the loss takes
     return rk
 
 
@@ -103,9 +239,10 @@ def measure(rk: Rockmate, ids: torch.Tensor, memory: int, steps: int) -> Row:
     return Row(memory, len(ids), count, again, calls, round(ours, 2), each, eager_calls, round(eager, 2))
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    """Print one row for each schedule and batch size; write them as JSON with ``--out``."""
+def main(argv: list[str] | None = None) -> tuple[Launch, list[Row]]:
+    """Print the steps, and one row for each schedule and batch size; write them as JSON with ``--out``."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--repeat", type=int, default=100)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--length", type=int, default=64)
@@ -117,7 +254,19 @@ def main(argv: list[str] | None = None) -> list[Row]:
     options = parser.parse_args(argv)
     if options.short:
         options.layers, options.width, options.length = 2, 32, 16
-        options.batches, options.memory, options.steps = [4, 8], [100, 30], 2
+        options.batches, options.memory, options.steps, options.repeat = [4, 8], [100, 30], 2, 3
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    launched = launch(options.layers, options.repeat)
+    torch.set_num_threads(threads)
+    print("step                        forward   backward      whole")
+    for step in launched.steps:
+        whole = step.forward_ms + step.backward_ms
+        print(f"{step.what:<25}{step.forward_ms:>7.2f} ms {step.backward_ms:>7.2f} ms {whole:>7.2f} ms")
+    print(
+        f"{launched.reruns} nodes run again, each for {launched.us_per_rerun} us: {launched.us_of_torch} us of torch's "
+        f"own and {launched.us_beyond} us beyond\n"
+    )
     rows = []
     print(
         "memory  batch  schedule steps  run again  our calls  our Python  per schedule step  eager calls  eager Python"
@@ -140,8 +289,9 @@ def main(argv: list[str] | None = None) -> list[Row]:
             )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    return rows
+        found = {"launch": asdict(launched), "python": [asdict(row) for row in rows]}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return launched, rows
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ class Cpu(Kind):
     _cache = 64 * 2**20  # bytes, more than a processor's
 
     def random_state(self, device: torch.device) -> torch.Tensor:
-        return torch.get_rng_state()
+        return torch.default_generator.get_state()
 
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
-        torch.set_rng_state(state)
+        torch.default_generator.set_state(state)
 
     def before_measuring(self) -> None:
         if torch._C._autograd._profiler_enabled():

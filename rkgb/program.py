@@ -79,7 +79,8 @@ def source_values(
             found[v] = source.key
         else:
             path, _, name = source.key.rpartition(".")
-            tensor = getattr(_module_at(path, modules), name, None)
+            module = modules[path] if path in modules else _module_at(path, modules)
+            tensor = _tensor_of(module, name)
             if not isinstance(tensor, torch.Tensor):
                 raise KeyError(
                     f"the module no longer has the {source.kind} {source.key!r} that it had when it was planned"
@@ -94,3 +95,10 @@ def _module_at(path: str, modules: dict[str, Any]) -> Any:
         above, _, name = path.rpartition(".")
         modules[path] = getattr(_module_at(above, modules), name, None)
     return modules[path]
+
+
+def _tensor_of(module: Any, name: str) -> Any:
+    """The attribute of this name. Parameters are where modules look last, so here they are looked for first."""
+    parameters = getattr(module, "_parameters", None)
+    found = parameters.get(name) if type(parameters) is dict else None  # not that of a scripted module
+    return getattr(module, name, None) if found is None else found

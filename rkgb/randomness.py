@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,17 +18,17 @@ Drawn = torch.device | torch.Generator
 
 def random_state(source: Drawn) -> torch.Tensor:
     """The state of a generator, as bytes in host memory."""
-    if isinstance(source, torch.Generator):
-        return source.get_state()
-    return kind_of(source).random_state(source)
+    if type(source) is torch.device:
+        return kind_of(source).random_state(source)
+    return cast(torch.Generator, source).get_state()
 
 
 def set_random_state(source: Drawn, state: torch.Tensor) -> None:
     """Restore what ``random_state`` returned."""
-    if isinstance(source, torch.Generator):
-        source.set_state(state)
-    else:
+    if type(source) is torch.device:
         kind_of(source).set_random_state(source, state)
+    else:
+        cast(torch.Generator, source).set_state(state)
 
 
 def watched_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:

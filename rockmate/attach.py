@@ -26,6 +26,7 @@ from rockmate.artefact import SavedPlan
 from rockmate.bound import rough_peak
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls import Calls, Terms
+from rockmate.captured import Captured, captured_sources
 from rockmate.errors import BudgetWarning, InputError
 from rockmate.executor import CallState
 from rockmate.observe import WholeLook, end_look
@@ -46,8 +47,6 @@ from solvers import Frontier
 
 if TYPE_CHECKING:
     from torch import fx
-
-    from rockmate.captured import Captured
 
 RECOMPILE_LIMIT = 64
 """Captures of one model, at most."""
@@ -77,8 +76,9 @@ class CapturedCalls(Calls):
 
     module: Captured
 
-    def __init__(self, program: fx.GraphModule, front: Attachment) -> None:
-        self.program, self.front = program, front
+    def __init__(self, program: fx.GraphModule, identity: Hashable, front: Attachment) -> None:
+        """``identity``: see ``identity_of``."""
+        self.program, self.identity, self.front = program, identity, front
         self.terms = front.terms
         self.ready = False
         self.spacious: dict[Hashable, tuple[str, ...]] = {}  # kinds of calls for which the budget does not bind
@@ -90,8 +90,6 @@ class CapturedCalls(Calls):
         if not torch.is_grad_enabled() or next(wanted, None) is None:
             return self.program.forward(*arguments)
         if not self.ready:
-            from rockmate.captured import Captured
-
             super().__init__(Captured(self.program, arguments), self.terms, self.front.cache)
             self.ready = True
         self.module.hold(arguments)
@@ -178,6 +176,18 @@ class CapturedCalls(Calls):
 
 def _device_of(arguments: tuple[Any, ...]) -> torch.device:
     return next(a.device for a in arguments if isinstance(a, torch.Tensor))
+
+
+def identity_of(program: fx.GraphModule) -> Hashable:
+    """Programs of equal identity do the same to the same inputs; None where that is not known.
+
+    What a model's Python reads and only logs makes TorchDynamo capture again, but the program is the same.
+    """
+    nodes = list(program.graph.nodes)
+    if any(n.op in ("get_attr", "call_module") for n in nodes):
+        return None
+    targets = tuple(n.target for n in nodes if n.op == "call_function")
+    return program.code, tuple(captured_sources(program)), targets
 
 
 class Planned(Exception):
@@ -352,8 +362,11 @@ class Attachment:
 
     def _captured(self, program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         """The backend that TorchDynamo calls with what it has captured."""
-        calls = CapturedCalls(program, self)
-        self._graphs.append(calls)
+        identity = identity_of(program)
+        calls = next((calls for calls in self._graphs if identity and calls.identity == identity), None)
+        if calls is None:
+            calls = CapturedCalls(program, identity, self)
+            self._graphs.append(calls)
         return torch._dynamo.disable(calls.call)  # type: ignore[no-any-return]
 
     def _run_directly(

@@ -32,7 +32,7 @@ class Captured(torch.nn.Module):
         self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
         self.names: list[str] = []  # of these, as the user would write them
         self._own: list[tuple[dict[str, Any], str, int]] = []
-        for k, (source, value) in enumerate(zip(sources(program), arguments, strict=True)):
+        for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
             path, kind = _path(source), _kind(source, value)
             if kind is None:
                 self.given.append(k)
@@ -95,7 +95,7 @@ def _after_root(source: str) -> str:
     return re.sub(r"^[LG]\['[^']*'\]", "", source)
 
 
-def sources(program: fx.GraphModule) -> list[str]:
+def captured_sources(program: fx.GraphModule) -> list[str]:
     """Where each input of a captured program comes from, as TorchDynamo writes it: "L['x']"."""
     found = []
     for node in program.graph.find_nodes(op="placeholder"):

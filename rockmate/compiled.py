@@ -2,103 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from rkgb.graphs import Mode, Node, Ref, S_graph, S_node, refs, substitute
+from rkgb.graphs import Mode, S_graph, S_node
 from rkgb.guards import Guard, GuardFailed
 from rkgb.Ktools import K_graph
-from rkgb.program import in_mode
 from rkgb.randomness import Drawn, drawn_by
 from rkgb.Stools import STATISTICS
+from rockmate.functions import Function, Op, functions_of, op_of
+from rockmate.slots import Place
 from rockmate.undo import Undo, undo_of
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation, with the places of its arguments found.
-
-    ``args``: as in the graph, constants in place. ``values``: (place, value) of arguments that are values; ``nested``:
-    places of lists that hold some. ``kwargs`` likewise, all constants unless ``kwargs_hold_values``. ``mode``: None
-    for the program's.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    values: tuple[tuple[int, int], ...]
-    nested: tuple[int, ...]
-    kwargs: dict[str, Any]
-    kwargs_hold_values: bool
-    outputs: tuple[int, ...]
-    several: bool
-    mode: Mode | None
-
-    def run(self, env: dict[int, torch.Tensor]) -> None:
-        """Run in ``env``, whose values it reads and where its results go; the program's mode is already set."""
-        args = list(self.args)
-        for place, v in self.values:
-            args[place] = env[v]
-        for place in self.nested:
-            args[place] = substitute(args[place], env.__getitem__)
-        kwargs = self.kwargs
-        if self.kwargs_hold_values:
-            kwargs = {k: substitute(a, env.__getitem__) for k, a in kwargs.items()}
-        if self.mode is None:
-            result = self.function(*args, **kwargs)
-        else:
-            with in_mode(self.mode):
-                result = self.function(*args, **kwargs)
-        if self.several:
-            env.update(zip(self.outputs, result, strict=True))
-        elif self.outputs:
-            env[self.outputs[0]] = result
-
-
-def op_of(node: Node, usual: Mode) -> Op:
-    """The operation of a D node, ready to run in a program whose mode is ``usual``."""
-    values = tuple((place, a.index) for place, a in enumerate(node.args) if isinstance(a, Ref))
-    nested = tuple(k for k, a in enumerate(node.args) if not isinstance(a, Ref) and any(True for _ in refs(a)))
-    kwargs = dict(node.kwargs)
-    held = any(True for _ in refs(list(kwargs.values())))
-    mode = None if node.mode == usual else node.mode
-    function = getattr(node.op, "_op", node.op)  # of an operator what its call would call
-    return Op(function, node.args, values, nested, kwargs, held, node.outputs, node.several, mode)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCode:
     """One S node for the executor.
 
-    ``made``: (value, data) of results in memory of the node's own, of data that are tracked (see ``Program``);
-    ``joins``: results in memory of another node, likewise; ``aliases``: results in memory of a source;
-    ``gone``: values that nothing reads any more when it is done, ``dropped``: data among the tracked that go then, both
-    in the forward phase. ``again``, ``remakes``, ``remade``: what a second run runs, and the
+    ``inputs``: (value, data) of what it reads, -1 for what lies in memory of a source; but ``statistics``, source
+    values that it changes, which a second run must leave alone. ``made``: (value, data) of results in memory of the
+    node's own, of data that are tracked (see ``Program``); ``keeps``: those, and results in memory of another node, of
+    data that stay when the forward phase ends; ``known``: values in whose memory what autograd saves may lie, and their
+    data, -1 for a source's; ``elsewhere``: the place of what lies in no such memory; ``aliases``: results in memory of
+    a source; ``inner``: results that no other node reads; ``gone``: values that nothing reads any more when it is done,
+    in the forward phase.
+    ``again``, ``remakes``, ``remade``: what a second run runs, and the
     data and values that it makes, tracked or not (outside the schedule any node may run), with the views that other
     nodes take of its results; but outputs that the caller holds stay the first run's. ``private``: the data of what
-    only its backward reads, or None. ``native``: all that its backward reads stays from the forward on, so autograd
+    only its backward reads, or None; ``hides``: whether autograd would keep such, tracked or not. ``native``: all that
+    its backward reads stays from the forward on, so autograd
     keeps it itself. ``dead``: it has no backward, though autograd would keep something for one, as its results are
     detached (a node of outputs that merely get no gradient is not dead: a backward may come after all).
-    ``statistics``: source values that it changes, which a second run must leave alone. ``random``: it runs again, from
-    the same random state; what it draws from, empty if it does not.
+    ``random``: it runs again, from the same random state; what it draws from, empty if it does not.
     """
 
     ops: tuple[Op, ...]
     reads: tuple[int, ...]
+    inputs: tuple[tuple[int, int], ...]
     made: tuple[tuple[int, int], ...]
-    joins: tuple[tuple[int, int], ...]
+    keeps: tuple[tuple[int, int], ...]
+    known: tuple[tuple[int, int], ...]
     again: tuple[Op, ...]
     remakes: tuple[int, ...]
     remade: tuple[tuple[int, int], ...]
     aliases: tuple[int, ...]
+    inner: frozenset[int]
     gone: tuple[int, ...]
-    dropped: tuple[int, ...]
     data: tuple[int, ...]
     private: int | None
+    elsewhere: Place
+    hides: bool
     native: bool
     dead: bool
     statistics: tuple[int, ...]
@@ -148,7 +105,32 @@ class Program:
     @cached_property
     def stored(self) -> frozenset[int]:
         """Data whose memory the executor itself holds after the forward phase."""
-        return self.kept.intersection(datum for n in self.nodes for _, datum in (*n.made, *n.joins))
+        return self.kept.intersection(datum for n in self.nodes for _, datum in n.keeps)
+
+    @cached_property
+    def first(self) -> tuple[Function, ...]:
+        """The nodes as functions, for the forward phase."""
+        return functions_of([(n.ops, {v for op in n.ops for v in op.outputs} - n.inner) for n in self.nodes])
+
+    @cached_property
+    def again(self) -> tuple[Function, ...]:
+        """The nodes as functions, for second runs."""
+        return functions_of([(n.again, {v for v, _ in (*n.made, *n.remade)}) for n in self.nodes])
+
+    @cached_property
+    def stage_of(self) -> dict[int, int]:
+        """The number of each stage, by its node."""
+        return {node: k for k, node in enumerate(self.stages)}
+
+    @cached_property
+    def differentiable(self) -> frozenset[int]:
+        """The values that require grad."""
+        return frozenset(v for v, x in self.s.d.values.items() if x.requires_grad)
+
+    @cached_property
+    def places(self) -> tuple[dict[int, Place], ...]:
+        """What autograd saved of each node in a call before, by position. Calls note it, and verify what they find."""
+        return tuple({} for _ in self.nodes)
 
     @cached_property
     def ends(self) -> dict[int, int]:
@@ -209,9 +191,9 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
             i in again,
             i in native,
             tracked,
+            live,
             views.get(i, []),
             gone=[v for d in after[i] for v in values_of[d]],
-            dropped=tracked.intersection(after[i]),
         )
         for i in range(len(s.nodes))
     )
@@ -325,33 +307,40 @@ def _node_code(
     again: bool,
     native: bool,
     tracked: set[int],
+    live: set[int],
     views: list[S_node],
     *,
     gone: list[int],
-    dropped: set[int],
 ) -> NodeCode:
     s, node = k.s, k.s.nodes[i]
     ops = tuple(s.d.nodes[op] for op in node.ops)
     written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
     makes = k.nodes[i].makes
     kept = tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked)
+    inner = dict.fromkeys(v for op in ops for v in op.outputs if v not in node.makes)
+    private = next((d for d in makes if k.data[d].storage is None and d in tracked), None)
+    statistics = tuple(v for v in node.reads if s.d.values[v].storage in written)
     remade = tuple((v, data_of[v]) for n in (node, *views) for v in n.makes if data_of.get(v) in makes)
     return NodeCode(
         ops=tuple(op_of(op, usual) for op in ops),
         reads=node.reads,
+        inputs=tuple((v, data_of.get(v, -1)) for v in node.reads if v not in statistics),
         made=tuple((v, datum) for v, datum in kept if datum in makes),
-        joins=tuple((v, datum) for v, datum in kept if datum not in makes),
+        keeps=tuple((v, datum) for v, datum in kept if datum in live),
+        known=(*((v, d) for v in node.reads if (d := data_of.get(v, -1)) < 0 or d in tracked), *kept),
         again=tuple(op_of(op, usual) for op in (*ops, *(s.d.nodes[op] for n in views for op in n.ops))),
         remakes=tuple(d for d in makes if d not in k.held),
         remade=tuple((v, datum) for v, datum in remade if datum not in k.held),
         aliases=tuple(v for v in node.makes if v not in data_of),
-        gone=(*(v for op in ops for v in op.outputs if v not in node.makes), *gone),
-        dropped=tuple(dropped),
+        inner=frozenset(inner),
+        gone=(*inner, *gone),
         data=tuple(d for d in makes if d in tracked),
-        private=next((d for d in makes if k.data[d].storage is None and d in tracked), None),
+        private=private,
+        elsewhere=Place() if private is None else Place(data=private),
+        hides=bool(node.saved.private),
         native=native,
         dead=node.requires_grad and k.nodes[i].backward is None and i not in k.idle,
-        statistics=tuple(v for v in node.reads if s.d.values[v].storage in written),
+        statistics=statistics,
         random=drawn_by(s, i) if again else (),
         rerun=k.nodes[i].rerun,
     )

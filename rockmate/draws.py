@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rkgb.decompose import DRAWN, MASK
-from rkgb.graphs import S_graph
+from rkgb.graphs import Ref, S_graph
 from rockmate.compiled import NodeCode, Program
 from solvers import Problem, Schedule
 from solvers.schedule import Loss, Run
@@ -55,6 +55,6 @@ def _whole(bits: NodeCode, mask: NodeCode) -> tuple[NodeCode, NodeCode]:
     (empty, draw), (cast, divide) = bits.ops, mask.ops
     ops = (
         replace(empty, kwargs=empty.kwargs | cast.kwargs, outputs=cast.outputs),
-        replace(draw, values=((0, cast.outputs[0]),), outputs=cast.outputs),
+        replace(draw, args=(Ref(cast.outputs[0]), *draw.args[1:]), outputs=cast.outputs),
     )
     return replace(bits, ops=ops), replace(mask, ops=(divide,))

@@ -14,6 +14,7 @@ import contextlib
 import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -28,12 +29,13 @@ from rkgb.randomness import drawing_again, random_state
 from rockmate.compiled import NodeCode, Program
 from rockmate.errors import BudgetWarning, GoneError
 from rockmate.parts import left_out, staying_after, steps_between
-from rockmate.slots import Slot, changed, form_of, unpack, version_of
+from rockmate.slots import Finder, Slot, changed, unpack, version_of
 from rockmate.surroundings import running_in, runs_plainly
 from rockmate.undo import Before
 from solvers.schedule import Del, Run
 
 _FORGET = drop_saved()
+_NOTHING = contextlib.nullcontext()
 
 
 class CallState:
@@ -43,19 +45,15 @@ class CallState:
         self.program = program
         d = program.s.d
         self.sources = source_values(d.sources, model, inputs)
-        self.versions = {v: version_of(t) for v, t in self.sources.items()}
-        self.aliases: dict[int, torch.Tensor] = {}  # results in memory of a source, detached
+        self.given = dict(self.sources)  # and results in memory of a source, detached
+        self.versions = {v: version_of(t) for v, t in self.given.items()}
         self.live: list[Any] = [None] * len(program.owner)  # each datum's value, or number if private -> tensor
         self.made_at: dict[int, int] = {}  # value -> version when it was made; values of one datum may count apart
-        # In the forward phase: address of a live storage -> its datum, -1 for a source; and of each datum its address.
-        self.known = {memory_of(t)._cdata: -1 for t in self.sources.values()}
-        self.address: dict[int, int] = {}
         self.random: dict[int, list[torch.Tensor]] = {}
         self.slots: list[weakref.ref[Slot]] = []
-        self.readers: dict[int, list[weakref.ref[Slot]]] = {}  # datum -> the slots that stand for it
-        self.pending: list[tuple[Slot, torch.Tensor, int]] = []
-        self.stage = {node: k for k, node in enumerate(program.stages)}
-        self.running = -1  # the node whose operations run
+        self.readers: defaultdict[int, list[weakref.ref[Slot]]] = defaultdict(list)  # datum -> what stands for it
+        self.packed: list[tuple[Slot, torch.Tensor]] = []  # of the node whose operations run
+        self.running = -1  # that node
         self.at = 0  # the next stage
         self.before: Before | None = None  # until the last guard has passed
         self.task = -1  # the backward that was here last, while it runs
@@ -90,6 +88,8 @@ class CallState:
         except GuardFailed:
             self.before.restore()
             raise
+        finally:
+            self.packed.clear()
         for datum in p.given:
             self.give(datum)
         outputs = [env[v] for v in p.s.d.outputs]
@@ -104,101 +104,84 @@ class CallState:
         self.running = i
         if code.random:
             self.random[i] = [random_state(x) for x in code.random]
-        for op in code.ops:
-            op.run(env)
-        self.note_results(code, env)
-        if self.pending:
-            self.settle(code)
-        if i in self.stage:
+        p.first[i](env)
+        if self.packed:
+            self.settle(code, env)
+        for v, datum in code.keeps:
+            if self.live[datum] is None:
+                self.live[datum] = {}
+            self.keep(v, datum, env)
+        for v in code.aliases:
+            self.given[v] = env[v].detach().requires_grad_(v in p.differentiable)
+            self.versions[v] = version_of(env[v])
+        if i in p.stage_of:
             self.hook(i, [env[v] for v in p.s.nodes[i].makes])
         for v in code.gone:
             env.pop(v, None)
-        for datum in code.dropped:
-            self.known.pop(self.address.get(datum, 0), None)
 
-    def note_results(self, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
-        """Know results by their memory, and keep those that the schedule keeps."""
-        kept = self.program.kept
-        for v, datum in code.made:
-            address = self.address[datum] = env[v].untyped_storage()._cdata
-            self.known[address] = datum
-        for v, datum in (*code.made, *code.joins):
-            if datum in kept:
-                self.keep(v, datum, env[v])
-        for v in code.aliases:
-            self.aliases[v] = self.apart(v, env[v])
-            self.versions[v] = version_of(env[v])
-
-    def keep(self, v: int, datum: int, t: torch.Tensor) -> None:
-        held = self.live[datum] = self.live[datum] or {}
-        held[v] = self.apart(v, t)
+    def keep(self, v: int, datum: int, env: dict[int, torch.Tensor]) -> None:
+        """Hold the value without its graph, for second runs and backwards to read."""
+        t = self.live[datum][v] = env[v].detach()
+        if v in self.program.differentiable:
+            t.requires_grad_()
         self.made_at[v] = t._version
 
-    def apart(self, v: int, t: torch.Tensor) -> torch.Tensor:
-        """The value without its graph, for second runs to read."""
-        t = t.detach()
-        return t.requires_grad_(True) if self.program.s.d.values[v].requires_grad else t
-
     def pack(self, t: torch.Tensor) -> Slot:
-        """Autograd wants to keep ``t``: note which datum it is."""
-        slot = Slot(self, self.running)
-        address = memory_of(t)._cdata
-        datum = self.known.get(address)
-        if datum is None:  # of the node that runs now: settled when it is done
-            self.pending.append((slot, t, address))
-        elif datum < 0:
-            slot.held, slot.version = t.detach() if t.grad_fn is not None else t, t._version
-        else:
-            slot.form = form_of(t)
-            self.stand_for(slot, datum)
-        self.slots.append(weakref.ref(slot))
+        """Autograd wants to keep ``t``: what it is, is settled when the node is done."""
+        slot = Slot(self, self.running, t._version)
+        self.packed.append((slot, t))
         return slot
 
-    def stand_for(self, slot: Slot, datum: int) -> None:
-        slot.data = datum
-        self.readers.setdefault(datum, []).append(weakref.ref(slot))
+    def settle(self, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
+        """The node is done: what autograd saved of it is what it reads, a result, or private to its backward.
 
-    def settle(self, code: NodeCode) -> None:
-        """The node is done: what autograd saved of it is a result, or private to its backward."""
+        At each position that is what it was in the last call, which is verified, and searched for where it is not.
+        """
+        places = self.program.places[self.running]
         private: dict[int, torch.Tensor] = {}
-        for slot, t, address in self.pending:
-            datum = self.known.get(address)
-            if datum is not None:
-                slot.form = form_of(t)
-                self.stand_for(slot, datum)
-            elif code.private is not None:
+        finder: Finder | None = None
+        for k, (slot, t) in enumerate(self.packed):
+            place = places.get(k)
+            if place is None or not place.holds(t, env):
+                finder = finder or Finder(code.known, code.elsewhere, env)
+                place = places[k] = finder.place_of(t)
+            ref = weakref.ref(slot)
+            self.slots.append(ref)
+            if place.data < 0:
+                slot.held = t if t.grad_fn is None and place.value >= 0 else t.detach()
+                continue
+            slot.place, slot.data = place, place.data
+            self.readers[place.data].append(ref)
+            if place.value < 0:
                 slot.index, slot.version = len(private), t._version
                 private[slot.index] = t.detach()
-                self.stand_for(slot, code.private)
-            else:
-                slot.held, slot.version = t.detach(), t._version
-        self.pending.clear()
+        self.packed.clear()
         if code.private in self.program.kept:
             self.live[code.private] = private
 
     def drop(self, datum: int) -> None:
         self.live[datum] = None
         if self.skipped and datum not in self.program.kept:  # made for a part of the graph that is left out
-            for slot in self.standing_for(datum):
-                slot.store = None
+            for ref in self.readers[datum]:
+                slot = ref()
+                if slot is not None:
+                    slot.store = None
 
     def give(self, datum: int) -> None:
         """Leave ``datum`` to its slots: a result goes with the last of them, each private tensor with its own."""
         held = self.live[datum]
         if held is not None:
             self.live[datum] = None
-            for slot in self.standing_for(datum):
-                slot.store = held if slot.index < 0 else {slot.index: held[slot.index]}
-
-    def standing_for(self, datum: int) -> list[Slot]:
-        """The slots of ``datum`` that autograd still holds."""
-        return [slot for ref in self.readers.get(datum, ()) if (slot := ref()) is not None]
+            for ref in self.readers[datum]:
+                slot = ref()
+                if slot is not None:
+                    slot.store = held if slot.index < 0 else {slot.index: held[slot.index]}
 
     # ------------------------------------------------------------------------------------- backward
 
     def hook(self, i: int, results: list[torch.Tensor]) -> None:
         def before(_: Any) -> None:
-            self.reach(i, self.stage[i])
+            self.reach(i, self.program.stage_of[i])
 
         for function in dict.fromkeys(t.grad_fn for t in results):
             if function is not None:
@@ -237,17 +220,14 @@ class CallState:
         if not self.retained and _graph_is_retained():
             self.retained = True
             self.leave_schedule("backward was called with retain_graph=True (or create_graph=True)")
-        foreseen = k == self.at and i in self.stage
+        foreseen = k == self.at and i in self.program.stage_of
         self.skipped = self.skipped or not foreseen or left_out(self.slots, i)
         steps = self.program.before[k] if foreseen else steps_between(self.program, self.at, k, i)
         staying = self.staying(i)
-        with self.running_again(), _FORGET:
+        with self.running_again():
             for step in steps:
                 if isinstance(step, Run):
-                    with contextlib.suppress(GoneError):  # it comes when a backward reads it, if one does
-                        self.run_again(step.node)
-                    if not (self.retained or self.skipped) and (k, step.node) in self.program.final:
-                        self.random.pop(step.node, None)
+                    self.run_step(step.node, k)
                 elif step.data in staying:
                     continue
                 elif isinstance(step, Del):
@@ -255,6 +235,15 @@ class CallState:
                 elif not self.retained:
                     self.give(step.data)
         self.at = k + 1
+
+    def run_step(self, i: int, k: int) -> None:
+        """Run node i again in stage k; where that cannot be done, the error comes when a backward reads it."""
+        try:
+            self.run_again(i)
+        except GoneError:
+            return
+        if i in self.random and not (self.retained or self.skipped) and (k, i) in self.program.final:
+            del self.random[i]
 
     def staying(self, i: int) -> Collection[int]:
         """What the forward kept and must not go when node i is reached."""
@@ -286,7 +275,7 @@ class CallState:
             if self.spent or datum not in self.program.kept:
                 self.live[datum] = None
         if self.spent:
-            self.aliases.clear()
+            self.given.clear()
             self.sources.clear()
             self.random.clear()
         else:
@@ -308,67 +297,76 @@ class CallState:
         return torch.set_grad_enabled(self.program.mode.grad) if self.plainly else running_in(self.program.mode)
 
     def run_again(self, i: int) -> None:
-        """Recompute node i from live data: its results and what its backward reads. In its mode, within ``_FORGET``."""
+        """Recompute node i from live data: its results and what its backward reads. In its mode, without hooks."""
         code = self.program.nodes[i]
-        if code.random and i not in self.random:
+        env = self.read(code)
+        if not code.random:
+            private = self.run_in(env, i, code)
+        elif i in self.random:
+            with drawing_again(code.random, self.random[i]):
+                private = self.run_in(env, i, code)
+        else:
             raise self.gone(i)
-        env: dict[int, torch.Tensor] = {}
-        for v in code.reads:  # its results do not depend on statistics
-            env[v] = self.sources[v].clone() if v in code.statistics else self.value(v)
-        with drawing_again(code.random, self.random[i]) if code.random else contextlib.nullcontext():
-            if code.private is None:
-                for op in code.again:
-                    op.run(env)
-            else:
-                private = self.run_for_private(code, env)
         for datum in code.remakes:
             self.live[datum] = {}
         for v, datum in code.remade:
-            self.keep(v, datum, env[v])
+            self.keep(v, datum, env)
         if code.private is not None:
             self.live[code.private] = private
 
-    def run_for_private(self, code: NodeCode, env: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Run the node's operations again; what autograd would save and only their backward reads."""
+    def read(self, code: NodeCode) -> dict[int, torch.Tensor]:
+        """What a second run of the node reads, unchanged since it was made."""
+        env: dict[int, torch.Tensor] = {}
+        for v, datum in code.inputs:
+            if datum < 0:
+                t = self.given[v]
+                then, now = self.versions[v], version_of(t)
+            else:
+                if self.live[datum] is None:
+                    self.need(datum)
+                t = self.live[datum][v]
+                then, now = self.made_at[v], t._version
+            if now != then:
+                raise changed(self.program.s.d.names[v], t, then)
+            env[v] = t
+        for v in code.statistics:  # its results do not depend on them
+            env[v] = self.sources[v].clone()
+        return env
+
+    def run_in(self, env: dict[int, torch.Tensor], i: int, code: NodeCode) -> dict[int, torch.Tensor] | None:
+        """Run the node's operations in ``env``; what autograd would save and only their backward reads, if needed."""
+        run = self.program.again[i]
+        if code.private is None:
+            with _FORGET if code.hides else _NOTHING:
+                run(env)
+            return None
         known = {memory_of(env[v])._cdata for v in code.reads}
-        known.update(t.untyped_storage()._cdata for t in (self.sources[v] for v in code.statistics))
-        packed: list[tuple[torch.Tensor, int]] = []
+        known.update(self.sources[v].untyped_storage()._cdata for v in code.statistics)
+        packed: list[torch.Tensor] = []
+        try:
+            with saved_tensors_hooks(packed.append, unpack):
+                run(env)
+            known.update(env[v].untyped_storage()._cdata for v, _ in code.made)
+            return dict(enumerate([t.detach() for t in packed if memory_of(t)._cdata not in known]))
+        finally:
+            packed.clear()  # autograd's graph holds the hook, and the list the graph
 
-        def pack(t: torch.Tensor) -> None:
-            address = memory_of(t)._cdata
-            if address not in known:
-                packed.append((t.detach(), address))
-
-        with saved_tensors_hooks(pack, unpack):
-            for op in code.again:
-                op.run(env)
-        own = {env[v].untyped_storage()._cdata for v, _ in code.made}
-        return dict(enumerate(t for t, address in packed if address not in own))
-
-    def value(self, v: int) -> torch.Tensor:
-        """The tensor of value v, from a source, an alias, or live data."""
-        given = self.sources.get(v)
-        if given is None:
-            given = self.aliases.get(v)
-        if given is not None:
-            if version_of(given) != self.versions[v]:
-                raise changed(self.program.s.d.names[v], given, self.versions[v])
-            return given
-        datum = self.program.data_of[v]
-        self.need(datum)
-        tensor: torch.Tensor = self.live[datum][v]
-        self.check_unchanged(v, tensor)
-        return tensor
-
-    def check_unchanged(self, v: int, tensor: torch.Tensor) -> None:
-        if tensor._version != self.made_at[v]:
-            raise changed(self.program.s.d.names[v], tensor, self.made_at[v])
+    def changed(self, v: int, tensor: torch.Tensor) -> RuntimeError:
+        return changed(self.program.s.d.names[v], tensor, self.made_at[v])
 
     def gone(self, i: int) -> GoneError:
         return GoneError(
             f"{self.program.s.nodes[i].name} must run again for this backward, which the plan did not foresee (a "
             "second backward, or one of a part of the graph). Call forward again before it."
         )
+
+    def made_for(self, slot: Slot) -> dict[int, torch.Tensor]:
+        """The datum of ``slot``, which is not live: by the steps of a stage that was left out, or outside of any."""
+        self.catch_up(slot.node)
+        if slot.store is None:
+            self.need(slot.data)
+        made: dict[int, torch.Tensor] = slot.store or self.live[slot.data]
+        return made
 
     def catch_up(self, i: int) -> None:
         """Node i reads what a stage makes whose own backward is left out: take the steps up to that stage."""
@@ -392,7 +390,7 @@ class CallState:
                 raise self.gone(owner)
             left += [d for d in self.program.read_by(owner) if self.live[d] is None]
         self.leave_schedule("a backward of a part of the graph, or a second one, computes again what the plan dropped")
-        with running_in(self.program.mode), _FORGET:  # whatever surrounds the reader: autocast, another backward, none
+        with running_in(self.program.mode):  # whatever surrounds the reader: autocast, another backward, none
             for i in sorted(missing):
                 self.run_again(i)
 

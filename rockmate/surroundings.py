@@ -39,7 +39,10 @@ def is_transformed() -> bool:
 
 
 def runs_plainly(mode: Mode) -> bool:
-    """Whether nothing but perhaps the grad mode differs from ``mode``, and no transform is in force."""
+    """Whether nothing but perhaps the grad mode differs from ``mode``, and no transform nor hook of saved tensors is in
+    force."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
     depth = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     return depth == 0 and not is_transformed() and replace(current_mode(), grad=mode.grad) == mode
@@ -65,8 +68,8 @@ def untransformed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running_in(mode: Mode) -> Iterator[None]:
-    """Run in ``mode``, out of transforms, whatever is in force."""
-    with untransformed(), in_mode(mode):
+    """Run in ``mode``, out of transforms and hooks of saved tensors, whatever is in force."""
+    with untransformed(), without_saved_hooks(), in_mode(mode):
         yield
 
 

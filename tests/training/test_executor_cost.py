@@ -5,8 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import torch
+
+from rockmate.executor import CallState
+from rockmate.gpt import GPT
+from solvers import all_baselines
 
 
 def benchmark() -> Any:
@@ -20,11 +28,52 @@ def benchmark() -> Any:
 
 
 def test_work_in_python_does_not_grow_with_the_batch(tmp_path: Path) -> None:
-    rows = benchmark().main(["--short", "--out", str(tmp_path / "executor.json")])
-    assert len(json.loads((tmp_path / "executor.json").read_text())) == len(rows) == 4
+    launch, rows = benchmark().main(["--short", "--out", str(tmp_path / "executor.json")])
+    written = json.loads((tmp_path / "executor.json").read_text())
+    assert len(written["python"]) == len(rows) == 4
+    assert [step["what"] for step in written["launch"]["steps"]] == [step.what for step in launch.steps]
+    assert launch.reruns > 0
     keep, tight = rows[:2], rows[2:]
     assert {row.batch for row in keep} == {row.batch for row in tight} == {4, 8}
     for pair in (keep, tight):
         assert pair[0].schedule_steps == pair[1].schedule_steps
         assert pair[0].calls == pair[1].calls
     assert keep[0].run_again == 0 < tight[0].run_again
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Calls of Python functions while ``function`` runs."""
+    calls = 0
+
+    def count(_: FrameType, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_few_python_calls_for_each_packed_tensor_and_each_rerun() -> None:
+    """From the second step on, as the first one learns what is packed where. A second run is counted with what is
+    handed to autograd afterwards and with putting back generators, which are most of the calls.
+    """
+    bench = benchmark()
+    model = GPT(2, 32, 4, 16, 256)
+    ids = torch.randint(256, (1, 16))
+    keeping = bench.planned(model, ids, 100, None)._last
+    everything = bench.scheduled(keeping, all_baselines(keeping.plan.problem)["recompute all"])
+    found = []
+    for variant in (keeping, keeping, everything, everything):
+        state = CallState(variant.program, model, [ids])
+        outputs: list[torch.Tensor] = []
+        forward = calls_of(lambda state=state, outputs=outputs: outputs.extend(state.forward()))  # type: ignore[misc]
+        loss = outputs[0].sum()
+        found.append((forward, calls_of(loss.backward), len(state.slots)))
+    _, (forward, backward, _), _, (with_packs, with_reruns, packed) = found
+    reruns = everything.plan.recomputed
+    assert 0 < with_packs - forward <= 7 * packed, (with_packs - forward) / packed
+    assert 0 < with_reruns - backward <= 20 * reruns, (with_reruns - backward) / reruns

@@ -1,0 +1,95 @@
+"""Nodes as Python functions: straight-line source, so that running one costs little beside its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rkgb.graphs import Mode, Node, Ref, refs
+from rkgb.program import in_mode
+
+Function = Callable[[dict[int, torch.Tensor]], None]
+"""Takes what a node reads from values by their numbers, and puts what it makes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation. ``args``, ``kwargs``: as in the graph; ``mode``: None for the program's."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    several: bool
+    mode: Mode | None
+
+
+def op_of(node: Node, usual: Mode) -> Op:
+    """The operation of a D node, in a program whose mode is ``usual``."""
+    mode = None if node.mode == usual else node.mode
+    function = getattr(node.op, "_op", node.op)  # of an operator what its call would call
+    return Op(function, node.args, dict(node.kwargs), node.outputs, node.several, mode)
+
+
+def functions_of(nodes: Iterable[tuple[Sequence[Op], Collection[int]]]) -> tuple[Function, ...]:
+    """A function for the operations of each node, which runs in the program's mode, and puts these values into its
+    argument; other results are its own."""
+    writer = _Writer()
+    names = [writer.define(ops, wanted) for ops, wanted in nodes]
+    exec(compile("\n".join(writer.lines), "<nodes of a plan>", "exec"), writer.names)
+    return tuple(writer.names[name] for name in names)
+
+
+class _Writer:
+    """Writes functions. ``names``: what these refer to by name."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"in_mode": in_mode}
+        self.own: set[int] = set()  # values that the function has made so far
+
+    def define(self, ops: Sequence[Op], wanted: Collection[int]) -> str:
+        """Write one function; its name."""
+        name = f"f{len(self.lines)}"
+        self.own.clear()
+        self.lines.append(f"def {name}(env):")
+        for op in ops:
+            self.run(op)
+        self.lines += [f" env[{v}] = v{v}" for v in sorted(self.own.intersection(wanted))]
+        self.lines.append(" return")
+        return name
+
+    def run(self, op: Op) -> None:
+        """Write the lines for one operation."""
+        arguments = ", ".join(map(self.spelled, op.args))
+        if op.kwargs:
+            arguments += f", **{self.keywords(op.kwargs)}" if arguments else f"**{self.keywords(op.kwargs)}"
+        call = f"{self.named(op.function)}({arguments})"
+        results = "".join(f"v{v}, " for v in op.outputs) if op.several else "".join(f"v{v}" for v in op.outputs)
+        mode = "" if op.mode is None else f"with in_mode({self.named(op.mode)}): "
+        self.lines.append(f" {mode}{f'{results} = ' if results else ''}{call}")
+        self.own.update(op.outputs)
+
+    def keywords(self, kwargs: dict[str, Any]) -> str:
+        """Keyword arguments as a dictionary, since operators have such that Python keeps for itself (``from``)."""
+        if not refs(list(kwargs.values())):
+            return self.named(kwargs)
+        return f"{{{', '.join(f'{name!r}: {self.spelled(a)}' for name, a in kwargs.items())}}}"
+
+    def spelled(self, a: Any) -> str:
+        """An argument: a value, a list or tuple with some, or a constant."""
+        if isinstance(a, Ref):
+            return f"v{a.index}" if a.index in self.own else f"env[{a.index}]"
+        if isinstance(a, (list, tuple)) and refs(a):
+            inside = "".join(f"{self.spelled(x)}, " for x in a)
+            return f"[{inside}]" if isinstance(a, list) else f"({inside})"
+        return repr(a) if a is None or type(a) in (bool, int) else self.named(a)
+
+    def named(self, thing: Any) -> str:
+        """A name for anything."""
+        name = f"c{len(self.names)}"
+        self.names[name] = thing
+        return name
