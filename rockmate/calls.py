@@ -227,10 +227,11 @@ class Calls:
         if self.last is None:
             self.terms.budget = budget
             return
-        with TRACING, Heeded(), self._progress_of(self.last.planner):  # no other thread plans for the old one meanwhile
+        with TRACING:  # no other thread plans for the old one meanwhile
             last = self.last
             size = budget.bytes(last.planner)
-            variant = make_variant(last.planner, size, last.state, last.observer)
+            with Heeded(), self._progress_of(last.planner):
+                variant = make_variant(last.planner, size, last.state, last.observer)
             self.cache.replace(last, variant)
             self.last, self.terms.budget = variant, size
 
