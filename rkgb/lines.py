@@ -44,7 +44,7 @@ def user_line() -> str:
 
 
 def line_of_trace(text: str, beside: str) -> str:
-    """The innermost source line outside this file, torch and the folder ``beside`` in a traceback that was printed."""
+    """The innermost source line outside this file, torch and the file ``beside`` in a traceback that was printed."""
     frames = re.findall(r'File "(.*?)", line (\d+)', text)
     outside = [(file, int(line)) for file, line in frames if not file.startswith((*_INSIDE, beside))]
     return _named(*outside[-1]) if outside else ""

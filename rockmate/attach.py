@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rkgb.errors import GraphError
+from rkgb.errors import GraphError, UnsupportedError
 from rkgb.sample import Sample
 from rockmate.artefact import SavedPlan
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls import Terms
-from rockmate.captured import kinds_of_sources
+from rockmate.captured import kinds_of_sources, line_of_derivatives
 from rockmate.captured_calls import CapturedCalls, Front, Planned, identity_of
 from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError
 from rockmate.observe import end_look
@@ -230,6 +230,8 @@ class Attachment(Front):
 
     def captured(self, program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         """The backend that TorchDynamo calls with what it has captured."""
+        if line := line_of_derivatives(program):
+            raise UnsupportedError(f"derivatives are computed inside forward{line}")
         if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
             keep_draws_of_other_threads()
         identity = identity_of(program)

@@ -16,7 +16,7 @@ from rkgb.lines import line_of_trace, told
 from rkgb.patches import is_traced
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
-_HERE = os.path.dirname(__file__) + os.sep
+_HERE = os.path.join(os.path.dirname(__file__), "attach.py")  # whose function calls the model
 _WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
 
 
@@ -137,6 +137,14 @@ def captured_sources(program: fx.GraphModule) -> list[str]:
         name = getattr(source, "name", "")
         found.append(str(name() if callable(name) else name) or node.name)
     return found
+
+
+def line_of_derivatives(program: fx.GraphModule) -> str:
+    """Where a transform of torch.func computes derivatives, as " at file.py:12"; empty where none does."""
+    for node in program.graph.nodes:
+        if getattr(node.target, "__name__", "") in ("_grad_increment_nesting", "_jvp_increment_nesting"):
+            return f" at {line_of_trace(node.meta.get('stack_trace') or '', _HERE)}"
+    return ""
 
 
 def kinds_of_sources(program: fx.GraphModule) -> list[str]:

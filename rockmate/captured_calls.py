@@ -44,7 +44,10 @@ class Front:
         the last call. When it is set, only the solver runs again.
         """
         if not isinstance(self.terms.budget, int):
-            raise InputError("the budget is a share, or what is free: it is known in bytes once a call was planned")
+            raise InputError(
+                "the budget is a share, or what is free, whose bytes are known when a call was planned; a copy plans "
+                "at its first call"
+            )
         return self.terms.budget
 
     @property

@@ -189,9 +189,10 @@ def test_without_gradients_the_model_itself_runs() -> None:
             torch.manual_seed(1)
             assert torch.equal(ours, eager(x))
             assert ours.is_inference() == (mode is torch.inference_mode)
+    assert rk.plans_made == 0
     assert torch.equal(rk.eval()(x), eager.eval()(x))
     assert len(calls) == 3
-    assert rk.plans_made == 0
+    assert rk.plans_made == 1, "gradients count in eval mode too"
     assert_same(rk.buffers(), eager.buffers())
 
 
