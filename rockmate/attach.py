@@ -119,7 +119,7 @@ class Attachment(Front):
     @property
     def plans(self) -> list[PlannedCall]:
         """All kinds of calls so far, those of the last call first."""
-        free = (call for calls in self._graphs for call in calls.spacious.values())
+        free = (call for calls in self._graphs for call, _ in calls.spacious.values())
         return [*(PlannedCall(v.call, v.plan) for v in self.cache.variants()), *(PlannedCall(c, None) for c in free)]
 
     @property
@@ -136,6 +136,7 @@ class Attachment(Front):
             self.last.set_budget(wanted)
         for calls in self._graphs:
             calls.spacious.clear()
+            calls.free = False
             calls.binding.clear()
 
     def frontier(self) -> Frontier:

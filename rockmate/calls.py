@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -84,6 +84,10 @@ class Calls:
         missing = (k for k, p in self.module.named_parameters() if p.requires_grad and p.grad is None)
         return call_key(leaves, spec), frozenset(missing)
 
+    def module_ready(self) -> AbstractContextManager[None]:
+        """While the module is looked at: it has its parameters and buffers."""
+        return nullcontext()
+
     def fitting(self, found: list[Variant], leaves: list[Any]) -> list[Variant]:
         """Those of the plans for one kind of call that Python outside of tensors allows."""
         return found
@@ -143,7 +147,8 @@ class Calls:
         self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[torch.Tensor], CallState | None]:
         """What the module returns; the outputs of the program; what the plan keeps of the call."""
-        state = CallState(variant.program, self.module, tensors_of((args, kwargs)))
+        with self.module_ready():
+            state = CallState(variant.program, self.module, tensors_of((args, kwargs)))
         outputs = state.forward()
         return self._returned(variant.structure, outputs), outputs, state
 
@@ -151,7 +156,7 @@ class Calls:
         """The variant for what earlier calls have shown."""
         if variant.observer is None or not (variant.observer.news or reads_more(self.last, variant)):
             return variant
-        with TRACING, Heeded(), Progress(self.terms.progress) as variant.planner.report, undisturbed():
+        with TRACING, Heeded(), self._progress_of(variant.planner), undisturbed(), self.module_ready():
             new = adapted(variant, self.last, self.module, inputs)
         self.cache.adapt(variant, new)
         return new
@@ -197,7 +202,7 @@ class Calls:
         with TRACING, Heeded(), Progress(terms.progress) as report:
             leaves, spec = flatten((args, kwargs))
             key = self.kind(leaves, spec)[0]
-            with self.planning(leaves):
+            with self.planning(leaves), self.module_ready():
                 planner = make_planner(
                     self.module, args, kwargs, terms.costs, terms.loss_memory, report, saved, terms.time_limit
                 )

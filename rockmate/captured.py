@@ -34,7 +34,7 @@ class Captured(torch.nn.Module):
         self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
         self.names: list[str] = []  # of these, as the user would write them
         self._own: list[tuple[dict[str, Any], str, int]] = []
-        self._parameters_by_name: list[tuple[str, dict[str, Any], str]] = []
+        self._trained: list[tuple[str, int]] = []  # which need gradients, TorchDynamo guards
         self._lock, self._holders = threading.Lock(), 0
         for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
             path, kind = _path(source), _kind(source, value)
@@ -53,17 +53,17 @@ class Captured(torch.nn.Module):
             else:
                 holder.register_buffer(name, value)
             self._own.append((holder._parameters if kind == "parameter" else holder._buffers, name, k))
-            if kind == "parameter":
-                self._parameters_by_name.append((".".join(path), holder._parameters, name))
+            if kind == "parameter" and value.requires_grad:
+                self._trained.append((".".join(path), k))
         self._let_go()
 
     @contextlib.contextmanager
-    def holding(self, own: Sequence[torch.Tensor]) -> Iterator[None]:
-        """The parameters and buffers are ``own``, as from ``own_among``. Several threads may run one model."""
+    def holding(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """The parameters and buffers are those among ``inputs``. Several threads may run one model."""
         with self._lock:
             self._holders += 1
-            for (held, name, _), t in zip(self._own, own, strict=True):
-                held[name] = t
+            for held, name, k in self._own:
+                held[name] = inputs[k]
         try:
             yield
         finally:
@@ -72,18 +72,14 @@ class Captured(torch.nn.Module):
                 if not self._holders:
                     self._let_go()
 
-    def own_among(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        """The parameters and buffers among the inputs of the program."""
-        return [arguments[k] for _, _, k in self._own]
+    def missing_among(self, inputs: Sequence[Any]) -> frozenset[str]:
+        """Parameters among ``inputs`` that have no gradient but need one."""
+        return frozenset([name for name, k in self._trained if inputs[k].grad is None])
 
-    def missing(self) -> frozenset[str]:
-        """Parameters that have no gradient but need one."""
-        found = ((name, held[key]) for name, held, key in self._parameters_by_name)
-        return frozenset(name for name, p in found if p.requires_grad and p.grad is None)
-
-    def own(self) -> list[torch.Tensor]:
-        """The parameters and buffers that it has now."""
-        return [held[name] for held, name, _ in self._own]
+    @property
+    def trained(self) -> int:
+        """How many parameters need gradients."""
+        return len(self._trained)
 
     def _let_go(self) -> None:
         for held, name, _ in self._own:

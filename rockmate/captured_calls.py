@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -70,6 +71,13 @@ class Planned(Exception):
     """A plan was made, and nothing is to run."""
 
 
+class Spacious(NamedTuple):
+    """A kind of call for which the budget does not bind: its description, and the gradients that were missing then."""
+
+    call: tuple[str, ...]
+    missing: frozenset[str]
+
+
 class CapturedCalls(Calls):
     """The calls of one graph that TorchDynamo captured."""
 
@@ -80,12 +88,17 @@ class CapturedCalls(Calls):
         self.program, self.identity, self.front = program, identity, front
         self.terms = front.terms
         self.split = split(program)
+        self.static = self.split is None
+        self.free = False  # whatever the call, the budget does not bind
         self.ready = False
-        self.spacious: dict[Hashable, tuple[str, ...]] = {}  # kinds of calls for which the budget does not bind
+        self.now = threading.local()  # the arguments of the call that this thread is in
+        self.spacious: dict[Hashable, Spacious] = {}  # kinds of calls for which the budget does not bind
         self.binding: set[Hashable] = set()
 
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
+        if self.free:
+            return self.program.forward(*arguments)
         wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
         if not torch.is_grad_enabled() or next(wanted, None) is None:
             return self.program.forward(*arguments)
@@ -95,25 +108,36 @@ class CapturedCalls(Calls):
                 program = self.split.program if self.split else self.program
                 super().__init__(Captured(program, inputs), self.terms, self.front.cache)
                 self.ready = True
-        with self.module.holding(self.module.own_among(inputs)):
-            return self._call(arguments, inputs, numbers)
-
-    def _call(self, arguments: tuple[Any, ...], inputs: Sequence[Any], numbers: tuple[Any, ...]) -> Any:
-        given = tuple(inputs[k] for k in self.module.given)
-        if self.front.only_plans:
+        with self._in_call(inputs):
+            given = tuple(inputs[k] for k in self.module.given)
+            if self.front.only_plans:
+                self.front.last = self
+                if not self._fits(given, arguments):
+                    self.last = self.variants(given, {}, self.front.saved)[0]
+                raise Planned
+            if self._fits(given, arguments):
+                return self._run_freely(given, arguments)
             self.front.last = self
-            if not self._fits(given, arguments):
-                self.last = self.variants(given, {}, self.front.saved)[0]
-            raise Planned
-        if self._fits(given, arguments):
-            return self._run_freely(given, arguments)
-        self.front.last = self
-        results = self.run(given, {})
-        return self.split.joined(results, numbers) if self.split else results
+            results = self.run(given, {})
+            return self.split.joined(results, numbers) if self.split else results
+
+    @contextmanager
+    def _in_call(self, inputs: Sequence[Any]) -> Iterator[None]:
+        self.now.inputs = inputs
+        try:
+            yield
+        finally:
+            self.now.inputs = None
+
+    @contextmanager
+    def module_ready(self) -> Iterator[None]:
+        """Parameters and buffers are those of the call that this thread is in."""
+        with self.module.holding(self.now.inputs):
+            yield
 
     def kind(self, leaves: list[Any], spec: Any) -> tuple[Hashable, frozenset[str]]:
         """As in ``Calls``; a plan is for one graph."""
-        return (id(self), call_key(leaves, spec)), self.module.missing()
+        return (id(self), call_key(leaves, spec)), self.module.missing_among(self.now.inputs)
 
     def computed(
         self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,15 +145,17 @@ class CapturedCalls(Calls):
         """As in ``Calls``; where the plan is what the captured program does, that runs as it is."""
         if not variant.is_plain:
             return super().computed(variant, args, kwargs)
-        result = self.module(*args)
+        inputs = self.now.inputs
+        program = self.split.program if self.split else self.program
+        result = program.forward(*inputs)
         return result, [t for t in result if isinstance(t, torch.Tensor)], None
 
     def learner(self, variant: Variant, inputs: list[torch.Tensor]) -> Callable[[], None]:
         """As in ``Calls``; parameters and buffers are those of this call."""
-        own = self.module.own()
+        all_inputs = self.now.inputs
 
         def learn() -> None:
-            with self.module.holding(own):
+            with self._in_call(all_inputs):
                 self._learn(variant, inputs)
 
         return learn
@@ -148,25 +174,26 @@ class CapturedCalls(Calls):
         """Whether the budget is so large that a call need not be planned."""
         if self.terms.always:
             return False
-        kind = self.kind(list(given), None)
+        kind, missing = self.kind(list(given), None)
         if kind in self.binding:
             return False
-        if kind in self.spacious:
+        if kind in self.spacious and missing <= self.spacious[kind].missing:
             return True
         budget = self.terms.bytes_known(_device_of(arguments))
         return budget is not None and rough_peak(self.program, arguments) <= budget
 
     def _run_freely(self, given: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         """Run the captured program as it is; the first such step is measured."""
-        kind = self.kind(list(given), None)
-        if kind in self.spacious or not WholeLook.possible():
+        kind, missing = self.kind(list(given), None)
+        known = kind in self.spacious and missing <= self.spacious[kind].missing
+        if known or not WholeLook.possible():
             return self.program.forward(*arguments)
-        call = self.described(list(given))
-        budget = self.front.budget
+        call, budget = self.described(list(given)), self.front.budget
 
         def measured(peak: int) -> None:
             if peak <= budget:
-                self.spacious[kind] = call
+                self.spacious[kind] = Spacious(call, missing)
+                self.free = self.static and len(missing) == self.module.trained
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",
                     self.front.name, ", ".join(call), show_bytes(peak), show_bytes(budget),
