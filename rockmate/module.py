@@ -52,7 +52,7 @@ class Rockmate(Facade):
     ``plan`` is the plan of the last call, or the one that replaced it after its backward. Calls of another
     shape, or with other settings (whatever the module's Python reads), are planned when they first come, and
     cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
-    made then stay and count. In ``eval()`` mode and without gradients the model itself runs. Raises
+    made then stay and count. Without gradients the model itself runs. ``attach`` plans a model in place. Raises
     ``InputError`` and its kinds for arguments that cannot be used, ``InfeasibleBudgetError`` for a budget that
     no plan fits, ``GraphError`` for a model that cannot be traced. Based on Rockmate (Zhao et al., ICML 2023).
     """
