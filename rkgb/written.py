@@ -65,13 +65,13 @@ class Written:
         """Give every parameter what it held."""
         with torch.no_grad():
             for key, (p, copy) in self._copies.items():
+                self._changed.add(key)  # also where it holds the same: an average of two equal tensors
                 if not torch.equal(p, copy):
-                    self._changed.add(key)
                     p.copy_(copy)
         self._copies.clear()
 
     def changed(self, t: torch.Tensor) -> bool:
-        """Whether ``put_back`` had to change it."""
+        """Whether it may have been written to, so that ``put_back`` had a copy."""
         return id(t) in self._changed
 
 

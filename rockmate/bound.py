@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ SPARE = 4
 This is a guess, so the first step is measured."""
 
 
-def rough_peak(program: fx.GraphModule, arguments: Sequence[Any]) -> int:
+def rough_peak(program: fx.GraphModule, arguments: Sequence[Any]) -> float:
     """Bytes that a training step of ``program`` hardly exceeds: ``SPARE`` times what all of its results take together,
-    and gradients of parameters that have none.
+    and gradients of parameters that have none. Infinite where sizes follow from values (x[mask]).
     """
     numbers: dict[Any, int] = {}
     known: set[int] = set()
@@ -32,7 +33,10 @@ def rough_peak(program: fx.GraphModule, arguments: Sequence[Any]) -> int:
             for t in _tensors(node.meta.get("example_value")):
                 if _storage(t) not in known:
                     known.add(_storage(t))
-                    total += _bytes(t, numbers)
+                    size = _bytes(t, numbers)
+                    if size is None:
+                        return inf
+                    total += size
     missing = {id(p): p for p in arguments if isinstance(p, torch.nn.Parameter) and p.requires_grad and p.grad is None}
     return SPARE * total + sum(p.nbytes for p in missing.values())
 
@@ -44,11 +48,15 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata if t.layout == torch.strided else id(t)
+    plain = t.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return t.untyped_storage()._cdata if plain else id(t)
 
 
-def _bytes(t: torch.Tensor, numbers: dict[Any, int]) -> int:
-    count = t.numel()
+def _bytes(t: torch.Tensor, numbers: dict[Any, int]) -> int | None:
+    """None where the size is not known before the program runs."""
+    count: Any = t.numel()
     if isinstance(count, torch.SymInt):
-        count = int(count.node.expr.xreplace(numbers))
+        count = count.node.expr.xreplace(numbers)
+        if count.free_symbols:
+            return None
     return int(count) * t.dtype.itemsize

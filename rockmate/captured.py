@@ -172,6 +172,11 @@ def without_wrappers(program: fx.GraphModule) -> None:
     again; functions of autograd save through autograd, where Rockmate sees it.
     """
     changed = False
+    for node in program.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
+        if len(node.args) == 2 and not node.kwargs:  # as TorchDynamo writes t.data = value
+            node.target, changed = _assign_data, True
+    for node in program.graph.find_nodes(op="call_function", target=torch._C._autograd._get_data_attr):  # type: ignore[attr-defined]
+        node.target, changed = _data_of, True
     for node in list(_wrappers(program)):
         bodies = [getattr(program, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
         name = str(getattr(node.target, "_name", node.target))
@@ -192,6 +197,17 @@ def without_wrappers(program: fx.GraphModule) -> None:
         changed = True
     if changed:
         program.recompile()
+
+
+def _assign_data(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``t.data = value``, which the tracer knows, and puts back; TorchDynamo counts it as no change either."""
+    t.data = value
+    return t
+
+
+def _data_of(t: torch.Tensor) -> torch.Tensor:
+    """``t.data``, which the tracer knows."""
+    return t.data
 
 
 def _wrappers(program: fx.GraphModule) -> Iterator[fx.Node]:
@@ -227,7 +243,7 @@ class _Function(torch.nn.Module):
 class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: _Function, *arguments: Any) -> Any:
-        output, kept = function.parts[0](*arguments)
+        output, kept = function.parts[0].forward(*arguments)  # no hooks of modules, as of FlopCounterMode
         several = output if isinstance(output, (tuple, list)) else (output,)
         if function.dirty:
             ctx.mark_dirty(*(several[k] for k in function.dirty))
@@ -244,5 +260,5 @@ class _Applied(torch.autograd.Function):
         kept = list(ctx.others)
         for k, t in zip(ctx.places, ctx.saved_tensors, strict=True):
             kept[k] = t
-        found = ctx.function.parts[1](*gradients, *kept)
+        found = ctx.function.parts[1].forward(*gradients, *kept)
         return (None, *(found if isinstance(found, (tuple, list)) else (found,)))

@@ -568,6 +568,73 @@ def test_eleven_lambdas() -> None:
     trains_as_eager(Lambdas)
 
 
+@pytest.mark.parametrize("way", ["in place", "data in place", "data assigned"])
+def test_a_teacher_that_starts_as_its_student(way: str) -> None:
+    """Averaging two equal weights changes nothing, so that only the writes tell the planner what to put back."""
+
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = Net()
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+        @torch.no_grad()
+        def average(self) -> None:
+            for a, b in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                if way == "data assigned":
+                    a.data = a.data * 0.9 + b.data * 0.1
+                else:
+                    (a if way == "in place" else a.data).mul_(0.9).add_(b, alpha=0.1)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.average()
+            with torch.no_grad():
+                target = self.teacher(x)
+            return self.student(x) - target + 0.1 * self.student(2 * x)
+
+    trains_as_eager(Taught)
+
+
+def test_masks_of_changing_sizes() -> None:
+    class Masked(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x[x[:, 0] > 0])
+
+    trains_as_eager(Masked)
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, whose gradient is turned round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, alpha: float) -> torch.Tensor:
+        """A view."""
+        ctx.alpha = alpha
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Times -alpha."""
+        return -ctx.alpha * gradients[0], None
+
+
+def test_a_function_that_returns_a_view() -> None:
+    class Adversarial(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(Reversed.apply(self.body(x), 0.5))  # type: ignore[no-untyped-call]
+
+    trains_as_eager(Adversarial)
+
+
+def test_vmap_inside() -> None:
+    class Mapped(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.body(x)
+            return torch.vmap(torch.dot)(y, y)[:, None].sigmoid() + self.head(y)
+
+    trains_as_eager(Mapped)
+
+
 # ------------------------------------------------------------------------------------------ the handle
 
 
