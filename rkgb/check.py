@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.Btools import State
+from rkgb.Btools import State, changed_again
 from rkgb.capture import attributes_preserved, drop_saved, preserved
 from rkgb.Dtools import Probed, probe
 from rkgb.errors import MismatchError
@@ -35,6 +35,8 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
     """
     other = _shifted(call)
     theirs = _outputs_if_any(b, model, other)
+    stale = changed_again(model, b.structure.sets)
+    b = dataclasses.replace(b, structure=dataclasses.replace(b.structure, sets={}, stale=stale))
     if theirs is not None:
         try:
             probed = probe(b, model, tensors_of(other))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -106,7 +106,8 @@ class Structure:
 
     ``assigned``: buffers, by qualified name, that forward assigns anew; their values follow the outputs'.
     ``written``: parameters that forward changes, and attributes that hold tensors, which it may change.
-    ``code``: the Python that ran.
+    ``code``: the Python that ran. ``sets``: what modules' attributes hold that forward has set, by qualified name.
+    ``stale``: those of them that another call sets otherwise, so that a plan leaves them stale.
     """
 
     outputs: Any
@@ -114,6 +115,8 @@ class Structure:
     assigned: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     code: Code = field(default_factory=Code)
+    sets: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    stale: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import itertools
 import re
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,16 +26,19 @@ from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls import Terms
 from rockmate.captured import kinds_of_sources, line_of_derivatives
 from rockmate.captured_calls import CapturedCalls, Front, Planned, identity_of
-from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError
+from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError, VariantLimitError
 from rockmate.observe import end_look
 from rockmate.plan import Plan
 from rockmate.planning import NOTHING_COMPUTED
 from rockmate.surroundings import (
+    attributes_kept_if_it_fails,
     check_global_hooks,
     is_recorded,
     is_transformed,
     keep_draws_of_other_threads,
     leave_plan,
+    modes_again,
+    modes_suspended,
     put_back_if_it_fails,
     warn_of_saved_hooks,
 )
@@ -82,7 +84,6 @@ class Attachment(Front):
         self.reason = ""
         self._compiled: Callable[..., Any] | None = None
         self._entry = _entry()
-        self._inside = threading.local()
         self._signature: inspect.Signature | None = None
         self._refused = False
 
@@ -173,7 +174,7 @@ class Attachment(Front):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; ``torch.nn.Module.__call__`` calls this."""
         model = self.model
-        if not torch.is_grad_enabled() or is_recorded() or getattr(self._inside, "on", False):
+        if not torch.is_grad_enabled() or is_recorded() or getattr(self.inside, "on", False):
             return model._call_impl(*args, **kwargs)
         if is_transformed():
             leave_plan()
@@ -183,14 +184,14 @@ class Attachment(Front):
             return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()
         end_look()  # not within frames of TorchDynamo, which may record for the profiler themselves
-        with self._entered():
+        with self._entered(), modes_suspended() as self.inside.modes:
             return self._run(model, args, kwargs)
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> None:
         """Plan calls with these arguments; nothing runs. ``saved``: this plan is taken."""
         model, self.saved = self.model, saved
         with self._entered(), torch.enable_grad():
-            self._inside.planning = True
+            self.inside.planning = True
             try:
                 self._run(model, args, kwargs)
             except Planned:
@@ -198,36 +199,35 @@ class Attachment(Front):
             else:
                 raise InputError(NOTHING_COMPUTED)
             finally:
-                self._inside.planning, self.saved = False, None
+                self.inside.planning, self.saved = False, None
 
     @property
     def only_plans(self) -> bool:
         """Whether this thread plans, and runs nothing."""
-        return getattr(self._inside, "planning", False)
+        return getattr(self.inside, "planning", False)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        self._inside.on = True
+        self.inside.on = True
         try:
             yield
         finally:
-            self._inside.on = False
+            self.inside.on = False
 
     def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._direct is None:
             import torch._dynamo
-            from torch._dynamo.exc import TorchDynamoException
+            from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
             if self._compiled is None:
                 self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
             try:
                 with torch._dynamo.config.patch(_SETTINGS), put_back_if_it_fails():
                     return self._compiled(model, args, kwargs)
-            except TorchDynamoException as error:
-                reason = error
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                reason: Exception = error
             return self._run_directly(model, args, kwargs, reason)
-        self.last = self._direct
-        return self._direct.run(args, kwargs)
+        return self._run_traced(model, self._direct, args, kwargs)
 
     def captured(self, program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         """The backend that TorchDynamo calls with what it has captured."""
@@ -245,7 +245,11 @@ class Attachment(Front):
         def call(*arguments: Any) -> Any:
             calls = found()
             assert calls is not None
-            return calls.call(*arguments)
+            modes = getattr(calls.front.inside, "modes", None)
+            if not modes:
+                return calls.call(*arguments)
+            with modes_again(modes):
+                return calls.call(*arguments)
 
         return torch._dynamo.disable(call)  # type: ignore[no-any-return]
 
@@ -254,26 +258,68 @@ class Attachment(Front):
     ) -> Any:
         """TorchDynamo cannot capture a call as one graph: trace the model as a whole, and watch its Python."""
         direct = _Direct(model, self)
+        self.reason = _first_line(reason)
         try:
-            direct.last = direct.variants(args, kwargs, self.saved)[0]
+            with attributes_kept_if_it_fails(model):
+                names = {name for name, _ in model.named_parameters()}
+                direct.last = direct.variants(args, kwargs, self.saved)[0]
+                self._check_stale(model, names, direct.last)
         except (GraphError, InputError) as error:
+            self.cache.clear()
             if isinstance(error, CannotBeCalledError) and not self.only_plans:
                 return model._call_impl(*args, **kwargs)  # whose own error comes
-            if not self.terms.least:
-                raise error from reason
-            self._refused = True
-            warnings.warn(
-                f"{self.name} cannot be planned, and runs as it is, with no budget: {error}",
-                BudgetWarning,
-                stacklevel=5,
-            )
-            return model._call_impl(*args, **kwargs)
+            return self._run_unplanned(model, args, kwargs, error, reason)
         self._direct = self.last = direct
-        self.reason = _first_line(reason)
         LOG.info("%s is traced as a whole, since it cannot be captured as one graph: %s", self.name, self.reason)
         if self.only_plans:
             raise Planned
-        return direct.run(args, kwargs)
+        return self._run_traced(model, direct, args, kwargs)
+
+    def _run_traced(
+        self, model: torch.nn.Module, direct: WatchedCalls, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            result = direct.run(args, kwargs)
+        except VariantLimitError as error:
+            return self._run_unplanned(model, args, kwargs, error, None)
+        self.last = direct
+        return result
+
+    def _run_unplanned(
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        error: Exception,
+        reason: Exception | None,
+    ) -> Any:
+        """No plan can be made: the model runs as it is from now on, if the terms allow that."""
+        if not self.terms.least or self.only_plans:
+            raise error from reason
+        self._refused = True
+        warnings.warn(
+            f"{self.name} cannot be planned, and runs as it is from now on, with no budget: {error}",
+            BudgetWarning,
+            stacklevel=6,
+        )
+        return model._call_impl(*args, **kwargs)
+
+    def _check_stale(self, model: torch.nn.Module, names: set[str], variant: Variant) -> None:
+        """Raise ``UnsupportedError`` where forward does what a plan of the whole trace would not do again.
+
+        ``names``: of the parameters before.
+        """
+        if made := sorted(dict(model.named_parameters()).keys() - names):
+            raise UnsupportedError(
+                f"forward makes parameters when it is first called ({made[0]}): call the model once before you attach it"
+            )
+        stale = variant.planner.graphs.D.structure.stale
+        if stale:
+            raise UnsupportedError(
+                f"forward sets the attribute {stale[0]} to something else in each call, which a plan would not do: the "
+                f"model cannot be captured as one graph ({self.reason}), only traced as a whole. Attach the submodules "
+                "beside that place (rockmate.attach(model.part, budget)), or let forward return what it sets."
+            )
 
     # ----------------------------------------------------------------------- what is said
 

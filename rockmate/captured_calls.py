@@ -38,6 +38,7 @@ class Front:
         self.saved: SavedPlan | None = None
         self._made = 0
         self._before: tuple[str, ...] | None = None
+        self.inside = threading.local()  # what is known of the call that this thread is in
 
     @property
     def budget(self) -> int:
@@ -111,14 +112,14 @@ class CapturedCalls(Calls):
         with self._in_call(inputs):
             given = tuple(inputs[k] for k in self.module.given)
             if self.front.only_plans:
-                self.front.last = self
                 if not self._fits(given, arguments):
                     self.last = self.variants(given, {}, self.front.saved)[0]
+                self.front.last = self
                 raise Planned
             if self._fits(given, arguments):
                 return self._run_freely(given, arguments)
-            self.front.last = self
             results = self.run(given, {})
+            self.front.last = self
             return self.split.joined(results, numbers) if self.split else results
 
     @contextmanager
@@ -230,4 +231,20 @@ def identity_of(program: fx.GraphModule) -> Hashable:
     if any(n.op in ("get_attr", "call_module") for n in nodes):
         return None
     targets = tuple(n.target for n in nodes if n.op == "call_function")
-    return program.code, tuple(captured_sources(program)), targets
+    forms = tuple(_form(n.meta.get("example_value")) for n in nodes if n.op == "placeholder")
+    return program.code, tuple(captured_sources(program)), targets, forms
+
+
+def _form(example: Any) -> Hashable:
+    """Of a parameter or another input, what the keys of plans do not tell: those have the forms of arguments."""
+    if not isinstance(example, torch.Tensor):
+        return str(type(example))
+    own = isinstance(example, torch.nn.Parameter)
+    return (
+        own,
+        example.dtype,
+        example.requires_grad,
+        str(example.device),
+        str(tuple(example.shape)),
+        str(example.layout),
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import random
 import threading
 import warnings
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 from rkgb.capture import current_mode
 from rkgb.device import SETTINGS
@@ -132,6 +134,52 @@ def keep_draws_of_other_threads() -> None:
             random.setstate = original
 
     random.setstate = setstate
+
+
+@contextlib.contextmanager
+def attributes_kept_if_it_fails(model: torch.nn.Module) -> Iterator[None]:
+    """Trace ``model``. Where that fails, the attributes of its modules are what they were, and so is what lists, dicts
+    and their kind among them hold: a layer that its first call made will be made again.
+    """
+    kinds = (list, dict, set, collections.deque)
+    own = [vars(m) for m in model.modules()]
+    held = [v for attributes in own for v in attributes.values() if isinstance(v, kinds)]
+    copies = [(v, copy.copy(v)) for v in (*own, *held)]
+    try:
+        yield
+    except BaseException:
+        for container, before in copies:
+            if [*map(id, _items(before))] != [*map(id, _items(container))]:
+                container.clear()
+                (container.update if isinstance(container, (dict, set)) else container.extend)(before)
+        raise
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
+@contextlib.contextmanager
+def modes_suspended() -> Iterator[list[Any]]:
+    """Run without the modes that see every operation, which TorchDynamo does not run under; these are returned."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    try:
+        yield modes
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
+def modes_again(modes: list[Any]) -> Iterator[None]:
+    """Within ``modes_suspended``: run under them."""
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ def test_layers_replaced_tied_and_untied_after_planning() -> None:
         yield from step(call, (X,))
 
     assert_trains_as_eager(eager, rk, train)
-    assert rk.plans_made == 3
+    assert rk.plans_made == 2, "untied, the program is that of the sample again"
 
 
 def test_functions_replaced_after_planning() -> None:
