@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 import re
 import threading
 import warnings
@@ -61,6 +62,14 @@ _SETTINGS = {
     "skip_nnmodule_hook_guards": False,  # hooks come and go
     "suppress_errors": False,
 }
+
+
+def _once() -> dict[str, Any]:
+    """That what transformers and others say once (``logger.warning_once``) is no reason not to capture a call; it is not
+    said then.
+    """
+    methods = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
+    return {"ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | methods}
 
 
 @dataclass(frozen=True)
@@ -352,7 +361,7 @@ class Attachment:
             if self._compiled is None:
                 self._compiled = torch.compile(self._entry, backend=self._captured, fullgraph=True)
             try:
-                with torch._dynamo.config.patch(_SETTINGS), put_back_if_it_fails():
+                with torch._dynamo.config.patch({**_SETTINGS, **_once()}), put_back_if_it_fails():
                     return self._compiled(model, args, kwargs)
             except TorchDynamoException as error:
                 reason = error

@@ -14,6 +14,7 @@ from rkgb.lines import line_of_trace, told
 from rkgb.patches import is_traced
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
 _HERE = os.path.dirname(__file__) + os.sep
 _WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
 
@@ -42,8 +43,10 @@ class Captured(torch.nn.Module):
             holder: torch.nn.Module = self
             for step in above:
                 if step not in holder._modules:
+                    step = _free(holder, step)
                     holder.add_module(step, torch.nn.Module())
                 holder = holder._modules[step]  # type: ignore[assignment]
+            name = _free(holder, name)
             if kind == "parameter":
                 holder.register_parameter(name, value)
             else:
@@ -87,7 +90,7 @@ def module_of(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return ""
-    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", _after_root(stack[-1][0]))
+    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", _after_root(_plain(stack[-1][0])))
     return ".".join(x for x in path.replace("_modules.", "").split(".") if x)
 
 
@@ -101,13 +104,25 @@ def captured_sources(program: fx.GraphModule) -> list[str]:
     for node in program.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
         name = getattr(source, "name", "")
-        found.append(str(name() if callable(name) else name) or node.name)
+        found.append(_plain(str(name() if callable(name) else name)) or node.name)
     return found
 
 
+def _plain(source: str) -> str:
+    """``source`` as for modules of torch's own ``__getattr__``; of others TorchDynamo reads the dictionaries."""
+    return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
+
+
 def _path(source: str) -> list[str]:
-    """The names on the way to a parameter or buffer: from the root on, where it is the model's."""
-    return _STEP.findall(source) or [re.sub(r"\W+", "_", source).strip("_")]
+    """The names on the way to a parameter or buffer: from the root on, where nothing but modules is on it."""
+    return _STEP.findall(source) if _STEPS.fullmatch(source) else [re.sub(r"\W+", "_", source).strip("_")]
+
+
+def _free(holder: torch.nn.Module, name: str) -> str:
+    """``name``, or one like it that ``holder`` does not have yet."""
+    while hasattr(holder, name):
+        name += "_"
+    return name
 
 
 def _kind(source: str, value: Any) -> str | None:
