@@ -14,7 +14,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -24,25 +24,25 @@ import torch
 from rkgb.errors import GraphError
 from rkgb.sample import Sample
 from rockmate.artefact import SavedPlan
-from rockmate.bound import rough_peak
 from rockmate.budget import parse_budget, show_bytes
-from rockmate.calls import Calls, Terms
-from rockmate.captured import Captured, captured_sources
-from rockmate.errors import BudgetWarning, InputError
-from rockmate.executor import CallState
-from rockmate.observe import WholeLook, end_look
+from rockmate.calls import Terms
+from rockmate.captured import kinds_of_sources
+from rockmate.captured_calls import CapturedCalls, Front, Planned, identity_of
+from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError
+from rockmate.observe import end_look
 from rockmate.plan import Plan
 from rockmate.planning import NOTHING_COMPUTED
 from rockmate.surroundings import (
     check_global_hooks,
     is_recorded,
     is_transformed,
+    keep_draws_of_other_threads,
     leave_plan,
     put_back_if_it_fails,
     warn_of_saved_hooks,
 )
-from rockmate.tell import LOG, be_heard, described, planned_line
-from rockmate.variants import PlanCache, Variant
+from rockmate.tell import LOG, be_heard, described
+from rockmate.variants import Variant
 from rockmate.watched import WatchedCalls
 from solvers import Frontier
 
@@ -57,7 +57,7 @@ _SETTINGS = {
     "accumulated_recompile_limit": 8 * RECOMPILE_LIMIT,
     "optimize_ddp": False,  # one graph, whose gradients come one by one, so that buckets overlap as in eager mode
     "allow_unspec_int_on_nn_module": True,  # a counter on a module is no reason to capture again
-    "specialize_float": True,
+    "specialize_float": False,
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,  # hooks come and go
     "suppress_errors": False,
@@ -65,7 +65,7 @@ _SETTINGS = {
 
 
 def _once() -> dict[str, Any]:
-    """That what transformers and others say once (``logger.warning_once``) is no reason not to capture a call; it is not
+    """What transformers and others say once (``logger.warning_once``) is no reason not to capture a call. It is not
     said then.
     """
     methods = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
@@ -80,150 +80,20 @@ class PlannedCall:
     plan: Plan | None
 
 
-class CapturedCalls(Calls):
-    """The calls of one graph that TorchDynamo captured."""
-
-    module: Captured
-
-    def __init__(self, program: fx.GraphModule, identity: Hashable, front: Attachment) -> None:
-        """``identity``: see ``identity_of``."""
-        self.program, self.identity, self.front = program, identity, front
-        self.terms = front.terms
-        self.ready = False
-        self.spacious: dict[Hashable, tuple[str, ...]] = {}  # kinds of calls for which the budget does not bind
-        self.binding: set[Hashable] = set()
-
-    def call(self, *arguments: Any) -> Any:
-        """What the program returns for ``arguments``."""
-        wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
-        if not torch.is_grad_enabled() or next(wanted, None) is None:
-            return self.program.forward(*arguments)
-        if not self.ready:
-            super().__init__(Captured(self.program, arguments), self.terms, self.front.cache)
-            self.ready = True
-        self.module.hold(arguments)
-        given = tuple(arguments[k] for k in self.module.given)
-        if self.front.only_plans:
-            self.front.last = self
-            if not self._fits(given, arguments):
-                self.last = self.variants(given, {}, self.front.saved)[0]
-            raise Planned
-        if self._fits(given, arguments):
-            return self._run_freely(given, arguments)
-        self.front.last = self
-        return self.run(given, {})
-
-    def kind(self, leaves: list[Any], spec: Any) -> tuple[Hashable, frozenset[str]]:
-        """As in ``Calls``; a plan is for one graph."""
-        key, missing = super().kind(leaves, spec)
-        return (id(self), key), missing
-
-    def computed(
-        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[torch.Tensor], CallState | None]:
-        """As in ``Calls``; where nothing runs again, the captured program runs as it is."""
-        if variant.plan.recomputed or variant.program.undo.last >= 0:
-            return super().computed(variant, args, kwargs)
-        result = self.module(*args)
-        return result, [t for t in result if isinstance(t, torch.Tensor)], None
-
-    def described(self, leaves: list[Any]) -> tuple[str, ...]:
-        """By the names that arguments have in the model's forward."""
-        return self.front.described(self.module.names, leaves)
-
-    def planned(self, variant: Variant) -> None:
-        """Say so."""
-        self.front.tell(variant)
-
-    # ---------------------------------------------------------------- budgets that do not bind
-
-    def _fits(self, given: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
-        """Whether the budget is so large that a call need not be planned."""
-        if self.terms.always:
-            return False
-        kind = self.kind(list(given), None)
-        if kind in self.binding:
-            return False
-        if kind in self.spacious:
-            return True
-        budget = self.terms.bytes_known(_device_of(arguments))
-        return budget is not None and rough_peak(self.program, arguments) <= budget
-
-    def _run_freely(self, given: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-        """Run the captured program as it is; the first such step is measured."""
-        kind = self.kind(list(given), None)
-        if kind in self.spacious or not WholeLook.possible():
-            return self.program.forward(*arguments)
-        call = self.described(list(given))
-        budget = self.front.budget
-
-        def measured(peak: int) -> None:
-            if peak <= budget:
-                self.spacious[kind] = call
-                LOG.info(
-                    "%s needs no plan for %s: a step took %s of %s",
-                    self.front.name, ", ".join(call), show_bytes(peak), show_bytes(budget),
-                )  # fmt: skip
-                return
-            self.binding.add(kind)
-            warnings.warn(
-                f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
-                "which the sizes of the results did not show. Later steps like it are planned.",
-                BudgetWarning,
-                stacklevel=3,
-            )
-
-        look = WholeLook(_device_of(arguments), measured)
-        try:
-            result = self.program.forward(*arguments)
-        except BaseException:
-            look.abandon()
-            raise
-        look.follow(result)
-        return result
-
-
-def _device_of(arguments: tuple[Any, ...]) -> torch.device:
-    return next(a.device for a in arguments if isinstance(a, torch.Tensor))
-
-
-def identity_of(program: fx.GraphModule) -> Hashable:
-    """Programs of equal identity do the same to the same inputs; None where that is not known.
-
-    What a model's Python reads and only logs makes TorchDynamo capture again, but the program is the same.
-    """
-    nodes = list(program.graph.nodes)
-    if any(n.op in ("get_attr", "call_module") for n in nodes):
-        return None
-    targets = tuple(n.target for n in nodes if n.op == "call_function")
-    return program.code, tuple(captured_sources(program)), targets
-
-
-class Planned(Exception):
-    """A plan was made, and nothing is to run."""
-
-
-class Attachment:
-    """What ``attach`` returns: the plans of a model.
-
-    ``name``: the class of the model. ``terms``: what is asked of plans.
-    """
+class Attachment(Front):
+    """What ``attach`` returns: the plans of a model."""
 
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
+        super().__init__(type(model).__name__, terms)
         self._model = weakref.ref(model)
-        self.name, self.terms = type(model).__name__, terms
-        self.cache = PlanCache()
         self._graphs: list[CapturedCalls] = []
         self._direct: WatchedCalls | None = None
         self.reason = ""
-        self.last: Calls | None = None
         self._compiled: Callable[..., Any] | None = None
         self._entry = _entry()
         self._inside = threading.local()
-        self._made = 0
-        self._before: tuple[str, ...] | None = None
         self._signature: inspect.Signature | None = None
-        self.saved: SavedPlan | None = None
+        self._refused = False
 
     # ----------------------------------------------------------------- what users ask
 
@@ -263,12 +133,8 @@ class Attachment:
 
     @property
     def budget(self) -> int:
-        """Bytes that one forward and its backward may allocate. It is set as it is given to ``attach``: shares are of
-        the last call. When it is set, only the solver runs again.
-        """
-        if not isinstance(self.terms.budget, int):
-            raise InputError("the budget is a share, or what is free: it is known in bytes once a call was planned")
-        return self.terms.budget
+        """As in ``Front``."""
+        return super().budget
 
     @budget.setter
     def budget(self, budget: int | float | str) -> None:
@@ -321,6 +187,8 @@ class Attachment:
             leave_plan()
             return model._call_impl(*args, **kwargs)
         check_global_hooks()
+        if self._refused:
+            return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()
         end_look()  # not within frames of TorchDynamo, which may record for the profiler themselves
         with self._entered():
@@ -359,7 +227,7 @@ class Attachment:
             from torch._dynamo.exc import TorchDynamoException
 
             if self._compiled is None:
-                self._compiled = torch.compile(self._entry, backend=self._captured, fullgraph=True)
+                self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
             try:
                 with torch._dynamo.config.patch({**_SETTINGS, **_once()}), put_back_if_it_fails():
                     return self._compiled(model, args, kwargs)
@@ -369,14 +237,23 @@ class Attachment:
         self.last = self._direct
         return self._direct.run(args, kwargs)
 
-    def _captured(self, program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+    def captured(self, program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         """The backend that TorchDynamo calls with what it has captured."""
+        if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
+            keep_draws_of_other_threads()
         identity = identity_of(program)
         calls = next((calls for calls in self._graphs if identity and calls.identity == identity), None)
         if calls is None:
             calls = CapturedCalls(program, identity, self)
             self._graphs.append(calls)
-        return torch._dynamo.disable(calls.call)  # type: ignore[no-any-return]
+        found = weakref.ref(calls)  # what it makes of this, TorchDynamo keeps for ever
+
+        def call(*arguments: Any) -> Any:
+            calls = found()
+            assert calls is not None
+            return calls.call(*arguments)
+
+        return torch._dynamo.disable(call)  # type: ignore[no-any-return]
 
     def _run_directly(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception
@@ -386,7 +263,17 @@ class Attachment:
         try:
             direct.last = direct.variants(args, kwargs, self.saved)[0]
         except (GraphError, InputError) as error:
-            raise error from reason
+            if isinstance(error, CannotBeCalledError) and not self.only_plans:
+                return model._call_impl(*args, **kwargs)  # whose own error comes
+            if not self.terms.least:
+                raise error from reason
+            self._refused = True
+            warnings.warn(
+                f"{self.name} cannot be planned, and runs as it is, with no budget: {error}",
+                BudgetWarning,
+                stacklevel=5,
+            )
+            return model._call_impl(*args, **kwargs)
         self._direct = self.last = direct
         self.reason = _first_line(reason)
         LOG.info("%s is traced as a whole, since it cannot be captured as one graph: %s", self.name, self.reason)
@@ -411,12 +298,6 @@ class Attachment:
 
         return described([name_of(name) for name in names], values, model.training)
 
-    def tell(self, variant: Variant) -> None:
-        """Say that a plan was made."""
-        self._made += variant.planner.saved is None
-        LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before))
-        self._before = variant.call
-
 
 class _Direct(WatchedCalls):
     """The calls of a model that is traced as a whole."""
@@ -434,6 +315,17 @@ class _Direct(WatchedCalls):
         self.front.tell(variant)
 
 
+def _backend_of(attachment: weakref.ref[Attachment]) -> Callable[..., Any]:
+    """TorchDynamo keeps backends for ever, and must not keep models."""
+
+    def backend(program: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        found = attachment()
+        assert found is not None
+        return found.captured(program, examples)
+
+    return backend
+
+
 def _entry() -> Callable[..., Any]:
     """The function that TorchDynamo compiles: one of its own for each model, since captures are kept with its code."""
 
@@ -441,7 +333,8 @@ def _entry() -> Callable[..., Any]:
         return model._call_impl(*args, **kwargs)
 
     name = f"entry_{next(_numbers)}"  # what TorchDynamo learns of a function, it knows by name and line
-    return FunctionType(entry.__code__.replace(co_name=name), globals(), name)
+    variables = {"__name__": __name__, "__builtins__": __builtins__}  # it keeps what it makes in the function's globals
+    return FunctionType(entry.__code__.replace(co_name=name), variables, name)
 
 
 _numbers = itertools.count()

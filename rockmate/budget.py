@@ -26,8 +26,8 @@ _HOW = (
     'as "60%", or "auto" for what is free on the device'
 )
 
-FEWEST = 1000
-"""Numbers below are no bytes but GiB that somebody has counted: no step has so few bytes, and few devices more GiB."""
+FEWEST = 300
+"""Numbers below are no bytes but GiB that somebody has counted: no step has so few bytes, and no GPU more GiB."""
 
 
 class Planned(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,7 +133,7 @@ class Calls:
         self.last = variant
         if variant.observer is not None:
             if look is not None:
-                look.then = partial(self._learn, variant, tensors_of((args, kwargs)))
+                look.then = self.learner(variant, tensors_of((args, kwargs)))
             arrived = variant.observer.watch(variant.program, program_outputs, look)
             if state is not None:
                 state.arrived = arrived
@@ -155,6 +155,10 @@ class Calls:
             new = adapted(variant, self.last, self.module, inputs)
         self.cache.adapt(variant, new)
         return new
+
+    def learner(self, variant: Variant, inputs: list[torch.Tensor]) -> Callable[[], None]:
+        """What is to be done when the call's backward is over."""
+        return partial(self._learn, variant, inputs)
 
     def _learn(self, variant: Variant, inputs: list[torch.Tensor]) -> None:
         """A step has been looked at: plan again at once, so that the next step is as it will stay."""
@@ -227,10 +231,11 @@ class Calls:
         if self.last is None:
             self.terms.budget = budget
             return
-        with TRACING, Heeded(), self._progress_of(self.last.planner):  # no other thread plans for the old one meanwhile
+        with TRACING:  # no other thread plans for the old one meanwhile
             last = self.last
             size = budget.bytes(last.planner)
-            variant = make_variant(last.planner, size, last.state, last.observer)
+            with Heeded(), self._progress_of(last.planner):
+                variant = make_variant(last.planner, size, last.state, last.observer)
             self.cache.replace(last, variant)
             self.last, self.terms.budget = variant, size
 

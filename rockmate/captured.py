@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ class Captured(torch.nn.Module):
     """``program``: a graph of TorchDynamo, whose inputs are parameters, buffers, and other tensors and numbers.
 
     As a module it has the parameters and buffers under the names that they have in the model, and ``forward`` takes
-    the other inputs, in order. ``hold`` says which tensors these are in the call that comes.
+    the other inputs, in order. It has them while ``holding`` is in force, so that it keeps no model alive.
     """
 
     def __init__(self, program: fx.GraphModule, arguments: Sequence[Any]) -> None:
@@ -33,6 +35,8 @@ class Captured(torch.nn.Module):
         self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
         self.names: list[str] = []  # of these, as the user would write them
         self._own: list[tuple[dict[str, Any], str, int]] = []
+        self._parameters_by_name: list[tuple[str, dict[str, Any], str]] = []
+        self._lock, self._holders = threading.Lock(), 0
         for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
             path, kind = _path(source), _kind(source, value)
             if kind is None:
@@ -41,9 +45,9 @@ class Captured(torch.nn.Module):
                 continue
             *above, name = path
             holder: torch.nn.Module = self
-            for step in above:
+            for j, step in enumerate(above):
                 if step not in holder._modules:
-                    step = _free(holder, step)
+                    above[j] = step = _free(holder, step)
                     holder.add_module(step, torch.nn.Module())
                 holder = holder._modules[step]  # type: ignore[assignment]
             name = _free(holder, name)
@@ -52,11 +56,41 @@ class Captured(torch.nn.Module):
             else:
                 holder.register_buffer(name, value)
             self._own.append((holder._parameters if kind == "parameter" else holder._buffers, name, k))
+            if kind == "parameter":
+                self._parameters_by_name.append((".".join([*above, name]), holder._parameters, name))
+        self._let_go()
 
-    def hold(self, arguments: Sequence[Any]) -> None:
-        """The parameters and buffers are from now on those among ``arguments``."""
-        for held, name, k in self._own:
-            held[name] = arguments[k]
+    @contextlib.contextmanager
+    def holding(self, own: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The parameters and buffers are ``own``, as from ``own_among``. Several threads may run one model."""
+        with self._lock:
+            self._holders += 1
+            for (held, name, _), t in zip(self._own, own, strict=True):
+                held[name] = t
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._let_go()
+
+    def own_among(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        """The parameters and buffers among the inputs of the program."""
+        return [arguments[k] for _, _, k in self._own]
+
+    def missing(self) -> frozenset[str]:
+        """Parameters that have no gradient but need one."""
+        found = ((name, held[key]) for name, held, key in self._parameters_by_name)
+        return frozenset(name for name, p in found if p.requires_grad and p.grad is None)
+
+    def own(self) -> list[torch.Tensor]:
+        """The parameters and buffers that it has now."""
+        return [held[name] for held, name, _ in self._own]
+
+    def _let_go(self) -> None:
+        for held, name, _ in self._own:
+            held[name] = None
 
     def forward(self, *given: Any) -> Any:
         """The outputs of the program."""
@@ -111,6 +145,11 @@ def captured_sources(program: fx.GraphModule) -> list[str]:
 def _plain(source: str) -> str:
     """``source`` as for modules of torch's own ``__getattr__``; of others TorchDynamo reads the dictionaries."""
     return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
+
+
+def kinds_of_sources(program: fx.GraphModule) -> list[str]:
+    """The classes of TorchDynamo's that say where each input comes from."""
+    return [type(getattr(n, "_dynamo_source", None)).__name__ for n in program.graph.find_nodes(op="placeholder")]
 
 
 def _path(source: str) -> list[str]:

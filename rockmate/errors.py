@@ -15,6 +15,10 @@ class BudgetError(InputError):
     """The budget is no number of bytes."""
 
 
+class CannotBeCalledError(InputError):
+    """The model itself fails when it is called with these arguments; ``__cause__`` is its error."""
+
+
 class VariantLimitError(RockmateError):
     """The module's Python reads a value from tensors that is another one at every call."""
 

@@ -21,7 +21,7 @@ from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 from rkgb.usage import Usage
 from rockmate.artefact import SavedPlan
-from rockmate.errors import InfeasibleBudgetError, InputError, PlanError
+from rockmate.errors import CannotBeCalledError, InfeasibleBudgetError, InputError, PlanError
 from rockmate.least import too_small
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
@@ -369,7 +369,7 @@ def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str,
         with torch.enable_grad(), drop_saved(), preserved(model, tensors_of((args, kwargs))):
             model(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as own:
-        raise InputError(
+        raise CannotBeCalledError(
             f"the model cannot be called with this sample: {type(own).__name__}: {own}. "
             f"The sample was passed as {len(args)} positional and {len(kwargs)} keyword arguments."
         ) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import threading
 import warnings
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
@@ -113,6 +115,23 @@ def check_global_hooks() -> None:
                     "runs operations and not modules. Remove it (handle.remove()) before training; in eval() mode "
                     "and without gradients it is called."
                 )
+
+
+def keep_draws_of_other_threads() -> None:
+    """TorchDynamo is about to put the state of Python's generator back to what it was before it captured: not so, as
+    other threads may have drawn meanwhile.
+    """
+    if threading.active_count() == 1:
+        return
+    this, original = threading.get_ident(), random.setstate
+
+    def setstate(state: Any) -> None:
+        if threading.get_ident() != this:
+            original(state)
+        else:
+            random.setstate = original
+
+    random.setstate = setstate
 
 
 @contextlib.contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from typing import Any
 
 import torch
 
 from rkgb.capture import current_mode
 from rockmate.budget import show_bytes
+from rockmate.numbers import NUMBER
 from rockmate.plan import Plan
 
 LOG = logging.getLogger("rockmate")
@@ -39,10 +41,13 @@ def be_heard() -> None:
             LOG.setLevel(logging.INFO)
 
 
-def described(names: list[str], values: list[Any], training: bool) -> tuple[str, ...]:
+def described(names: list[str], values: list[Any], training: bool | None) -> tuple[str, ...]:
     """A call in a few words: its tensors, numbers, and what else a plan depends on."""
-    found = [f"{k} {_form(v)}" for k, v in zip(names, values, strict=True) if "()" not in k]  # sizes of others
-    found.append("train" if training else "eval")
+    found = [
+        f"{k} {_form(v)}" for k, v in zip(names, values, strict=True) if "()" not in k and not k.startswith(NUMBER)
+    ]
+    if training is not None:
+        found.append("train" if training else "eval")
     found += (f"autocast {_short(dtype)}" for _, dtype in current_mode().autocast)
     return tuple(found)
 
@@ -76,3 +81,13 @@ def _difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     if len(before) != len(now):
         changed.append(f"{len(now)} inputs, before {len(before)}")
     return "new: " + ", ".join(changed) if changed else "new: something in the module's Python, or gradients, differs"
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str, category: type[Warning]) -> None:
+    """Warn, unless this was said in this process."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, category, stacklevel=3)

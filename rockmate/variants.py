@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -46,6 +47,12 @@ class Variant:
     state: PythonState | None
     observer: Observer | None
     call: tuple[str, ...] = ()
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the plan is the traced program: nothing runs again, in another order, or is compared."""
+        order = [op for node in self.plan.graph.s.nodes for op in node.ops]
+        return not self.plan.recomputed and self.program.undo.last < 0 and order == sorted(order)
 
     def look(self) -> Look | None:
         """A close look at the call that begins now, if there is to be one."""

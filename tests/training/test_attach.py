@@ -510,7 +510,7 @@ def test_gradients_of_inputs_and_second_derivatives() -> None:
         yield g.detach()
         yield x.grad
 
-    trains_as_eager(Net, train)
+    trains_as_eager(Net, train, fraction=0.2)
 
 
 def test_checkpoints_inside_draw_the_same_masks() -> None:

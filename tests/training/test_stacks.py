@@ -683,7 +683,8 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
 
 @pytest.mark.filterwarnings(*QUIET)
 @pytest.mark.parametrize(
-    ("where", "way"), [("before", "self"), ("before", "net"), ("init", "self"), ("init", "net"), ("configure_model", "self")]
+    ("where", "way"),
+    [("before", "self"), ("before", "net"), ("init", "self"), ("init", "net"), ("configure_model", "self")],
 )
 def test_lightning(where: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def script(line: Line) -> Iterator[Any]:
@@ -716,7 +717,7 @@ def test_lightning(where: str, way: str, tmp_path: Path, monkeypatch: pytest.Mon
         yield list(again.state_dict())
         yield trainer.validate(module, loader(seed=1), ckpt_path=str(folder / "best.ckpt"), verbose=False)
 
-    alike(script, lambda model: loss_of_rows(model), share=0.7, least=True)
+    alike(script, loss_of_rows, share=0.7, least=True)
 
 
 @pytest.mark.filterwarnings(*QUIET, NOT_A_LEAF)

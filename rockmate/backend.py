@@ -1,0 +1,61 @@
+"""The backend "rockmate" of ``torch.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rockmate.budget import parse_budget
+from rockmate.calls import Terms
+from rockmate.captured_calls import CapturedCalls, Front, identity_of
+from rockmate.errors import BudgetError, BudgetWarning, InputError
+from rockmate.tell import be_heard, warn_once
+
+if TYPE_CHECKING:
+    from torch import fx
+
+_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "progress"})
+
+_frames: dict[
+    int, tuple[Any, Any]
+] = {}  # of the options of each call of torch.compile: these, and what was captured first
+
+
+def rockmate(
+    program: fx.GraphModule, examples: list[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="rockmate", options={"budget": "8 GiB"})``: each captured graph under the budget.
+
+    Other options are arguments of ``attach``. Captures need ``fullgraph=True`` for the budget to hold: where there are
+    several graphs each has the budget for itself, of which a ``BudgetWarning`` tells. ``attach`` has no such limit.
+    Raises ``BudgetError`` without a budget, and ``InputError`` for options that there are not.
+    """
+    given = dict(options or {})
+    if "budget" not in given:
+        raise BudgetError('the backend "rockmate" needs options={"budget": "8 GiB"}')
+    if unknown := sorted(given.keys() - _OPTIONS):
+        raise InputError(
+            f'the backend "rockmate" has no option {unknown[0]!r}: there are {", ".join(sorted(_OPTIONS))}'
+        )
+    least = given.pop("on_infeasible", "error") == "least"
+    budget = parse_budget(given.pop("budget"))
+    terms = Terms(budget, **{"time_limit": inf, **given}, least=least)
+    _look_for_breaks(options)
+    be_heard()
+    calls = CapturedCalls(program, identity_of(program), Front("a graph", terms))
+    return torch._dynamo.disable(calls.call)  # type: ignore[no-any-return]
+
+
+def _look_for_breaks(options: Any) -> None:
+    """Warn where one call of torch.compile has captured several graphs."""
+    frame = getattr(torch._guards.CompileContext.current_compile_id(), "frame_id", None)
+    first = _frames.setdefault(id(options), (options, frame))[1]
+    if frame != first:
+        warn_once(
+            "torch.compile captured several graphs (graph breaks), and each has the whole budget for itself: use "
+            "fullgraph=True to see why, or rockmate.attach(model, budget), which plans the model as one",
+            BudgetWarning,
+        )

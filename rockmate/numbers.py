@@ -1,0 +1,169 @@
+"""Numbers in a captured program, apart from its tensors.
+
+TorchDynamo captures numbers that differ between calls (sizes, counters, rates) as inputs, and computes with them in the
+program. A plan is for a program of tensors. So numbers are computed before it, by a program of their own. Those that
+tensors are multiplied by, or added to, become tensors without dimensions: other values of these need no other plan.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+NUMBER = "number_"
+"""Inputs of the program of tensors that are numbers have names that begin so."""
+
+_ARITHMETIC = frozenset(
+    {operator.mul, operator.add, operator.sub, operator.truediv, operator.imul, operator.iadd, operator.isub}
+    | {operator.itruediv, torch.mul, torch.add, torch.sub, torch.div}
+)
+
+_EITHER_WAY = frozenset({operator.mul, operator.add, torch.mul, torch.add})
+"""Where Python hands a number that comes first to the tensor, which takes it second."""
+
+_Use = tuple[fx.Node, torch.dtype | None]
+"""A number, and the type of the tensor that it becomes; None if it stays a number."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """``program``: of tensors. Its inputs are those of the whole at the positions ``kept``, and then ``uses``: numbers
+    that ``numbers`` returns, as tensors of a type or as they are. ``outputs``: of the whole, each the position of an
+    output of ``program`` (True) or of ``numbers`` (False).
+    """
+
+    program: fx.GraphModule
+    numbers: fx.GraphModule
+    kept: tuple[int, ...]
+    uses: tuple[tuple[int, torch.dtype | None], ...]
+    outputs: tuple[tuple[bool, int], ...]
+
+    def inputs(self, arguments: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+        """(inputs of ``program``, numbers) for the inputs of the whole."""
+        found = self.numbers(*arguments)
+        made = (found[k] if dtype is None else torch.tensor(found[k], dtype=dtype) for k, dtype in self.uses)
+        return [*(arguments[k] for k in self.kept), *made], found
+
+    def joined(self, results: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
+        """The outputs of the whole."""
+        return tuple((results if of_program else numbers)[k] for of_program, k in self.outputs)
+
+
+def split(whole: fx.GraphModule) -> Split | None:
+    """``whole`` as two programs; None if it computes with no numbers."""
+    numbers = _numbers(whole)
+    if not numbers:
+        return None
+    output = next(iter(whole.graph.find_nodes(op="output")))
+    returned = list(output.args[0])
+    uses: dict[_Use, int] = {}
+    for node in whole.graph.nodes:
+        if node not in numbers and node.op != "output":
+            for use in _uses(node, numbers):
+                uses.setdefault(use, len(uses))
+    wanted = list(dict.fromkeys([*(n for n, _ in uses), *(n for n in returned if n in numbers)]))
+    kept = [
+        (k, node)
+        for k, node in enumerate(whole.graph.find_nodes(op="placeholder"))
+        if node not in numbers and not (node.users and all(user in numbers for user in node.users))
+    ]
+    results = [n for n in returned if n not in numbers]
+    places = {n: k for k, n in enumerate(wanted)}
+    at = iter(range(len(results)))
+    return Split(
+        _program(whole, numbers, [node for _, node in kept], uses, results),
+        _prologue(whole, numbers, wanted),
+        tuple(k for k, _ in kept),
+        tuple((places[n], dtype) for n, dtype in uses),
+        tuple((False, places[n]) if n in numbers else (True, next(at)) for n in returned),
+    )
+
+
+def _numbers(whole: fx.GraphModule) -> dict[fx.Node, None]:
+    """Nodes that are numbers and follow from numbers alone; ``item`` reads a number that was given as a tensor."""
+    found: dict[fx.Node, None] = {}
+    for node in whole.graph.nodes:
+        if isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
+            read = node.all_input_nodes
+            given = node.target == "item" and all(n.op == "placeholder" for n in read)
+            if node.op == "placeholder" or given or (node.op[:4] == "call" and read and all(n in found for n in read)):
+                found[node] = None
+    return found
+
+
+def _uses(node: fx.Node, numbers: dict[fx.Node, None]) -> list[_Use]:
+    """The numbers that a node of the program of tensors reads."""
+    return [(n, _type_beside(node, n)) for n in node.all_input_nodes if n in numbers]
+
+
+def _type_beside(node: fx.Node, number: fx.Node) -> torch.dtype | None:
+    """The type of a tensor in the place of ``number`` that gives the same bits; None if there may be none.
+
+    An operation on a tensor of single or double precision and a number converts the number to the tensor's type. On one
+    of less precision it computes with more, whatever the number is given as, if the tensor has dimensions.
+    """
+    beside = [a for a in node.args if a is not number]
+    if node.target not in _ARITHMETIC or node.kwargs or len(node.args) != 2 or len(beside) != 1:
+        return None
+    if node.args[0] is number and node.target not in _EITHER_WAY:
+        return None
+    tensor = beside[0].meta.get("example_value") if isinstance(beside[0], fx.Node) else None
+    if not isinstance(tensor, torch.Tensor) or not isinstance(
+        number.meta["example_value"], (torch.SymInt, torch.SymFloat)
+    ):
+        return None
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor.dtype
+    return torch.float64 if tensor.is_floating_point() and tensor.dim() else None
+
+
+def _program(
+    whole: fx.GraphModule,
+    numbers: dict[fx.Node, None],
+    kept: list[fx.Node],
+    uses: dict[_Use, int],
+    results: list[Any],
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in kept:
+        known[node] = graph.node_copy(node, known.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            known[node]._dynamo_source = node._dynamo_source
+    inputs = {use: graph.placeholder(f"{NUMBER}{k}") for use, k in uses.items()}
+    for (n, dtype), node in inputs.items():
+        if dtype is None:
+            node.meta["example_value"] = n.meta["example_value"]
+    for node in whole.graph.nodes:
+        if node in numbers or node.op in ("placeholder", "output"):
+            continue
+
+        def put(n: fx.Node, node: fx.Node = node) -> fx.Node:
+            return inputs[n, _type_beside(node, n)] if n in numbers else known[n]
+
+        known[node] = copied = graph.node_copy(node, put)
+        copied.args = _number_last(copied, node, numbers)
+    graph.output(tuple(known[n] if isinstance(n, fx.Node) else n for n in results))
+    return fx.GraphModule(whole, graph)
+
+
+def _number_last(copied: fx.Node, node: fx.Node, numbers: dict[fx.Node, None]) -> tuple[Any, ...]:
+    """The arguments of ``copied`` in the order in which Python hands those of ``node`` on."""
+    first = node.args[0] if node.args else None
+    turned = isinstance(first, fx.Node) and first in numbers and _type_beside(node, first) is not None
+    return tuple(reversed(copied.args)) if turned else copied.args
+
+
+def _prologue(whole: fx.GraphModule, numbers: dict[fx.Node, None], wanted: list[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in whole.graph.nodes:
+        if node.op == "placeholder" or node in numbers:
+            known[node] = graph.node_copy(node, known.__getitem__)
+    graph.output(tuple(known[n] for n in wanted))
+    return fx.GraphModule(whole, graph)
