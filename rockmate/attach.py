@@ -368,6 +368,8 @@ def attach(
     from rockmate.module import checked_call, checked_limit, checked_module
 
     checked_module(model)
+    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        raise InputError(f"the model is a {type(model).__name__}, which a plan does not run: attach model.module")
     if on_infeasible not in ("error", "least"):
         raise InputError(f'on_infeasible={on_infeasible!r}: give "error" or "least"')
     if attached(model) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def start(rank: int, works: tuple[str, ...], folder: str) -> None:
         dist.destroy_process_group()
 
 
+@cache
 def budget() -> int:
     """Three fifths of a step."""
     model = gpt()
@@ -51,11 +53,11 @@ def recomputes(handle: rockmate.Attachment) -> bool:
 
 
 def trained(rank: int, parallel: nn.Module, events: list[Any]) -> list[Any]:
-    """Three steps, the first of which accumulates."""
+    """Three steps."""
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
     found = []
-    for k in range(4):
+    for k in range(3):
         events.append("step")
         loss = loss_of(parallel, ids(rank, k))
         loss.backward()
@@ -67,9 +69,10 @@ def trained(rank: int, parallel: nn.Module, events: list[Any]) -> list[Any]:
 
 def equal_with_all_options(rank: int, folder: Path) -> None:
     """Gradients and parameters are equal, and gradients become ready and buckets are sent in the same order."""
-    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+    others = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    for options, ways in (({}, ("before", "after")), (others, ("before",)), ({"static_graph": True}, ("before",))):
         results, logs = [], []
-        for way in ("eager", "before", "after"):
+        for way in ("eager", *ways):
             model = gpt()
             handle = attached(model) if way == "before" else None
             parallel = DistributedDataParallel(model, bucket_cap_mb=0.02, **options)
@@ -149,5 +152,5 @@ def accumulation(rank: int, folder: Path) -> None:
 
 def other_way_round(rank: int, folder: Path) -> None:
     """The wrapper itself is refused."""
-    with pytest.raises(InputError, match="DistributedDataParallel"):
+    with pytest.raises(InputError, match=r"is a DistributedDataParallel.* attach model\.module"):
         attached(DistributedDataParallel(gpt()))
