@@ -516,6 +516,7 @@ def test_a_conditional_unet_of_diffusers_with_checkpointing(diffusers: Any) -> N
             up_block_types=("CrossAttnUpBlock2D",),
             cross_attention_dim=12,
             attention_head_dim=4,
+            mid_block_type=None,
         )
 
     def loss_of(model: Any, seed: int = 0) -> torch.Tensor:
