@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 import re
 import warnings
 import weakref
@@ -65,6 +66,17 @@ _SETTINGS = {
 }
 
 
+def _settings() -> dict[str, Any]:
+    """TorchDynamo's settings while calls are captured, of those that this version of torch has.
+
+    What transformers and others say once (``logger.warning_once``) is no reason not to capture a call: it is not said.
+    """
+    config = torch._dynamo.config
+    once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
+    found = {**_SETTINGS, "ignore_logging_functions": getattr(config, "ignore_logging_functions", set()) | once}
+    return {name: value for name, value in found.items() if hasattr(config, name)}
+
+
 @dataclass(frozen=True)
 class PlannedCall:
     """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it."""
@@ -83,6 +95,7 @@ class Attachment(Front):
         self._direct: WatchedCalls | None = None
         self.reason = ""
         self._compiled: Callable[..., Any] | None = None
+        self._settings: dict[str, Any] = {}
         self._entry = _entry()
         self._signature: inspect.Signature | None = None
         self._refused = False
@@ -220,9 +233,10 @@ class Attachment(Front):
             from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
             if self._compiled is None:
+                self._settings = _settings()
                 self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
             try:
-                with torch._dynamo.config.patch(_SETTINGS), put_back_if_it_fails():
+                with torch._dynamo.config.patch(self._settings), put_back_if_it_fails():
                     return self._compiled(model, args, kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 reason: Exception = error
@@ -311,7 +325,7 @@ class Attachment(Front):
         """
         if made := sorted(dict(model.named_parameters()).keys() - names):
             raise UnsupportedError(
-                f"forward makes parameters when it is first called ({made[0]}): call the model once before you attach it"
+                f"forward makes parameters when it is first called ({made[0]}): call the model once before"
             )
         stale = variant.planner.graphs.D.structure.stale
         if stale:
@@ -408,6 +422,8 @@ def attach(
     from rockmate.module import checked_call, checked_limit, checked_module
 
     checked_module(model)
+    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        raise InputError(f"the model is a {type(model).__name__}, which a plan does not run: attach model.module")
     if on_infeasible not in ("error", "least"):
         raise InputError(f'on_infeasible={on_infeasible!r}: give "error" or "least"')
     if attached(model) is not None:

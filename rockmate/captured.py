@@ -16,6 +16,7 @@ from rkgb.lines import line_of_trace, told
 from rkgb.patches import is_traced
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
 _HERE = os.path.join(os.path.dirname(__file__), "attach.py")  # whose function calls the model
 _WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
 
@@ -44,17 +45,19 @@ class Captured(torch.nn.Module):
                 continue
             *above, name = path
             holder: torch.nn.Module = self
-            for step in above:
+            for j, step in enumerate(above):
                 if step not in holder._modules:
+                    above[j] = step = _free(holder, step)
                     holder.add_module(step, torch.nn.Module())
                 holder = holder._modules[step]  # type: ignore[assignment]
+            name = _free(holder, name)
             if kind == "parameter":
                 holder.register_parameter(name, value)
             else:
                 holder.register_buffer(name, value)
             self._own.append((holder._parameters if kind == "parameter" else holder._buffers, name, k))
             if kind == "parameter" and value.requires_grad:
-                self._trained.append((".".join(path), k))
+                self._trained.append((".".join([*above, name]), k))
         self._let_go()
 
     @contextlib.contextmanager
@@ -117,7 +120,7 @@ def module_of(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return ""
-    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", _after_root(stack[-1][0]))
+    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", _after_root(_plain(stack[-1][0])))
     return ".".join(x for x in path.replace("_modules.", "").split(".") if x)
 
 
@@ -131,7 +134,7 @@ def captured_sources(program: fx.GraphModule) -> list[str]:
     for node in program.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
         name = getattr(source, "name", "")
-        found.append(str(name() if callable(name) else name) or node.name)
+        found.append(_plain(str(name() if callable(name) else name)) or node.name)
     return found
 
 
@@ -143,14 +146,26 @@ def line_of_derivatives(program: fx.GraphModule) -> str:
     return ""
 
 
+def _plain(source: str) -> str:
+    """``source`` as for modules of torch's own ``__getattr__``; of others TorchDynamo reads the dictionaries."""
+    return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
+
+
 def kinds_of_sources(program: fx.GraphModule) -> list[str]:
     """The classes of TorchDynamo's that say where each input comes from."""
     return [type(getattr(n, "_dynamo_source", None)).__name__ for n in program.graph.find_nodes(op="placeholder")]
 
 
 def _path(source: str) -> list[str]:
-    """The names on the way to a parameter or buffer: from the root on, where it is the model's."""
-    return _STEP.findall(source) or [re.sub(r"\W+", "_", source).strip("_")]
+    """The names on the way to a parameter or buffer: from the root on, where nothing but modules is on it."""
+    return _STEP.findall(source) if _STEPS.fullmatch(source) else [re.sub(r"\W+", "_", source).strip("_")]
+
+
+def _free(holder: torch.nn.Module, name: str) -> str:
+    """``name``, or one like it that ``holder`` does not have yet."""
+    while hasattr(holder, name):
+        name += "_"
+    return name
 
 
 def _kind(source: str, value: Any) -> str | None:

@@ -1,0 +1,156 @@
+"""What each of two processes runs in ``test_stacks``: models attached under DistributedDataParallel, and plain ones."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from against_eager import assert_same, snapshot
+from ranks import RANKS, gpt, ids, loss_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rockmate
+from rockmate import InputError, measure_peak
+from rockmate.executor import CallState
+
+
+def start(rank: int, works: tuple[str, ...], folder: str) -> None:
+    """The program of one process: the functions below that are named, one after the other."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    try:
+        for work in works:
+            globals()[work](rank, Path(folder))
+    finally:
+        dist.destroy_process_group()
+
+
+@cache
+def budget() -> int:
+    """Three fifths of a step."""
+    model = gpt()
+
+    def step() -> None:
+        loss_of(model, ids(0, 0)).backward()
+
+    step()
+    model.zero_grad()
+    return int(0.6 * measure_peak(step, "cpu"))
+
+
+def attached(model: nn.Module) -> rockmate.Attachment:
+    """The line that a script has more."""
+    return rockmate.attach(model, budget(), costs="flops")
+
+
+def recomputes(handle: rockmate.Attachment) -> bool:
+    return not handle.reason and any(p.plan is not None and p.plan.recomputed for p in handle.plans)
+
+
+def trained(rank: int, parallel: nn.Module, events: list[Any]) -> list[Any]:
+    """Three steps."""
+    torch.manual_seed(rank)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+    found = []
+    for k in range(3):
+        events.append("step")
+        loss = loss_of(parallel, ids(rank, k))
+        loss.backward()
+        found += [loss.detach(), nn.utils.clip_grad_norm_(parallel.parameters(), 0.5), *snapshot(parallel)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def equal_with_all_options(rank: int, folder: Path) -> None:
+    """Gradients and parameters are equal, and gradients become ready and buckets are sent in the same order."""
+    others = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    for options, ways in (({}, ("before", "after")), (others, ("before",)), ({"static_graph": True}, ("before",))):
+        results, logs = [], []
+        for way in ("eager", *ways):
+            model = gpt()
+            handle = attached(model) if way == "before" else None
+            parallel = DistributedDataParallel(model, bucket_cap_mb=0.02, **options)
+            handle = attached(parallel.module) if way == "after" else handle
+            events: list[Any] = []
+
+            def reduce(log: list[Any], bucket):  # type: ignore[no-untyped-def] # torch reads annotations
+                log.append(("bucket", bucket.index(), [*map(tuple, map(torch.Tensor.size, bucket.parameters()))]))
+                future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+                return future.then(lambda f: f.value()[0] / RANKS)
+
+            parallel.register_comm_hook(events, reduce)
+            for name, p in model.named_parameters():
+                p.register_post_accumulate_grad_hook(lambda _, name=name, log=events: log.append(name))
+            results.append(trained(rank, parallel, events))
+            logs.append(events)
+            assert handle is None or recomputes(handle)
+        for ours, log in zip(results[1:], logs[1:], strict=True):
+            assert_same(ours, results[0])
+            assert log == logs[0], options
+        last = logs[0][-logs[0][::-1].index("step") :]
+        kinds = [isinstance(event, tuple) for event in last]
+        assert sum(kinds) > 2
+        assert False in kinds[kinds.index(True) :], "communication begins before the last gradient"
+
+
+def overlap(rank: int, folder: Path) -> None:
+    """Buckets are sent while later backwards still compute nodes again."""
+    events: list[str] = []
+    model = gpt()
+    attached(model)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.02)
+
+    def reduce(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations
+        events.append("bucket")
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda f: f.value()[0] / RANKS)
+
+    parallel.register_comm_hook(None, reduce)
+    original = CallState.run_again
+
+    def run_again(self: CallState, i: int) -> None:
+        events.append("rerun")
+        original(self, i)
+
+    CallState.run_again = run_again  # type: ignore[method-assign]
+    try:
+        for k in range(3):
+            events.clear()
+            loss_of(parallel, ids(rank, k)).backward()
+    finally:
+        CallState.run_again = original  # type: ignore[method-assign]
+    assert events.count("bucket") > 2
+    assert "rerun" in events[events.index("bucket") :], events
+
+
+def accumulation(rank: int, folder: Path) -> None:
+    """Steps without synchronisation, one with it, and evaluation on one rank alone."""
+    results = []
+    for line in (lambda _: None, attached):
+        model = gpt()
+        line(model)
+        parallel = DistributedDataParallel(model)
+        torch.manual_seed(rank)
+        found = []
+        for k in range(2):
+            with parallel.no_sync():
+                loss_of(parallel, ids(rank, k)).backward()
+            loss_of(parallel, ids(rank, k + 5)).backward()
+            found += [*snapshot(parallel)]
+            if rank == 0:
+                with torch.no_grad():
+                    found.append(model(ids(0, 9)))
+        results.append(found)
+    assert_same(results[1], results[0])
+
+
+def other_way_round(rank: int, folder: Path) -> None:
+    """The wrapper itself is refused."""
+    with pytest.raises(InputError, match=r"is a DistributedDataParallel.* attach model\.module"):
+        attached(DistributedDataParallel(gpt()))
