@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import itertools
 import logging
+import os
 import re
 import warnings
 import weakref
@@ -42,6 +43,7 @@ from rockmate.surroundings import (
     modes_suspended,
     put_back_if_it_fails,
     warn_of_saved_hooks,
+    without_global_hooks,
 )
 from rockmate.tell import LOG, be_heard, described
 from rockmate.variants import Variant
@@ -96,6 +98,8 @@ class Attachment(Front):
         self.reason = ""
         self._compiled: Callable[..., Any] | None = None
         self._settings: dict[str, Any] = {}
+        self._classes: list[type] = []  # of the model's modules
+        self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
         self._entry = _entry()
         self._signature: inspect.Signature | None = None
         self._refused = False
@@ -197,7 +201,7 @@ class Attachment(Front):
             return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()
         end_look()  # not within frames of TorchDynamo, which may record for the profiler themselves
-        with self._entered(), modes_suspended() as self.inside.modes:
+        with self._entered(), without_global_hooks(), modes_suspended() as self.inside.modes:
             return self._run(model, args, kwargs)
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> None:
@@ -232,6 +236,8 @@ class Attachment(Front):
             import torch._dynamo
             from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+            if self._compiled is not None and self._unguarded != unguarded(self._classes):
+                torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
             if self._compiled is None:
                 self._settings = _settings()
                 self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
@@ -245,6 +251,8 @@ class Attachment(Front):
 
     def captured(self, program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         """The backend that TorchDynamo calls with what it has captured."""
+        self._classes = classes_of(self.model)
+        self._unguarded = unguarded(self._classes)
         if line := line_of_derivatives(program):
             raise UnsupportedError(f"derivatives are computed inside forward{line}")
         if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
@@ -293,7 +301,8 @@ class Attachment(Front):
         self, model: torch.nn.Module, direct: WatchedCalls, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            result = direct.run(args, kwargs)
+            with modes_again(getattr(self.inside, "modes", None) or []):
+                result = direct.run(args, kwargs)
         except VariantLimitError as error:
             return self._run_unplanned(model, args, kwargs, error, None)
         self.last = direct
@@ -367,6 +376,20 @@ class _Direct(WatchedCalls):
     def planned(self, variant: Variant) -> None:
         """Say so."""
         self.front.tell(variant)
+
+
+def classes_of(model: torch.nn.Module) -> list[type]:
+    """The classes of the model's modules, and those that they inherit from."""
+    return list(dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object))
+
+
+def unguarded(classes: list[type]) -> list[Any]:
+    """What a call may read and TorchDynamo does not guard: methods of classes, the environment."""
+    methods = [v for c in classes for v in c.__dict__.values() if isinstance(v, _METHODS)]
+    return [*methods, *getattr(os.environ, "_data", {}).items()]
+
+
+_METHODS = (FunctionType, property, staticmethod, classmethod)
 
 
 def _backend_of(attachment: weakref.ref[Attachment]) -> Callable[..., Any]:

@@ -246,5 +246,6 @@ def _form(example: Any) -> Hashable:
         example.requires_grad,
         str(example.device),
         str(tuple(example.shape)),
+        str(example.stride()) if own and example.layout == torch.strided else "",
         str(example.layout),
     )

@@ -232,14 +232,22 @@ def undisturbed() -> Iterator[None]:
     Raises ``HookError`` for others' hooks of all modules.
     """
     check_global_hooks()
-    held = [(hooks, dict(hooks)) for hooks in _GLOBAL_HOOKS.values()]
     cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
     try:
-        for hooks, _ in held:
-            hooks.clear()
-        with without_saved_hooks(), _disable_current_modes():
+        with without_global_hooks(), without_saved_hooks(), _disable_current_modes():
             yield
     finally:
         parametrize._cache_enabled = cached
+
+
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Run without hooks of all modules: torch's own, which only say where it is."""
+    held = [(hooks, dict(hooks)) for hooks in _GLOBAL_HOOKS.values() if hooks]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
         for hooks, before in held:
             hooks.update(before)

@@ -52,7 +52,8 @@ class Variant:
     def is_plain(self) -> bool:
         """Whether the plan is the traced program: nothing runs again, in another order, or is compared."""
         order = [op for node in self.plan.graph.s.nodes for op in node.ops]
-        return not self.plan.recomputed and self.program.undo.last < 0 and order == sorted(order)
+        watched = self.program.exceeding or self.program.undo.last >= 0
+        return not self.plan.recomputed and not watched and order == sorted(order)
 
     def look(self) -> Look | None:
         """A close look at the call that begins now, if there is to be one."""

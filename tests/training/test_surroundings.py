@@ -49,10 +49,10 @@ def test_a_rockmate_runs_as_it_is_under_torch_compile(way: Any) -> None:
 def test_models_that_were_compiled_are_refused() -> None:
     with pytest.raises(InputError, match=r"it was compiled.*as it was before torch\.compile"):
         Rockmate(torch.compile(net(), backend="eager"), X, "1 MiB")
-    rk = planned(net())
-    rk.layers[0].compile(backend="eager")
+    model = net()
+    model.layers[0].compile(backend="eager")
     with pytest.raises(InputError, match=r"its submodule 'layers\.0' was compiled"):
-        rk(X)
+        Rockmate(model, X, "1 MiB")
 
 
 @pytest.mark.filterwarnings(r"ignore:`torch.jit.\w+` is deprecated")
@@ -134,8 +134,9 @@ def test_hooks_of_all_modules_are_refused_by_name(kind: str) -> None:
         with pytest.raises(HookError, match=rf"register_module_{kind}_hook"):
             Rockmate(net(), X, "1 MiB")
         seen.clear()
-        rk.eval()(X.clone().requires_grad_()).sum().backward()
-        assert nn.GELU in seen
+        with torch.no_grad():
+            rk.eval()(X)
+        assert (nn.GELU in seen) == ("forward" in kind)
     rk.train().zero_grad()
     assert_trains_as_eager(net(), rk, lambda _, call: step(call, (X,)))
 
