@@ -39,6 +39,7 @@ from rockmate.surroundings import (
     is_transformed,
     keep_draws_of_other_threads,
     leave_plan,
+    libraries_as_eager,
     modes_again,
     modes_suspended,
     put_back_if_it_fails,
@@ -49,6 +50,7 @@ from rockmate.tell import LOG, be_heard, described
 from rockmate.variants import Variant
 from rockmate.watched import WatchedCalls
 from solvers import Frontier
+from solvers.interrupts import Heeded
 
 if TYPE_CHECKING:
     from torch import fx
@@ -234,7 +236,6 @@ class Attachment(Front):
     def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._direct is None:
             import torch._dynamo
-            from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
             if self._compiled is not None and self._unguarded != unguarded(self._classes):
                 torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
@@ -242,10 +243,13 @@ class Attachment(Front):
                 self._settings = _settings()
                 self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
             try:
-                with torch._dynamo.config.patch(self._settings), put_back_if_it_fails():
+                self.inside.ran = False  # whether the capture is over, and what it made runs
+                with Heeded(), torch._dynamo.config.patch(self._settings), libraries_as_eager(), put_back_if_it_fails():
                     return self._compiled(model, args, kwargs)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                reason: Exception = error
+            except Exception as error:
+                if self.inside.ran:
+                    raise
+                reason = error
             return self._run_directly(model, args, kwargs, reason)
         return self._run_traced(model, self._direct, args, kwargs)
 
@@ -267,6 +271,7 @@ class Attachment(Front):
         def call(*arguments: Any) -> Any:
             calls = found()
             assert calls is not None
+            calls.front.inside.ran = True
             modes = getattr(calls.front.inside, "modes", None)
             if not modes:
                 return calls.call(*arguments)

@@ -6,10 +6,12 @@ import collections
 import contextlib
 import copy
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -180,6 +182,24 @@ def modes_again(modes: list[Any]) -> Iterator[None]:
     finally:
         for _ in modes:
             _pop_mode()
+
+
+@contextlib.contextmanager
+def libraries_as_eager() -> Iterator[None]:
+    """transformers takes other ways where it is compiled, with other bits: let it do what it does in eager mode."""
+    function = getattr(sys.modules.get("transformers.utils.import_utils"), "is_torchdynamo_compiling", None)
+    if not isinstance(function, FunctionType):
+        yield
+        return
+    code, function.__code__ = function.__code__, _never.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+
+
+def _never() -> bool:
+    return False
 
 
 @contextlib.contextmanager
