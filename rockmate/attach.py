@@ -33,15 +33,16 @@ from rockmate.observe import end_look
 from rockmate.plan import Plan
 from rockmate.planning import NOTHING_COMPUTED
 from rockmate.surroundings import (
+    as_eager,
     attributes_kept_if_it_fails,
     check_global_hooks,
     is_recorded,
     is_transformed,
     keep_draws_of_other_threads,
     leave_plan,
-    libraries_as_eager,
     modes_again,
     modes_suspended,
+    modules_that_ask,
     put_back_if_it_fails,
     warn_of_saved_hooks,
     without_global_hooks,
@@ -100,6 +101,7 @@ class Attachment(Front):
         self.reason = ""
         self._compiled: Callable[..., Any] | None = None
         self._settings: dict[str, Any] = {}
+        self._asking: list[Any] = []
         self._classes: list[type] = []  # of the model's modules
         self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
         self._entry = _entry()
@@ -240,11 +242,16 @@ class Attachment(Front):
             if self._compiled is not None and self._unguarded != unguarded(self._classes):
                 torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
             if self._compiled is None:
-                self._settings = _settings()
+                self._settings, self._asking = _settings(), modules_that_ask()
                 self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
             try:
                 self.inside.ran = False  # whether the capture is over, and what it made runs
-                with Heeded(), torch._dynamo.config.patch(self._settings), libraries_as_eager(), put_back_if_it_fails():
+                with (
+                    Heeded(),
+                    torch._dynamo.config.patch(self._settings),
+                    as_eager(self._asking),
+                    put_back_if_it_fails(),
+                ):
                     return self._compiled(model, args, kwargs)
             except Exception as error:
                 if self.inside.ran:

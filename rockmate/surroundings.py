@@ -184,18 +184,26 @@ def modes_again(modes: list[Any]) -> Iterator[None]:
             _pop_mode()
 
 
+def modules_that_ask() -> list[Any]:
+    """Models of transformers that compute otherwise, with other bits, where they are compiled."""
+    found = [m for name, m in sys.modules.items() if name.startswith("transformers.models.")]
+    return [m for m in found if isinstance(vars(m).get(_QUESTION), FunctionType)]
+
+
 @contextlib.contextmanager
-def libraries_as_eager() -> Iterator[None]:
-    """transformers takes other ways where it is compiled, with other bits: let it do what it does in eager mode."""
-    function = getattr(sys.modules.get("transformers.utils.import_utils"), "is_torchdynamo_compiling", None)
-    if not isinstance(function, FunctionType):
-        yield
-        return
-    code, function.__code__ = function.__code__, _never.__code__
+def as_eager(asking: list[Any]) -> Iterator[None]:
+    """``asking``, from ``modules_that_ask``, do what they do in eager mode."""
+    originals = [getattr(m, _QUESTION) for m in asking]
+    for m in asking:
+        setattr(m, _QUESTION, _never)
     try:
         yield
     finally:
-        function.__code__ = code
+        for m, original in zip(asking, originals, strict=True):
+            setattr(m, _QUESTION, original)
+
+
+_QUESTION = "is_torchdynamo_compiling"
 
 
 def _never() -> bool:
