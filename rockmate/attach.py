@@ -25,9 +25,9 @@ from rkgb.errors import GraphError, UnsupportedError
 from rkgb.sample import Sample
 from rockmate.artefact import SavedPlan
 from rockmate.budget import parse_budget, show_bytes
-from rockmate.calls import Terms
+from rockmate.calls import Front, Terms
 from rockmate.captured import kinds_of_sources, line_of_derivatives
-from rockmate.captured_calls import CapturedCalls, Front, Planned, identity_of
+from rockmate.captured_calls import CapturedCalls, Planned, identity_of
 from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError, VariantLimitError
 from rockmate.observe import end_look
 from rockmate.plan import Plan
@@ -291,7 +291,7 @@ class Attachment(Front):
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception
     ) -> Any:
         """TorchDynamo cannot capture a call as one graph: trace the model as a whole, and watch its Python."""
-        direct = _Direct(model, self)
+        direct = WatchedCalls(model, self)
         self.reason = _first_line(reason)
         try:
             with attributes_kept_if_it_fails(model):
@@ -372,22 +372,6 @@ class Attachment(Front):
             return name.removeprefix("kwargs.").removeprefix("model.")
 
         return described([name_of(name) for name in names], values, model.training)
-
-
-class _Direct(WatchedCalls):
-    """The calls of a model that is traced as a whole."""
-
-    def __init__(self, model: torch.nn.Module, front: Attachment) -> None:
-        super().__init__(model, front.terms, front.cache)
-        self.front = front
-
-    def described(self, leaves: list[Any]) -> tuple[str, ...]:
-        """By the positions of arguments."""
-        return self.front.described([f"input {k}" for k in range(len(leaves))], leaves)
-
-    def planned(self, variant: Variant) -> None:
-        """Say so."""
-        self.front.tell(variant)
 
 
 def classes_of(model: torch.nn.Module) -> list[type]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ from rockmate.planning import Planner, make_planner
 from rockmate.progress import Progress
 from rockmate.python_state import PythonState, in_key
 from rockmate.surroundings import settings, undisturbed
+from rockmate.tell import LOG, described, planned_line
 from rockmate.variants import PlanCache, Variant, adapted, as_before, make_first, make_variant, reads_more
 from solvers import Frontier
 from solvers.interrupts import Heeded
@@ -66,23 +69,69 @@ class Terms:
         return self.budget
 
 
-class Calls:
-    """Runs calls of ``module`` under plans.
+class Front:
+    """What captured graphs have in common: the plans, and what is said of them.
 
-    This class is for modules that are pure programs of tensors. See ``WatchedCalls`` for modules whose Python reads and
-    changes other things. ``last``: the plan of the last call, or the one that replaced it after its backward.
+    ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: whose plan ran last. ``saved``: a plan
+    that is to be taken.
     """
 
-    def __init__(self, module: torch.nn.Module, terms: Terms, cache: PlanCache) -> None:
-        self.module, self.terms, self.cache = module, terms, cache
+    def __init__(self, name: str, terms: Terms) -> None:
+        self.name, self.terms, self.cache = name, terms, PlanCache()
+        self.last: Calls | None = None
+        self.saved: SavedPlan | None = None
+        self._made = 0
+        self._before: tuple[str, ...] | None = None
+        self.inside = threading.local()  # what is known of the call that this thread is in
+
+    @property
+    def budget(self) -> int:
+        """Bytes that one forward and its backward may allocate. It is set as it is given to ``attach``: shares are of
+        the last call. When it is set, only the solver runs again.
+        """
+        if not isinstance(self.terms.budget, int):
+            raise InputError(
+                "the budget is a share, or what is free, whose bytes are known when a call was planned; a copy plans "
+                "at its first call"
+            )
+        return self.terms.budget
+
+    @property
+    def only_plans(self) -> bool:
+        """Whether this thread plans, and runs nothing."""
+        return False
+
+    def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:
+        """A call in a few words."""
+        return described(names, values, None)
+
+    def tell(self, variant: Variant) -> None:
+        """Say that a plan was made."""
+        self._made += variant.planner.saved is None
+        LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before))
+        self._before = variant.call
+
+
+class Calls(ABC):
+    """Runs calls of ``module`` under plans.
+
+    The module is a pure program of tensors (``CapturedCalls``), or one whose Python reads and changes other things
+    (``WatchedCalls``). ``last``: the plan of the last call, or the one that replaced it after its backward.
+    """
+
+    def __init__(self, module: torch.nn.Module, front: Front) -> None:
+        self.module, self.front, self.terms, self.cache = module, front, front.terms, front.cache
         self.last: Variant | None = None
 
     # ------------------------------------------------- what a subclass knows better
 
+    @abstractmethod
     def kind(self, leaves: list[Any], spec: Any) -> tuple[Hashable, frozenset[str]]:
         """(key, parameters without gradient that need one): calls with equal keys run the same graph."""
-        missing = (k for k, p in self.module.named_parameters() if p.requires_grad and p.grad is None)
-        return call_key(leaves, spec), frozenset(missing)
+
+    def names(self, leaves: list[Any]) -> list[str]:
+        """What arguments are called in what is said of a call."""
+        return [f"input {k}" for k in range(len(leaves))]
 
     def module_ready(self) -> AbstractContextManager[None]:
         """While the module is looked at: it has its parameters and buffers."""
@@ -209,9 +258,9 @@ class Calls:
                 planners = [as_before(planner, self.last, self.module, tensors_of((args, kwargs))), planner]
             state = self.state_of(planner, leaves)
             variant = self._first(list(dict.fromkeys(planners)), state)
-            variant = replace(variant, call=self.described(leaves))
+            variant = replace(variant, call=self.front.described(self.names(leaves), leaves))
             self.cache.add(key, planner.missing, variant)
-        self.planned(variant)
+        self.front.tell(variant)
         return variant
 
     def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
@@ -223,13 +272,6 @@ class Calls:
                 raise
             warnings.warn(f"{error} The plan of least memory runs instead.", BudgetWarning, stacklevel=4)
             return make_variant(planners[-1], error.min_budget, state)
-
-    def described(self, leaves: list[Any]) -> tuple[str, ...]:
-        """A call with these arguments, in a few words for each."""
-        return ()
-
-    def planned(self, variant: Variant) -> None:
-        """A plan was made."""
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""

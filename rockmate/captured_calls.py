@@ -12,60 +12,16 @@ import torch
 from torch import fx
 
 from rkgb.patches import TRACING
-from rockmate.artefact import SavedPlan
 from rockmate.bound import rough_peak
 from rockmate.budget import show_bytes
-from rockmate.calls import Calls, Terms, call_key
+from rockmate.calls import Calls, Front, call_key
 from rockmate.captured import Captured, captured_sources
-from rockmate.errors import BudgetWarning, InputError
+from rockmate.errors import BudgetWarning
 from rockmate.executor import CallState
 from rockmate.numbers import split
 from rockmate.observe import WholeLook
-from rockmate.tell import LOG, described, planned_line
-from rockmate.variants import PlanCache, Variant
-
-
-class Front:
-    """What captured graphs have in common: the plans, and what is said of them.
-
-    ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: whose plan ran last. ``saved``: a plan
-    that is to be taken.
-    """
-
-    def __init__(self, name: str, terms: Terms) -> None:
-        self.name, self.terms, self.cache = name, terms, PlanCache()
-        self.last: Calls | None = None
-        self.saved: SavedPlan | None = None
-        self._made = 0
-        self._before: tuple[str, ...] | None = None
-        self.inside = threading.local()  # what is known of the call that this thread is in
-
-    @property
-    def budget(self) -> int:
-        """Bytes that one forward and its backward may allocate. It is set as it is given to ``attach``: shares are of
-        the last call. When it is set, only the solver runs again.
-        """
-        if not isinstance(self.terms.budget, int):
-            raise InputError(
-                "the budget is a share, or what is free, whose bytes are known when a call was planned; a copy plans "
-                "at its first call"
-            )
-        return self.terms.budget
-
-    @property
-    def only_plans(self) -> bool:
-        """Whether this thread plans, and runs nothing."""
-        return False
-
-    def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:
-        """A call in a few words."""
-        return described(names, values, None)
-
-    def tell(self, variant: Variant) -> None:
-        """Say that a plan was made."""
-        self._made += variant.planner.saved is None
-        LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before))
-        self._before = variant.call
+from rockmate.tell import LOG
+from rockmate.variants import Variant
 
 
 class Planned(Exception):
@@ -89,7 +45,7 @@ class CapturedCalls(Calls):
         self.program, self.identity, self.front = program, identity, front
         self.terms = front.terms
         self.split = split(program)
-        self.static = self.split is None
+        self.tensors = self.split.program if self.split else program  # without computations with numbers
         self.free = False  # whatever the call, the budget does not bind
         self.ready = False
         self.now = threading.local()  # the arguments of the call that this thread is in
@@ -106,18 +62,21 @@ class CapturedCalls(Calls):
         inputs, numbers = self.split.inputs(arguments) if self.split else (arguments, ())
         with TRACING if not self.ready else nullcontext():  # a thread may come while another is here for the first time
             if not self.ready:
-                program = self.split.program if self.split else self.program
-                super().__init__(Captured(program, inputs), self.terms, self.front.cache)
+                super().__init__(Captured(self.tensors, inputs), self.front)
                 self.ready = True
         with self._in_call(inputs):
             given = tuple(inputs[k] for k in self.module.given)
+            fits = False
+            if not self.terms.always:
+                kind, missing = self.kind(list(given), None)
+                fits = self._fits(kind, missing, arguments)
             if self.front.only_plans:
-                if not self._fits(given, arguments):
+                if not fits:
                     self.last = self.variants(given, {}, self.front.saved)[0]
                 self.front.last = self
                 raise Planned
-            if self._fits(given, arguments):
-                return self._run_freely(given, arguments)
+            if fits:
+                return self._run_freely(kind, missing, given, arguments)
             results = self.run(given, {})
             self.front.last = self
             return self.split.joined(results, numbers) if self.split else results
@@ -146,9 +105,7 @@ class CapturedCalls(Calls):
         """As in ``Calls``; where the plan is what the captured program does, that runs as it is."""
         if not variant.is_plain:
             return super().computed(variant, args, kwargs)
-        inputs = self.now.inputs
-        program = self.split.program if self.split else self.program
-        result = program.forward(*inputs)
+        result = self.tensors.forward(*self.now.inputs)
         return result, [t for t in result if isinstance(t, torch.Tensor)], None
 
     def learner(self, variant: Variant, inputs: list[torch.Tensor]) -> Callable[[], None]:
@@ -161,40 +118,36 @@ class CapturedCalls(Calls):
 
         return learn
 
-    def described(self, leaves: list[Any]) -> tuple[str, ...]:
-        """By the names that arguments have in the model's forward."""
-        return self.front.described(self.module.names, leaves)
-
-    def planned(self, variant: Variant) -> None:
-        """Say so."""
-        self.front.tell(variant)
+    def names(self, leaves: list[Any]) -> list[str]:
+        """Those that arguments have in the model's forward."""
+        return self.module.names
 
     # ---------------------------------------------------------------- budgets that do not bind
 
-    def _fits(self, given: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
+    def _known_to_fit(self, kind: Hashable, missing: frozenset[str]) -> bool:
+        return kind in self.spacious and missing <= self.spacious[kind].missing
+
+    def _fits(self, kind: Hashable, missing: frozenset[str], arguments: tuple[Any, ...]) -> bool:
         """Whether the budget is so large that a call need not be planned."""
-        if self.terms.always:
-            return False
-        kind, missing = self.kind(list(given), None)
         if kind in self.binding:
             return False
-        if kind in self.spacious and missing <= self.spacious[kind].missing:
+        if self._known_to_fit(kind, missing):
             return True
         budget = self.terms.bytes_known(_device_of(arguments))
         return budget is not None and rough_peak(self.program, arguments) <= budget
 
-    def _run_freely(self, given: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+    def _run_freely(
+        self, kind: Hashable, missing: frozenset[str], given: tuple[Any, ...], arguments: tuple[Any, ...]
+    ) -> Any:
         """Run the captured program as it is; the first such step is measured."""
-        kind, missing = self.kind(list(given), None)
-        known = kind in self.spacious and missing <= self.spacious[kind].missing
-        if known or not WholeLook.possible():
+        if self._known_to_fit(kind, missing) or not WholeLook.possible():
             return self.program.forward(*arguments)
-        call, budget = self.described(list(given)), self.front.budget
+        call, budget = self.front.described(self.module.names, list(given)), self.front.budget
 
         def measured(peak: int) -> None:
             if peak <= budget:
                 self.spacious[kind] = Spacious(call, missing)
-                self.free = self.static and len(missing) == self.module.trained
+                self.free = self.split is None and len(missing) == self.module.trained
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",
                     self.front.name, ", ".join(call), show_bytes(peak), show_bytes(budget),

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from rockmate.calls import Calls, Terms, call_key
+from rockmate.calls import Calls, Front, call_key
 from rockmate.planning import Planner
 from rockmate.python_state import Place, PythonState, find
 from rockmate.state import check_wrappers, module_key, watched_hooks
-from rockmate.variants import PlanCache, Variant
+from rockmate.variants import Variant
 
 
 class WatchedCalls(Calls):
     """A plan is used for calls for which all that the module's Python can read is as it was at planning."""
 
-    def __init__(self, module: torch.nn.Module, terms: Terms, cache: PlanCache) -> None:
-        super().__init__(module, terms, cache)
+    def __init__(self, module: torch.nn.Module, front: Front) -> None:
+        super().__init__(module, front)
         self._unwatched: set[Place] = set()
 
     def kind(self, leaves: list[Any], spec: Any) -> tuple[Hashable, frozenset[str]]:
