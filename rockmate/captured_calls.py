@@ -134,7 +134,12 @@ class CapturedCalls(Calls):
         if self._known_to_fit(kind, missing):
             return True
         budget = self.terms.bytes_known(_device_of(arguments))
-        return budget is not None and rough_peak(self.program, arguments) <= budget
+        if budget is None:
+            return False
+        fits = rough_peak(self.program, arguments) <= budget
+        if not fits:
+            self.binding.add(kind)  # to look at all sizes takes longer than a small step
+        return fits
 
     def _run_freely(
         self, kind: Hashable, missing: frozenset[str], given: tuple[Any, ...], arguments: tuple[Any, ...]
