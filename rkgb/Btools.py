@@ -75,12 +75,12 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         a, k = unflatten(filled, in_spec)
         before = State(model)
-        with watched() as watch, other_draws(watch) as drawn:
+        with watched() as watch, other_draws(watch, refuse=True) as drawn:
             returned = model(*a, **k)
         if drawn:
             raise UnsupportedError(
                 f"the module draws from {drawn[0]} while it runs; a plan would repeat the sample's draw for ever. "
-                "Draw with torch instead (torch.rand(()) < p), or wrap the submodules that do not draw."
+                "Draw with torch instead (torch.rand(()) < p), or plan only the submodules that do not draw."
             )
         results, out_spec = flatten(returned)
         assigned, sets = before.assigned(), before.sets()
@@ -309,7 +309,7 @@ class _Reader:
             return PRIMITIVES[kind.split("::")[1]], tuple(inputs), ()
         text = node.schema()
         if text == "(no schema)":
-            raise UnsupportedError(f"{kind} at {line} has no place in a graph: wrap the submodules around it instead")
+            raise UnsupportedError(f"{kind} at {line} has no place in a graph: plan the submodules around it instead")
         op, arguments = _signature(text)
         positional = tuple(a for a, (_, by_name) in zip(inputs, arguments, strict=True) if not by_name)
         keyword = tuple((name, a) for a, (name, by_name) in zip(inputs, arguments, strict=True) if by_name)

@@ -91,7 +91,7 @@ def _compare(
     raise MismatchError(
         f"output {k} ({b.names[b.outputs[k]]}) of the traced program differs from the module's {when}, "
         f"{_first_difference(b, model, call)}. The module depends on something that a trace does not show (a "
-        "counter, data that left the tensors): wrap its submodules instead."
+        "counter, data that left the tensors): plan its submodules instead."
     )
 
 

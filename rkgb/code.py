@@ -37,14 +37,19 @@ class Code:
         return self.names == other.names and mine == theirs and cells == others
 
 
+class Draws(Exception):
+    """A number is about to be drawn from Python's generator."""
+
+
 @dataclass
 class Watch:
     """Filled while ``watched`` is in force: functions and their global variables, and whether one of them has drawn
-    from Python's generator of random numbers.
+    from Python's generator of random numbers. ``refuses``: it raises ``Draws`` instead, before it draws.
     """
 
     functions: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
     drawn: bool = False
+    refuses: bool = False
 
     def code(self) -> Code:
         """What ran."""
@@ -97,6 +102,8 @@ def watched() -> Iterator[Watch]:
             functions[frame.f_code] = frame.f_globals
         elif event == "c_call" and getattr(argument, "__self__", None) is generator:
             watch.drawn = watch.drawn or argument.__name__ in _DRAW
+            if watch.drawn and watch.refuses:
+                raise Draws
 
     before: Any = sys.getprofile()
     collects = gc.isenabled()

@@ -110,7 +110,7 @@ def record(
             given = ", ".join(str(v.type()) for v in unknown.inputs())
             raise UnsupportedError(
                 f"torch.jit has no overload of {unknown.kind()} for ({given}), as it is called at {line}. Give "
-                "the arguments in another form (tensors for numbers, say), or wrap the submodules around that line."
+                "the arguments in another form (tensors for numbers, say), or plan the submodules around that line."
             )
         return (*results, *seen.draws, *(t for read in seen.reads for t in read.markers()))
 

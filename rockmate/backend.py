@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rockmate.budget import parse_budget
-from rockmate.calls import Front, Terms
+from rockmate.calls import Front, Terms, is_least
 from rockmate.captured_calls import CapturedCalls, identity_of
 from rockmate.errors import BudgetError, BudgetWarning, InputError
+from rockmate.module import checked_limit
 from rockmate.tell import be_heard, warn_once
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ def rockmate(
         raise InputError(
             f'the backend "rockmate" has no option {unknown[0]!r}: there are {", ".join(sorted(_OPTIONS))}'
         )
-    least = given.pop("on_infeasible", "error") == "least"
-    budget = parse_budget(given.pop("budget"))
-    terms = Terms(budget, **{"time_limit": inf, **given}, least=least)
+    least = is_least(given.pop("on_infeasible", "error"))
+    budget, limit = parse_budget(given.pop("budget")), checked_limit(given.pop("time_limit", None))
+    terms = Terms(budget, time_limit=limit, least=least, **given)
     _look_for_breaks(options)
     be_heard()
     calls = CapturedCalls(program, identity_of(program), Front("a graph", terms))

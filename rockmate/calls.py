@@ -19,6 +19,7 @@ from rkgb.capture import current_mode
 from rkgb.device import kind_of
 from rkgb.graphs import Structure
 from rkgb.guards import GuardFailed
+from rkgb.measure import check_costs
 from rkgb.patches import TRACING
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate.artefact import SavedPlan
@@ -26,7 +27,7 @@ from rockmate.budget import Budget
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
 from rockmate.observe import abandoned
-from rockmate.planning import Planner, make_planner
+from rockmate.planning import Planner, checked_loss, make_planner
 from rockmate.progress import Progress
 from rockmate.python_state import PythonState, in_key
 from rockmate.surroundings import settings, undisturbed
@@ -54,6 +55,13 @@ class Terms:
     least: bool = False
     always: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be used when it is given, not at the first call that is planned."""
+        check_costs(self.costs, InputError)
+        self.loss_memory = checked_loss(self.loss_memory)
+        if not (self.progress is None or isinstance(self.progress, bool)):
+            raise InputError(f"progress={self.progress!r}: give True, False, or None for terminals only")
+
     def settle(self, planner: Planner) -> int:
         """The budget in bytes, the same for all kinds of calls from now on: shares are of the step of ``planner``."""
         if isinstance(self.budget, Budget):
@@ -67,6 +75,13 @@ class Terms:
                 return None
             self.budget = self.budget.size or kind_of(device).free_for_budgets(device)
         return self.budget
+
+
+def is_least(on_infeasible: object) -> bool:
+    """What ``on_infeasible`` asks for: ``Terms.least``."""
+    if on_infeasible not in ("error", "least"):
+        raise InputError(f'on_infeasible={on_infeasible!r}: give "error" or "least"')
+    return on_infeasible == "least"
 
 
 class Front:
@@ -167,7 +182,7 @@ class Calls(ABC):
             raise VariantLimitError(
                 f"{MAX_VARIANTS} plans were made for calls of this kind, and none is for the values that the "
                 "module's Python reads from tensors now, or for the shapes that follow from values (torch.where, "
-                f"x[mask]): {failed[0]}. Wrap the submodules around that line instead, or compute with masks of "
+                f"x[mask]): {failed[0]}. Attach the submodules around that line instead, or compute with masks of "
                 "one shape."
             )
         try:

@@ -22,7 +22,7 @@ from rockmate.facade import Facade, signed_as_original
 from rockmate.plan import Plan
 from rockmate.planning import make_planner
 from rockmate.progress import Progress
-from rockmate.state import check_wrappers
+from rockmate.state import NO_REPLICAS, check_wrappers
 from rockmate.surroundings import (
     undisturbed,
 )
@@ -130,10 +130,7 @@ class Rockmate(Facade):
         return self._front(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> Rockmate:
-        raise InputError(
-            "torch.nn.DataParallel copies modules to every device, and a plan is for one. Use one process for each "
-            "device, and DistributedDataParallel(Rockmate(model, …)) in each."
-        )
+        raise InputError(NO_REPLICAS)
 
     def backward(self) -> None:
         """Nothing: ``loss.backward()`` has done it. Kept for scripts of the first Rockmate, which call it."""
@@ -182,6 +179,11 @@ def checked_limit(time_limit: float | None) -> float:
     return float(time_limit)
 
 
+def first_lazy(model: torch.nn.Module) -> str:
+    """The first parameter or buffer that has no shape yet; empty if there is none."""
+    return next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), "")
+
+
 def checked_module(model: torch.nn.Module) -> None:
     """Raise ``InputError`` for a model that no plan can be made for, before anything runs."""
     if not isinstance(model, torch.nn.Module):
@@ -201,10 +203,9 @@ def checked_call(
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(): plan outside of it")
     check_wrappers(model)
-    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
-    if lazy:
+    if lazy := first_lazy(model):
         raise InputError(
-            f"{lazy[0]} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
+            f"{lazy} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
             "the optimizer needs it too"
         )
     if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
