@@ -84,7 +84,7 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             )
         results, out_spec = flatten(returned)
         assigned, sets = before.assigned(), before.sets()
-        notes[:] = [f"forward sets the attribute {name}; under a plan it is left as it is" for name in sets]
+        notes[:] = [left_as_it_is(name) for name in sets]
         structure.append(Structure(out_spec, _constants(results), tuple(assigned), code=watch.code(), sets=sets))
         return [*(leaf for leaf in results if isinstance(leaf, torch.Tensor)), *assigned.values()]
 
@@ -141,6 +141,11 @@ class State:
         if now is before:
             return _changeable(now) and contents(now) != self.contents[id(now)]
         return not _plainly_equal(now, before)
+
+
+def left_as_it_is(name: str) -> str:
+    """A note for the plan."""
+    return f"forward sets the attribute {name}; under a plan it is left as it is"
 
 
 def changed_again(model: torch.nn.Module, sets: Mapping[str, Any]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.Btools import State, changed_again
+from rkgb.Btools import State, changed_again, left_as_it_is
 from rkgb.capture import attributes_preserved, drop_saved, preserved
 from rkgb.Dtools import Probed, probe
 from rkgb.errors import MismatchError
@@ -23,6 +23,8 @@ from rkgb.patches import traceable
 from rkgb.program import run_node, same, source_values
 from rkgb.trees import flatten, tensors_of, unflatten
 from rkgb.written import put_back
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[torch.Tensor]) -> D_graph:
@@ -36,7 +38,9 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
     other = _shifted(call)
     theirs = _outputs_if_any(b, model, other)
     stale = changed_again(model, b.structure.sets)
-    b = dataclasses.replace(b, structure=dataclasses.replace(b.structure, sets={}, stale=stale))
+    sets = {k: v for k, v in b.structure.sets.items() if type(v) in _PLAIN and k not in stale}
+    notes = tuple(note for note in b.notes if note not in map(left_as_it_is, sets))
+    b = dataclasses.replace(b, structure=dataclasses.replace(b.structure, sets=sets, stale=stale), notes=notes)
     if theirs is not None:
         try:
             probed = probe(b, model, tensors_of(other))

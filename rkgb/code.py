@@ -68,10 +68,11 @@ class Watch:
             scopes.setdefault(id(variables), (variables, set()))[1].update(read)
             if set(code.co_freevars) - {"__class__"}:
                 closures.add(code)
+        cells = [*_cells(closures)]  # no tuple: one that grows must not be among the objects that are looked at
         return Code(
             frozenset(names),
             tuple((variables, frozenset(read)) for variables, read in scopes.values()),
-            tuple(_cells(closures)) if closures else (),
+            tuple(cells),
         )
 
 
@@ -82,7 +83,7 @@ def is_installed(path: str) -> bool:
 
 def _cells(closures: set[CodeType]) -> Iterator[tuple[str, str, CellType]]:
     """The variables that functions with this code have from around them. A frame does not tell its function."""
-    for function in gc.get_objects():
+    for function in gc.get_objects() if closures else ():
         if type(function) is FunctionType and function.__code__ in closures:
             free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             yield from ((function.__qualname__, k, cell) for k, cell in free if k != "__class__")

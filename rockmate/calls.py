@@ -241,13 +241,16 @@ class Calls(ABC):
             self.last = new
 
     def _returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
-        """What forward returns, from the program's outputs; buffers that it assigns are assigned."""
+        """What forward returns, from the program's outputs; buffers and attributes that it assigns are assigned."""
         results = iter(outputs)
         constants = dict(structure.output_constants)
         leaves = [constants[k] if k in constants else next(results) for k in range(structure.outputs.num_leaves)]
         for name, tensor in zip(structure.assigned, results, strict=True):
             module, _, key = name.rpartition(".")
             self.module.get_submodule(module)._buffers[key] = tensor
+        for name, value in structure.sets.items():
+            module, _, key = name.rpartition(".")
+            vars(self.module.get_submodule(module))[key] = value
         return unflatten(leaves, structure.outputs)
 
     # ------------------------------------------------------------------- plans

@@ -157,3 +157,74 @@ def test_draws_are_undone_beside_other_threads() -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_attributes_that_branches_set() -> None:
+    """Such a model is traced as a whole, and each branch has a plan."""
+
+    class Shrinks(Net):
+        turns = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y, self.turns = self.body(x), 0
+            while y.norm() > 40 and self.turns < 9:
+                y, self.turns = y * 0.9, self.turns + 1
+            return self.head(y)
+
+    results: list[list[Any]] = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = Shrinks()
+        handle = attach(model, "70%", costs="flops") if attached else None
+        found: list[Any] = []
+        for k, scale in enumerate((1.0, 2.0, 1.0, 1.0, 2.0, 0.5)):
+            model(scale * randn(64, 32, seed=k % 2)).square().mean().backward()
+            found.append(model.turns)
+        results.append([*found, *snapshot(model)])
+    assert_same(results[1], results[0])
+    assert len({*results[0][:6]}) > 1
+    assert handle is not None and handle.reason
+
+
+def hooked(y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda g: 0.5 * g)
+    return y
+
+
+def caught(y: torch.Tensor) -> torch.Tensor:
+    try:
+        return y.view(7, -1)
+    except RuntimeError:
+        return y
+
+
+@pytest.mark.parametrize("way", [hooked, caught])
+def test_what_has_no_plan_runs_as_it_is_where_least_is_asked_for(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Model(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return way(super().body(x))
+
+    results = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        if attached:
+            attach(model, "70%", costs="flops", on_infeasible="least")
+        torch.manual_seed(5)
+        with (
+            pytest.warns(BudgetWarning, match="from now on, with no budget") if attached else warnings.catch_warnings()
+        ):
+            for k in range(3):
+                model(randn(64, 32, seed=k)).square().mean().backward()
+        results.append([*snapshot(model)])
+    assert_same(results[1], results[0])
+
+
+def test_an_error_of_the_model_is_its_own() -> None:
+    model = Net()
+    attach(model, "70%", costs="flops")
+    with torch.inference_mode():
+        x = torch.ones(64, 32)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        model(x)
+    model(torch.ones(64, 32)).sum().backward()
