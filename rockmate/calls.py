@@ -20,6 +20,7 @@ from rkgb.device import kind_of
 from rkgb.graphs import Structure
 from rkgb.guards import GuardFailed
 from rkgb.patches import TRACING
+from rkgb.program import source_values
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate.artefact import SavedPlan
 from rockmate.budget import Budget
@@ -137,6 +138,10 @@ class Calls(ABC):
         """While the module is looked at: it has its parameters and buffers."""
         return nullcontext()
 
+    def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The tensors that the program starts from, for a call with ``inputs``."""
+        return source_values(variant.program.s.d.sources, self.module, inputs)
+
     def fitting(self, found: list[Variant], leaves: list[Any]) -> list[Variant]:
         """Those of the plans for one kind of call that Python outside of tensors allows."""
         return found
@@ -196,8 +201,7 @@ class Calls(ABC):
         self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[torch.Tensor], CallState | None]:
         """What the module returns; the outputs of the program; what the plan keeps of the call."""
-        with self.module_ready():
-            state = CallState(variant.program, self.module, tensors_of((args, kwargs)))
+        state = CallState(variant.program, self.sources(variant, tensors_of((args, kwargs))))
         outputs = state.forward()
         return self._returned(variant.structure, outputs), outputs, state
 

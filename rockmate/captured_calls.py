@@ -95,6 +95,10 @@ class CapturedCalls(Calls):
         with self.module.holding(self.now.inputs):
             yield
 
+    def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """As in ``Calls``; nothing is looked up in modules."""
+        return self.module.values_of(variant.program.s.d.sources, inputs, self.now.inputs)
+
     def kind(self, leaves: list[Any], spec: Any) -> tuple[Hashable, frozenset[str]]:
         """As in ``Calls``; a plan is for one graph."""
         return (id(self), call_key(leaves, spec)), self.module.missing_among(self.now.inputs)
