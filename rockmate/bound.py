@@ -57,6 +57,6 @@ def _bytes(t: torch.Tensor, numbers: dict[Any, int]) -> int | None:
     count: Any = t.numel()
     if isinstance(count, torch.SymInt):
         count = count.node.expr.xreplace(numbers)
-        if count.free_symbols:
+        if getattr(count, "free_symbols", ()):  # a bare symbol has become a plain number
             return None
     return int(count) * t.dtype.itemsize

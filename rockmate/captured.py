@@ -14,7 +14,6 @@ from torch import fx
 
 from rkgb.graphs import Source
 from rkgb.lines import line_of_trace, told
-from rkgb.patches import is_traced
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
@@ -111,7 +110,8 @@ class Captured(torch.nn.Module):
         for k, value in zip(self.given, given, strict=True):
             arguments[k] = value
         program = self.__dict__["program"]
-        return _Located(program).run(*arguments) if is_traced() else program.forward(*arguments)
+        recorded = torch._C._get_tracing_state() is not None
+        return _Located(program).run(*arguments) if recorded else program.forward(*arguments)
 
 
 class _Located(fx.Interpreter):
@@ -254,7 +254,8 @@ class _Checkpointed(torch.nn.Module):
         self.body = body
 
     def forward(self, *arguments: Any) -> Any:
-        return _Located(self.body).run(*arguments) if is_traced() else self.body(*arguments)
+        recorded = torch._C._get_tracing_state() is not None
+        return _Located(self.body).run(*arguments) if recorded else self.body(*arguments)
 
 
 class _Function(torch.nn.Module):
