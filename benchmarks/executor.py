@@ -122,6 +122,7 @@ def launch(layers: int, repeat: int) -> Launch:
     keeping = rk._last
     everything = scheduled(keeping, all_baselines(rk.plan.problem)["recompute all"])
     calls = operations_again(everything.program, model, ids)
+    sources = everything.program.s.d.sources
 
     def ours(variant: Variant) -> torch.Tensor:
         use(rk, variant)
@@ -133,7 +134,9 @@ def launch(layers: int, repeat: int) -> Launch:
         "checkpoint on every block": lambda: checkpointed(ids),
         "ours, all kept": lambda: ours(keeping),
         "ours, all run again": lambda: ours(everything),
-        "the same, executor alone": lambda: CallState(everything.program, model, [ids]).forward()[0],
+        "the same, executor alone": lambda: CallState(
+            everything.program, source_values(sources, model, [ids])
+        ).forward()[0],
         "attached, budget does not bind": lambda: spacious(ids),
         "attached, planned, nothing runs again": lambda: kept(ids),
     }

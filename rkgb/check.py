@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.guards import GuardFailed
 from rkgb.patches import traceable
 from rkgb.program import run_node, same, source_values
+from rkgb.ran import Ran
 from rkgb.trees import flatten, tensors_of, unflatten
 from rkgb.written import put_back
 
@@ -36,7 +37,7 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
     the module gives the same bits in every run.
     """
     other = _shifted(call)
-    theirs = _outputs_if_any(b, model, other)
+    theirs, ran = _outputs_if_any(b, model, other)
     stale = changed_again(model, b.structure.sets)
     sets = {k: v for k, v in b.structure.sets.items() if type(v) in _PLAIN and k not in stale}
     notes = tuple(note for note in b.notes if note not in map(left_as_it_is, sets))
@@ -50,23 +51,46 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
             notes = _compare(b, model, other, probed, theirs, "when the values of the sample are others")
             values = probed.graph.values
             if not probed.numbers_read and all(values[v].shape == x for v, x in b.shapes.items() if v in values):
-                return _noted(probed.graph, notes)
+                return _noted(probed.graph, notes, ran)
     del other, theirs
     probed = probe(b, model, tensors_of(call))
-    return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"))
+    return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"), ran)
 
 
-def _noted(d: D_graph, notes: tuple[str, ...]) -> D_graph:
-    return dataclasses.replace(d, notes=(*d.notes, *notes))
+def same_as_module(
+    b: B_graph, model: torch.nn.Module, call: Any, probed: Probed, ours: Ran, before: Mapping[str, int]
+) -> bool:
+    """Whether ``probed``, a run of ``b`` on ``call`` that ran ``ours``, did what the module does.
+
+    It gives the same outputs; the module runs the operators that it ran ``before``, when it was traced; and numbers
+    that may have no effect on these values are the same.
+    """
+    theirs, ran = _outputs_if_any(b, model, call)
+    if theirs is None or not before or ran.operators != before or not ours.numbers <= ran.numbers:
+        return False
+    try:
+        _compare(b, model, call, probed, theirs, "")
+    except MismatchError:
+        return False
+    return True
 
 
-def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Any) -> list[torch.Tensor] | None:
-    """What the module returns, or None where it cannot be called so."""
-    with preserved(model, tensors_of(call), b.structure.written), put_back(model), torch.enable_grad(), drop_saved():
-        try:
-            return _module_outputs(model, call)
-        except Exception:  # noqa: BLE001 - the module may refuse the values; no plan is wrong by that
-            return None
+def _noted(d: D_graph, notes: tuple[str, ...], ran: Ran) -> D_graph:
+    return dataclasses.replace(d, notes=(*d.notes, *notes), ran=ran.operators)
+
+
+def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Any) -> tuple[list[torch.Tensor] | None, Ran]:
+    """What the module returns, or None where it cannot be called so; what it ran."""
+    outputs = None
+    with (
+        preserved(model, tensors_of(call), b.structure.written),
+        put_back(model) as ran,
+        torch.enable_grad(),
+        drop_saved(),
+        contextlib.suppress(Exception),  # the module may refuse the values; no plan is wrong by that
+    ):
+        outputs = _module_outputs(model, call)
+    return outputs, ran
 
 
 def _compare(
@@ -104,7 +128,7 @@ def _repeats_itself(b: B_graph, model: torch.nn.Module, call: Any) -> bool:
     found = []
     for _ in range(2):
         with attributes_preserved(model):
-            found.append(_outputs_if_any(b, model, call))
+            found.append(_outputs_if_any(b, model, call)[0])
     first, second = found
     return first is None or second is None or all(map(same, first, second))
 

@@ -205,6 +205,7 @@ class D_graph(Drawn):
 
     Invariants: those of B; every node makes an output, a value that a later node reads, changes a
     buffer, draws random numbers or is a guard; every tensor value has its ``Value``, every node its ``Facts``.
+    ``ran``: how often the module itself called each operator below autograd; empty if that is not known.
     """
 
     names: tuple[str, ...]
@@ -216,6 +217,7 @@ class D_graph(Drawn):
     storages: tuple[Storage, ...]
     facts: tuple[Facts, ...]
     notes: tuple[str, ...] = ()
+    ran: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @cached_property
     def first_value(self) -> dict[int, int]:

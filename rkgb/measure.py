@@ -73,14 +73,17 @@ class Known:
     """Costs that were measured, by what decides them: the node, its gradients, how they lie, what is held.
 
     ``given``: sources that had a ``.grad`` when the first of them was measured, and count as having one ever after.
-    ``stand_ins``: whether results of equal nodes may stand for each other.
+    ``stand_ins``: whether results of equal nodes may stand for each other. ``of``: costs of all nodes of the graph, for
+    each usage that was asked for. ``like``: costs that need no measuring, as they are those of a graph of other sizes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, like: Callable[[Usage], list[Cost] | None] = lambda _: None) -> None:
         self.given: frozenset[int] | None = None
         self.stand_ins = True
         self.costs: dict[tuple[Hashable, ...], Cost] = {}
         self.outgoing: dict[Hashable, Outgoing] = {}
+        self.of: dict[Usage, list[Cost]] = {}
+        self.like = like
 
     def times(self, key: tuple[Hashable, ...]) -> tuple[int, int] | None:
         """Forward and backward time of the node of ``key``, if it was measured with gradients that lie otherwise."""
@@ -112,6 +115,21 @@ def measure_nodes(
     """
     usage = usage or supposed(s.d)
     known = Known() if known is None else known
+    if usage not in known.of:
+        known.of[usage] = known.like(usage) or _measured(s, model, inputs, costs, usage, known, repeat, report)
+    return known.of[usage]
+
+
+def _measured(
+    s: S_graph,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    costs: str,
+    usage: Usage,
+    known: Known,
+    repeat: int,
+    report: Callable[[float], None],
+) -> list[Cost]:
     fed = differentiated(s, usage.root_values(s.d))
     number: dict[Hashable, int] = {}
     same: list[Hashable] = [number.setdefault(nodes_key(s.d, [node]), len(number)) for node in s.nodes]

@@ -113,12 +113,14 @@ def make_all_graphs(
     *,
     costs: str = "measured",
     report: Callable[[str, float], None] = lambda phase, part: None,
+    known_of: Callable[[S_graph], Known] = lambda _: Known(),
 ) -> Graphs:
     """Trace ``model`` on ``sample`` and build all graphs.
 
     ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
     ``costs``: "measured", or "flops" for times from a model of the operations, the same on every run.
     ``report`` is told the phase as it starts, and now and then which part of it is done (0 to 1).
+    ``known_of``: what is known of the costs of a graph.
     Raises ``TraceError`` if the module cannot be traced.
     """
     check_costs(costs)
@@ -126,6 +128,6 @@ def make_all_graphs(
         b, d, s = make_S(model, sample, sample_kwargs, report)
         report("measure", 0.0)
         inputs = tensors_of(call_of(sample, sample_kwargs))
-        known = Known()
+        known = known_of(s)
         k = make_K(s, model, inputs, costs, supposed(d), known, report=partial(report, "measure"))
     return Graphs(b, d, s, tuple(classes(s)), k, known)

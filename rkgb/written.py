@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkgb.ran import Ran
 
 _Copies = list[tuple[torch.Tensor, int, torch.Tensor]]  # tensor, its version, a copy
 
@@ -75,7 +76,7 @@ class Written:
         return id(t) in self._changed
 
 
-class _Keeping(TorchDispatchMode):
+class _Keeping(Ran):
     """Copies each of ``own`` before the first operation that writes to it."""
 
     def __init__(self, own: Iterable[torch.Tensor]) -> None:
@@ -85,11 +86,6 @@ class _Keeping(TorchDispatchMode):
             self.own.setdefault(_address(t), []).append(t)
         self.copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No compiler looks into a plan's making; to say so to torch would import its compiler, which takes seconds."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
@@ -98,14 +94,14 @@ class _Keeping(TorchDispatchMode):
             for own in (own for t in _strided(written) for own in self.own.get(_address(t), ())):
                 if id(own) not in self.copies:
                     self.copies[id(own)] = (own, own._version, own.detach().clone())
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextlib.contextmanager
-def put_back(model: torch.nn.Module) -> Iterator[None]:
+def put_back(model: torch.nn.Module) -> Iterator[Ran]:
     """Afterwards parameters, and tensors that modules hold as plain attributes, are what they were.
 
-    Takes the memory of what is written, not of all.
+    What runs meanwhile is noted. Takes the memory of what is written, not of all.
     """
     held = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
     own = [t for t in (*model.parameters(), *held) if t.layout == torch.strided]
@@ -113,7 +109,7 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
     keeping = _Keeping(own)
     try:
         with keeping:
-            yield
+            yield keeping
     finally:
         with torch.no_grad():
             for t, before in data:

@@ -194,6 +194,7 @@ class Attachment(Front):
             torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
         self._graphs.clear()
         self.cache.clear()
+        self.families.clear()
         self._direct = self._compiled = self.last = None
 
     def __reduce__(self) -> Any:

@@ -17,22 +17,34 @@ import torch
 
 from rkgb.capture import current_mode
 from rkgb.device import kind_of
-from rkgb.graphs import Structure
+from rkgb.graphs import S_graph, Structure
 from rkgb.guards import GuardFailed
-from rkgb.measure import check_costs
+from rkgb.measure import Known, check_costs
 from rkgb.patches import TRACING
+from rkgb.program import source_values
+from rkgb.resize import Point, resized, sizes_of
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate.artefact import SavedPlan
 from rockmate.budget import Budget
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.executor import CallState
+from rockmate.families import Families, Family
 from rockmate.observe import abandoned
-from rockmate.planning import Planner, checked_loss, make_planner
-from rockmate.progress import Progress
+from rockmate.planning import CARRIED, Planner, checked_loss, make_planner
+from rockmate.progress import Progress, Report
 from rockmate.python_state import PythonState, in_key
 from rockmate.surroundings import settings, undisturbed
 from rockmate.tell import LOG, described, planned_line
-from rockmate.variants import PlanCache, Variant, adapted, as_before, make_first, make_variant, reads_more
+from rockmate.variants import (
+    PlanCache,
+    Variant,
+    adapted,
+    as_before,
+    carried_variant,
+    make_first,
+    make_variant,
+    reads_more,
+)
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -92,7 +104,7 @@ class Front:
     """
 
     def __init__(self, name: str, terms: Terms) -> None:
-        self.name, self.terms, self.cache = name, terms, PlanCache()
+        self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
         self.last: Calls | None = None
         self.saved: SavedPlan | None = None
         self._made = 0
@@ -122,6 +134,9 @@ class Front:
 
     def tell(self, variant: Variant) -> None:
         """Say that a plan was made."""
+        if variant.planner.scaled and (variant.plan.solver == CARRIED or not variant.plan.recomputed):
+            LOG.debug("%s: the plan is carried over to %s", self.name, ", ".join(variant.call))
+            return
         self._made += variant.planner.saved is None
         LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before))
         self._before = variant.call
@@ -141,8 +156,8 @@ class Calls(ABC):
     # ------------------------------------------------- what a subclass knows better
 
     @abstractmethod
-    def kind(self, leaves: list[Any], spec: Any) -> tuple[Hashable, frozenset[str]]:
-        """(key, parameters without gradient that need one): calls with equal keys run the same graph."""
+    def kind(self, leaves: list[Any], spec: Any, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
+        """(key, parameters without gradient that need one): see ``call_key``."""
 
     def names(self, leaves: list[Any]) -> list[str]:
         """What arguments are called in what is said of a call."""
@@ -151,6 +166,10 @@ class Calls(ABC):
     def module_ready(self) -> AbstractContextManager[None]:
         """While the module is looked at: it has its parameters and buffers."""
         return nullcontext()
+
+    def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The tensors that the program starts from, for a call with ``inputs``."""
+        return source_values(variant.program.s.d.sources, self.module, inputs)
 
     def fitting(self, found: list[Variant], leaves: list[Any]) -> list[Variant]:
         """Those of the plans for one kind of call that Python outside of tensors allows."""
@@ -211,8 +230,7 @@ class Calls(ABC):
         self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[torch.Tensor], CallState | None]:
         """What the module returns; the outputs of the program; what the plan keeps of the call."""
-        with self.module_ready():
-            state = CallState(variant.program, self.module, tensors_of((args, kwargs)))
+        state = CallState(variant.program, self.sources(variant, tensors_of((args, kwargs))))
         outputs = state.forward()
         return self._returned(variant.structure, outputs), outputs, state
 
@@ -265,21 +283,92 @@ class Calls(ABC):
             return found or [self._make_variant(args, kwargs, saved)]
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
-        terms = self.terms
-        with TRACING, Heeded(), Progress(terms.progress) as report:
+        with TRACING, Heeded(), Progress(self.terms.progress) as report:
             leaves, spec = flatten((args, kwargs))
-            key = self.kind(leaves, spec)[0]
-            with self.planning(leaves), self.module_ready():
-                planner = make_planner(
-                    self.module, args, kwargs, terms.costs, terms.loss_memory, report, saved, terms.time_limit
-                )
-                planners = [as_before(planner, self.last, self.module, tensors_of((args, kwargs))), planner]
-            state = self.state_of(planner, leaves)
-            variant = self._first(list(dict.fromkeys(planners)), state)
+            key, kind = (self.kind(leaves, spec, sized)[0] for sized in (True, False))
+            variant = None
+            if saved is None:
+                variant = self._at_other_sizes(args, kwargs, leaves, kind, report)
+            if variant is None:
+                variant = self._traced(args, kwargs, leaves, kind, report, saved)
             variant = replace(variant, call=self.front.described(self.names(leaves), leaves))
-            self.cache.add(key, planner.missing, variant)
+            self.cache.add(key, variant.planner.missing, variant)
         self.front.tell(variant)
         return variant
+
+    def _traced(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        kind: Hashable,
+        report: Report,
+        saved: SavedPlan | None,
+    ) -> Variant:
+        """Trace the call and plan for it. Costs are measured if the graph is new."""
+        terms, families, inputs = self.terms, self.front.families, tensors_of((args, kwargs))
+
+        def known_of(s: S_graph) -> Known:
+            family = families.of(s)
+            return Known() if family is None else family.known_of(s)
+
+        with self.planning(leaves), self.module_ready():
+            planner = make_planner(
+                self.module, args, kwargs, terms.costs, terms.loss_memory, report, saved, terms.time_limit, known_of
+            )
+            s, point = planner.graphs.S, Point(sizes_of(inputs), planner.graphs.S)
+            family = families.of(s)
+            like = None if family is None else self._latest(family)
+            if like is not None:
+                planner = like.planner.at_other_sizes(s, planner.graphs.known, self.module, inputs)
+            planners = [as_before(planner, self.last, self.module, inputs), planner]
+        state = self.state_of(planner, leaves)
+        if like is not None:
+            variant = self._carried(planner, replace(like, state=state))
+        else:
+            variant = self._first(list(dict.fromkeys(planners)), state)
+        if family is None:
+            family = families.new(planner, point)
+        else:
+            family.add(point)
+        family.kinds.add(kind)
+        family.learn(variant.planner, variant.plan)
+        return replace(variant, family=family)
+
+    def _at_other_sizes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], kind: Hashable, report: Report
+    ) -> Variant | None:
+        """The plan for a call that runs a known graph at sizes that did not come before, without a trace; None if that
+        graph does not compute what the module computes there.
+        """
+        inputs = tensors_of((args, kwargs))
+        for family in self.front.families.running(kind):
+            like = self._latest(family)
+            if like is None or not self.fitting([like], leaves):
+                continue
+            report("resize", 0.0)
+            with self.planning(leaves), self.module_ready():
+                s = resized(family.points, family.skeleton, self.module, (args, kwargs))
+                if s is None:
+                    continue
+                like.planner.report = report
+                planner = like.planner.at_other_sizes(s, family.known_of(s), self.module, inputs)
+            return self._carried(planner, replace(like, state=self.state_of(planner, leaves)))
+        return None
+
+    def _latest(self, family: Family) -> Variant | None:
+        """The plan of this graph that was used last."""
+        return next((v for v in self.cache.variants() if v.family is family), None)
+
+    def _carried(self, planner: Planner, like: Variant) -> Variant:
+        """See ``carried_variant``; if no plan fits, and the terms say so, the plan of least memory."""
+        try:
+            return carried_variant(planner, self.terms.settle(planner), like)
+        except InfeasibleBudgetError as error:
+            if not self.terms.least:
+                raise
+            warnings.warn(f"{error} The plan of least memory runs instead.", BudgetWarning, stacklevel=4)
+            return carried_variant(planner, error.min_budget, like)
 
     def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory."""
@@ -324,14 +413,21 @@ def _value(x: Any) -> tuple[Hashable, ...]:
     return (x.dtype.str, x.shape, x.tobytes()) if isinstance(x, (np.ndarray, np.generic)) else (x,)
 
 
-def call_key(leaves: list[Any], spec: Any) -> Hashable:
-    """Calls of a pure program with equal keys run the same graph."""
-    described = tuple(
-        (tuple(x.shape), x.stride() if x.layout == torch.strided else x.layout, x.dtype, x.device, x.requires_grad)
-        if isinstance(x, torch.Tensor)
-        else (type(x), *_value(x))
-        for x in leaves
-    )
+def _described(x: Any, sized: bool) -> tuple[Hashable, ...]:
+    if type(x) is int and not sized:
+        return (int,)
+    if not isinstance(x, torch.Tensor):
+        return (type(x), *_value(x))
+    if x.layout != torch.strided:
+        lies: Hashable = x.layout
+    else:
+        lies = x.stride() if sized else x.is_contiguous()
+    return tuple(x.shape) if sized else x.dim(), lies, x.dtype, x.device, x.requires_grad
+
+
+def call_key(leaves: list[Any], spec: Any, sized: bool = True) -> Hashable:
+    """Calls of a pure program with equal keys run the same graph; if not ``sized``, perhaps at other sizes."""
+    described = tuple(_described(x, sized) for x in leaves)
     mode = current_mode()
     cached = bool(mode.autocast) and torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
     return spec, described, mode, cached, settings()

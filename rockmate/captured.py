@@ -6,14 +6,14 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from rkgb.graphs import Source
 from rkgb.lines import line_of_trace, told
-from rkgb.patches import is_traced
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
@@ -35,6 +35,7 @@ class Captured(torch.nn.Module):
         self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
         self.names: list[str] = []  # of these, as the user would write them
         self._own: list[tuple[dict[str, Any], str, int]] = []
+        self._at: dict[str, int] = {}  # parameters and buffers by name: positions among the inputs
         self._trained: list[tuple[str, int]] = []  # which need gradients, TorchDynamo guards
         self._lock, self._holders = threading.Lock(), 0
         for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
@@ -56,6 +57,7 @@ class Captured(torch.nn.Module):
             else:
                 holder.register_buffer(name, value)
             self._own.append((holder._parameters if kind == "parameter" else holder._buffers, name, k))
+            self._at[".".join([*above, name])] = k
             if kind == "parameter" and value.requires_grad:
                 self._trained.append((".".join([*above, name]), k))
         self._let_go()
@@ -74,6 +76,18 @@ class Captured(torch.nn.Module):
                 self._holders -= 1
                 if not self._holders:
                     self._let_go()
+
+    def values_of(
+        self, sources: Mapping[int, Source], given: list[torch.Tensor], inputs: Sequence[Any]
+    ) -> dict[int, torch.Tensor]:
+        """The tensors that ``sources`` stand for in a call; ``given``: tensors among the arguments of ``forward``."""
+        found: dict[int, torch.Tensor] = {}
+        for v, source in sources.items():
+            if source.kind == "input":
+                found[v] = given[source.key]
+            else:
+                found[v] = source.key if source.kind == "constant" else inputs[self._at[source.key]]
+        return found
 
     def missing_among(self, inputs: Sequence[Any]) -> frozenset[str]:
         """Parameters among ``inputs`` that have no gradient but need one."""
@@ -96,7 +110,8 @@ class Captured(torch.nn.Module):
         for k, value in zip(self.given, given, strict=True):
             arguments[k] = value
         program = self.__dict__["program"]
-        return _Located(program).run(*arguments) if is_traced() else program.forward(*arguments)
+        recorded = torch._C._get_tracing_state() is not None
+        return _Located(program).run(*arguments) if recorded else program.forward(*arguments)
 
 
 class _Located(fx.Interpreter):
@@ -239,7 +254,8 @@ class _Checkpointed(torch.nn.Module):
         self.body = body
 
     def forward(self, *arguments: Any) -> Any:
-        return _Located(self.body).run(*arguments) if is_traced() else self.body(*arguments)
+        recorded = torch._C._get_tracing_state() is not None
+        return _Located(self.body).run(*arguments) if recorded else self.body(*arguments)
 
 
 class _Function(torch.nn.Module):

@@ -111,8 +111,15 @@ class CapturedCalls(Calls):
         with self.module.holding(self.now.inputs):
             yield
 
-    def kind(self, leaves: list[Any], spec: Any) -> tuple[Hashable, frozenset[str]]:
-        """As in ``Calls``; a plan is for one graph."""
+    def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """As in ``Calls``; nothing is looked up in modules."""
+        return self.module.values_of(variant.program.s.d.sources, inputs, self.now.inputs)
+
+    def kind(self, leaves: list[Any], spec: Any, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
+        """As in ``Calls``; a plan is for one graph. Without sizes, numbers that a graph is given do not count."""
+        if not sized:
+            leaves = [x for x in leaves if isinstance(x, torch.Tensor)]
+            return call_key(leaves, None, sized), self.module.missing_among(self.now.inputs)
         return (id(self), call_key(leaves, spec)), self.module.missing_among(self.now.inputs)
 
     def computed(

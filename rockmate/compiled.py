@@ -13,7 +13,7 @@ from rkgb.guards import Guard, GuardFailed
 from rkgb.Ktools import K_graph
 from rkgb.randomness import Drawn, drawn_by
 from rkgb.Stools import STATISTICS
-from rockmate.functions import Function, Op, functions_of, op_of
+from rockmate.functions import Function, Op, functions_of, needs_no_recording, op_of
 from rockmate.slots import Place
 from rockmate.undo import Undo, undo_of
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule
@@ -28,12 +28,13 @@ class NodeCode:
     node's own, of data that are tracked (see ``Program``); ``keeps``: those, and results in memory of another node, of
     data that stay when the forward phase ends; ``known``: values in whose memory what autograd saves may lie, and their
     data, -1 for a source's; ``elsewhere``: the place of what lies in no such memory; ``aliases``: results in memory of
-    a source; ``inner``: results that no other node reads; ``gone``: values that nothing reads any more when it is done,
-    in the forward phase.
+    a source; ``inner``: results that no other node reads; ``gone``: other values that nothing reads any more when it is
+    done, in the forward phase.
     ``again``, ``remakes``, ``remade``: what a second run runs, and the
     data and values that it makes, tracked or not (outside the schedule any node may run), with the views that other
     nodes take of its results; but outputs that the caller holds stay the first run's. ``private``: the data of what
-    only its backward reads, or None; ``hides``: whether autograd would keep such, tracked or not. ``native``: all that
+    only its backward reads, or None; ``hides``: whether autograd would keep such, tracked or not; ``recorded``: whether
+    it records second runs. ``native``: all that
     its backward reads stays from the forward on, so autograd
     keeps it itself. ``dead``: it has no backward, though autograd would keep something for one, as its results are
     detached (a node of outputs that merely get no gradient is not dead: a backward may come after all).
@@ -56,6 +57,7 @@ class NodeCode:
     private: int | None
     elsewhere: Place
     hides: bool
+    recorded: bool
     native: bool
     dead: bool
     statistics: tuple[int, ...]
@@ -108,14 +110,19 @@ class Program:
         return self.kept.intersection(datum for n in self.nodes for _, datum in n.keeps)
 
     @cached_property
-    def first(self) -> tuple[Function, ...]:
-        """The nodes as functions, for the forward phase."""
-        return functions_of([(n.ops, {v for op in n.ops for v in op.outputs} - n.inner) for n in self.nodes])
+    def first(self) -> tuple[tuple[int, Function, NodeCode, bool], ...]:
+        """For the forward phase, of each node: its number, a function, its code, and whether more is to be done."""
+        outputs = [{v for op in n.ops for v in op.outputs} - n.inner for n in self.nodes]
+        functions = functions_of([(n.ops, wanted, True) for n, wanted in zip(self.nodes, outputs, strict=True)])
+        return tuple(
+            (i, function, n, bool(n.keeps or n.aliases or i in self.stage_of))
+            for i, (function, n) in enumerate(zip(functions, self.nodes, strict=True))
+        )
 
     @cached_property
     def again(self) -> tuple[Function, ...]:
         """The nodes as functions, for second runs."""
-        return functions_of([(n.again, {v for v, _ in (*n.made, *n.remade)}) for n in self.nodes])
+        return functions_of([(n.again, {v for v, _ in (*n.made, *n.remade)}, n.recorded) for n in self.nodes])
 
     @cached_property
     def stage_of(self) -> dict[int, int]:
@@ -209,7 +216,7 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         data_of,
         tuple(data.owner for data in k.data),
         usual,
-        tuple(_segments(s, nodes)),
+        tuple(_segments(k, nodes)),
         undo_of(s),
         tuple(v for v, x in s.d.sources.items() if x.kind == "buffer" and x.key in s.d.structure.written),
         k.usage.roots,
@@ -286,12 +293,15 @@ def _touched(k: K_graph, step: Run) -> dict[int, None]:
     return dict.fromkeys((*k.nodes[step.node].reads, *k.nodes[step.node].makes))
 
 
-def _segments(s: S_graph, nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:
-    """Nodes without gradients, of which autograd saves nothing, lie in the segment that is there."""
+def _segments(k: K_graph, nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:
+    """Nodes of which autograd saves no more than sources lie in the segment that is there."""
     found: list[tuple[bool, bool, int, int]] = []
     for i, code in enumerate(nodes):
-        kind = code.native, code.dead
-        if found and (found[-1][:2] == kind or not s.nodes[i].requires_grad):
+        kind, backward = (code.native, code.dead), k.nodes[i].backward
+        any_will_do = not k.s.nodes[i].requires_grad
+        if found and not found[-1][1] and backward is not None and not backward.reads and not code.hides:
+            any_will_do = True
+        if found and (found[-1][:2] == kind or any_will_do):
             native, dead, start, _ = found.pop()
             found.append((native, dead, start, i + 1))
         else:
@@ -314,10 +324,10 @@ def _node_code(
 ) -> NodeCode:
     s, node = k.s, k.s.nodes[i]
     ops = tuple(s.d.nodes[op] for op in node.ops)
+    again_ops = (*ops, *(s.d.nodes[op] for n in views for op in n.ops))
     written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
     makes = k.nodes[i].makes
     kept = tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked)
-    inner = dict.fromkeys(v for op in ops for v in op.outputs if v not in node.makes)
     private = next((d for d in makes if k.data[d].storage is None and d in tracked), None)
     statistics = tuple(v for v in node.reads if s.d.values[v].storage in written)
     remade = tuple((v, data_of[v]) for n in (node, *views) for v in n.makes if data_of.get(v) in makes)
@@ -328,16 +338,17 @@ def _node_code(
         made=tuple((v, datum) for v, datum in kept if datum in makes),
         keeps=tuple((v, datum) for v, datum in kept if datum in live),
         known=(*((v, d) for v in node.reads if (d := data_of.get(v, -1)) < 0 or d in tracked), *kept),
-        again=tuple(op_of(op, usual) for op in (*ops, *(s.d.nodes[op] for n in views for op in n.ops))),
+        again=tuple(op_of(op, usual) for op in again_ops),
         remakes=tuple(d for d in makes if d not in k.held),
         remade=tuple((v, datum) for v, datum in remade if datum not in k.held),
         aliases=tuple(v for v in node.makes if v not in data_of),
-        inner=frozenset(inner),
-        gone=(*inner, *gone),
+        inner=frozenset(v for op in ops for v in op.outputs if v not in node.makes),
+        gone=tuple(gone),
         data=tuple(d for d in makes if d in tracked),
         private=private,
         elsewhere=Place() if private is None else Place(data=private),
         hides=bool(node.saved.private),
+        recorded=private is not None or not all(map(needs_no_recording, again_ops)),
         native=native,
         dead=node.requires_grad and k.nodes[i].backward is None and i not in k.idle,
         statistics=statistics,

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.capture import drop_saved
 from rkgb.guards import GuardFailed
-from rkgb.program import in_mode, memory_of, source_values
+from rkgb.program import in_mode, memory_of
 from rkgb.randomness import drawing_again, random_state
 from rockmate.compiled import NodeCode, Program
 from rockmate.errors import BudgetWarning, GoneError
@@ -41,10 +41,10 @@ _NOTHING = contextlib.nullcontext()
 class CallState:
     """All that one call keeps. Owned by the slots and hooks in its graph, so it goes when the graph goes."""
 
-    def __init__(self, program: Program, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
+    def __init__(self, program: Program, sources: dict[int, torch.Tensor]) -> None:
+        """``sources``: the tensors that the program starts from, as ``source_values`` looks them up."""
         self.program = program
-        d = program.s.d
-        self.sources = source_values(d.sources, model, inputs)
+        self.sources = sources
         self.given = dict(self.sources)  # and results in memory of a source, detached
         self.versions = {v: version_of(t) for v, t in self.given.items()}
         self.live: list[Any] = [None] * len(program.owner)  # each datum's value, or number if private -> tensor
@@ -82,9 +82,8 @@ class CallState:
         try:
             with in_mode(p.mode):
                 for native, dead, start, stop in p.segments:
-                    with nothing if dead else contextlib.nullcontext() if native else hooks:
-                        for i in range(start, stop):
-                            self.run_first(i, env)
+                    with nothing if dead else _NOTHING if native else hooks:
+                        self.run_first(start, stop, env)
         except GuardFailed:
             self.before.restore()
             raise
@@ -97,34 +96,35 @@ class CallState:
             self.watch_outputs(outputs)
         return outputs
 
-    def run_first(self, i: int, env: dict[int, torch.Tensor]) -> None:
-        p, code = self.program, self.program.nodes[i]
-        if i == p.undo.last + 1:
-            self.before = None
-        self.running = i
-        if code.random:
-            self.random[i] = [random_state(x) for x in code.random]
-        p.first[i](env)
-        if self.packed:
-            self.settle(code, env)
+    def run_first(self, start: int, stop: int, env: dict[int, torch.Tensor]) -> None:
+        """Run nodes for the first time, ``stop`` excluded."""
+        packed, guarded = self.packed, self.program.undo.last + 1
+        for i, function, code, noted in self.program.first[start:stop]:
+            if i == guarded:
+                self.before = None
+            self.running = i
+            if code.random:
+                self.random[i] = [random_state(x) for x in code.random]
+            function(env)
+            if packed:
+                self.settle(code, env)
+            if noted:
+                self.note(i, code, env)
+            for v in code.gone:
+                env.pop(v, None)
+
+    def note(self, i: int, code: NodeCode, env: dict[int, torch.Tensor]) -> None:
+        """Hold what stays of node i's results, and stop its backward where there are steps to take before it."""
         for v, datum in code.keeps:
             if self.live[datum] is None:
                 self.live[datum] = {}
-            self.keep(v, datum, env)
+            t = self.live[datum][v] = env[v].detach().requires_grad_(v in self.program.differentiable)
+            self.made_at[v] = t._version
         for v in code.aliases:
-            self.given[v] = env[v].detach().requires_grad_(v in p.differentiable)
+            self.given[v] = env[v].detach().requires_grad_(v in self.program.differentiable)
             self.versions[v] = version_of(env[v])
-        if i in p.stage_of:
-            self.hook(i, [env[v] for v in p.s.nodes[i].makes])
-        for v in code.gone:
-            env.pop(v, None)
-
-    def keep(self, v: int, datum: int, env: dict[int, torch.Tensor]) -> None:
-        """Hold the value without its graph, for second runs and backwards to read."""
-        t = self.live[datum][v] = env[v].detach()
-        if v in self.program.differentiable:
-            t.requires_grad_()
-        self.made_at[v] = t._version
+        if i in self.program.stage_of:
+            self.hook(i, [env[v] for v in self.program.s.nodes[i].makes])
 
     def pack(self, t: torch.Tensor) -> Slot:
         """Autograd wants to keep ``t``: what it is, is settled when the node is done."""
@@ -137,21 +137,22 @@ class CallState:
 
         At each position that is what it was in the last call, which is verified, and searched for where it is not.
         """
-        places = self.program.places[self.running]
+        places, slots, readers = self.program.places[self.running], self.slots, self.readers
         private: dict[int, torch.Tensor] = {}
         finder: Finder | None = None
         for k, (slot, t) in enumerate(self.packed):
             place = places.get(k)
-            if place is None or not place.holds(t, env):
+            if place is None or not (t is env.get(place.value) if place.exact else place.holds(t, env)):
                 finder = finder or Finder(code.known, code.elsewhere, env)
                 place = places[k] = finder.place_of(t)
             ref = weakref.ref(slot)
-            self.slots.append(ref)
-            if place.data < 0:
-                slot.held = t if t.grad_fn is None and place.value >= 0 else t.detach()
+            slots.append(ref)
+            data = place.data
+            if data < 0:
+                slot.held = t if place.value >= 0 and t.grad_fn is None else t.detach()
                 continue
-            slot.place, slot.data = place, place.data
-            self.readers[place.data].append(ref)
+            slot.place, slot.data = place, data
+            readers[data].append(ref)
             if place.value < 0:
                 slot.index, slot.version = len(private), t._version
                 private[slot.index] = t.detach()
@@ -309,8 +310,12 @@ class CallState:
             raise self.gone(i)
         for datum in code.remakes:
             self.live[datum] = {}
+        differentiable = self.program.differentiable
         for v, datum in code.remade:
-            self.keep(v, datum, env)
+            t = self.live[datum][v] = env[v].detach()
+            if v in differentiable:
+                t.requires_grad_()
+            self.made_at[v] = t._version
         if code.private is not None:
             self.live[code.private] = private
 
@@ -319,14 +324,15 @@ class CallState:
         env: dict[int, torch.Tensor] = {}
         for v, datum in code.inputs:
             if datum < 0:
-                t = self.given[v]
-                then, now = self.versions[v], version_of(t)
+                t, then = self.given[v], self.versions[v]
+                if then < 0:  # of inference mode: its changes are not counted
+                    env[v] = t
+                    continue
             else:
                 if self.live[datum] is None:
                     self.need(datum)
-                t = self.live[datum][v]
-                then, now = self.made_at[v], t._version
-            if now != then:
+                t, then = self.live[datum][v], self.made_at[v]
+            if t._version != then:
                 raise changed(self.program.s.d.names[v], t, then)
             env[v] = t
         for v in code.statistics:  # its results do not depend on them
@@ -337,7 +343,7 @@ class CallState:
         """Run the node's operations in ``env``; what autograd would save and only their backward reads, if needed."""
         run = self.program.again[i]
         if code.private is None:
-            with _FORGET if code.hides else _NOTHING:
+            with _FORGET if code.hides and code.recorded else _NOTHING:
                 run(env)
             return None
         known = {memory_of(env[v])._cdata for v in code.reads}

@@ -34,11 +34,32 @@ def op_of(node: Node, usual: Mode) -> Op:
     return Op(function, node.args, dict(node.kwargs), node.outputs, node.several, mode)
 
 
-def functions_of(nodes: Iterable[tuple[Sequence[Op], Collection[int]]]) -> tuple[Function, ...]:
+_DECIDED_BY_ARGUMENTS = frozenset(
+    "linear matmul conv1d conv2d conv3d layer_norm group_norm softmax.int log_softmax.int square reshape "
+    "flatten.using_ints view_as contiguous type_as to.dtype to.device to.dtype_layout chunk".split()
+)
+"""Operations made of others, of which these arguments alone decide which, and how they compute."""
+
+
+def needs_no_recording(node: Node) -> bool:
+    """Whether an operation computes the same where autograd does not record it, all its arguments being as they are.
+
+    It does if it has a kernel of its own: autograd's part of it lies in front of the kernel. Others are made of several
+    operations, some of which may look at whether what they get, which the first ones made, needs a gradient.
+    """
+    op = node.op
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return False
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    composite = has(op.name(), "CompositeImplicitAutograd")
+    return not composite or op.name().removeprefix("aten::") in _DECIDED_BY_ARGUMENTS
+
+
+def functions_of(nodes: Iterable[tuple[Sequence[Op], Collection[int], bool]]) -> tuple[Function, ...]:
     """A function for the operations of each node, which runs in the program's mode, and puts these values into its
-    argument; other results are its own."""
+    argument; other results are its own. The third of each: whether autograd records the operations."""
     writer = _Writer()
-    names = [writer.define(ops, wanted) for ops, wanted in nodes]
+    names = [writer.define(ops, wanted, recorded) for ops, wanted, recorded in nodes]
     exec(compile("\n".join(writer.lines), "<nodes of a plan>", "exec"), writer.names)
     return tuple(writer.names[name] for name in names)
 
@@ -48,29 +69,31 @@ class _Writer:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {"in_mode": in_mode}
+        self.names: dict[str, Any] = {"in_mode": in_mode, "unrecorded": torch._C._AutoDispatchBelowAutograd}
         self.own: set[int] = set()  # values that the function has made so far
 
-    def define(self, ops: Sequence[Op], wanted: Collection[int]) -> str:
+    def define(self, ops: Sequence[Op], wanted: Collection[int], recorded: bool) -> str:
         """Write one function; its name."""
         name = f"f{len(self.lines)}"
         self.own.clear()
         self.lines.append(f"def {name}(env):")
+        if not recorded:
+            self.lines.append(" with unrecorded():")
         for op in ops:
-            self.run(op)
+            self.run(op, "" if recorded else " ")
         self.lines += [f" env[{v}] = v{v}" for v in sorted(self.own.intersection(wanted))]
         self.lines.append(" return")
         return name
 
-    def run(self, op: Op) -> None:
-        """Write the lines for one operation."""
+    def run(self, op: Op, indent: str) -> None:
+        """Write the line for one operation."""
         arguments = ", ".join(map(self.spelled, op.args))
         if op.kwargs:
             arguments += f", **{self.keywords(op.kwargs)}" if arguments else f"**{self.keywords(op.kwargs)}"
         call = f"{self.named(op.function)}({arguments})"
         results = "".join(f"v{v}, " for v in op.outputs) if op.several else "".join(f"v{v}" for v in op.outputs)
         mode = "" if op.mode is None else f"with in_mode({self.named(op.mode)}): "
-        self.lines.append(f" {mode}{f'{results} = ' if results else ''}{call}")
+        self.lines.append(f"{indent} {mode}{f'{results} = ' if results else ''}{call}")
         self.own.update(op.outputs)
 
     def keywords(self, kwargs: dict[str, Any]) -> str:

@@ -82,6 +82,14 @@ class Observer:
         """For the loss, as it was seen; None if it was not."""
         return seen_room(self._peak, self._kept, kind_of(self.device).scalars) if self._peak >= 0 else None
 
+    def as_seen_by(self, other: Observer, room: Room) -> None:
+        """Calls of the same graph at another size were seen; their loss took what is now ``room``."""
+        if other.usage is None or other.unsure:
+            return
+        self.usage, self._known, self._look = other.usage, set(other._known), False
+        if room.seen:
+            self._peak, self._kept = room.between + room.kept + room.scalars, room.kept + room.scalars
+
     def look(self) -> Look | None:
         """A close look at the call whose forward is about to run, if it is worth one."""
         if not self._look or self._looks >= _LOOKS or not self.places or not Look.possible():

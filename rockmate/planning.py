@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral
@@ -15,7 +16,8 @@ from rkgb.capture import drop_saved, preserved
 from rkgb.contexts import context_bytes
 from rkgb.device import Cpu
 from rkgb.errors import GraphError, UnsupportedError
-from rkgb.measure import check_costs
+from rkgb.graphs import S_graph
+from rkgb.measure import Known, check_costs
 from rkgb.pipeline import Graphs, make_all_graphs, make_K
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
@@ -25,7 +27,7 @@ from rockmate.errors import CannotBeCalledError, InfeasibleBudgetError, InputErr
 from rockmate.least import too_small
 from rockmate.plan import Plan
 from rockmate.progress import Report, silent
-from rockmate.room import Room, usual_problem, usual_room, wider
+from rockmate.room import Room, bytes_of_outputs, grown, usual_problem, usual_room, wider
 from rockmate.state import module_key
 from rockmate.undo import undo_bytes
 from solvers import (
@@ -39,6 +41,7 @@ from solvers import (
     InfeasibleError,
     Node,
     Problem,
+    Schedule,
     ScheduleError,
     SolvedViews,
     SolverOptions,
@@ -59,6 +62,9 @@ IMPROVE_SECONDS = 1.0
 
 # A schedule that leaves no more of the budget than this is not solved again when a step has shown what its loss takes.
 LITTLE = 0.01
+
+CARRIED = "carried over from another size"
+"""What a plan is found by whose schedule is that of another size of the graph."""
 
 NOTHING_COMPUTED = (
     "the model returns no tensor that it computes from this sample, so there is nothing to plan: check what "
@@ -103,7 +109,8 @@ class Bounded(NamedTuple):
 class Planner:
     """Graphs and problem of one module on one sample; plans for any number of budgets.
 
-    ``time_limit``: seconds that the search for one plan, or for a frontier, may take.
+    ``time_limit``: seconds that the search for one plan, or for a frontier, may take. ``scaled``: costs are those of
+    another size, scaled, so that there is nothing to gain from a long search, and nothing to prove.
     """
 
     graphs: Graphs
@@ -116,6 +123,7 @@ class Planner:
     seconds: dict[str, float] = field(default_factory=dict)
     report: Report = silent
     time_limit: float = inf
+    scaled: bool = False
     solved: SolvedViews = field(default_factory=dict)
     _chain: ChainPlanner | None = None
     _end: float = inf
@@ -191,6 +199,8 @@ class Planner:
         try:
             found = self.chain().solve(room)
             reason = self._reason()
+            if self.scaled:
+                return Bounded(found, None, reason)
             seconds = min(IMPROVE_SECONDS, self._remaining())
             if self.costs == "flops" or not seconds:
                 return Bounded(found, lower_bound(self.problem, room) if prove else None, reason)
@@ -275,6 +285,44 @@ class Planner:
             self, graphs=graphs, problem=problem, room=room, saved=None, seconds=seconds, _chain=None
         )
 
+    def at_other_sizes(self, s: S_graph, known: Known, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
+        """A planner for ``s``, which has the skeleton of this planner's graph, with the ``known`` costs.
+
+        The caller uses the outputs as it does here. What its loss takes is in proportion to the outputs' bytes, and at
+        least what was seen here.
+        """
+        start = time.perf_counter()
+        self.report("measure", 0.0)
+        k = make_K(s, model, inputs, self.costs, self.graphs.K.usage, known)
+        graphs = dataclasses.replace(self.graphs, D=s.d, S=s, K=k, known=known)
+        room = usual_room(k, self.loss_memory)
+        if self.room.seen:
+            room = grown(self.room, bytes_of_outputs(self.graphs.D), bytes_of_outputs(s.d))
+        return dataclasses.replace(
+            self,
+            graphs=graphs,
+            problem=problem_of(graphs, room),
+            room=room,
+            missing=missing_gradients(model),
+            saved=None,
+            seconds={"measure": time.perf_counter() - start},
+            scaled=not known.costs,
+            solved={},
+            _chain=None,
+        )
+
+    def carried_plan(self, budget: int, schedules: Iterable[Schedule]) -> Plan | None:
+        """The fastest of ``schedules`` of other sizes of the graph that fits ``budget``; None if none does."""
+        best: ChainPlan | None = None
+        for schedule in {id(schedule): schedule for schedule in schedules}.values():
+            try:
+                found = ChainPlan(schedule, walk(self.problem, schedule), CARRIED)
+            except ScheduleError:  # of another use of the outputs
+                continue
+            if found.peak + self.reserved <= budget and (best is None or found.time < best.time):
+                best = found
+        return None if best is None else self._plan(budget, Bounded(best, None))
+
     def kept_plan(self, plan: Plan) -> Plan | None:
         """The runs of ``plan`` with the figures of this planner, if they fit the budget and there is little to gain."""
         if [step.node for step in plan.schedule if isinstance(step, Bwd)] != self.problem.backward_order():
@@ -298,10 +346,12 @@ def make_planner(
     report: Report = silent,
     saved: SavedPlan | None = None,
     time_limit: float = inf,
+    known_of: Callable[[S_graph], Known] = lambda _: Known(),
 ) -> Planner:
     """Trace and measure ``model`` on ``sample``; with a ``saved`` plan, the figures are those of its file.
 
-    ``report``: who is told of the progress, then and when it solves. ``time_limit``: see ``Planner``.
+    ``report``: who is told of the progress, then and when it solves. ``time_limit``: see ``Planner``. ``known_of``:
+    what is known of the costs of a graph.
     """
     check_costs(costs, InputError)
     loss_memory = checked_loss(loss_memory)
@@ -319,7 +369,7 @@ def make_planner(
 
     try:
         if saved is None:
-            graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, report=phase)
+            graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, report=phase, known_of=known_of)
         else:
             phase("load", 0.0)
             graphs = saved.graphs(model, sample, sample_kwargs)

@@ -67,6 +67,19 @@ def wider(room: Room, seen: Room | None) -> Room:
     return dataclasses.replace(room, between=between, kept=kept, usual=max(room.usual, seen.usual + seen.kept))
 
 
+def grown(room: Room, before: int, now: int) -> Room:
+    """``room``, that was seen with ``before`` bytes of outputs, for ``now`` bytes of them; never less than was seen."""
+    if now <= before:
+        return room
+    between, kept = (-(-x * now // max(1, before)) for x in (room.between, room.kept))
+    return dataclasses.replace(room, between=between, kept=kept, usual=between)
+
+
+def bytes_of_outputs(d: D_graph) -> int:
+    """The bytes of all outputs."""
+    return sum(d.values[v].bytes for v in dict.fromkeys(d.outputs))
+
+
 def device_of_outputs(d: D_graph) -> torch.device:
     """Where the loss is computed."""
     return next((d.values[v].device for v in d.outputs), torch.device("cpu"))

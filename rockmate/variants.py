@@ -19,6 +19,7 @@ from rkgb.usage import Usage, differentiable, supposed
 from rockmate.compiled import Program, compile_schedule
 from rockmate.draws import draw_whole
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
+from rockmate.families import Family
 from rockmate.observe import Look, Observer
 from rockmate.parts import peaks_of_parts
 from rockmate.plan import Plan
@@ -27,7 +28,7 @@ from rockmate.python_state import PythonState
 from rockmate.room import Room
 from solvers import walk
 
-MAX_PLANS = 32
+MAX_PLANS = 128
 """Plans kept, of all kinds of calls together."""
 
 
@@ -38,6 +39,7 @@ class Variant:
     Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
     variables would hold tensors beyond the prediction. ``state``: what the module's Python read, where that is watched.
     ``observer``: watches what the caller does with the outputs; None for a plan from a file, which stays as it is.
+    ``family``: the calls of other sizes that run the same graph.
     """
 
     planner: Planner
@@ -47,6 +49,7 @@ class Variant:
     state: PythonState | None
     observer: Observer | None
     call: tuple[str, ...] = ()
+    family: Family | None = None
 
     @cached_property
     def is_plain(self) -> bool:
@@ -67,6 +70,32 @@ def make_variant(planner: Planner, budget: int, state: PythonState | None, obser
     if planner.saved is None:
         observer = observer or Observer(plan.graph, planner.loss_memory is None)
     return Variant(planner, plan, program_of(plan), d.structure, state, observer)
+
+
+def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
+    """The plan for another size of the graph of ``like``: a schedule of its family if one fits, else a new one.
+
+    Where keeping everything fits, that is the plan.
+    """
+    plan = None
+    if planner.eager_peak > budget and like.family is not None:
+        plan = planner.carried_plan(budget, (like.plan.schedule, *like.family.schedules))
+    if plan is None:
+        plan = planner.plan(budget)
+    if like.family is not None:
+        like.family.learn(planner, plan)
+    observer = None
+    if like.observer is not None:
+        observer = Observer(plan.graph, planner.loss_memory is None)
+        observer.as_seen_by(like.observer, planner.room)
+    return dataclasses.replace(
+        like,
+        planner=planner,
+        plan=plan,
+        program=program_of(plan),
+        structure=plan.graph.s.d.structure,
+        observer=observer,
+    )
 
 
 def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:

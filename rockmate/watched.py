@@ -23,10 +23,10 @@ class WatchedCalls(Calls):
         super().__init__(module, front)
         self._unwatched: set[Place] = set()
 
-    def kind(self, leaves: list[Any], spec: Any) -> tuple[Hashable, frozenset[str]]:
+    def kind(self, leaves: list[Any], spec: Any, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
         """As in ``Calls``; attributes of modules, classes, hooks and ties are part of the key."""
         modules, missing = module_key(self.module)
-        return (call_key(leaves, spec), modules), missing
+        return (call_key(leaves, spec, sized), modules), missing
 
     def fitting(self, found: list[Variant], leaves: list[Any]) -> list[Variant]:
         """Those for which the objects that the code can read are as they were."""

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import rkgb
 import rockmate
+from rkgb.program import source_values
 from rockmate import captured_calls
 from rockmate.executor import CallState
+from rockmate.functions import needs_no_recording
 from rockmate.gpt import GPT
 from solvers import all_baselines
 
@@ -76,7 +80,7 @@ def test_few_python_calls_for_each_packed_tensor_and_each_rerun() -> None:
     everything = bench.scheduled(keeping, all_baselines(keeping.plan.problem)["recompute all"])
     found = []
     for variant in (keeping, keeping, everything, everything):
-        state = CallState(variant.program, model, [ids])
+        state = CallState(variant.program, source_values(variant.program.s.d.sources, model, [ids]))
         outputs: list[torch.Tensor] = []
         forward = calls_of(lambda state=state, outputs=outputs: outputs.extend(state.forward()))  # type: ignore[misc]
         loss = outputs[0].sum()
@@ -100,3 +104,21 @@ def test_sizes_are_looked_at_once_for_a_kind_of_call(monkeypatch: pytest.MonkeyP
         model(ids).square().mean().backward()
     assert handle.plan is not None
     assert len(looks) == 1
+
+
+def test_second_runs_are_recorded_only_where_that_could_matter() -> None:
+    """Operations with a kernel of their own, and those whose parts look at their arguments alone, are not."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.lstm = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h: torch.Tensor = self.lstm(torch.tanh(self.linear(x)))[0]
+            return h.sin()
+
+    nodes = rkgb.make_all_graphs(Net(), torch.randn(2, 3, 8)).D.nodes
+    recorded = {node.name: not needs_no_recording(node) for node in nodes}
+    found = {name: recorded[name] for name in ("linear", "tanh", "lstm", "sin")}
+    assert found == {"linear": False, "tanh": False, "lstm": True, "sin": False}

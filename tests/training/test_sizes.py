@@ -1,0 +1,300 @@
+"""Batches of any length under one plan: nothing is traced or measured again, and nothing is silently wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import assert_same, snapshot, tight_budget
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import BasicBlock, ResNet, randn, tokens
+from torch import nn
+
+import rockmate
+import rockmate.calls
+from rkgb.measure import Known, measure_nodes
+from rkgb.pipeline import make_S
+from rkgb.resize import Point, _Fit, resized, scaled_costs, sizes_of, skeleton
+from rkgb.trees import tensors_of
+from rkgb.usage import supposed
+from rockmate import attach, measure_peak
+from rockmate.gpt import GPT
+
+
+class Language(nn.Module):
+    """Attention with a causal mask made of sizes, positions, dropout, and a loss inside."""
+
+    def __init__(self, width: int = 32, depth: int = 3) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(64, width), nn.Embedding(128, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(width),
+                    "qkv": nn.Linear(width, 3 * width),
+                    "out": nn.Linear(width, width),
+                    "up": nn.Linear(width, 4 * width),
+                    "down": nn.Linear(4 * width, width),
+                    "drop": nn.Dropout(0.1),
+                }
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        batch, length = ids.shape
+        x = self.tokens(ids) + self.positions(torch.arange(length))
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1) | ~keep[:, None, None, :]
+        for layer in self.layers:
+            q, k, v = layer["qkv"](layer["norm"](x)).view(batch, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
+            scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(mask, -1e9).softmax(-1)
+            x = x + layer["drop"](layer["out"]((scores @ v).transpose(1, 2).reshape(batch, length, -1)))
+            x = x + layer["down"](F.gelu(layer["up"](x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def text(batch: int, length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    keep = torch.ones(batch, length, dtype=torch.bool)
+    keep[0, length - length // 3 :] = False
+    return tokens(batch, length, high=64, seed=seed), keep
+
+
+class Counted:
+    """How often calls were traced."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        original = rockmate.calls.make_planner
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(rockmate.calls, "make_planner", make)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def train(model: nn.Module, batches: list[tuple[torch.Tensor, ...]]) -> Iterator[Any]:
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss = loss if loss.dim() == 0 else loss.square().mean()
+        loss.backward()
+        yield loss.detach().clone()
+        yield from snapshot(model)
+        optimizer.step()
+
+
+def assert_equal(model: nn.Module, budget: int | str, batches: list[tuple[torch.Tensor, ...]]) -> rockmate.Attachment:
+    """Training ``model`` under ``budget`` is eager mode's; the handle."""
+    eager = copy.deepcopy(model)
+    handle = attach(model, budget, costs="flops")
+    assert_same(list(train(model, batches)), list(train(eager, batches)))  # one after the other: they draw
+    return handle
+
+
+def test_other_lengths_and_batches_are_not_traced_again(traced: Counted) -> None:
+    model = Language()
+    budget = tight_budget(model, text(4, 40), fraction=0.2)
+    sizes = [(4, 40), (4, 23), (4, 37), (3, 40), (4, 12), (2, 31), (4, 39)]  # there are four heads, too
+    handle = assert_equal(model, budget, [text(b, n, seed=k) for k, (b, n) in enumerate(sizes)])
+    assert traced.count == 1
+    assert len(handle.plans) == len(sizes)
+    assert any(p.plan is not None and p.plan.recomputed for p in handle.plans[:-1]), "nothing was carried over"
+    for b, n in sizes:
+        batch = text(b, n)
+
+        def step(batch: tuple[torch.Tensor, ...] = batch) -> None:
+            model.zero_grad()
+            model(*batch).backward()
+
+        step()
+        peak = measure_peak(step)
+        assert handle.plan is not None
+        assert peak <= handle.plan.predicted_peak <= budget, (b, n)
+    assert traced.count == 1
+
+
+def test_longer_batches_than_before_are_solved_for_and_stay_in_the_budget(traced: Counted) -> None:
+    model = Language()
+    budget = tight_budget(model, text(4, 60), fraction=0.3)
+    sizes = [(4, 20), (4, 60), (4, 44), (4, 58)]
+    handle = assert_equal(model, budget, [text(b, n, seed=k) for k, (b, n) in enumerate(sizes)])
+    assert traced.count == 1
+    batch = text(4, 60)
+
+    def step() -> None:
+        model.zero_grad()
+        model(*batch).backward()
+
+    step()
+    assert measure_peak(step) <= budget
+    assert handle.plan is not None
+    assert handle.plan.recomputed > 0
+
+
+def test_the_smaller_last_batch_of_a_residual_network(traced: Counted) -> None:
+    model = ResNet(BasicBlock, (16, 32), 2)
+    budget = tight_budget(model, (randn(16, 3, 16, 16, seed=0),), fraction=0.3)
+    batches = [(randn(size, 3, 16, 16, seed=k),) for k, size in enumerate((16, 16, 7, 16, 7))]
+    handle = assert_equal(model, budget, batches)
+    assert traced.count == 1
+    assert handle.plans_made == 1
+
+
+def test_images_of_other_sizes() -> None:
+    """Sizes behind strided convolutions are rounded; where a fit is wrong, the graph is traced."""
+    model = ResNet(BasicBlock, (16, 32), 2)
+    budget = tight_budget(model, (randn(4, 3, 33, 33, seed=0),), fraction=0.3)
+    assert_equal(model, budget, [(randn(4, 3, size, size, seed=size),) for size in (33, 24, 31, 17, 30)])
+
+
+class Bounds(nn.Module):
+    """Has a constant that happens to be the batch's size, and a way of its own for long inputs; neither has an effect
+    on small values."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 16)
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reads and float(x.detach().sum()) > 1e9:  # TorchDynamo does not capture this as one graph
+            return x
+        h = torch.relu(self.first(x)).clamp(max=8)
+        if x.shape[1] > 6:
+            h = h.clamp(max=2.5)
+        h = torch.tanh(self.second(h))
+        return self.third(h)
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["captured", "traced as a whole"])
+def test_numbers_and_ways_without_effect_on_the_first_values_are_not_mistaken(reads: bool) -> None:
+    model = Bounds(reads)
+    budget = tight_budget(model, (randn(8, 7, 16, seed=0),), fraction=0.5)
+    calls = [(8, 5, 0.1), (5, 5, 0.1), (5, 5, 100.0), (8, 7, 0.1), (8, 7, 100.0), (4, 6, 0.1), (4, 6, 100.0)]
+    assert_equal(model, budget, [(scale * randn(b, n, 16, seed=k),) for k, (b, n, scale) in enumerate(calls)])
+
+
+def test_a_module_traced_as_a_whole_is_not_traced_again(traced: Counted) -> None:
+    model = nn.Transformer(16, 2, 2, 2, 32, dropout=0.1, batch_first=True)
+
+    def batch(source: int, target: int, seed: int) -> tuple[torch.Tensor, ...]:
+        return randn(3, source, 16, seed=seed), randn(3, target, 16, seed=seed + 1)
+
+    sizes = [(9, 7), (9, 5), (11, 8), (6, 7), (13, 13)]
+    budget = tight_budget(model, batch(13, 13, 0), fraction=0.4)
+    assert_equal(model, budget, [batch(a, b, k) for k, (a, b) in enumerate(sizes)])
+    assert traced.count <= 2
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]], list[tuple[int, int]]]] = {
+    "gpt": (lambda: GPT(2, 24, 2, 64, 64), lambda n: (tokens(3, n, high=64, seed=0),), [(17, 23), (23, 17), (17, 64)]),
+    "text": (Language, lambda n: text(5, n), [(17, 40), (40, 17), (12, 13)]),
+    "resnet": (
+        lambda: ResNet(BasicBlock, (16, 32), 2),
+        lambda n: (randn(n, 3, 16, 16, seed=0),),
+        [(4, 8), (8, 4), (3, 16)],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "there"), [(name, *pair) for name, (_, _, pairs) in MODELS.items() for pair in pairs]
+)
+def test_scaled_memory_is_never_below_what_is_measured(name: str, here: int, there: int) -> None:
+    make, call, _ = MODELS[name]
+    model = make()
+    graphs, costs = [], []
+    for size in (here, there):
+        _, d, s = make_S(model, call(size))
+        graphs.append(s)
+        costs.append(measure_nodes(s, model, list(call(size)), "flops", supposed(d), Known()))
+    assert skeleton(graphs[0]) == skeleton(graphs[1])
+    for i, (scaled, measured) in enumerate(zip(scaled_costs(*graphs, costs[0]), costs[1], strict=True)):
+        what = graphs[0].nodes[i].name
+        assert scaled.forward_peak >= measured.forward_peak, what
+        assert scaled.incoming == measured.incoming, what
+        for field in ("backward_peak", "held_peak", "together_peak"):
+            assert getattr(scaled, field) >= getattr(measured, field), (what, field)
+        for ours, theirs in zip(scaled.inputs, measured.inputs, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or theirs is None or ours.bytes >= theirs.bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_resized_graph_is_the_traced_one(name: str) -> None:
+    make, call, pairs = MODELS[name]
+    model = make()
+    here, there = pairs[0]
+    _, _, s = make_S(model, call(here))
+    expected = make_S(model, call(there))[2]
+    found = resized([Point(sizes_of(call(here)), s)], skeleton(s), model, (call(there), {}))
+    assert found is not None
+    assert str(found) == str(expected)
+    assert found.d.values == expected.d.values
+    assert [x.bytes for x in found.d.storages] == [x.bytes for x in expected.d.storages]
+    assert [n.saved.private for n in found.nodes] == [n.saved.private for n in expected.nodes]
+
+
+whole = st.integers(2, 50)
+
+
+@given(
+    st.lists(st.tuples(whole, whole), min_size=4, max_size=4, unique=True),
+    st.tuples(whole, whole),
+    st.sampled_from(["a", "b", "a*b", "3*a", "b+2", "5*b-1", "a*a", "a*b*4", "(a+1)//2", "(b-1)//2+1", "7"]),
+)
+@settings(deadline=None)
+def test_fits_say_the_number_or_that_it_is_not_known(points: list[tuple[int, int]], now: Any, rule: str) -> None:
+    """A number that follows a simple rule is found; another rule may fit the points too, which a run then shows."""
+
+    def value(point: tuple[int, int]) -> int:
+        result: int = eval(rule, {"a": point[0], "b": point[1]})
+        return result
+
+    if len({a for a, _ in points}) < 3 or len({b for _, b in points}) < 3:
+        return
+    found = _Fit(points, now)(tuple(map(value, points)))
+    others = [r for r in ("a", "b", "a*b", "a*a", "b*b") if r != rule]
+    ambiguous = any(
+        _collinear([value(p) for p in points], [eval(r, {"a": p[0], "b": p[1]}) for p in points]) for r in others
+    )
+    assert found == value(now) or ambiguous or found is None
+
+
+def _collinear(y: list[int], x: list[int]) -> bool:
+    low, high = x.index(min(x)), x.index(max(x))
+    if x[low] == x[high]:
+        return True
+    return all(
+        (y[high] - y[low]) * (a - x[low]) == (b - y[low]) * (x[high] - x[low]) for a, b in zip(x, y, strict=True)
+    )
+
+
+def test_what_does_not_follow_from_sizes_is_not_guessed() -> None:
+    fit = _Fit([(8, 5), (8, 7), (8, 9)], (8, 11))
+    assert fit((5, 7, 9)) == 11
+    assert fit((40, 56, 72)) == 88
+    assert fit((3, 1, 4)) is None
+    assert fit((16, 16, 16)) == 16
+    assert fit((1 / 5, 1 / 7, 1 / 9)) == 1 / 11
+    assert _Fit([(8, 5)], (8, 11))((40,)) == 88
+    assert _Fit([(8, 5)], (8, 11))((41,)) == 41
+
+
+def test_tensors_of_a_call_are_its_sizes() -> None:
+    call = ((torch.zeros(2, 3), 7), {"mask": torch.zeros(4)})
+    assert sizes_of(tensors_of(call)) == (2, 3, 4)
