@@ -13,8 +13,8 @@ from rkgb.graphs import D_graph, Ref, S_graph, S_node, Source, Storage, Structur
 from rkgb.sample import Sample, call_of
 
 if TYPE_CHECKING:
+    from rkgb.cost.measure import Cost
     from rkgb.Ktools import K_graph
-    from rkgb.measure import Cost
 
 
 # Work and memory of these do not depend on a float that they are given: the rate of a draw, or a scale. With stochastic
@@ -97,10 +97,10 @@ def S_list_to_K_list_eco(
     Bytes and times are those of the block alone: its outputs have their gradients when its backward begins,
     and the gradients of what it reads stay. ``costs``, one a node of ``s``, are measured on ``sample`` unless given.
     """
+    from rkgb.cost.measure import measure_nodes
+    from rkgb.cost.usage import all_used
     from rkgb.Ktools import S_to_K
-    from rkgb.measure import measure_nodes
     from rkgb.trees import tensors_of
-    from rkgb.usage import all_used
 
     if costs is None:
         costs = measure_nodes(s, model, tensors_of(call_of(sample)))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import networkx as nx
 
-from rkgb.cut import cut as cut
+from rkgb.blocks.cut import cut as cut
+from rkgb.blocks.uses import moved_uses, with_aliases
 from rkgb.graphs import D_graph, S_graph, S_node, Saved
-from rkgb.guards import is_guard
-from rkgb.uses import moved_uses, with_aliases
+from rkgb.trace.guards import is_guard
 
 # These change their running statistics, but their results in training do not depend on them: they may run
 # again (on copies of the statistics). Any other change of a buffer happens once.
@@ -20,7 +20,7 @@ STATISTICS = frozenset(
 
 
 def D_to_S(d: D_graph) -> S_graph:
-    """Group the nodes of ``d``, with aliases where ``rkgb.uses`` wants some; the graph is one block until ``cut``."""
+    """Group the nodes of ``d``, with aliases where ``blocks.uses`` wants some; the graph is one block until ``cut``."""
     groups = _all_groups(d)
     while moved := moved_uses(d, groups):
         d = with_aliases(d, moved)

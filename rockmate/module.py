@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from rkgb.patches import TRACING
 from rkgb.sample import Sample, call_of
+from rkgb.trace.patches import TRACING
 from rkgb.trees import tensors_of
-from rockmate.artefact import read_plan
 from rockmate.attach import Attachment
 from rockmate.budget import parse_budget
-from rockmate.calls import Terms
-from rockmate.errors import BudgetError, InputError
-from rockmate.facade import Facade, signed_as_original
-from rockmate.plan import Plan
-from rockmate.planning import make_planner
-from rockmate.progress import Progress
-from rockmate.state import check_wrappers
-from rockmate.surroundings import (
+from rockmate.calls.calls import Terms
+from rockmate.calls.state import check_wrappers
+from rockmate.calls.surroundings import (
     undisturbed,
 )
-from rockmate.variants import Variant
+from rockmate.calls.variants import Variant
+from rockmate.errors import BudgetError, InputError
+from rockmate.facade import Facade, signed_as_original
+from rockmate.planning.artefact import read_plan
+from rockmate.planning.plan import Plan
+from rockmate.planning.planner import make_planner
+from rockmate.progress import Progress
 from solvers import Frontier
 from solvers.interrupts import Heeded
 

@@ -14,11 +14,12 @@ from models import Skip
 from torch import nn
 
 import rkgb
-from rkgb import Graphs, RenderWarning, Stools, make_all_graphs, print_all_graphs, print_graph, render_draw
-from rkgb.lines import user_line
-from rkgb.render_parts import counted, tip
+from rkgb import Graphs, RenderWarning, Stools, make_all_graphs, print_all_graphs, print_graph
+from rkgb.render import drawing as render_draw
+from rkgb.render.parts import counted, tip
+from rkgb.trace.lines import user_line
 from rkgb.units import format_bytes, format_time
-from rockmate.gpt import GPT
+from rockmate.demo.gpt import GPT
 
 dot = pytest.mark.skipif(shutil.which("dot") is None, reason="the program dot (Graphviz) is not installed")
 
