@@ -15,9 +15,10 @@ from solvers.chain.costs import SolvedViews
 from solvers.chain.refine import improve
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
 from solvers.files.files import read_problem, write_problem
+from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.milp.memory_program import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
-from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step, drop_useless_runs, with_deletes
+from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 from solvers.solution import Frontier, Solution
 from solvers.solve import Answer, Judged, Kind, Progress, Request, frontier, register, solve, solver_names
 from solvers.text import format_bytes, format_schedule, parse_schedule

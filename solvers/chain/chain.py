@@ -23,8 +23,9 @@ from solvers.chain.costs import Options, SolvedViews, chain_costs, kind_options
 from solvers.chain.expand import expand
 from solvers.chain.table import ChainTable
 from solvers.errors import InfeasibleError
+from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.problem import Problem
-from solvers.schedule import Schedule, drop_useless_runs, with_deletes
+from solvers.schedule import Schedule
 from solvers.solution import Frontier
 from solvers.text import format_bytes
 from solvers.walker import Walk, step_name, walk

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from solvers.liveness import drop_useless_runs, forward_phase, with_deletes
 from solvers.problem import Problem
-from solvers.schedule import Bwd, Run, Schedule, Step, drop_useless_runs, forward_phase, with_deletes
+from solvers.schedule import Bwd, Run, Schedule, Step
 
 Splits = list[list[int]]
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from solvers.liveness import with_deletes
 from solvers.problem import Problem
-from solvers.schedule import Bwd, Loss, Run, Schedule, Step, with_deletes
+from solvers.schedule import Bwd, Loss, Run, Schedule, Step
 from solvers.whole.graph import GraphProblem, graph_schedule
 
 Cell = tuple[int, int]
