@@ -47,6 +47,7 @@ from rockmate.calls.variants import Variant
 from rockmate.calls.watched import WatchedCalls
 from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.checks import checked_call, checked_limit, checked_module
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import NOTHING_COMPUTED
 from rockmate.tell import LOG, be_heard, described
@@ -438,8 +439,6 @@ def attach(
     least memory. The other arguments are as for ``Rockmate``. Raises ``InputError`` for what cannot be used, and, at a
     call that is planned, ``GraphError`` for a model that cannot be traced.
     """
-    from rockmate.module import checked_call, checked_limit, checked_module
-
     checked_module(model)
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise InputError(f"the model is a {type(model).__name__}, which a plan does not run: attach model.module")

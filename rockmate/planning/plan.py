@@ -12,6 +12,7 @@ from rkgb.Ktools import K_graph
 from rkgb.trace.guards import is_guard
 from rockmate.budget import show_bytes
 from rockmate.planning.artefact import write_plan
+from rockmate.planning.plot import plot_memory
 from rockmate.planning.report import block_table
 from rockmate.planning.reserved import predict_reserved
 from rockmate.planning.room import Room, usual_problem
@@ -126,9 +127,7 @@ class Plan:
 
     def plot_memory(self, path: str | Path | None = None) -> Figure:
         """Memory over the time of a step as a figure, also written to ``path``; see ``plot_memory`` in ``plot``."""
-        from rockmate.planning.plot import plot_memory
-
-        return plot_memory(self, path)
+        return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path)
 
     def __repr__(self) -> str:
         return f"<Plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer>"

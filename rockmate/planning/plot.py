@@ -11,27 +11,24 @@ from solvers import Bwd, Frontier, Loss, Problem, Run, Schedule, Walk, all_basel
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rockmate.planning.plan import Plan
-
 MIB = 2**20
 
 
-def plot_memory(plan: Plan, path: str | Path | None = None) -> Figure:
-    """Memory over the time of one training step, as predicted: under ``plan``, and with everything kept.
+def plot_memory(problem: Problem, schedule: Schedule, budget: int, path: str | Path | None = None) -> Figure:
+    """Memory over the time of one training step, as predicted: under ``schedule``, and with everything kept.
 
     A point is what is allocated while one operation runs, its temporary memory included. With ``path`` the figure is
     also written there; the name's ending says in which format. Raises ``ImportError`` where matplotlib is missing.
     """
     figure, axes = _figure()
-    problem = plan.problem_with_usual_loss()
     eager = _Levels(problem, keep_everything(problem))
-    ours = _Levels(problem, plan.schedule)
+    ours = _Levels(problem, schedule)
     for kind, color in (("forward", "#8fb4d9"), ("run again", "#5b7f3f"), ("backward", "#f0b48a")):
         sizes = [size if k == kind else 0.0 for size, k in zip(ours.bytes, ours.kinds, strict=True)]
         axes.stairs(sizes, ours.edges, fill=True, color=color, label=kind)
     axes.vlines([ours.loss], 0, [ours.loss_bytes], color="#b04a4a", label="loss")
     axes.stairs(eager.bytes, eager.edges, color="#777777", label="if everything were kept")
-    axes.axhline(plan.budget / MIB, color="#b04a4a", linestyle="--", label="budget")
+    axes.axhline(budget / MIB, color="#b04a4a", linestyle="--", label="budget")
     axes.set_xlabel("time of the step, by the plan's costs (ms)")
     axes.set_ylabel("memory above the level at the call (MiB)")
     axes.set_xlim(0, max(eager.edges[-1], ours.edges[-1]))

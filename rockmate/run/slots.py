@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from rkgb.program import memory_of
-
-if TYPE_CHECKING:
-    from rockmate.run.executor import CallState
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +55,23 @@ class Finder:
 _NOWHERE = Place()
 
 
+class Call(Protocol):
+    """What a slot asks of the call that it belongs to.
+
+    ``live``: the tensors of each datum, None where it is dropped. ``made_at``: the version of each value when it was
+    made.
+    """
+
+    live: list[Any]
+    made_at: dict[int, int]
+
+    def made_for(self, slot: Slot) -> Any:
+        """The slot's datum, computed again."""
+
+    def changed(self, v: int, t: torch.Tensor) -> RuntimeError:
+        """Eager mode's error for value ``v``, which was changed in place."""
+
+
 class Slot:
     """What autograd keeps in place of a tensor that node ``node`` saves.
 
@@ -67,7 +81,7 @@ class Slot:
 
     __slots__ = ("__weakref__", "data", "held", "index", "node", "place", "state", "store", "version")
 
-    def __init__(self, state: CallState, node: int, version: int) -> None:
+    def __init__(self, state: Call, node: int, version: int) -> None:
         self.state, self.node, self.version = state, node, version
         self.data = -1
         self.index = -1  # position among the private tensors, -1: in memory of a value
