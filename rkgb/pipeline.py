@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from rkgb.Atools import classes
+from rkgb.blocks.classes import classes
+from rkgb.blocks.cut import cut
+from rkgb.blocks.simplify import D_to_S
 from rkgb.blocks.summary import Summary, summarize
 from rkgb.Btools import trace
 from rkgb.cost.measure import Known, check_costs, measure_nodes
@@ -21,7 +23,6 @@ from rkgb.Ktools import K_graph, S_to_K, with_extra
 from rkgb.notebook import Drawn
 from rkgb.probe.check import checked
 from rkgb.sample import Sample, call_of, check_module
-from rkgb.Stools import D_to_S, cut
 from rkgb.trace.capture import attributes_preserved
 from rkgb.trace.patches import TRACING
 from rkgb.trees import tensors_of

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rkgb.Atools import block_keys
+from rkgb.blocks.classes import block_keys
 from rkgb.graphs import S_graph
 
 Piece = tuple[int, int]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rkgb.Atools import nodes_key
+from rkgb.blocks.classes import nodes_key
 from rkgb.cost.alone import NodeRun, feed, gradients_watched
 from rkgb.cost.layouts import Outgoing, differentiated, gradient_layouts
 from rkgb.cost.memory import measure_after, measure_memory, storage_bytes

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from rkgb.Atools import nodes_key
+from rkgb.blocks.classes import nodes_key
 from rkgb.cost.alone import NodeRun, feed, gradients_watched, is_parameter
 from rkgb.cost.layouts import differentiated
 from rkgb.cost.usage import differentiable

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rkgb.Atools import classes
+from rkgb.blocks.classes import classes
+from rkgb.blocks.cut import cut
+from rkgb.blocks.simplify import D_to_S
 from rkgb.blocks.summary import interfaces
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph
 from rkgb.render import parts
 from rkgb.render.kgraph import LEGEND_K, K_block, K_overview, whole_K
 from rkgb.render.program import LEGEND, LEGEND_S, Program, S_box, Section, node_box, whole_program, whole_S
-from rkgb.Stools import D_to_S, cut
 from rkgb.units import format_bytes
 
 Graph = B_graph | D_graph | S_graph | K_graph

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rkgb.Atools import classes
+from rkgb.blocks.classes import classes
 from rkgb.blocks.summary import interfaces
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_graph

@@ -12,7 +12,7 @@ from typing import Any
 
 import graphviz
 
-from rkgb.Atools import classes
+from rkgb.blocks.classes import classes
 from rkgb.graphs import B_graph, D_graph, Node, S_graph, Value
 from rkgb.render import parts
 from rkgb.units import format_bytes

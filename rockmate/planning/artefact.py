@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rkgb.Atools import classes
+from rkgb.blocks.classes import classes
 from rkgb.blocks.fingerprint import describe_inputs, fingerprint
 from rkgb.cost.usage import Usage
 from rkgb.cost.warm import warm

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from rkgb.blocks.simplify import STATISTICS
 from rkgb.graphs import Mode, S_graph, S_node
 from rkgb.Ktools import K_graph
 from rkgb.randomness import Drawn, drawn_by
-from rkgb.Stools import STATISTICS
 from rkgb.trace.guards import Guard, GuardFailed
 from rockmate.run.functions import Function, Op, functions_of, needs_no_recording, op_of
 from rockmate.run.slots import Place
