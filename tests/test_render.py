@@ -154,14 +154,14 @@ def test_unknown_format(tiny: Graphs, tmp_path: Path) -> None:
 
 def test_open_shows_the_file(tiny: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shown: list[str] = []
-    monkeypatch.setattr("rkgb.render.graphviz.view", shown.append)
+    monkeypatch.setattr("graphviz.view", shown.append)
     path = print_graph(tiny.S, open=True, render_format="text", directory=tmp_path)
     assert shown == [str(path)] and path.name == "S_graph.txt"
 
     def fail(path: str) -> None:
         raise FileNotFoundError("xdg-open")
 
-    monkeypatch.setattr("rkgb.render.graphviz.view", fail)
+    monkeypatch.setattr("graphviz.view", fail)
     with pytest.warns(RenderWarning, match="no viewer"):
         assert print_graph(tiny.S, open=True, render_format="text", directory=tmp_path) == path
 

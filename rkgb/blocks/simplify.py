@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import networkx as nx
-
 from rkgb.blocks.uses import moved_uses, with_aliases
 from rkgb.graphs import D_graph, S_graph, S_node, Saved
 from rkgb.trace.guards import is_guard
@@ -51,8 +49,10 @@ def _all_groups(d: D_graph) -> list[list[int]]:
 
 def _groups(d: D_graph) -> list[list[int]]:
     """D nodes that share memory, in one group each."""
+    from networkx.utils import UnionFind
+
     owner = [s.owner for s in d.storages]
-    union = nx.utils.UnionFind(range(len(d.nodes)))
+    union = UnionFind(range(len(d.nodes)))
     readers: dict[int, list[int]] = {}  # storage -> D nodes that read it so far
     for k, (node, facts) in enumerate(zip(d.nodes, d.facts, strict=True)):
         for v in node.outputs:
@@ -70,6 +70,8 @@ def _groups(d: D_graph) -> list[list[int]]:
 
 def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
     """Groups in an order that follows the program; groups that need each other become one."""
+    import networkx as nx
+
     of = {op: g for g, ops in enumerate(groups) for op in ops}
     maker = {v: k for k, n in enumerate(d.nodes) for v in n.outputs}
     graph = nx.DiGraph()

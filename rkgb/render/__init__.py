@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import graphviz
 import torch
 
 from rkgb.errors import RenderWarning
@@ -36,6 +35,8 @@ def print_graph(
         TypeError: ``g`` is no graph.
         ValueError: ``render_format`` is none of these.
     """
+    import graphviz
+
     if not isinstance(g, Graph | Graphs):
         raise TypeError(
             f"{type(g).__name__} is no graph: give one of the graphs B, D, S, K or what make_all_graphs made"
@@ -124,6 +125,8 @@ def to_svg(g: object) -> str | None:
     """The picture of a graph, or of the chain of blocks, as SVG; None where the ``dot`` program is missing or fails."""
     if not isinstance(g, Graph | Graphs):
         return None
+    import graphviz
+
     try:
         svg: str = _picture(g).pipe("svg", encoding="utf-8")
     except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):

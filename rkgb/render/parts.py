@@ -1,6 +1,7 @@
 """What every picture of a graph is made of: colours, labels, sizes and times, boxes and ellipses.
 
-A box is a computation, an ellipse is data; a block is a frame, in the colour of its class.
+A box is a computation, an ellipse is data; a block is a frame, in the colour of its class. Graphviz's package is
+imported when the first picture is made.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ import html
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
-
-import graphviz
 
 from rkgb.graphs import B_graph, D_graph, format_program
 
@@ -58,7 +57,14 @@ def tip(text: str) -> str:
     """``text`` as a tooltip: not more than can be looked at, which is also less than Graphviz accepts."""
     lines = [line if len(line) <= 200 else f"{line[:200]} …" for line in text.splitlines()]
     more = [f"… and {len(lines) - 25} more"] if len(lines) > 25 else []
-    return str(graphviz.escape("\n".join(lines[:25] + more)))
+    return escaped("\n".join(lines[:25] + more))
+
+
+def escaped(text: str) -> str:
+    """``text`` as a label that shows it as it is."""
+    from graphviz import escape
+
+    return str(escape(text))
 
 
 def _wrapped(legend: str, width: int = 72) -> list[str]:
@@ -74,7 +80,9 @@ def _wrapped(legend: str, width: int = 72) -> list[str]:
 
 def new_picture(title: str, legend: str) -> Any:
     """An empty picture with a title and an explanation at its top."""
-    picture = graphviz.Digraph()
+    from graphviz import Digraph
+
+    picture = Digraph()
     explained = "<BR/>".join(html.escape(line) for line in _wrapped(legend))
     picture.attr(
         "graph",
@@ -94,8 +102,10 @@ def new_picture(title: str, legend: str) -> Any:
 
 def new_block(name: str, title: str, number: int) -> Any:
     """The frame of a block of class ``number``; to be filled, then given to ``picture.subgraph``."""
+    from graphviz import Digraph
+
     frame, background = CLASSES[number % len(CLASSES)]
-    block = graphviz.Digraph(f"cluster_{name}")
+    block = Digraph(f"cluster_{name}")
     block.attr("graph", label=f"<<B>{html.escape(title)}</B>>", labeljust="l", style="rounded,filled", penwidth="1.5")
     block.attr("graph", color=frame, fontcolor=frame, fillcolor=background, margin="12", tooltip=title)
     return block

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import graphviz
-
 from rkgb.blocks.classes import classes
 from rkgb.graphs import B_graph, D_graph, Node, S_graph, Value
 from rkgb.render import parts
@@ -119,7 +117,7 @@ class Program:
                         continue
                     seen.add(at.keys[v])
                     tip = parts.tip(self.describe(v))
-                    more = {"label": graphviz.escape(f" {self.g.names[v]}")} if v in several else {}
+                    more = {"label": parts.escaped(f" {self.g.names[v]}")} if v in several else {}
                     # What flows from box to box is kept straight; blocks do not move aside for each other.
                     more["weight"] = "1" if v not in at.home else "8" if at.home[v] == k else "0"
                     self.picture.edge(at.keys[v], self._key(k, j), tooltip=tip, labeltooltip=tip, **more)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pulp
 
 from solvers.errors import ProblemError
 from solvers.milp.highs import highspy
@@ -203,6 +202,8 @@ def _solve(highs: Any) -> None:
 
 def _run_pulp(program: Program, effort: Effort) -> Outcome:
     """Any PuLP solver. PuLP hands back no dual bound, so that of a run cut short is 0."""
+    import pulp
+
     available = pulp.listSolvers(onlyAvailable=True)
     if effort.name not in available:
         raise ProblemError(f"milp={effort.name!r} is not available; PuLP finds: {', '.join(available)}")
