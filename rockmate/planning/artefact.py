@@ -8,7 +8,8 @@ measured or solved, and the schedule is walked before it is trusted.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,24 @@ from rkgb.blocks.fingerprint import describe_inputs, fingerprint
 from rkgb.cost.usage import Usage
 from rkgb.cost.warm import warm
 from rkgb.graphs import S_graph
-from rkgb.Ktools import K_backward, K_data, K_graph, K_node
+from rkgb.Ktools import K_data, K_graph, K_node
 from rkgb.pipeline import Graphs, make_S
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
 from rockmate.errors import PlanError
 from rockmate.planning.room import Room
 from solvers import Problem, Schedule, ScheduleError, format_schedule, parse_schedule
+from solvers.files.values import from_json, to_json
 
 FORMAT = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedPlan:
-    """What a file of a plan says. ``missing``: parameters without ``.grad`` when it was made."""
+    """What a file of a plan says, under these names. ``missing``: parameters without ``.grad`` when it was made.
+
+    ``path`` is not in the file, whose ``program`` is a list of lines.
+    """
 
     path: str
     fingerprint: str
@@ -42,10 +47,10 @@ class SavedPlan:
     loss_memory: int | None
     missing: frozenset[str]
     solver: str
-    reason: str
+    reason: str = ""
     program: str
-    nodes: tuple[dict[str, Any], ...]
-    data: tuple[dict[str, Any], ...]
+    nodes: tuple[K_node, ...]
+    data: tuple[K_data, ...]
     outputs: tuple[int, ...]
     output_bytes: int
     held: tuple[int, ...]
@@ -62,11 +67,9 @@ class SavedPlan:
             raise PlanError(
                 f"the plan in {self.path} is for another graph: {self._difference(s)}. Make a plan for this one."
             )
-        nodes = tuple(_node(n) for n in self.nodes)
-        data = tuple(K_data(**x) for x in self.data)
         missing = frozenset(v for v, x in s.d.sources.items() if x.key in self.missing)
         figures = self.outputs, self.output_bytes, self.held, self.returned, self.usage, missing, self.idle
-        k = K_graph(s, nodes, data, *figures)
+        k = K_graph(s, self.nodes, self.data, *figures)
         k.verify()
         warm(s, model, tensors_of(call_of(sample, sample_kwargs)))
         return Graphs(b, d, s, tuple(classes(s)), k)
@@ -82,7 +85,7 @@ class SavedPlan:
         inputs = describe_inputs(s)
         if inputs != self.inputs:
             return f"it is called with {', '.join(self.inputs)}, the sample is {', '.join(inputs)}"
-        saved, now = [n["name"] for n in self.nodes], [s.d.names[n.makes[0]] if n.makes else n.name for n in s.nodes]
+        saved, now = [n.name for n in self.nodes], [s.d.names[n.makes[0]] if n.makes else n.name for n in s.nodes]
         if saved == now:
             return "operations have the same names, but other arguments, types, modes or parameters that require grad"
         at = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
@@ -92,63 +95,27 @@ class SavedPlan:
         )
 
 
-def _node(n: dict[str, Any]) -> K_node:
-    backward = (
-        None if n["backward"] is None else K_backward(**{**n["backward"], "reads": tuple(n["backward"]["reads"])})
-    )
-    return K_node(**{**n, "reads": tuple(n["reads"]), "makes": tuple(n["makes"]), "backward": backward})
-
-
 def write_plan(path: str | Path, k: K_graph, problem: Problem, schedule: Schedule, room: Room, **figures: Any) -> None:
     """Write a plan; ``figures`` are the fields of ``SavedPlan`` that do not follow from the rest, and any to inform."""
-    nodes = [
-        {
-            "name": n.name,
-            "reads": n.reads,
-            "makes": n.makes,
-            "time": n.time,
-            "peak": n.peak,
-            "rerun": n.rerun,
-            "random_bytes": n.random_bytes,
-            "backward": None if n.backward is None else _fields(n.backward),
-        }
-        for n in k.nodes
-    ]
     head = {"format": FORMAT, **figures, "fingerprint": fingerprint(k.s), "inputs": describe_inputs(k.s)}
-    lists: dict[str, list[Any]] = {
+    lists: dict[str, Sequence[Any]] = {
         "program": format_schedule(problem, schedule).rstrip("\n").split("\n"),
-        "nodes": nodes,
-        "data": [_fields(d) for d in k.data],
+        "nodes": k.nodes,
+        "data": k.data,
     }
-    turned = None if k.usage.turned is None else sorted(k.usage.turned)
     tail = {
         "outputs": k.outputs,
         "output_bytes": k.output_bytes,
         "held": k.held,
         "returned": k.returned,
-        "idle": sorted(k.idle),
-        "usage": {
-            "roots": k.usage.roots,
-            "held": sorted(k.usage.held),
-            "attached": sorted(k.usage.attached),
-            "turned": turned,
-        },
-        "room": _fields(room),
+        "idle": k.idle,
+        "usage": k.usage,
+        "room": room,
     }
-    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {**head, **tail}.items()]
+    parts = [f"{to_json(key)}: {to_json(value)}" for key, value in {**head, **tail}.items()]
     for key, items in lists.items():
-        parts.append(f"{json.dumps(key)}: [\n  " + ",\n  ".join(json.dumps(item) for item in items) + "\n]")
+        parts.append(f"{to_json(key)}: [\n  " + ",\n  ".join(map(to_json, items)) + "\n]")
     Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n")
-
-
-def _fields(thing: Any) -> dict[str, Any]:
-    return {name: getattr(thing, name) for name in thing.__dataclass_fields__}
-
-
-def _usage(found: dict[str, Any]) -> Usage:
-    turned = found["turned"]
-    held, attached = frozenset(found["held"]), frozenset(found["attached"])
-    return Usage(tuple(found["roots"]), held, attached, None if turned is None else frozenset(turned))
 
 
 def read_plan(path: str | Path) -> SavedPlan:
@@ -159,27 +126,10 @@ def read_plan(path: str | Path) -> SavedPlan:
         found = json.loads(Path(path).read_text())
         if found["format"] != FORMAT:
             raise PlanError(f"{path} has format {found['format']}, this version reads {FORMAT}: make the plan again")
-        return SavedPlan(
-            str(path),
-            found["fingerprint"],
-            tuple(found["inputs"]),
-            int(found["budget"]),
-            found["costs"],
-            found["loss_memory"],
-            frozenset(found["missing"]),
-            found["solver"],
-            found.get("reason", ""),
-            "\n".join(found["program"]),
-            tuple(found["nodes"]),
-            tuple(found["data"]),
-            tuple(found["outputs"]),
-            int(found["output_bytes"]),
-            tuple(found["held"]),
-            tuple(found["returned"]),
-            frozenset(found["idle"]),
-            _usage(found["usage"]),
-            Room(**found["room"]),
-        )
+        said = {f.name: found[f.name] for f in fields(SavedPlan) if f.name in found}
+        said |= {"path": str(path), "program": "\n".join(found["program"])}
+        plan: SavedPlan = from_json(said, SavedPlan, "the plan")
+        return plan
     except OSError as error:
         raise PlanError(f"there is no plan in {path}: {error}") from error
     except (ValueError, KeyError, TypeError) as error:

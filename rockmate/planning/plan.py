@@ -113,7 +113,7 @@ class Plan:
             solver=self.solver,
             costs=self.costs,
             loss_memory=self.loss_memory,
-            missing=sorted(self.missing),
+            missing=self.missing,
             reason=self.reason,
         )
 
