@@ -23,16 +23,12 @@ import torch
 
 from rkgb.errors import GraphError, UnsupportedError
 from rkgb.sample import Sample
-from rockmate.artefact import SavedPlan
 from rockmate.budget import parse_budget, show_bytes
-from rockmate.calls import Front, Terms
-from rockmate.captured import kinds_of_sources, line_of_derivatives
-from rockmate.captured_calls import CapturedCalls, Planned, identity_of
-from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError, VariantLimitError
-from rockmate.observe import end_look
-from rockmate.plan import Plan
-from rockmate.planning import NOTHING_COMPUTED
-from rockmate.surroundings import (
+from rockmate.calls.calls import Front, Terms
+from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
+from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
+from rockmate.calls.observe import end_look
+from rockmate.calls.surroundings import (
     as_eager,
     attributes_kept_if_it_fails,
     check_global_hooks,
@@ -47,9 +43,14 @@ from rockmate.surroundings import (
     warn_of_saved_hooks,
     without_global_hooks,
 )
+from rockmate.calls.variants import Variant
+from rockmate.calls.watched import WatchedCalls
+from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError, VariantLimitError
+from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.checks import checked_call, checked_limit, checked_module
+from rockmate.planning.plan import Plan
+from rockmate.planning.planner import NOTHING_COMPUTED
 from rockmate.tell import LOG, be_heard, described
-from rockmate.variants import Variant
-from rockmate.watched import WatchedCalls
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -439,8 +440,6 @@ def attach(
     least memory. The other arguments are as for ``Rockmate``. Raises ``InputError`` for what cannot be used, and, at a
     call that is planned, ``GraphError`` for a model that cannot be traced.
     """
-    from rockmate.module import checked_call, checked_limit, checked_module
-
     checked_module(model)
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise InputError(f"the model is a {type(model).__name__}, which a plan does not run: attach model.module")

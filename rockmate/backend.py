@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rockmate.budget import parse_budget
-from rockmate.calls import Front, Terms
-from rockmate.captured_calls import CapturedCalls, identity_of
+from rockmate.calls.calls import Front, Terms
+from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.errors import BudgetError, BudgetWarning, InputError
 from rockmate.tell import be_heard, warn_once
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import rkgb
 from rkgb.program import source_values
-from rockmate.executor import CallState
-from rockmate.functions import needs_no_recording
-from rockmate.gpt import GPT
+from rockmate.demo.gpt import GPT
+from rockmate.run.executor import CallState
+from rockmate.run.functions import needs_no_recording
 from solvers import all_baselines
 
 
