@@ -25,31 +25,27 @@ import dataclasses
 import gc
 import json
 import pstats
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# A program in this folder has the name of a package: leave the folder to scripts.
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-import rkgb  # noqa: E402
-import rockmate  # noqa: E402
-from rkgb.graphs import substitute  # noqa: E402
-from rkgb.program import source_values  # noqa: E402
-from rockmate import Rockmate  # noqa: E402
-from rockmate.compiled import Program  # noqa: E402
-from rockmate.executor import CallState  # noqa: E402
-from rockmate.gpt import GPT  # noqa: E402
-from rockmate.variants import Variant, program_of  # noqa: E402
-from solvers import Schedule, all_baselines, parse_schedule, walk  # noqa: E402
-from solvers.schedule import Run  # noqa: E402
+import rkgb
+import rockmate
+from rkgb.graphs import substitute
+from rkgb.program import source_values
+from rockmate import Rockmate
+from rockmate.calls.variants import Variant, program_of
+from rockmate.demo.gpt import GPT
+from rockmate.run.compiled import Program
+from rockmate.run.executor import CallState
+from solvers import Schedule, all_baselines, parse_schedule, walk
+from solvers.schedule import Run
 
 _OURS = tuple(str(Path(package.__file__ or "").parent) for package in (rkgb, rockmate))
 _EAGER = (str(Path(torch.nn.__file__ or "").parent),)

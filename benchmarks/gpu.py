@@ -20,12 +20,10 @@ import os
 import sys
 from pathlib import Path
 
-# A program in this folder has the name of a package: the folder comes last, and the packages first.
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != HERE), str(HERE)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the packages need not be installed
 
-from gpu_run.page import page  # noqa: E402
-from gpu_run.runner import SECTIONS, Run, end_with_parent  # noqa: E402
+from gpu_run.page import page
+from gpu_run.runner import SECTIONS, Run, end_with_parent
 
 
 def child(options: argparse.Namespace) -> None:

@@ -29,15 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# A program in this folder has the name of a package: leave the folder to scripts.
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+import torch.nn.functional as F
+from torch import nn
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import nn  # noqa: E402
-
-import rockmate  # noqa: E402
-from rockmate import InfeasibleBudgetError, Rockmate, measure_peak  # noqa: E402
+import rockmate
+from rockmate import InfeasibleBudgetError, Rockmate, measure_peak
 
 FRACTIONS = (0.0, 1 / 3, 2 / 3)  # of the way from the least budget to the one without recomputation
 PERCENT = (60, 45, 30)  # of eager's peak, for GPT-2

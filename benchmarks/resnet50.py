@@ -14,13 +14,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-# A program in this folder has the name of a package: leave the folder to scripts.
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+import torch.nn.functional as F
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-
-from rockmate import Rockmate, measure_peak  # noqa: E402
+from rockmate import Rockmate, measure_peak
 
 
 def make_model() -> torch.nn.Module:

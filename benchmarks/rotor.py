@@ -21,7 +21,6 @@ import argparse
 import copy
 import json
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,22 +28,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# A program in this folder has the name of a package: leave the folder to scripts.
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.flop_counter import FlopCounterMode
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint_sequential  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-import rkgb.device  # noqa: E402
-from rkgb.roofline import Roofline  # noqa: E402
-from rockmate import InfeasibleBudgetError, Rockmate, measure_peak, rotor  # noqa: E402
-from rockmate.gpt import Layer  # noqa: E402
-from solvers.rotor_chain import Chain, Stage, Way  # noqa: E402
-from solvers.rotor_plans import no_checkpoint_sequence, persistent  # noqa: E402
-from solvers.rotor_walk import walk_sequence  # noqa: E402
+import rkgb.device
+from rkgb.device.roofline import Roofline
+from rockmate import InfeasibleBudgetError, Rockmate, measure_peak, rotor
+from rockmate.demo.gpt import Layer
+from solvers.rotor.chain import Chain, Stage, Way
+from solvers.rotor.plans import no_checkpoint_sequence, persistent
+from solvers.rotor.walk import walk_sequence
 
 Make = Callable[[], tuple[nn.Sequential, Callable[[int], torch.Tensor], int]]
 

@@ -20,23 +20,19 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# A program in this folder has the name of a package: leave the folder to scripts.
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
 
-import torch  # noqa: E402
-
-from rockmate.gpt import GPT  # noqa: E402
-from rockmate.planning import make_planner  # noqa: E402
-from solvers import ChainPlanner, Grid, InfeasibleError, Problem, improve, keep_everything, solve, walk, write_problem  # noqa: E402
-from solvers.chain_costs import ChainCosts, kind_views  # noqa: E402
-from solvers.chain_table import ChainTable  # noqa: E402
-from solvers.ilp import Option, Point, grid_points  # noqa: E402
+from rockmate.demo.gpt import GPT
+from rockmate.planning.planner import make_planner
+from solvers import ChainPlanner, Grid, InfeasibleError, Problem, improve, keep_everything, solve, walk, write_problem
+from solvers.block.ilp import Option, Point, grid_points
+from solvers.chain.costs import ChainCosts, kind_views
+from solvers.chain.table import ChainTable
 
 Json = dict[str, Any]
 

@@ -22,16 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# A program in this folder has the name of a package: leave the folder to scripts.
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+import torch.utils.checkpoint
 
-import torch  # noqa: E402
-import torch.utils.checkpoint  # noqa: E402
-
-from rkgb.capture import preserved  # noqa: E402
-from rkgb.randomness import random_states  # noqa: E402
-from rkgb.trees import flatten, tensors_of, unflatten  # noqa: E402
-from rockmate import Rockmate, measure_peak  # noqa: E402
+from rkgb.randomness import random_states
+from rkgb.trace.capture import preserved
+from rkgb.trees import flatten, tensors_of, unflatten
+from rockmate import Rockmate, measure_peak
 
 CASES = Path(__file__).resolve().parents[2] / "shared" / "zoo.py"
 

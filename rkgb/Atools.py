@@ -1,83 +1,26 @@
-"""Equivalence: blocks (and nodes) that are alike but for names, the identity of parameters, and rates."""
+"""The distinct blocks of a graph: each on its own, differentiated once.
+
+``classes`` numbers blocks that are alike; ``block_keys`` and ``nodes_key`` say what that is.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from rkgb.graphs import D_graph, Ref, S_graph, S_node, Source, Storage, Structure
+from rkgb.blocks.classes import block_keys, classes, nodes_key
+from rkgb.cost.measure import Cost, measure_nodes
+from rkgb.cost.usage import all_used
+from rkgb.graphs import D_graph, S_graph, Source, Storage, Structure
+from rkgb.Ktools import K_graph, S_to_K
 from rkgb.sample import Sample, call_of
+from rkgb.trees import tensors_of
 
-if TYPE_CHECKING:
-    from rkgb.Ktools import K_graph
-    from rkgb.measure import Cost
-
-
-# Work and memory of these do not depend on a float that they are given: the rate of a draw, or a scale. With stochastic
-# depth it is another in every layer.
-_RATED = frozenset("bernoulli bernoulli_ mask mul mul_ div div_".split())
-
-
-def block_keys(s: S_graph) -> list[Hashable]:
-    """One key a block; equal keys mean that the blocks cost the same: they are alike up to renaming, and to rates."""
-    return [nodes_key(s.d, s.nodes[a:b]) for a, b in s.blocks]
-
-
-def classes(s: S_graph) -> list[int]:
-    """For each block the number of its class, numbered by first appearance."""
-    number: dict[Hashable, int] = {}
-    return [number.setdefault(key, len(number)) for key in block_keys(s)]
-
-
-def nodes_key(d: D_graph, nodes: Sequence[S_node], exact: bool = False) -> Hashable:
-    """A canonical form: operations, constants, forms of values, and how values and their memory are connected.
-
-    ``exact``: rates count as well, so that equal keys compute the same on equal values.
-    """
-    local: dict[int, int] = {}
-    storages: dict[int, int] = {}
-
-    def name(v: int) -> Hashable:
-        if v not in local:
-            local[v] = len(local)
-            storage = d.values[v].storage
-            return (local[v], storages.setdefault(storage, len(storages)), *_description(d, v))
-        return local[v]
-
-    def freeze(arg: Any, rated: bool) -> Hashable:
-        if isinstance(arg, Ref):
-            return name(arg.index)
-        if isinstance(arg, (list, tuple)):
-            return tuple(freeze(a, rated) for a in arg)
-        if isinstance(arg, torch.Tensor):
-            rate = rated and arg.numel() == 1 and arg.is_floating_point()
-            return (str(arg.dtype), tuple(arg.shape), () if rate else tuple(arg.flatten().tolist()))
-        return (type(arg).__name__, "" if rated and isinstance(arg, float) else repr(arg))
-
-    key: list[Hashable] = []
-    for node in nodes:
-        for op in node.ops:
-            n = d.nodes[op]
-            rated = not exact and n.name in _RATED
-            arguments = (freeze(n.args, rated), tuple((k, freeze(a, rated)) for k, a in n.kwargs))
-            operation = n.op if isinstance(n.op, torch._ops.OpOverload) else str(n.op)
-            key.append((operation, n.mode, arguments, tuple(name(v) for v in n.outputs)))
-        key.append(tuple(name(v) for v in node.makes))
-        saved = tuple(storages.setdefault(x, len(storages)) for x in node.saved.storages)
-        key.append((node.fixed, node.saved.private, saved))
-    return tuple(key)
-
-
-def _description(d: D_graph, v: int) -> tuple[Hashable, ...]:
-    value = d.values[v]
-    source = d.sources.get(v)
-    form = (value.shape, value.stride, value.dtype, value.device, value.requires_grad)
-    # A source that several nodes read is told apart from one that is the block's alone by its use, not its name.
-    return (*form, source.kind if source else "")
+__all__ = ["Blocks", "S_list_to_K_list_eco", "block_graph", "block_keys", "classes", "nodes_key"]
 
 
 class Blocks(NamedTuple):
@@ -97,11 +40,6 @@ def S_list_to_K_list_eco(
     Bytes and times are those of the block alone: its outputs have their gradients when its backward begins,
     and the gradients of what it reads stay. ``costs``, one a node of ``s``, are measured on ``sample`` unless given.
     """
-    from rkgb.Ktools import S_to_K
-    from rkgb.measure import measure_nodes
-    from rkgb.trees import tensors_of
-    from rkgb.usage import all_used
-
     if costs is None:
         costs = measure_nodes(s, model, tensors_of(call_of(sample)))
     numbers = classes(s)

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from rkgb.capture import Call, HostRead, Recorder, call_in, map_tensors, module_in, outside_vmap, preserved
-from rkgb.code import watched
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
-from rkgb.guards import Guard
-from rkgb.other_draws import other_draws
 from rkgb.randomness import own_generators
-from rkgb.record import record
-from rkgb.respelled import constant, data_of
 from rkgb.sample import Sample, call_of, check_module
+from rkgb.trace.capture import Call, HostRead, Recorder, call_in, map_tensors, module_in, outside_vmap, preserved
+from rkgb.trace.code import watched
+from rkgb.trace.guards import Guard
+from rkgb.trace.other_draws import other_draws
+from rkgb.trace.record import record
+from rkgb.trace.respelled import constant, data_of
 from rkgb.trees import flatten, unflatten
 
 # Results that Python reads from a tensor's shape, not its data: their operations run when the graph is built.

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from rkgb.Btools import PRIMITIVES
-from rkgb.capture import drop_saved, preserved
-from rkgb.contexts import context_tensors, next_number
-from rkgb.decompose import is_split, split
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
-from rkgb.guards import Guard, is_guard
+from rkgb.probe.contexts import context_tensors, next_number
+from rkgb.probe.decompose import is_split, split
 from rkgb.program import memory_of, run_node, same, source_values
 from rkgb.randomness import Drawn, draws_unseen, node_generators, random_state, watched_devices
 from rkgb.sample import Sample, call_of
+from rkgb.trace.capture import drop_saved, preserved
+from rkgb.trace.guards import Guard, is_guard
 from rkgb.trees import tensors_of
 
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from rkgb.contexts import context_storages
+from rkgb.cost.layouts import differentiated
+from rkgb.cost.measure import Cost, measure_nodes
+from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.graphs import S_graph
-from rkgb.layouts import differentiated
-from rkgb.measure import Cost, measure_nodes
+from rkgb.notebook import Drawn
+from rkgb.probe.contexts import context_storages
 from rkgb.randomness import drawn_by, state_bytes
-from rkgb.render_notebook import Drawn
 from rkgb.sample import Sample, call_of
 from rkgb.trees import tensors_of
-from rkgb.usage import Usage, differentiable, supposed
 
 
 @dataclass(frozen=True, slots=True)

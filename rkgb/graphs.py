@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from rkgb.code import Code
-from rkgb.render_notebook import Drawn
+from rkgb.notebook import Drawn
+from rkgb.trace.code import Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class Mode:
     """The state of PyTorch that an operation runs in: grad mode, autocast per device type, kernels of attention.
 
     ``autocast`` is a tuple of (device type, dtype) of the device types for which it is on. ``attention`` is what
-    ``torch.nn.attention.sdpa_kernel`` sets (see ``rkgb/capture.py``), empty for what it was when rkgb was imported.
+    ``torch.nn.attention.sdpa_kernel`` sets (see ``rkgb/trace/capture.py``), empty for what it was when rkgb was
+    imported.
     """
 
     grad: bool = True

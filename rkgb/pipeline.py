@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 
-from rkgb.Atools import classes
+from rkgb.blocks.classes import classes
+from rkgb.blocks.cut import cut
+from rkgb.blocks.simplify import D_to_S
+from rkgb.blocks.summary import Summary, summarize
 from rkgb.Btools import trace
-from rkgb.capture import attributes_preserved
-from rkgb.check import checked
+from rkgb.cost.measure import Known, check_costs, measure_nodes
+from rkgb.cost.usage import Usage, supposed, turned_strides
 from rkgb.device import kind_of, one_device
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K, with_extra
-from rkgb.measure import Known, check_costs, measure_nodes
-from rkgb.patches import TRACING
-from rkgb.render_notebook import Drawn
+from rkgb.notebook import Drawn
+from rkgb.probe.check import checked
 from rkgb.sample import Sample, call_of, check_module
-from rkgb.Stools import D_to_S, cut
-from rkgb.summary import Summary, summarize
+from rkgb.trace.capture import attributes_preserved
+from rkgb.trace.patches import TRACING
 from rkgb.trees import tensors_of
-from rkgb.usage import Usage, supposed, turned_strides
 
 
 @dataclass(frozen=True, repr=False)

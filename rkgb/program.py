@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from rkgb.attention import attention_by
-from rkgb.capture import current_mode
 from rkgb.graphs import Mode, Node, Source, substitute
+from rkgb.trace.attention import attention_by
+from rkgb.trace.capture import current_mode
 
 
 def memory_of(t: torch.Tensor) -> torch.UntypedStorage:

@@ -1,7 +1,7 @@
 """Train PyTorch models within a memory budget, at the least possible recomputation."""
 
+from rkgb.cost.memory import measure_peak
 from rkgb.errors import GraphError, MeasureError, MismatchError, TraceError, UnsupportedError
-from rkgb.memory import measure_peak
 from rockmate.attach import Attachment, attach, attached, detach
 from rockmate.errors import (
     BudgetError,
@@ -16,7 +16,7 @@ from rockmate.errors import (
     VariantLimitError,
 )
 from rockmate.module import Rockmate, frontier
-from rockmate.plan import Plan
+from rockmate.planning.plan import Plan
 
 __all__ = [
     "Attachment",

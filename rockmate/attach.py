@@ -23,18 +23,14 @@ import torch
 
 from rkgb.errors import GraphError, UnsupportedError
 from rkgb.sample import Sample
-from rockmate.artefact import SavedPlan
 from rockmate.budget import parse_budget, show_bytes
-from rockmate.calls import Front, Terms, is_least
-from rockmate.captured import kinds_of_sources, line_of_derivatives
-from rockmate.captured_calls import CapturedCalls, Planned, identity_of
-from rockmate.errors import BudgetWarning, CannotBeCalledError, HookError, InputError, VariantLimitError
-from rockmate.held import check_effects, undone_if_it_fails
-from rockmate.observe import end_look
-from rockmate.others import watch_others
-from rockmate.plan import Plan
-from rockmate.planning import NOTHING_COMPUTED
-from rockmate.surroundings import (
+from rockmate.calls.calls import Front, Terms, is_least
+from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
+from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
+from rockmate.calls.held import check_effects, undone_if_it_fails
+from rockmate.calls.observe import end_look
+from rockmate.calls.others import watch_others
+from rockmate.calls.surroundings import (
     as_eager,
     check_global_hooks,
     is_recorded,
@@ -48,9 +44,14 @@ from rockmate.surroundings import (
     warn_of_saved_hooks,
     without_global_hooks,
 )
+from rockmate.calls.variants import Variant
+from rockmate.calls.watched import WatchedCalls
+from rockmate.errors import BudgetWarning, CannotBeCalledError, HookError, InputError, VariantLimitError
+from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.checks import checked_call, checked_limit, checked_module, first_lazy
+from rockmate.planning.plan import Plan
+from rockmate.planning.planner import NOTHING_COMPUTED
 from rockmate.tell import LOG, be_heard, described, warn_once
-from rockmate.variants import Variant
-from rockmate.watched import WatchedCalls
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -228,8 +229,6 @@ class Attachment(Front):
 
     def _gets_sizes(self, model: torch.nn.Module) -> bool:
         """Whether layers get their sizes in this call, so that there is nothing to plan yet."""
-        from rockmate.module import first_lazy
-
         self._lazy = bool(first_lazy(model))
         if self._lazy:
             warnings.warn(
@@ -473,8 +472,6 @@ def attach(
     least memory. The other arguments are as for ``Rockmate``. Raises ``InputError`` for what cannot be used, and, at a
     call that is planned, ``GraphError`` for a model that cannot be traced.
     """
-    from rockmate.module import checked_call, checked_limit, checked_module
-
     checked_module(model)
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise InputError(f"the model is a {type(model).__name__}, which a plan does not run: attach model.module")
@@ -495,7 +492,7 @@ def attach(
     if sample is not None:
         attachment.plan_for(*checked_call(model, sample, sample_kwargs))
     model._compiled_call_impl = attachment
-    watch_others()
+    watch_others(Attachment, attached)
     return attachment
 
 

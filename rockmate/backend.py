@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rockmate.budget import parse_budget
-from rockmate.calls import Front, Terms, is_least
-from rockmate.captured_calls import CapturedCalls, identity_of
+from rockmate.calls.calls import Front, Terms, is_least
+from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.errors import BudgetError, BudgetWarning, InputError
-from rockmate.module import checked_limit
+from rockmate.planning.checks import checked_limit
 from rockmate.tell import be_heard, warn_once
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from rkgb.capture import current_mode
+from rkgb.trace.capture import current_mode
 from rockmate.budget import show_bytes
-from rockmate.numbers import NUMBER
-from rockmate.plan import Plan
+from rockmate.calls.numbers import NUMBER
+from rockmate.planning.plan import Plan
 
 LOG = logging.getLogger("rockmate")
 

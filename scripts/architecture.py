@@ -20,7 +20,7 @@ from torch import nn
 
 from rkgb import Graphs, make_all_graphs
 from rockmate import Plan, Rockmate
-from rockmate.compiled import Give, Program, compile_schedule
+from rockmate.run.compiled import Give, Program, compile_schedule
 from solvers import Run
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "ARCHITECTURE.md"

@@ -5,25 +5,26 @@ both validity and cost. ``solve(problem, budget)`` asks any solver by name and r
 ``frontier(problem)`` is the whole curve. ``block_options`` solves one block, ``ChainPlanner`` a whole chain.
 """
 
-import solvers.chain_solvers
-import solvers.graph_solvers  # noqa: F401  makes those of a ``GraphProblem`` known
+import solvers.chain.solvers
+import solvers.whole.solvers  # noqa: F401  makes those of a ``GraphProblem`` known
 from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
-from solvers.chain import ChainPlan, ChainPlanner, solve_chain
-from solvers.chain_bound import lower_bound
-from solvers.chain_costs import SolvedViews
-from solvers.chain_refine import improve
+from solvers.block.ilp import Grid, Option, block_options
+from solvers.chain.bound import lower_bound
+from solvers.chain.chain import ChainPlan, ChainPlanner, solve_chain
+from solvers.chain.costs import SolvedViews
+from solvers.chain.refine import improve
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
-from solvers.files import read_problem, write_problem
-from solvers.graph import GraphNode, GraphProblem
-from solvers.graph_walker import GraphWalk, walk_graph
-from solvers.ilp import Grid, Option, block_options
-from solvers.memory_program import SolverOptions
+from solvers.files.files import read_problem, write_problem
+from solvers.liveness import drop_useless_runs, with_deletes
+from solvers.milp.memory_program import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
-from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step, drop_useless_runs, with_deletes
+from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 from solvers.solution import Frontier, Solution
 from solvers.solve import Answer, Judged, Kind, Progress, Request, frontier, register, solve, solver_names
 from solvers.text import format_bytes, format_schedule, parse_schedule
 from solvers.walker import Walk, step_name, walk
+from solvers.whole.graph import GraphNode, GraphProblem
+from solvers.whole.walker import GraphWalk, walk_graph
 
 __all__ = [
     "Answer",

@@ -12,8 +12,9 @@ from __future__ import annotations
 from itertools import pairwise
 from math import ceil, isqrt
 
+from solvers.liveness import drop_useless_runs, forward_phase, with_deletes
 from solvers.problem import Problem
-from solvers.schedule import Bwd, Run, Schedule, Step, drop_useless_runs, forward_phase, with_deletes
+from solvers.schedule import Bwd, Run, Schedule, Step
 
 
 def segments(problem: Problem, cuts: tuple[int, ...]) -> Schedule:

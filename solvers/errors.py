@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from solvers.schedule import Step
+from solvers.schedule import Step
 
 
 class SolverError(Exception):

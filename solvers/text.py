@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from solvers.errors import ScheduleError
-from solvers.graph import GraphProblem
-from solvers.graph_walker import GraphWalk, walk_graph
 from solvers.problem import Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 from solvers.walker import Walk, walk
+from solvers.whole.graph import GraphProblem
+from solvers.whole.walker import GraphWalk, walk_graph
 
 _CALL = re.compile(r"(?:(?P<makes>[^=()]*?) = )?(?P<verb>fwd|bwd)\.(?P<node>[^\s()=,]+)\((?P<reads>[^()]*)\)")
 _WIDTH = 48

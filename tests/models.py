@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from rockmate.gpt import GPT
+from rockmate.demo.gpt import GPT
 from solvers import Frontier
 
 MakeCall = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]

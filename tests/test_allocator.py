@@ -10,7 +10,7 @@ from allocator_model import MIB, Model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkgb.allocator import Allocator, round_size, segment_size
+from rkgb.device.allocator import Allocator, round_size, segment_size
 from rkgb.errors import AllocatorError, OutOfMemory
 
 

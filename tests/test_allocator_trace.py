@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from allocator_model import MIB
 
-from rkgb.allocator import Allocator
-from rkgb.allocator_trace import Alloc, EmptyCache, Free, read_segments, read_trace, replay, replay_trace
+from rkgb.device.allocator import Allocator
+from rkgb.device.allocator_trace import Alloc, EmptyCache, Free, read_segments, read_trace, replay, replay_trace
 from rkgb.errors import AllocatorError, OutOfMemory
 
 BASE = 0x7F0000000000

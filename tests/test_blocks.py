@@ -9,9 +9,9 @@ from torch import nn
 
 import rkgb
 from rkgb import Atools, Btools, Dtools, Ktools, Stools
-from rkgb.measure import measure_nodes
+from rkgb.cost.measure import measure_nodes
 from rkgb.trees import tensors_of
-from rockmate.gpt import GPT
+from rockmate.demo.gpt import GPT
 
 
 def test_one_call_a_stage() -> None:

@@ -11,7 +11,7 @@ from models import randn
 from torch import nn
 
 from rkgb import Atools, make_all_graphs
-from rkgb.cut import _Merger
+from rkgb.blocks.cut import _Merger
 from rkgb.pipeline import Graphs, make_S
 
 

@@ -21,14 +21,15 @@ from models import randn
 from torch import nn
 
 from rkgb.Btools import make_B
-from rkgb.capture import Recorder
-from rkgb.check import _shifted
 from rkgb.device import KINDS, Cpu, Cuda, one_device
 from rkgb.Dtools import probe
 from rkgb.errors import UnsupportedError
 from rkgb.pipeline import make_all_graphs, make_S
-from rkgb.record import record
-from rockmate import demo, rotor
+from rkgb.probe.check import _shifted
+from rkgb.trace.capture import Recorder
+from rkgb.trace.record import record
+from rockmate import rotor
+from rockmate.demo import compare
 
 ROOT = Path(__file__).parents[1]
 META = torch.device("meta")
@@ -55,7 +56,7 @@ def words(path: Path) -> Iterator[str]:
 def test_one_file_knows_of_cuda() -> None:
     files = [f for folder in ("rkgb", "rockmate", "solvers", "benchmarks") for f in (ROOT / folder).rglob("*.py")]
     naming = {f.relative_to(ROOT).as_posix() for f in files if any("cuda" in word.lower() for word in words(f))}
-    assert naming == {"rkgb/device.py"}
+    assert naming == {"rkgb/device/__init__.py", "rkgb/device/cuda.py"}  # the first lists the kinds
 
 
 # -------------------------------------------------------------------------------------------- settings
@@ -65,7 +66,7 @@ SETTING = """
     import torch
     from torch import nn
     from rockmate import Rockmate
-    from rockmate.surroundings import settings
+    from rockmate.calls.surroundings import settings
 
     x, model = torch.ones(4, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU())
     rk = Rockmate(model, x, "1 MiB", costs="flops")
@@ -204,7 +205,7 @@ def test_the_benchmark_of_the_zoo_on_a_device(drawn_elsewhere: None) -> None:
 def test_the_demo_compares_the_generator_of_the_device(drawn_elsewhere: None) -> None:
     model = nn.Embedding(8, 8, device="meta")
     batch = torch.zeros(2, 4, dtype=torch.long, device=META)
-    found = demo._trained(model, [(batch, batch)], keep_grads=False)
+    found = compare._trained(model, [(batch, batch)], keep_grads=False)
     cpu, device = (t for t in found if t.dtype == torch.uint8)
     assert torch.equal(cpu, Unmoved().random_state(META))
     assert torch.equal(device, torch.get_rng_state())

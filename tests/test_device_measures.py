@@ -13,13 +13,13 @@ import torch
 from models import randn, square_loss
 from torch import nn
 
+from rkgb.cost.measure import _times
+from rkgb.cost.memory import _where, measure_after, measure_memory, measure_peak
 from rkgb.device import KINDS, Cpu, Cuda, device_in_use
 from rkgb.errors import MeasureError
-from rkgb.measure import _times
-from rkgb.memory import _where, measure_after, measure_memory, measure_peak
 from rkgb.pipeline import make_all_graphs
 from rockmate import Rockmate
-from rockmate.planning import make_planner
+from rockmate.planning.planner import make_planner
 
 GPU = torch.device("cuda:1")
 
@@ -59,7 +59,7 @@ class Queue:
         monkeypatch.setattr("torch.cuda.current_stream", lambda device: f"stream of {device}")
         monkeypatch.setattr("torch.cuda.device", Guard)
         monkeypatch.setattr("torch.cuda._sleep", lambda cycles: queue.launch(cycles // 2))
-        monkeypatch.setattr("rkgb.measure.time", SimpleNamespace(perf_counter_ns=lambda: queue.host))
+        monkeypatch.setattr("rkgb.cost.measure.time", SimpleNamespace(perf_counter_ns=lambda: queue.host))
 
 
 class Guard:
@@ -103,7 +103,7 @@ def test_times_are_those_of_kernels_and_not_of_launches(
 
 def test_timed_backwards_get_random_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
-    monkeypatch.setattr("rkgb.measure._backward", lambda ends, grads: given.extend(grads))
+    monkeypatch.setattr("rkgb.cost.measure._backward", lambda ends, grads: given.extend(grads))
     run: Any = SimpleNamespace(
         device=torch.device("cpu"), forward=list, ends=lambda r: r, gradients=lambda r: [torch.ones(8)]
     )
@@ -205,7 +205,7 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_free_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What its limit leaves, if that is less than the machine has; files that were read and can go are free."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr("rkgb.device._GROUP", str(tmp_path))
+    monkeypatch.setattr("rkgb.device.cpu._GROUP", str(tmp_path))
     alone = Cpu().free(cpu)
     assert alone > 0
     (tmp_path / "memory.current").write_text("700000\n")

@@ -13,8 +13,9 @@ from types import ModuleType
 
 import pytest
 
-from solvers import ilp_model, relaxation
-from solvers.block import block_view
+from solvers.block import ilp_model
+from solvers.block.block import block_view
+from solvers.whole import relaxation
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(ROOT.glob("*.md"))

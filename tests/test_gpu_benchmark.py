@@ -123,7 +123,6 @@ def test_what_a_part_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.Mo
     """A part that hangs, and has a process of its own that hangs, is over soon after its limit; one that crashes is
     said to have."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu_run" / ".."))
-    sys.path.append(sys.path.pop(0))  # behind the packages, one of which has the name of a program there
     runner = package("runner")
     program, pid, out = tmp_path / "program.py", tmp_path / "pid", tmp_path / "out.jsonl"
     program.write_text(

@@ -28,9 +28,9 @@ from rockmate import (
     measure_peak,
 )
 from rockmate.budget import Budget, parse_budget, parse_bytes, show_at_least
-from rockmate.demo import main as demo
+from rockmate.demo.compare import main as demo
+from rockmate.demo.text import batches, load_tokens
 from rockmate.errors import BudgetError
-from rockmate.text import batches, load_tokens
 
 
 def mlp() -> nn.Sequential:

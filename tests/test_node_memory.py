@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rockmate import InfeasibleBudgetError, Rockmate, frontier, measure_peak, rotor
-from rockmate.planning import make_planner
+from rockmate.planning.planner import make_planner
 from solvers import Bwd, walk
 
 

@@ -19,8 +19,8 @@ from models import case
 from torch import nn
 
 from rkgb import make_all_graphs
-from rkgb.measure import measure_nodes
-from rkgb.stand_ins import runs
+from rkgb.cost.measure import measure_nodes
+from rkgb.cost.stand_ins import runs
 from rockmate import InputError, Rockmate, UnsupportedError, frontier, rotor
 
 
@@ -157,7 +157,7 @@ def test_costs_do_not_depend_on_what_stands_in(monkeypatch: pytest.MonkeyPatch) 
     model, x = After(chosen), torch.randn(64, 8)
     s = make_all_graphs(model, x, costs="flops").S
     with_stand_ins = measure_nodes(s, model, [x], "flops")
-    monkeypatch.setattr("rkgb.measure.runs", lambda s, keys, stand_ins: runs(s, keys, False))
+    monkeypatch.setattr("rkgb.cost.measure.runs", lambda s, keys, stand_ins: runs(s, keys, False))
     assert with_stand_ins == measure_nodes(s, model, [x], "flops")
 
 

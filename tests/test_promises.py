@@ -8,8 +8,8 @@ from models import ZOO, case
 from torch import nn
 
 from rockmate import InfeasibleBudgetError, Rockmate, frontier
-from rockmate.gpt import GPT
-from rockmate.planning import Planner, make_planner
+from rockmate.demo.gpt import GPT
+from rockmate.planning.planner import Planner, make_planner
 from solvers import walk
 
 NARROW = "gpt_narrow"

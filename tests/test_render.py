@@ -14,11 +14,12 @@ from models import Skip
 from torch import nn
 
 import rkgb
-from rkgb import Graphs, RenderWarning, Stools, make_all_graphs, print_all_graphs, print_graph, render_draw
-from rkgb.lines import user_line
-from rkgb.render_parts import counted, tip
+from rkgb import Graphs, RenderWarning, Stools, make_all_graphs, print_all_graphs, print_graph
+from rkgb.render import drawing as render_draw
+from rkgb.render.parts import counted, tip
+from rkgb.trace.lines import user_line
 from rkgb.units import format_bytes, format_time
-from rockmate.gpt import GPT
+from rockmate.demo.gpt import GPT
 
 dot = pytest.mark.skipif(shutil.which("dot") is None, reason="the program dot (Graphviz) is not installed")
 
@@ -153,14 +154,14 @@ def test_unknown_format(tiny: Graphs, tmp_path: Path) -> None:
 
 def test_open_shows_the_file(tiny: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shown: list[str] = []
-    monkeypatch.setattr("rkgb.render.graphviz.view", shown.append)
+    monkeypatch.setattr("graphviz.view", shown.append)
     path = print_graph(tiny.S, open=True, render_format="text", directory=tmp_path)
     assert shown == [str(path)] and path.name == "S_graph.txt"
 
     def fail(path: str) -> None:
         raise FileNotFoundError("xdg-open")
 
-    monkeypatch.setattr("rkgb.render.graphviz.view", fail)
+    monkeypatch.setattr("graphviz.view", fail)
     with pytest.warns(RenderWarning, match="no viewer"):
         assert print_graph(tiny.S, open=True, render_format="text", directory=tmp_path) == path
 

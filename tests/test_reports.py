@@ -14,11 +14,11 @@ from IPython.lib.pretty import RepresentationPrinter
 from torch import nn
 
 from rockmate import Rockmate, frontier, progress
-from rockmate.gpt import GPT
-from rockmate.plan import Plan
-from rockmate.plot import plot_frontier
+from rockmate.demo.gpt import GPT
+from rockmate.planning.plan import Plan
+from rockmate.planning.plot import plot_frontier
+from rockmate.planning.report import MOST_LINES, BlockChoice, block_choices, block_table
 from rockmate.progress import Progress
-from rockmate.report import MOST_LINES, BlockChoice, block_choices, block_table
 from solvers import Loss, Run, keep_everything, recompute_all, walk
 
 SAMPLE = torch.ones(256, 16)
@@ -168,7 +168,7 @@ def test_neighbours_that_are_treated_alike_share_a_line() -> None:
 
 def test_long_tables_say_what_they_leave_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     many = tuple(BlockChoice(0, 1, k, 100, 1, 10) for k in range(MOST_LINES + 7))
-    monkeypatch.setattr("rockmate.report.block_choices", lambda problem, schedule: many)
+    monkeypatch.setattr("rockmate.planning.report.block_choices", lambda problem, schedule: many)
     lines = block_table(plan.problem, plan.schedule).splitlines()
     assert len(lines) == MOST_LINES + 2 and lines[-1] == "… and 7 lines more"
 

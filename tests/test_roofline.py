@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rkgb.alone import gradient
+from rkgb.cost.alone import gradient
+from rkgb.cost.measure import _random
 from rkgb.device import Cpu, Cuda
-from rkgb.measure import _random
-from rkgb.roofline import UNKNOWN, roofline_of
+from rkgb.device.roofline import UNKNOWN, roofline_of
 
 META = torch.device("meta")
 

@@ -18,7 +18,7 @@ from torch import nn
 from rkgb import Atools
 from rkgb.pipeline import Graphs, make_all_graphs
 from rockmate import Rockmate, frontier
-from rockmate.gpt import GPT
+from rockmate.demo.gpt import GPT
 from solvers import parse_schedule
 
 

@@ -7,7 +7,7 @@ from models import Skip
 from torch import nn
 
 from rkgb import Summary, make_all_graphs
-from rkgb.summary import interfaces, summarize
+from rkgb.blocks.summary import interfaces, summarize
 
 
 def test_a_module_counted_by_hand() -> None:

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from models import ZOO, Case, case, outputs_of, part_way, square_loss
 
-from rkgb.code import Code
+from rkgb.trace.code import Code
 from rockmate import Rockmate, measure_peak
-from rockmate.executor import CallState
-from rockmate.planning import Planner, make_planner
-from rockmate.python_state import PythonState
-from rockmate.variants import Variant, make_variant
+from rockmate.calls.python_state import PythonState
+from rockmate.calls.variants import Variant, make_variant
+from rockmate.planning.planner import Planner, make_planner
+from rockmate.run.executor import CallState
 from solvers.schedule import Del, Run
 
 FRACTIONS = (0.0, 0.5, 1.0)

@@ -14,7 +14,7 @@ from torch import nn
 
 from gpu_run.architectures import Llama, Unet, Vit
 from gpu_run.context import ROOT, load
-from rockmate.gpt import GPT
+from rockmate.demo.gpt import GPT
 
 
 def torchvision_models() -> Any:

@@ -13,7 +13,7 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.rotor import inspection, models
 from rockmate.rotor.checkpointable import Checkpointable
 from rockmate.rotor.optim import CheckpointOptim
-from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
+from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 __all__ = [
     "B",

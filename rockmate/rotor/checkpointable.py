@@ -11,19 +11,19 @@ from torch import nn
 
 from rkgb.device import kind_of
 from rockmate.budget import parse_bytes, show_bytes
+from rockmate.calls.surroundings import is_transformed, leave_plan, without_saved_hooks
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import Measured, check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
 from rockmate.rotor.situation import Situation
 from rockmate.rotor.stages import tensors_of
-from rockmate.surroundings import is_transformed, leave_plan, without_saved_hooks
 from solvers.errors import InfeasibleError
 from solvers.interrupts import Heeded
-from solvers.rotor_chain import Chain
-from solvers.rotor_ops import Sequence
-from solvers.rotor_plans import ALGORITHMS
-from solvers.rotor_walk import Walked, walk_sequence
+from solvers.rotor.chain import Chain
+from solvers.rotor.ops import Sequence
+from solvers.rotor.plans import ALGORITHMS
+from solvers.rotor.walk import Walked, walk_sequence
 
 # Room for the usual losses beside the outputs and their gradients, in outputs of single precision; cross entropy takes
 # one, a mean square three.

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from rockmate.rotor.stages import Function, Held, Stage, versions_of
-from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
+from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 
 class Call:

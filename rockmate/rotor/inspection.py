@@ -1,7 +1,7 @@
 """Measures a chain: every stage alone, on the sample's real values, through the code that will run it.
 
-Memory is what the allocator reports (``rkgb.memory``). Parameters are replaced by leaves with gradients of their own,
-and buffers and generators are put back, so that measuring leaves no trace in the model.
+Memory is what the allocator reports (``rkgb.cost.memory``). Parameters are replaced by leaves with gradients of their
+own, and buffers and generators are put back, so that measuring leaves no trace in the model.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from rkgb.alone import _Feed, _Tap
-from rkgb.capture import preserved
-from rkgb.code import watched
+from rkgb.cost.alone import _Feed, _Tap
+from rkgb.cost.memory import measure_after, measure_memory, storage_bytes
 from rkgb.device import kind_of, one_device
-from rkgb.memory import measure_after, measure_memory, storage_bytes
-from rkgb.other_draws import other_draws
 from rkgb.randomness import refuse_unseen_draws
+from rkgb.trace.capture import preserved
+from rkgb.trace.code import watched
+from rkgb.trace.other_draws import other_draws
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
 from rockmate.rotor.selective import Survey, nested_choices, storage_key
 from rockmate.rotor.stages import Function, Stage, owned_by, tensors_of, versions_of
-from solvers import rotor_chain
-from solvers.rotor_chain import Chain, Way
+from solvers.rotor import chain as rotor_chain
+from solvers.rotor.chain import Chain, Way
 
 __all__ = ["Chain", "Measured", "measure_chain"]
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from rockmate.errors import InputError
 from rockmate.rotor.execution import Call
 from rockmate.rotor.stages import Function, tensors_of
-from solvers.rotor_ops import Operation, Sequence
+from solvers.rotor.ops import Operation, Sequence
 
 
 class CheckpointOptim(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rockmate.rotor.checkpointable import Checkpointable
-from solvers.rotor_ops import B, Fck, Fe, Fn
+from solvers.rotor.ops import B, Fck, Fe, Fn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from rkgb.memory import storage_bytes
+from rkgb.cost.memory import storage_bytes
 
 
 @dataclass

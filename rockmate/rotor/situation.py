@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rkgb.capture import current_mode
 from rkgb.graphs import Mode
+from rkgb.trace.capture import current_mode
 from rockmate.rotor.stages import tensors_of
 
 

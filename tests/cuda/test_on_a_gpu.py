@@ -15,8 +15,8 @@ from rkgb.device import Cuda, kind_of
 from rkgb.pipeline import make_all_graphs
 from rkgb.randomness import random_state, set_random_state
 from rockmate import Rockmate, measure_peak
-from rockmate.gpt import GPT
-from rockmate.planning import make_planner
+from rockmate.demo.gpt import GPT
+from rockmate.planning.planner import make_planner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from rockmate import InfeasibleBudgetError, measure_peak, rotor
-from rockmate.gpt import Layer
+from rockmate.demo.gpt import Layer
 from rockmate.rotor.models.utils import ReLUAtEnd
-from solvers.rotor_plans import ALGORITHMS, segments_sequence
+from solvers.rotor.plans import ALGORITHMS, segments_sequence
 
 
 def block(width: int) -> nn.Sequential:

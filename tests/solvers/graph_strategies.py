@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 from hypothesis import strategies as st
 
 from solvers import GraphNode, GraphProblem
-from solvers.stages import Runs, Staged
+from solvers.whole.stages import Runs, Staged
 
 
 @st.composite

@@ -57,7 +57,7 @@ def test_public_graphs_are_no_worse_than_known(name: str, fraction: float, known
 def test_the_short_benchmark_runs(tmp_path: Path) -> None:
     """As the one command it is; without public graphs, it says so instead of counting them."""
     out = tmp_path / "found.json"
-    command = ["benchmarks/solvers.py", "--short", "--seconds", "3", "--graphs", str(tmp_path / "none")]
+    command = ["benchmarks/solver_graphs.py", "--short", "--seconds", "3", "--graphs", str(tmp_path / "none")]
     run = subprocess.run(
         [sys.executable, *command, "--out", str(out)],
         cwd=ROOT,

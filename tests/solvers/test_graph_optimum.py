@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from solver_strategies import problems
 
 from solvers import Backward, Block, Data, GraphProblem, Node, Problem, Request, frontier, solve, walk, walk_graph
-from solvers.stages import Runs, schedule_graph, schedule_step, staged_graph, staged_step, timeline
-from solvers.whole_graph import solve_staged
+from solvers.whole.stages import Runs, schedule_graph, schedule_step, staged_graph, staged_step, timeline
+from solvers.whole.whole_graph import solve_staged
 
 
 def graph_costs(problem: GraphProblem) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ from solvers import (
     solver_names,
     walk_graph,
 )
-from solvers.stages import Runs, memory, schedule_graph, staged_graph, timeline
+from solvers.whole.stages import Runs, memory, schedule_graph, staged_graph, timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 TERA = 10**13

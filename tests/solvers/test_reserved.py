@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from solver_cases import MIB, gpt_chain, lin_relu_lin
 from solver_strategies import problems
 
-from rkgb.allocator import Allocator
-from rkgb.allocator_trace import Alloc, Free
+from rkgb.device.allocator import Allocator
+from rkgb.device.allocator_trace import Alloc, Free
 from rkgb.errors import OutOfMemory
 from rockmate.errors import InputError
-from rockmate.reserved import predict_reserved
-from rockmate.step_events import NodeEvents, Part, step_events
+from rockmate.planning.reserved import predict_reserved
+from rockmate.planning.step_events import NodeEvents, Part, step_events
 from solvers import (
     Backward,
     Block,

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import rotor_table
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError
-from solvers.rotor_chain import Chain, Stage, Way
-from solvers.rotor_needs import LeastMemory, Needs
-from solvers.rotor_ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
-from solvers.rotor_plans import ALGORITHMS, no_checkpoint_sequence, persistent, revolve_sequence, segments_sequence
-from solvers.rotor_walk import walk_sequence
+from solvers.rotor import table as rotor_table
+from solvers.rotor.chain import Chain, Stage, Way
+from solvers.rotor.needs import LeastMemory, Needs
+from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
+from solvers.rotor.plans import ALGORITHMS, no_checkpoint_sequence, persistent, revolve_sequence, segments_sequence
+from solvers.rotor.walk import walk_sequence
 
 SIZES = st.integers(0, 6)
 

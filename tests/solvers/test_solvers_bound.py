@@ -29,15 +29,15 @@ from solvers import (
     Step,
     all_baselines,
     frontier,
-    highs,
     keep_everything,
     solve,
     walk,
     with_deletes,
 )
-from solvers import milp as solver_programs
-from solvers.chain_bound import least_budget, lower_bound
-from solvers.revolve import revolve
+from solvers.chain.bound import least_budget, lower_bound
+from solvers.chain.revolve import revolve
+from solvers.milp import highs
+from solvers.milp import milp as solver_programs
 
 NAMES = ("keep_all", "recompute_all", "every_block", "sqrt", "revolve", "rotor", "checkmate", "auto")
 

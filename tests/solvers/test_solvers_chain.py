@@ -23,8 +23,8 @@ from solvers import (
     solve_chain,
     walk,
 )
-from solvers.chain_costs import ChainCosts, chain_costs, kind_options
-from solvers.chain_table import ChainTable
+from solvers.chain.costs import ChainCosts, chain_costs, kind_options
+from solvers.chain.table import ChainTable
 
 INFINITE = float("inf")
 SMALL = Grid(saves=(0.5, 0.0), peaks=(0.5,), fresh_peaks=(0.3,), solver=SolverOptions(gap=0.0))

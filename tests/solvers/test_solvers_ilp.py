@@ -26,10 +26,10 @@ from solvers import (
     walk,
     with_deletes,
 )
-from solvers.block import Runs, block_view, figures
-from solvers.closure import ClosureModel
-from solvers.contract import leaders
-from solvers.ilp_model import StagedModel, useful_nodes
+from solvers.block.block import Runs, block_view, figures
+from solvers.block.closure import ClosureModel
+from solvers.block.contract import leaders
+from solvers.block.ilp_model import StagedModel, useful_nodes
 
 EXACT = SolverOptions(gap=0.0)
 SMALL = Grid(saves=(0.5, 0.0), peaks=(0.5,), fresh_peaks=(0.3,), solver=EXACT)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from solver_cases import gpt_chain
 
-from solvers import ChainPlanner, chain_solvers, improve, interrupts, keep_everything, milp, solve, solve_chain, walk
-from solvers.chain_bound import lower_bound
+from solvers import ChainPlanner, improve, interrupts, keep_everything, solve, solve_chain, walk
+from solvers.chain import solvers as chain_solvers
+from solvers.chain.bound import lower_bound
 from solvers.interrupts import Heeded, check
+from solvers.milp import milp
 from solvers.work import Work
 
 PROBLEM = gpt_chain(2)
@@ -78,7 +80,7 @@ def test_ctrl_c_in_an_integer_program(search: Callable[[], object], monkeypatch:
 def test_ctrl_c_while_a_plan_is_improved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the whole-graph program is interrupted, which then has a schedule to return."""
     bound = lower_bound(PROBLEM, BUDGET)
-    monkeypatch.setattr("solvers.chain_refine.lower_bound", lambda *_, **__: bound)
+    monkeypatch.setattr("solvers.chain.refine.lower_bound", lambda *_, **__: bound)
     run = milp._solve
     monkeypatch.setattr(milp, "_solve", lambda highs: (interrupt(), run(highs)))
     with pytest.raises(KeyboardInterrupt):
@@ -103,7 +105,7 @@ def test_ctrl_c_while_blocks_are_solved(monkeypatch: pytest.MonkeyPatch) -> None
         interrupt()
         raise TimeoutError
 
-    monkeypatch.setattr("solvers.memory_program.run", run)
+    monkeypatch.setattr("solvers.milp.memory_program.run", run)
     with pytest.raises(KeyboardInterrupt):
         solve_chain(PROBLEM, BUDGET)
     assert len(solved) < 200

@@ -14,7 +14,7 @@ from models import Case, outputs_of, square_loss
 from torch import nn
 
 from rockmate import Rockmate, measure_peak
-from rockmate.planning import make_planner
+from rockmate.planning.planner import make_planner
 from solvers import all_baselines, walk
 
 Train = Callable[[nn.Module, nn.Module], Iterable[Any]]

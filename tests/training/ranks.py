@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from rockmate import InputError, Rockmate
-from rockmate.executor import CallState
-from rockmate.gpt import GPT
-from rockmate.planning import SCALARS
+from rockmate.demo.gpt import GPT
+from rockmate.planning.planner import SCALARS
+from rockmate.run.executor import CallState
 
 RANKS = 2
 IDS = (4, 16)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-from rkgb.profiled import events, replay
+from rkgb.device.profiled import events, replay
 
 # Bytes of blocks that mark a moment among the allocator's events; nothing else has these sizes.
 BEGIN, END = 1_000_003, 1_000_033

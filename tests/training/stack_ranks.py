@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rockmate
 from rockmate import InputError, measure_peak
-from rockmate.executor import CallState
+from rockmate.run.executor import CallState
 
 
 def start(rank: int, works: tuple[str, ...], folder: str) -> None:

@@ -13,7 +13,7 @@ from models import case, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
-from rkgb.memory import measure_memory
+from rkgb.cost.memory import measure_memory
 from rockmate import Rockmate
 
 

@@ -12,7 +12,7 @@ from models import part_way, randn
 from torch import nn
 
 from rockmate import Rockmate, frontier, measure_peak
-from rockmate.planning import SCALARS
+from rockmate.planning.planner import SCALARS
 
 
 class Scaled(torch.autograd.Function):

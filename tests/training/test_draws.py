@@ -11,10 +11,10 @@ from against_eager import assert_same, step
 from models import part_way, randn
 from torch import nn
 
-from rkgb.decompose import DRAWN
+from rkgb.probe.decompose import DRAWN
 from rockmate import Rockmate, frontier, measure_peak
-from rockmate.compiled import Program, compile_schedule
-from rockmate.draws import draw_whole
+from rockmate.run.compiled import Program, compile_schedule
+from rockmate.run.draws import draw_whole
 from solvers import walk
 from solvers.schedule import Run
 

@@ -17,10 +17,10 @@ from torch import nn
 import rkgb
 import rockmate
 from rkgb.program import source_values
-from rockmate import captured_calls
-from rockmate.executor import CallState
-from rockmate.functions import needs_no_recording
-from rockmate.gpt import GPT
+from rockmate.calls import captured_calls
+from rockmate.demo.gpt import GPT
+from rockmate.run.executor import CallState
+from rockmate.run.functions import needs_no_recording
 from solvers import all_baselines
 
 

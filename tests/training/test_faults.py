@@ -19,12 +19,12 @@ from models import case, square_loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import rkgb.check
-import rkgb.measure
+import rkgb.cost.measure
 import rkgb.pipeline
-from rkgb.memory import measure_memory
+import rkgb.probe.check
+from rkgb.cost.memory import measure_memory
 from rockmate import InfeasibleBudgetError, InputError, Rockmate
-from rockmate.executor import CallState
+from rockmate.run.executor import CallState
 from solvers import ChainPlanner, Grid, SolverOptions, all_baselines, walk
 
 
@@ -133,9 +133,9 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: t
 
 PHASES = [
     (rkgb.pipeline, "trace"),
-    (rkgb.check, "probe"),
+    (rkgb.probe.check, "probe"),
     (rkgb.pipeline, "D_to_S"),
-    (rkgb.measure, "measure_memory"),
+    (rkgb.cost.measure, "measure_memory"),
     (rkgb.pipeline, "S_to_K"),
     (ChainPlanner, "solve"),
 ]
@@ -170,7 +170,7 @@ def test_planning_fails_at_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None
     eager, rk = planned(c)
     ids = c.call(1)[0][0]
     with (
-        interrupted(monkeypatch, rkgb.check, "probe", torch.OutOfMemoryError),
+        interrupted(monkeypatch, rkgb.probe.check, "probe", torch.OutOfMemoryError),
         pytest.raises(torch.OutOfMemoryError),
     ):
         rk(ids[:1])

@@ -19,13 +19,13 @@ from against_eager import assert_trains_as_eager, step, tight_budget
 from models import case
 from torch import nn
 
-import rkgb.memory
+import rkgb.cost.memory
 import rkgb.pipeline
 import rockmate
 from rockmate import Rockmate
 from rockmate.rotor import Checkpointable
 from solvers import ChainPlanner
-from solvers.rotor_plans import ALGORITHMS
+from solvers.rotor.plans import ALGORITHMS
 
 
 @pytest.fixture(autouse=True)
@@ -165,9 +165,9 @@ def test_an_interrupt_while_a_context_is_entered(monkeypatch: pytest.MonkeyPatch
     c = case("dropout_mlp")
     model, args = c.model(), c.call(0)[0]
     budget = tight_budget(model, args)
-    lock = rkgb.memory._MEASURING
+    lock = rkgb.cost.memory._MEASURING
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(rkgb.memory, "_MEASURING", TakenLate(lock))
+        patch.setattr(rkgb.cost.memory, "_MEASURING", TakenLate(lock))
         Rockmate(model, args, budget, costs="flops")
     assert not lock.locked()
     assert Rockmate(model, args, budget, costs="flops").plan.recomputed > 0

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from vision import import_can_go_on
 
 from rockmate import Rockmate, frontier
-from rockmate.planning import SCALARS
+from rockmate.planning.planner import SCALARS
 
 import_can_go_on()
 transformers: Any = pytest.importorskip("transformers")

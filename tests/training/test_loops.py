@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from rkgb.memory import measure_memory
+from rkgb.cost.memory import measure_memory
 from rockmate import Rockmate
 
 OPTIMIZERS = {

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rockmate.planning import SCALARS
+from rockmate.planning.planner import SCALARS
 
 ROOT = Path(__file__).parents[2]
 

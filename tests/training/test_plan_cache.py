@@ -13,7 +13,7 @@ import torch
 from models import case, randn, square_loss
 
 from rockmate import PlanningWarning, Rockmate
-from rockmate.variants import MAX_PLANS, PlanCache
+from rockmate.calls.variants import MAX_PLANS, PlanCache
 
 NONE: frozenset[str] = frozenset()
 

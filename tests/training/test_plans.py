@@ -17,8 +17,8 @@ from against_eager import assert_in_budget, assert_trains_as_eager, planned, ste
 from models import GPT, case, randn, square_loss
 from torch import nn
 
-import rockmate.planning
-import rockmate.variants
+import rockmate.calls.variants
+import rockmate.planning.planner
 from rockmate import BudgetError, PlanError, PlanningWarning, Rockmate
 from solvers import parse_schedule
 
@@ -32,8 +32,8 @@ def test_a_saved_plan_runs_without_measuring_or_solving(
     path = tmp_path / "plan.json"
     rk.plan.save(path)
     args, kwargs = c.call(0)
-    monkeypatch.setattr(rockmate.planning.Planner, "solve", None)
-    monkeypatch.setattr(rockmate.planning, "make_all_graphs", None)
+    monkeypatch.setattr(rockmate.planning.planner.Planner, "solve", None)
+    monkeypatch.setattr(rockmate.planning.planner, "make_all_graphs", None)
     loaded = Rockmate(c.model(), args, plan=path, sample_kwargs=kwargs)
     assert loaded.plan.schedule == rk.plan.schedule
     assert loaded.plan.problem == rk.plan.problem
@@ -152,7 +152,7 @@ def test_another_budget_for_a_loaded_plan(tmp_path: Path) -> None:
 
 
 def test_the_number_of_plans_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rockmate.variants, "MAX_PLANS", 3)
+    monkeypatch.setattr(rockmate.calls.variants, "MAX_PLANS", 3)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     eager = copy.deepcopy(model)
     rk = Rockmate(model, randn(1, 4, seed=0), "1 MiB", costs="flops")

@@ -16,14 +16,15 @@ from models import BasicBlock, ResNet, randn, tokens
 from torch import nn
 
 import rockmate
-import rockmate.calls
-from rkgb.measure import Known, measure_nodes
+import rockmate.calls.calls
+from rkgb.cost.measure import Known, measure_nodes
+from rkgb.cost.scaled import scaled_costs
+from rkgb.cost.usage import supposed
 from rkgb.pipeline import make_S
-from rkgb.resize import Point, _Fit, resized, scaled_costs, sizes_of, skeleton
+from rkgb.probe.resize import Point, _Fit, resized, sizes_of, skeleton
 from rkgb.trees import tensors_of
-from rkgb.usage import supposed
 from rockmate import attach, measure_peak
-from rockmate.gpt import GPT
+from rockmate.demo.gpt import GPT
 
 
 class Language(nn.Module):
@@ -70,13 +71,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        original = rockmate.calls.make_planner
+        original = rockmate.calls.calls.make_planner
 
         def make(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(rockmate.calls, "make_planner", make)
+        monkeypatch.setattr(rockmate.calls.calls, "make_planner", make)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rockmate import BudgetWarning, Rockmate, frontier, measure_peak
-from rockmate.planning import SCALARS
+from rockmate.planning.planner import SCALARS
 
 VOCABULARY, WIDTH, LENGTH = 512, 32, 64
 

@@ -1,0 +1,72 @@
+"""Equivalence: blocks (and nodes) that are alike but for names, the identity of parameters, and rates."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from rkgb.graphs import D_graph, Ref, S_graph, S_node
+
+# Work and memory of these do not depend on a float that they are given: the rate of a draw, or a scale. With stochastic
+# depth it is another in every layer.
+_RATED = frozenset("bernoulli bernoulli_ mask mul mul_ div div_".split())
+
+
+def block_keys(s: S_graph) -> list[Hashable]:
+    """One key a block; equal keys mean that the blocks cost the same: they are alike up to renaming, and to rates."""
+    return [nodes_key(s.d, s.nodes[a:b]) for a, b in s.blocks]
+
+
+def classes(s: S_graph) -> list[int]:
+    """For each block the number of its class, numbered by first appearance."""
+    number: dict[Hashable, int] = {}
+    return [number.setdefault(key, len(number)) for key in block_keys(s)]
+
+
+def nodes_key(d: D_graph, nodes: Sequence[S_node], exact: bool = False) -> Hashable:
+    """A canonical form: operations, constants, forms of values, and how values and their memory are connected.
+
+    ``exact``: rates count as well, so that equal keys compute the same on equal values.
+    """
+    local: dict[int, int] = {}
+    storages: dict[int, int] = {}
+
+    def name(v: int) -> Hashable:
+        if v not in local:
+            local[v] = len(local)
+            storage = d.values[v].storage
+            return (local[v], storages.setdefault(storage, len(storages)), *_description(d, v))
+        return local[v]
+
+    def freeze(arg: Any, rated: bool) -> Hashable:
+        if isinstance(arg, Ref):
+            return name(arg.index)
+        if isinstance(arg, (list, tuple)):
+            return tuple(freeze(a, rated) for a in arg)
+        if isinstance(arg, torch.Tensor):
+            rate = rated and arg.numel() == 1 and arg.is_floating_point()
+            return (str(arg.dtype), tuple(arg.shape), () if rate else tuple(arg.flatten().tolist()))
+        return (type(arg).__name__, "" if rated and isinstance(arg, float) else repr(arg))
+
+    key: list[Hashable] = []
+    for node in nodes:
+        for op in node.ops:
+            n = d.nodes[op]
+            rated = not exact and n.name in _RATED
+            arguments = (freeze(n.args, rated), tuple((k, freeze(a, rated)) for k, a in n.kwargs))
+            operation = n.op if isinstance(n.op, torch._ops.OpOverload) else str(n.op)
+            key.append((operation, n.mode, arguments, tuple(name(v) for v in n.outputs)))
+        key.append(tuple(name(v) for v in node.makes))
+        saved = tuple(storages.setdefault(x, len(storages)) for x in node.saved.storages)
+        key.append((node.fixed, node.saved.private, saved))
+    return tuple(key)
+
+
+def _description(d: D_graph, v: int) -> tuple[Hashable, ...]:
+    value = d.values[v]
+    source = d.sources.get(v)
+    form = (value.shape, value.stride, value.dtype, value.device, value.requires_grad)
+    # A source that several nodes read is told apart from one that is the block's alone by its use, not its name.
+    return (*form, source.kind if source else "")

@@ -1,0 +1,200 @@
+"""S: the simplified graph. One node is one real operation with the views and in-place operations on its result."""
+
+from __future__ import annotations
+
+import itertools
+
+from rkgb.blocks.uses import moved_uses, with_aliases
+from rkgb.graphs import D_graph, S_graph, S_node, Saved
+from rkgb.trace.guards import is_guard
+
+# These change their running statistics, but their results in training do not depend on them: they may run
+# again (on copies of the statistics). Any other change of a buffer happens once.
+STATISTICS = frozenset(
+    "batch_norm instance_norm native_batch_norm _batch_norm_impl_index cudnn_batch_norm cumulative_batch_norm".split()
+)
+
+
+def D_to_S(d: D_graph) -> S_graph:
+    """Group the nodes of ``d``, with aliases where ``blocks.uses`` wants some; the graph is one block until ``cut``."""
+    groups = _all_groups(d)
+    while moved := moved_uses(d, groups):
+        d = with_aliases(d, moved)
+        groups = _all_groups(d)
+    uses: dict[int, set[int]] = {v: {-1} for v in d.outputs}
+    for index, ops in enumerate(groups):
+        for op in ops:
+            for v in d.nodes[op].reads():
+                uses.setdefault(v, set()).add(index)
+    nodes: list[S_node] = []
+    clean: set[int] = {v for v in d.sources if not d.values[v].requires_grad}  # no gradient reaches these
+    changed = _changed_sources(d)
+    for index, ops in enumerate(groups):
+        nodes.append(_node(d, ops, index, uses, clean, changed))
+    s = S_graph(d, tuple(nodes), ((0, len(nodes)),) if nodes else ())
+    s.verify()
+    return s
+
+
+def _all_groups(d: D_graph) -> list[list[int]]:
+    """The groups, in the order in which they run."""
+    together = _groups(d)
+    groups = _ordered(d, together)
+    late: set[int] = set()
+    while more := _late_views(d, groups) - late:  # a group that falls apart may leave others behind its views
+        late |= more
+        groups = _ordered(d, [*([k for k in ops if k not in late] for ops in together), *_chains(d, sorted(late))])
+    return groups
+
+
+def _groups(d: D_graph) -> list[list[int]]:
+    """D nodes that share memory, in one group each."""
+    from networkx.utils import UnionFind
+
+    owner = [s.owner for s in d.storages]
+    union = UnionFind(range(len(d.nodes)))
+    readers: dict[int, list[int]] = {}  # storage -> D nodes that read it so far
+    for k, (node, facts) in enumerate(zip(d.nodes, d.facts, strict=True)):
+        for v in node.outputs:
+            home = owner[d.values[v].storage]
+            if home is not None:
+                union.union(home, k)
+        for s in facts.writes:
+            home = owner[s]
+            if home is not None:  # whoever read the old content belongs to the same group
+                union.union(home, k, *readers.get(s, ()))
+        for v in node.reads():
+            readers.setdefault(d.values[v].storage, []).append(k)
+    return [sorted(group) for group in union.to_sets()]
+
+
+def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
+    """Groups in an order that follows the program; groups that need each other become one."""
+    import networkx as nx
+
+    of = {op: g for g, ops in enumerate(groups) for op in ops}
+    maker = {v: k for k, n in enumerate(d.nodes) for v in n.outputs}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(groups)))
+    last_write: dict[int, int] = {}
+    for k, node in enumerate(d.nodes):
+        sources = [of[maker[v]] for v in node.reads() if v in maker]
+        touched = {d.values[v].storage for v in node.reads()} | set(d.facts[k].writes)
+        sources += [of[last_write[s]] for s in touched if s in last_write]
+        graph.add_edges_from((g, of[k]) for g in sources if g != of[k])
+        last_write.update(dict.fromkeys(d.facts[k].writes, k))
+    random = [of[k] for k, f in enumerate(d.facts) if f.random]
+    graph.add_edges_from((a, b) for a, b in itertools.pairwise(random) if a != b)  # draws stay in order
+    merged = nx.condensation(graph)
+    members = {c: sorted(op for g in data["members"] for op in groups[g]) for c, data in merged.nodes(data=True)}
+    order = nx.lexicographical_topological_sort(merged, key=lambda c: _position(d, members[c]))
+    return [members[c] for c in order]
+
+
+def _late_views(d: D_graph, groups: list[list[int]]) -> set[int]:
+    """Views that must stay where the program takes them, for gradients to be added in eager mode's order.
+
+    Autograd adds the gradients of a value's uses in the reverse of their order; the order decides how sums are rounded
+    (of three) and how they lie in memory (of two). So a view, of a value with other uses, that is taken later than the
+    groups behind begin is not moved to its base.
+    """
+    uses: dict[int, int] = dict.fromkeys(d.outputs, 1)
+    written: dict[int, int] = {}  # storage -> the last write
+    for k, node in enumerate(d.nodes):
+        written.update(dict.fromkeys(d.facts[k].writes, k))
+        if _differentiable(d, k):
+            for v in node.reads():
+                uses[v] = uses.get(v, 0) + 1
+    late: set[int] = set()
+    made_late: set[int] = set()
+    begins = len(d.nodes)  # the first operation of the groups behind
+    for ops in reversed(groups):
+        for k in ops:
+            node = d.nodes[k]
+            if _is_view(d, k) and written.get(d.values[node.outputs[0]].storage, -1) < k:
+                base = node.reads()[0]
+                if base in made_late or (begins < k and uses[base] >= 2):
+                    late.add(k)
+                    made_late.update(node.outputs)
+        begins = min([begins, *(k for k in ops if _differentiable(d, k))])
+    return late
+
+
+def _differentiable(d: D_graph, k: int) -> bool:
+    return any(d.values[v].requires_grad for v in d.nodes[k].outputs)
+
+
+def _is_view(d: D_graph, k: int) -> bool:
+    """Whether D node k only looks at memory of an earlier node, and carries gradients."""
+    outputs = d.nodes[k].outputs
+    owners = {d.storages[d.values[v].storage].owner for v in outputs}
+    return _differentiable(d, k) and not d.facts[k].writes and len(owners) == 1 and not owners & {k, None}
+
+
+def _chains(d: D_graph, views: list[int]) -> list[list[int]]:
+    """Views of one another, taken one after the other, in one group."""
+    chains: list[list[int]] = []
+    for k in views:
+        before = d.nodes[chains[-1][-1]].outputs if chains and chains[-1][-1] == k - 1 else ()
+        if set(d.nodes[k].reads()) & set(before):
+            chains[-1].append(k)
+        else:
+            chains.append([k])
+    return chains
+
+
+def _position(d: D_graph, ops: list[int]) -> int:
+    """Where a group wants to stand in the program: at its first operation that is not a mere view.
+
+    It stands there unless it reads what is made later (an in-place sum with another branch).
+    """
+    real = [
+        k
+        for k in ops
+        if d.facts[k].writes or any(d.storages[d.values[v].storage].owner == k for v in d.nodes[k].outputs)
+    ]
+    return min(real, default=ops[0])
+
+
+def _changed_sources(d: D_graph) -> set[int]:
+    """Storages of inputs and buffers that the program changes: what reads them cannot run again."""
+    return {
+        s
+        for node, facts in zip(d.nodes, d.facts, strict=True)
+        for s in facts.writes
+        if d.storages[s].owner is None and node.name not in STATISTICS
+    }
+
+
+def _node(
+    d: D_graph, ops: list[int], index: int, uses: dict[int, set[int]], clean: set[int], changed: set[int]
+) -> S_node:
+    made = [v for op in ops for v in d.nodes[op].outputs]
+    reads = tuple(dict.fromkeys(v for op in ops for v in d.nodes[op].reads() if v not in made))
+    makes = tuple(v for v in made if uses.get(v, set()) - {index})
+    mine = {s for s in {d.values[v].storage for v in made} if d.storages[s].owner in ops}
+    storages = tuple(dict.fromkeys(s for v in makes for s in [d.values[v].storage] if s in mine))
+    known = dict.fromkeys(s for op in ops for s in d.facts[op].saved.storages)
+    inner = [d.storages[s].bytes for s in known if s in mine and s not in storages]
+    private = tuple(b for op in ops for b in d.facts[op].saved.private) + tuple(inner)
+    main = next((op for op in ops if any(d.values[v].storage in mine for v in d.nodes[op].outputs)), ops[0])
+    once = bool(changed & {d.values[v].storage for v in reads}) or any(d.facts[op].unseen for op in ops)
+    requires_grad = any(d.values[v].requires_grad for v in made)
+    random = any(d.facts[op].random for op in ops)
+    pure = not requires_grad and not random and all(v in clean for v in reads)
+    if pure:
+        clean.update(made)
+    return S_node(
+        name=d.nodes[main].name,
+        ops=tuple(ops),
+        reads=reads,
+        makes=makes,
+        storages=storages,
+        saved=Saved(tuple(s for s in known if s not in mine or s in storages), private),
+        requires_grad=requires_grad,
+        random=random,
+        fixed=once
+        or pure
+        or (not mine and all(_is_view(d, op) for op in ops))
+        or all(is_guard(d.nodes[op]) for op in ops),
+    )

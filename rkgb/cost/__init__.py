@@ -1,0 +1,1 @@
+"""What each node takes: time, memory, and how gradients reach its backward."""

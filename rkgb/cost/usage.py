@@ -1,0 +1,95 @@
+"""What the caller does with a module's outputs, which decides what they cost: supposed first, then seen in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rkgb.cost.layouts import unless_contiguous
+from rkgb.graphs import D_graph, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the caller does with the outputs, which are named by their (first) position in ``D_graph.outputs``.
+
+    ``roots``: outputs that the backward starts from: their gradients come from outside. ``held``: outputs that the
+    caller holds until the backward ends; the others are released at the latest when the loss has been computed.
+    ``attached``: those of them whose autograd graph it holds, too.
+    ``turned``: roots whose gradients are not contiguous, as those of a loss on a transposed view; None if that is not
+    known yet, so that a plan must suffice for both.
+    """
+
+    roots: tuple[int, ...]
+    held: frozenset[int]
+    attached: frozenset[int]
+    turned: frozenset[int] | None = None
+
+    def root_values(self, d: D_graph) -> tuple[int, ...]:
+        """The values that are roots."""
+        return tuple(d.outputs[k] for k in self.roots)
+
+    def held_storages(self, d: D_graph) -> frozenset[int]:
+        """The storages that the caller holds."""
+        return frozenset(d.values[d.outputs[k]].storage for k in self.held)
+
+
+def first_places(d: D_graph) -> dict[int, int]:
+    """Value -> its first position among the outputs."""
+    return {v: k for k, v in reversed(list(enumerate(d.outputs)))}
+
+
+def assigned(d: D_graph) -> frozenset[int]:
+    """Positions behind the module's outputs: buffers that forward assigns, which the module holds."""
+    return frozenset(range(len(d.outputs) - len(d.structure.assigned), len(d.outputs)))
+
+
+def differentiable(d: D_graph) -> tuple[int, ...]:
+    """Positions of outputs that may get a gradient, each value once."""
+    return tuple(sorted(k for v, k in first_places(d).items() if d.values[v].requires_grad))
+
+
+def upstream(d: D_graph, ends: set[int]) -> set[int]:
+    """The values that ``ends`` are computed from, as far as gradients flow."""
+    found: set[int] = set()
+    wanted = set(ends)
+    for node in reversed(d.nodes):
+        if not wanted.isdisjoint(node.outputs):
+            read = {v for v in node.reads() if d.values[v].requires_grad}
+            found |= read
+            wanted |= read
+    return found
+
+
+def supposed(d: D_graph) -> Usage:
+    """What a plan assumes before the first step: a scalar beside other outputs is the loss.
+
+    The outputs that it is computed from then get no gradient from outside. Without a scalar, every output that requires
+    grad gets one. The caller holds the outputs that get a gradient; the module holds the buffers that forward assigns.
+    """
+    carried = differentiable(d)
+    scalars = {d.outputs[k] for k in carried if not d.values[d.outputs[k]].shape}
+    inner = upstream(d, scalars) - scalars
+    roots = tuple(k for k in carried if d.outputs[k] not in inner)
+    return Usage(roots, assigned(d).union(roots), frozenset(roots))
+
+
+def all_used(d: D_graph) -> Usage:
+    """Every output gets the gradient that it can get, and is held to the end."""
+    every = differentiable(d)
+    return Usage(every, frozenset(range(len(d.outputs))), frozenset(every), frozenset())
+
+
+def turned_strides(value: Value) -> tuple[int, ...] | None:
+    """The strides of the gradient if the loss takes a view whose second dimension comes last (``y.transpose(1, 2)``,
+    ``y.permute(0, 2, 3, 1)``, or ``y.t()`` of a matrix). None if these strides are contiguous too.
+
+    One layout stands for all that are not contiguous: an operation that needs a contiguous gradient copies any of them.
+    """
+    shape = value.shape
+    if len(shape) < 2:
+        return None
+    second = min(1, len(shape) - 2)
+    last = torch.empty((*shape[:second], *shape[second + 1 :], shape[second]), device="meta")
+    return unless_contiguous(last.movedim(-1, second))

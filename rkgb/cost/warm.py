@@ -1,0 +1,53 @@
+"""First uses of kernels, before a step under a plan that was not measured here: what they allocate is then there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from rkgb.blocks.classes import nodes_key
+from rkgb.cost.alone import NodeRun, feed, gradients_watched, is_parameter
+from rkgb.cost.layouts import differentiated
+from rkgb.cost.usage import differentiable
+from rkgb.device import kind_of
+from rkgb.graphs import S_graph, S_node
+from rkgb.program import source_values
+from rkgb.trace.capture import preserved
+
+
+def warm(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
+    """Run each distinct node once on zeros, forward and backward, in the threads where a plan runs it.
+
+    Only where first uses leave something. Memory: that of one node.
+    """
+    seen: set[Hashable] = set()
+    with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
+        for node, fed in zip(s.nodes, differentiated(s, [s.d.outputs[k] for k in differentiable(s.d)]), strict=True):
+            device = s.d.values[node.makes[0]].device if node.makes else torch.device("cpu")
+            key = nodes_key(s.d, [node]), fed
+            if not kind_of(device).keeps_workspaces or key in seen:
+                continue
+            seen.add(key)
+            with gradients_watched(model, s.d, node):
+                _run(NodeRun(s.d, node, _values(s, node, model, inputs), fed, (None,) * len(fed)))
+
+
+def _run(run: NodeRun) -> None:
+    try:
+        kind_of(run.device).first_use(run.forward, run.device)
+        if run.fed:
+            feed(lambda _: None, run, run.forward()).backward()
+    except Exception:  # noqa: BLE001 - an operation may refuse zeros, each in its own way: its first use is later
+        return
+
+
+def _values(s: S_graph, node: S_node, model: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """What the node reads: parameters as they are, zeros for all that has strides."""
+    forms = {v: s.d.values[v] for v in node.reads}
+    own = {v for v, x in forms.items() if is_parameter(s.d, v) or len(x.stride) != len(x.shape)}
+    found = source_values({v: s.d.sources[v] for v in own}, model, inputs)
+    for v, x in forms.items():
+        if v not in own:
+            found[v] = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
+    return found

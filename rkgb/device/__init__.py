@@ -1,0 +1,79 @@
+"""The kinds of devices: generators, clock, memory, workspaces, and what of torch's settings is theirs.
+
+Everything that is done otherwise on one of them is a method of ``Kind``; another kind would be another class in
+``KINDS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from rkgb.device.cpu import Cpu
+from rkgb.device.cuda import Cuda
+from rkgb.device.kind import Kind
+from rkgb.errors import MeasureError, UnsupportedError
+
+__all__ = [
+    "KINDS",
+    "SETTINGS",
+    "Cpu",
+    "Cuda",
+    "Kind",
+    "default_device",
+    "device_in_use",
+    "kind_of",
+    "one_device",
+]
+
+KINDS: dict[str, Kind] = {kind.type: kind for kind in (Cpu(), Cuda())}
+"""By the name that torch has for them; autocast is set for each."""
+
+SETTINGS = tuple(read for kind in KINDS.values() for read in kind.settings_read)
+"""Functions that read the settings of torch which change results, or what kernels allocate, on some device."""
+
+
+def kind_of(device: torch.device) -> Kind:
+    """The kind of ``device``; what has no memory (meta) counts as the CPU's."""
+    return KINDS.get(device.type, KINDS["cpu"])
+
+
+def default_device() -> str:
+    """The name of the device that programs run on unless they are told where."""
+    return next(name for name, kind in reversed(KINDS.items()) if kind.available())
+
+
+def device_in_use() -> torch.device:
+    """The device that the program works on. Raises ``MeasureError`` where there are several."""
+    used = next(found for kind in reversed(KINDS.values()) if (found := kind.in_use()))
+    if len(used) > 1:
+        raise MeasureError(f"there is memory on {', '.join(map(str, used))}: say which of them to measure (device=…)")
+    return used[0]
+
+
+def one_device(
+    parameters: Iterable[tuple[str, torch.device]], others: Iterable[tuple[str, torch.device]] = ()
+) -> torch.device:
+    """The device of all ``parameters`` (names and devices) and of ``others``, which may lie on the CPU as well.
+
+    Raises ``UnsupportedError``, by name, where there are two, or one of an unknown kind.
+    """
+    home: tuple[str, torch.device] | None = None
+    for required, found in ((True, parameters), (False, others)):
+        for name, device in found:
+            elsewhere = not required and device.type == "cpu"
+            if device.type == "meta" or elsewhere or (home and device == home[1]):
+                continue
+            if device.type not in KINDS:
+                raise UnsupportedError(
+                    f"{name} is on {device}, and plans can be made for {' and '.join(KINDS)}: move the model and the "
+                    "sample there"
+                )
+            if home:
+                raise UnsupportedError(
+                    f"{home[0]} is on {home[1]} and {name} on {device}, and a plan is for one device: its memory is "
+                    "counted as one. Plan the submodules of each device instead of the whole module"
+                )
+            home = name, device
+    return home[1] if home else torch.device("cpu")

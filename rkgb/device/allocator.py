@@ -1,0 +1,288 @@
+"""A simulator of torch's caching allocator for CUDA: what it holds, not only what is in use.
+
+An out-of-memory error depends on the bytes that the allocator holds (*reserved*), and these on the order of all
+allocations and releases. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, whose functions and constants
+are named beside them, as they were in torch 2.6 and after 2.10; the constants are those of 2.13. One stream, no
+graph capture, no private pools, and torch's defaults: ``max_split_size_mb`` unlimited,
+``roundup_power2_divisions`` off, ``garbage_collection_threshold`` 0, ``large_segment_size_mb`` 20.
+
+Where the driver puts a segment is not known: here each lies behind the one before. That decides only between free
+blocks of equal size, of which the lowest is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from rkgb.device.allocator_blocks import Action, Block, Blocks, Kind, Levels, Pool, Segment, reach
+from rkgb.errors import AllocatorError, OutOfMemory
+
+GRAIN = 512  # kMinBlockSize
+SMALL_SIZE = 2**20  # kSmallSize: the largest block of the small pool; the large pool keeps smaller remainders whole
+SMALL_BUFFER = 2 * 2**20  # kSmallBuffer: segments, and pages of expandable ones, of the small pool
+LARGE_BUFFER = 20 * 2**20  # kLargeBuffer, since torch 2.10 large_segment_size(): the same of the large pool
+MIN_LARGE = 10 * 2**20  # kMinLargeAlloc: from here on a segment is made for one block
+ROUND_LARGE = 2 * 2**20  # kRoundLarge
+UNLIMITED = 2**60  # bytes of addresses of an expandable segment where the device's memory is not known
+
+
+def round_size(size: int) -> int:
+    """Bytes of a block for ``size`` bytes (``round_size``)."""
+    return max(GRAIN, -(-size // GRAIN) * GRAIN)
+
+
+def segment_size(size: int) -> int:
+    """Bytes that the driver is asked for when no free block has ``size`` bytes (``get_allocation_size``)."""
+    if size <= SMALL_SIZE:
+        return SMALL_BUFFER
+    return LARGE_BUFFER if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+
+
+class Allocator:
+    """``limit``: bytes that the device has. ``expandable``: ``expandable_segments:True``.
+
+    ``allowed``: bytes that ``torch.cuda.set_per_process_memory_fraction`` allows. It is checked before the driver is
+    asked, with a segment's size even where fewer pages would do, so that expandable segments can be refused sooner,
+    and can go beyond it by less than a page.
+    """
+
+    def __init__(self, limit: int | None = None, expandable: bool = False, allowed: int | None = None) -> None:
+        self.limit, self.expandable, self.allowed = limit, expandable, allowed
+        self.requested = self.allocated = self.reserved = 0
+        self.actions: list[Action] = []
+        self._small, self._large = Pool(True, SMALL_BUFFER), Pool(False, LARGE_BUFFER)
+        self._blocks = Blocks()
+        self._live: dict[int, Block | None] = {}  # by handle; None has no bytes
+        self._handles = 0
+        self._end = 0  # of all segments so far
+        self.peak = self.levels
+
+    @property
+    def levels(self) -> Levels:
+        """What is in use and held now; ``peak`` has the most of each since the last ``reset_peak``."""
+        return Levels(self.requested, self.allocated, self.reserved)
+
+    def reset_peak(self) -> None:
+        """``torch.cuda.reset_peak_memory_stats``."""
+        self.peak = self.levels
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All memory held, by address; of an expandable segment the mapped stretches, as in torch's snapshots."""
+        return self._blocks.segments()
+
+    def address(self, handle: int) -> int | None:
+        """Where the block of ``handle`` lies; None for one of no bytes."""
+        block = self._known(handle)
+        return block.address if block else None
+
+    def malloc(self, size: int) -> int:
+        """A handle to ``size`` bytes. ``OutOfMemory`` if they cannot be had after all that is free was given back."""
+        if size < 0:
+            raise AllocatorError(f"{size} bytes cannot be allocated")
+        if not size:  # NativeCachingAllocator::allocate returns a null pointer
+            return self._use(None, 0)
+        rounded = round_size(size)
+        pool = self._small if rounded <= SMALL_SIZE else self._large
+        block = self._cached(pool, rounded) or self._new(pool, rounded)
+        if block is None:
+            self.empty_cache()
+            block = self._new(pool, rounded)
+        if block is None:
+            raise OutOfMemory(self._why(size, pool), size, self.levels)
+        self._split(block, rounded)
+        return self._use(block, size)
+
+    def free(self, handle: int) -> None:
+        """Give back what ``malloc`` returned (``free``, ``free_block``)."""
+        block = self._known(handle)
+        del self._live[handle]
+        if block:
+            self._count(-block.requested, -block.size, 0)
+            block.requested = 0
+            self._blocks.join(block)
+            self._blocks.put(block)
+
+    def empty_cache(self) -> None:
+        """Give back whole free segments, and free pages of expandable ones (``release_cached_blocks``)."""
+        for pool in (self._large, self._small):
+            free = [self._blocks.at[address] for _, address in pool.free]
+            for block in free:
+                if block.base is None and not block.before and not block.after:
+                    self._blocks.take(block)
+                    self._blocks.drop(block)
+                    self._act("segment_free", block.address, block.size)
+            for block in free:
+                if block.base is not None:
+                    self._unmap(block)
+
+    def adopt(self, segments: Iterable[Segment]) -> dict[int, int]:
+        """Begin with ``segments``, as they are; the handles of their blocks in use, by address.
+
+        Expandable ones of a pool are taken for parts of one, whose addresses begin with the first.
+        """
+        ordered = sorted(segments, key=lambda s: s.address)
+        pools = [group for small in (True, False) if (group := [s for s in ordered if s.small == small])]
+        handles: dict[int, int] = {}
+        for group in pools if self.expandable else ([s] for s in ordered):
+            pool, base = self._small if group[0].small else self._large, group[0].address
+            size = self._addresses(pool) if self.expandable else group[0].size
+            rest = Block(base, size, pool, base if self.expandable else None, mapped=not self.expandable)
+            piece, self._end = self._blocks.add(rest), max(self._end, base + size)
+            for address, size, requested in (block for s in group for block in s.blocks):
+                piece = rest
+                if address > rest.address:
+                    piece = self._blocks.cut(rest, address - rest.address)
+                    self._blocks.put(rest)
+                rest = self._blocks.cut(piece, size) if size < piece.size else piece
+                piece.mapped = True
+                self._count(0, 0, size)
+                if requested:
+                    handles[address] = self._use(piece, requested)
+                else:
+                    self._blocks.put(piece)
+            if rest is not piece:
+                self._blocks.put(rest)
+        return handles
+
+    def _known(self, handle: int) -> Block | None:
+        if handle not in self._live:
+            raise AllocatorError(f"handle {handle} is in use no longer, or never was: it cannot be given back")
+        return self._live[handle]
+
+    def _use(self, block: Block | None, size: int) -> int:
+        self._handles += 1
+        self._live[self._handles] = block
+        if block:
+            block.requested = size
+            self._count(size, block.size, 0)
+        return self._handles
+
+    def _count(self, requested: int, allocated: int, reserved: int) -> None:
+        self.requested += requested
+        self.allocated += allocated
+        self.reserved += reserved
+        self.peak = Levels(*map(max, self.peak, self.levels))
+
+    def _act(self, kind: Kind, address: int, size: int) -> None:
+        self.actions.append(Action(kind, address, size))
+        self._count(0, 0, size if kind in ("segment_alloc", "segment_map") else -size)
+
+    def _place(self, size: int) -> int:
+        """The address of a new segment."""
+        address, self._end = self._end, self._end + size
+        return address
+
+    def _why(self, size: int, pool: Pool) -> str:
+        bounds = {"the device has": self.limit, "are allowed": self.allowed}
+        known = ", ".join(f"{what} {bound}" for what, bound in bounds.items() if bound is not None)
+        return (
+            f"{size} bytes do not fit: {self.allocated} are in use, {self.reserved} are held after all whole free "
+            f"segments were given back, {known}; a new segment takes {segment_size(round_size(size))}, the largest "
+            f"free block of the {'small' if pool.small else 'large'} pool has {pool.free[-1][0] if pool.free else 0}"
+        )
+
+    def _cached(self, pool: Pool, size: int) -> Block | None:
+        """Best fit (``get_free_block``). An expandable block counts with the addresses behind it that it can take."""
+        at = bisect_left(pool.free, (size, -1))
+        if at == len(pool.free):
+            return None
+        block = self._blocks.at[pool.free[at][1]]
+        for _, address in pool.free[at + 1 :] if self.expandable else ():
+            if reach(self._blocks.at[address]) >= reach(block):
+                break
+            block = self._blocks.at[address]
+        self._blocks.take(block)
+        return block
+
+    def _new(self, pool: Pool, size: int) -> Block | None:
+        """Memory from the driver (``alloc_block``), None if there is too little."""
+        wanted = segment_size(size)
+        if self.allowed is not None and self.reserved + wanted > self.allowed:
+            return None
+        if self.expandable:
+            return self._expand(pool, size)
+        if self.limit is not None and self.reserved + wanted > self.limit:
+            return None
+        block = self._blocks.add(Block(self._place(wanted), wanted, pool))
+        self._act("segment_alloc", block.address, wanted)
+        return block
+
+    def _split(self, block: Block, size: int) -> None:
+        """What is left behind ``size`` bytes becomes a free block, if it is large enough (``should_split``)."""
+        rest = block.size - size
+        if rest >= GRAIN if block.pool.small or self.expandable else rest > SMALL_SIZE:
+            self._blocks.put(self._blocks.cut(block, size))
+
+    def _expand(self, pool: Pool, size: int) -> Block | None:
+        """A free block with pages mapped behind it (``try_allocate_expandable_block``)."""
+        block = self._room(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.after
+            if not following or not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following
+        self._blocks.take(block)
+        return block
+
+    def _room(self, pool: Pool, size: int) -> Block:
+        """The lowest addresses with room for ``size`` bytes, free or unmapped (``find_expandable_block``)."""
+        for address in pool.unmapped:
+            block = self._blocks.at[address]
+            at: Block | None
+            start = at = block.before if block.before and not block.before.requested else block
+            found = 0
+            while at and found < size and not at.requested:
+                found += at.size
+                at = at.after
+            if found >= size:
+                return start
+        size = self._addresses(pool)
+        base = self._place(size)
+        fresh = self._blocks.add(Block(base, size, pool, base, mapped=False))
+        self._blocks.put(fresh)
+        return fresh
+
+    def _addresses(self, pool: Pool) -> int:
+        """Bytes of addresses of an expandable segment: 9/8 of the device's memory (``ExpandableSegment``)."""
+        return -(-(UNLIMITED if self.limit is None else self.limit + self.limit // 8) // pool.page) * pool.page
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Give the first ``size`` bytes of ``block`` memory, in pages (``map_block``): all of it or none."""
+        size = -(-size // block.pool.page) * block.pool.page
+        if self.limit is not None and self.reserved + size > self.limit:
+            return False
+        self._blocks.take(block)
+        if size < block.size:
+            self._blocks.put(self._blocks.cut(block, size))
+        block.mapped = True
+        address = block.address
+        self._blocks.join(block)
+        self._blocks.put(block)
+        self._act("segment_map", address, size)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the pages that lie within ``block`` (``unmap_block``), and addresses that none is left of."""
+        base, page = block.base or 0, block.pool.page
+        start = base - (base - block.address) // page * page
+        stop = base + (block.address + block.size - base) // page * page
+        if start >= stop:
+            return
+        self._blocks.take(block)
+        if start > block.address:
+            rest = self._blocks.cut(block, start - block.address)
+            self._blocks.put(block)
+            block = rest
+        if stop < start + block.size:
+            self._blocks.put(self._blocks.cut(block, stop - start))
+        block.mapped = False
+        self._blocks.join(block)
+        self._act("segment_unmap", start, stop - start)
+        if block.before or block.after:
+            self._blocks.put(block)
+        else:
+            self._blocks.drop(block)  # release_expandable_segment

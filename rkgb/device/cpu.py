@@ -1,0 +1,104 @@
+"""The machine itself as a kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rkgb.device.kind import PRECISE, Kind, Window, precision
+from rkgb.device.profiled import ProfiledWindow, profiled, profiled_after
+from rkgb.device.roofline import UNKNOWN, Roofline
+from rkgb.errors import MeasureError
+
+_C: Any = torch._C
+_GROUP = "/sys/fs/cgroup"  # of a container: Linux's control groups, whose memory.max is a number or "max"
+
+
+def _figures(path: str) -> dict[str, int]:
+    """The second word of each line by the first."""
+    with open(path, encoding="ascii") as lines:
+        return {words[0]: int(words[1]) for words in map(str.split, lines)}
+
+
+class Cpu(Kind):
+    """The machine itself. Its allocator counts what was asked for."""
+
+    type = "cpu"
+    scalars = 64
+    counts_states = True
+    keeps_workspaces = False
+    settings_read = (
+        torch.get_num_threads,
+        _C._get_mkldnn_enabled,
+        partial(precision, "generic", "all"),
+        *(partial(precision, "mkldnn", op) for op in PRECISE),
+    )
+    _cache = 64 * 2**20  # bytes, more than a processor's
+
+    def random_state(self, device: torch.device) -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
+        torch.default_generator.set_state(state)
+
+    def before_measuring(self) -> None:
+        if torch._C._autograd._profiler_enabled():
+            warnings.warn(
+                "the running profiler session ends: memory is measured by another one. Start the profiler when plans "
+                "are made, after a first call of each kind",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
+        return profiled(function)
+
+    def measured_after(
+        self, prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device
+    ) -> tuple[Any, int]:
+        return profiled_after(prepare, function)
+
+    def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
+        raise MeasureError(
+            f"reserved memory was asked for on {device}, whose allocator keeps none: what is released goes back to the "
+            "system. Measure without reserved=True, or give the device of the model"
+        )
+
+    def window(self, device: torch.device) -> Window | None:
+        return None if torch._C._autograd._profiler_enabled() else ProfiledWindow()
+
+    def free(self, device: torch.device) -> int:
+        """What the machine has, or the container if that has less."""
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        with contextlib.suppress(OSError, LookupError):
+            found = 1024 * _figures("/proc/meminfo")["MemAvailable:"]
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            limit, used = (int(Path(_GROUP, f"memory.{what}").read_text("ascii")) for what in ("max", "current"))
+            found = min(found, max(0, limit - used + _figures(f"{_GROUP}/memory.stat")["inactive_file"]))
+        return found
+
+    def in_use(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Parameters that fill a processor's cache, or all that there are: a step reads them, too."""
+        found: list[torch.Tensor] = []
+        left = self._cache
+        for p in parameters:
+            if left <= 0:
+                break
+            if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.is_contiguous():
+                count = min(p.numel(), left // p.element_size())
+                found.append(p.detach().view(-1)[:count])
+                left -= found[-1].nbytes
+        return found
+
+    def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
+        return UNKNOWN

@@ -1,0 +1,190 @@
+"""GPUs as a kind of device. No other file names CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from rkgb.device.kind import PRECISE, Kind, Window, precision
+from rkgb.device.roofline import Roofline, roofline_of
+
+_C: Any = torch._C
+_RNNS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+
+
+class Cuda(Kind):
+    """NVIDIA's and AMD's GPUs.
+
+    Memory is what was *requested* of the caching allocator. What it has allocated for it depends on what was there
+    before: blocks are rounded up to 512 bytes, and one above 1 MiB comes whole with up to 1 MiB more. Only the requests
+    follow from the program, so only they can be planned to the byte.
+    """
+
+    type = "cuda"
+    # A reduction of many numbers to one leaves 4 or 8 bytes a thread block in memory for a moment (ATen's Reduce.cuh):
+    # some thousand blocks, or, above 2 ** 27 numbers, one for each 2 ** 17 of them.
+    scalars = 65_536
+    counts_states = False  # a seed and an offset, in host memory
+    keeps_workspaces = True
+    # Without the flags that were TF32's before: reading these is an error once the new ones are set, which in turn show
+    # what the old ones set.
+    settings_read = (
+        *(partial(precision, "cuda", op) for op in PRECISE),
+        _C._get_cudnn_enabled,
+        _C._get_cudnn_benchmark,
+        _C._get_cudnn_deterministic,
+        _C._get_cublas_allow_fp16_reduced_precision_reduction,
+        _C._get_cublas_allow_bf16_reduced_precision_reduction,
+        _C._get_cublas_allow_fp16_accumulation,
+    )
+
+    def available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def random_state(self, device: torch.device) -> torch.Tensor:
+        return torch.cuda.get_rng_state(device)
+
+    def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, device)
+
+    def hides_draws(self, name: str, arguments: Mapping[str, Any]) -> bool:
+        """cuDNN's recurrent layers draw the masks between layers from a state that torch keeps on the device."""
+        if name not in _RNNS or not torch.backends.cudnn.enabled:
+            return False
+        return bool(arguments["train"]) and arguments["dropout"] > 0 and arguments["num_layers"] > 1
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def mark(self, device: torch.device) -> Any:
+        """An event in the queue."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def between(self, start: Any, end: Any) -> int:
+        end.synchronize()
+        return round(1e6 * float(start.elapsed_time(end)))
+
+    def hold(self, device: torch.device, at_least: int = 0) -> None:
+        """The queue waits meanwhile, a millisecond if not more: on an empty one, events around kernels that take less
+        time than their launches (10 to 50 µs) tell when Python launched them. A nanosecond is two cycles at most.
+        """
+        with torch.cuda.device(device):
+            torch.cuda._sleep(2 * max(at_least, 1_000_000))
+
+    def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory of its own, twice as large as the second-level cache."""
+        cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 * 2**20
+        return [torch.zeros(2 * cache, dtype=torch.uint8, device=device)]
+
+    def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
+        tf32 = precision("cuda", "conv" if convolution else "matmul") == "tf32"
+        return roofline_of(torch.cuda.get_device_name(device), dtype, tf32)
+
+    def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
+        what = self._counted()
+        before = self._begin(what, device)
+        result = function()
+        torch.cuda.synchronize(device)
+        after = torch.cuda.memory_stats(device)
+        return result, after.get(f"{what}.all.peak", 0) - before, after.get(f"{what}.all.current", 0) - before
+
+    def measured_after(
+        self, prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device
+    ) -> tuple[Any, int]:
+        made = [prepare()]
+        return self.measured(lambda: function(made.pop()), device)[:2]
+
+    def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        before = self._begin("reserved_bytes", device)
+        function()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.memory_stats(device).get("reserved_bytes.all.peak", 0) - before)
+
+    def window(self, device: torch.device) -> Window:
+        return _StatisticsWindow(self, device)
+
+    def _begin(self, what: str, device: torch.device) -> int:
+        """The level. The allocator knows one peak for everybody: the caller's is lost, as ``measure_peak`` says."""
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return int(torch.cuda.memory_stats(device).get(f"{what}.all.current", 0))
+
+    def _counted(self) -> str:
+        """CUDA's own asynchronous allocator counts no requests."""
+        native = torch.cuda.get_allocator_backend() == "native"
+        return "requested_bytes" if native else "allocated_bytes"
+
+    def free(self, device: torch.device) -> int:
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+
+    def in_use(self) -> list[torch.device]:
+        """Those that hold memory, or else the current one."""
+        if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+            return []
+        found = [k for k in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(k) > 0]
+        return [torch.device("cuda", k) for k in found or [torch.cuda.current_device()]]
+
+    def first_use(self, function: Callable[[], Any], device: torch.device) -> None:
+        """Here, where forwards run, and in autograd's thread for the device, where backwards and second runs do: cuBLAS
+        has a workspace for each thread's stream, and cuDNN's benchmark remembers for each thread.
+        """
+        function()
+        anchor = torch.ones((), device=device, requires_grad=True)
+        with torch.enable_grad():
+            end: torch.Tensor = _InBackward.apply(function, anchor)
+            end.backward()
+
+    def warm_up(self, device: torch.device) -> None:
+        def multiply() -> None:
+            with torch.no_grad(), torch.autocast("cuda", enabled=False):
+                x = torch.ones(16, 16, device=device, dtype=torch.float32)
+                torch.addmm(x[0], torch.mm(x, x), x)  # cuBLAS and, for the sum, cuBLASLt
+
+        with torch.cuda.device(device):
+            self.first_use(multiply, device)
+
+
+class _StatisticsWindow(Window):
+    """By the allocator's statistics, whose peak it resets."""
+
+    def __init__(self, kind: Cuda, device: torch.device) -> None:
+        self.kind, self.device, self.what = kind, device, kind._counted()
+        self.before = 0
+        self.seen: tuple[int, int] | None = None  # at the mark
+
+    def begin(self) -> None:
+        self.before = self.kind._begin(self.what, self.device)
+
+    def mark(self) -> None:
+        now = torch.cuda.memory_stats(self.device)
+        peak, level = now.get(f"{self.what}.all.peak", 0), now.get(f"{self.what}.all.current", 0)
+        self.seen = max(0, peak - self.before), max(0, level - self.before)
+
+    def close(self) -> tuple[int, int, int] | None:
+        if self.seen is None:
+            return None
+        now = torch.cuda.memory_stats(self.device).get(f"{self.what}.all.current", 0)
+        return *self.seen, max(0, now - self.before)
+
+
+class _InBackward(torch.autograd.Function):
+    """Calls a function when its backward runs, in the thread where it does."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[], Any], anchor: torch.Tensor) -> torch.Tensor:
+        ctx.function = function
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.function()
+        return None, None

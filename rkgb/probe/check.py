@@ -1,0 +1,226 @@
+"""Does the program compute what the module computes? Asked on a second input, with other values than the sample's.
+
+Raises ``MismatchError`` that names the first operation whose result the module does not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkgb.Btools import State, changed_again, left_as_it_is
+from rkgb.Dtools import Probed, probe
+from rkgb.errors import MismatchError
+from rkgb.graphs import B_graph, D_graph, Node
+from rkgb.program import run_node, same, source_values
+from rkgb.trace.capture import attributes_preserved, drop_saved, preserved
+from rkgb.trace.guards import GuardFailed
+from rkgb.trace.patches import traceable
+from rkgb.trace.ran import Ran
+from rkgb.trace.written import put_back
+from rkgb.trees import flatten, tensors_of, unflatten
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[torch.Tensor]) -> D_graph:
+    """D of ``b``, whose program gives the module's outputs on the sample with its rows in another order.
+
+    The one run that shows D is made on these other values, and compared with the module's. Where the module reads
+    values (guards), cannot be called with these, or sizes depend on them, it is made on the sample, ``call`` (args,
+    kwargs), for which ``expected`` are the outputs. Raises ``MismatchError`` where an output differs in a bit, though
+    the module gives the same bits in every run.
+    """
+    other = _shifted(call)
+    theirs, ran = _outputs_if_any(b, model, other)
+    stale = changed_again(model, b.structure.sets)
+    sets = {k: v for k, v in b.structure.sets.items() if type(v) in _PLAIN and k not in stale}
+    notes = tuple(note for note in b.notes if note not in map(left_as_it_is, sets))
+    b = dataclasses.replace(b, structure=dataclasses.replace(b.structure, sets=sets, stale=stale), notes=notes)
+    if theirs is not None:
+        try:
+            probed = probe(b, model, tensors_of(other))
+        except (GuardFailed, RuntimeError):
+            pass  # other values take another path: planned when they come, or refused by the operation that fails
+        else:
+            notes = _compare(b, model, other, probed, theirs, "when the values of the sample are others")
+            values = probed.graph.values
+            if not probed.numbers_read and all(values[v].shape == x for v, x in b.shapes.items() if v in values):
+                return _noted(probed.graph, notes, ran)
+    del other, theirs
+    probed = probe(b, model, tensors_of(call))
+    return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"), ran)
+
+
+def same_as_module(
+    b: B_graph, model: torch.nn.Module, call: Any, probed: Probed, ours: Ran, before: Mapping[str, int]
+) -> bool:
+    """Whether ``probed``, a run of ``b`` on ``call`` that ran ``ours``, did what the module does.
+
+    It gives the same outputs; the module runs the operators that it ran ``before``, when it was traced; and numbers
+    that may have no effect on these values are the same.
+    """
+    theirs, ran = _outputs_if_any(b, model, call)
+    if theirs is None or not before or ran.operators != before or not ours.numbers <= ran.numbers:
+        return False
+    try:
+        _compare(b, model, call, probed, theirs, "")
+    except MismatchError:
+        return False
+    return True
+
+
+def _noted(d: D_graph, notes: tuple[str, ...], ran: Ran) -> D_graph:
+    return dataclasses.replace(d, notes=(*d.notes, *notes), ran=ran.operators)
+
+
+def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Any) -> tuple[list[torch.Tensor] | None, Ran]:
+    """What the module returns, or None where it cannot be called so; what it ran."""
+    outputs = None
+    with (
+        preserved(model, tensors_of(call), b.structure.written),
+        put_back(model) as ran,
+        torch.enable_grad(),
+        drop_saved(),
+        contextlib.suppress(Exception),  # the module may refuse the values; no plan is wrong by that
+    ):
+        outputs = _module_outputs(model, call)
+    return outputs, ran
+
+
+def _compare(
+    b: B_graph,
+    model: torch.nn.Module,
+    call: Any,
+    probed: Probed,
+    theirs: Sequence[torch.Tensor],
+    when: str,
+) -> tuple[str, ...]:
+    """Notes for the plan. A module whose own runs differ is compared with the tolerances of ``torch.testing``."""
+    ours = probed.outputs
+    differing = [k for k in range(len(b.outputs)) if len(ours) != len(theirs) or not same(ours[k], theirs[k])]
+    if not differing:
+        return ()
+    unseen = [node for node, facts in zip(probed.graph.nodes, probed.graph.facts, strict=True) if facts.unseen]
+    if unseen and len(ours) == len(theirs):
+        return (
+            f"{unseen[0].name} at {unseen[0].line} draws from a state of its own, which planning moved on: no two runs "
+            "are equal, and the program's results were not compared with the module's",
+        )
+    near = len(ours) == len(theirs) and all(_close(ours[k], theirs[k]) for k in differing)
+    if near and not _repeats_itself(b, model, call):
+        return ("the module's own runs differ in some bits; the program was compared within rounding",)
+    k = differing[0]
+    raise MismatchError(
+        f"output {k} ({b.names[b.outputs[k]]}) of the traced program differs from the module's {when}, "
+        f"{_first_difference(b, model, call)}. The module depends on something that a trace does not show (a "
+        "counter, data that left the tensors): plan its submodules instead."
+    )
+
+
+def _repeats_itself(b: B_graph, model: torch.nn.Module, call: Any) -> bool:
+    """Whether two runs from one state, counters in Python included, give the same bits."""
+    found = []
+    for _ in range(2):
+        with attributes_preserved(model):
+            found.append(_outputs_if_any(b, model, call)[0])
+    first, second = found
+    return first is None or second is None or all(map(same, first, second))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    try:
+        torch.testing.assert_close(a, b, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def _shifted(call: Any) -> Any:
+    """The same arguments with rows moved on by one: other values, and each as valid as before.
+
+    Integers move within their rows, and those of one dimension stay: an index that is valid in its row
+    (``edge_index``), or behind the one before it (``cu_seqlens``), need not be so elsewhere. On a GPU an invalid one
+    fails an assertion of a kernel, after which no call of the process works.
+    """
+    leaves, spec = flatten(call)
+
+    def shift(t: torch.Tensor) -> torch.Tensor:
+        along = _moved_along(t)
+        if along is None or t.layout != torch.strided or torch._debug_has_internal_overlap(t) == 1:
+            return t
+        moved = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        return moved.copy_(t.detach().roll(1, along)).requires_grad_(t.requires_grad)
+
+    with torch.no_grad():
+        return unflatten([shift(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+def _moved_along(t: torch.Tensor) -> int | None:
+    """The dimension along which other values are as valid; None if there is none."""
+    if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+        return next((k for k, size in enumerate(t.shape) if size > 1), None)
+    return t.dim() - 1 if t.dim() > 1 and t.shape[-1] > 1 else None
+
+
+def _module_outputs(model: torch.nn.Module, call: Any) -> list[torch.Tensor]:
+    """What the module returns, and the buffers that it assigns anew."""
+    args, kwargs = call
+    before = State(model)
+    with _as_traced():
+        results = tensors_of(model(*args, **kwargs))
+    return [t.detach() for t in (*results, *before.assigned().values())]
+
+
+@contextlib.contextmanager
+def _as_traced() -> Iterator[None]:
+    """As the module was traced: no cache of cast weights, checkpoints run plainly."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with traceable():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+# ---------------------------------------------------------------------------------- where the difference begins
+
+
+class _Fingerprints(TorchDispatchMode):
+    """One number for each result of each operation below autograd, in order; views are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func is not torch.ops.aten._local_scalar_dense.default:
+            numbers = [t for t in tensors_of(result) if not t.is_complex() and t.layout == torch.strided]
+            self.found += [(str(func), float(t.detach().double().nan_to_num().sum())) for t in numbers]
+        return result
+
+
+def _first_difference(b: B_graph, model: torch.nn.Module, call: Any) -> str:
+    """The first node with a result that the module does not compute at that place, for people."""
+    theirs, ours = _Fingerprints(), _Fingerprints()
+    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), theirs:
+        _module_outputs(model, call)
+    made: list[tuple[int, Node]] = []  # how many fingerprints there are after each node
+    env: dict[int, Any] = dict(source_values(b.sources, model, tensors_of(call)))
+    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), ours:
+        for node in b.nodes:
+            env.update(zip(node.outputs, run_node(node, env.__getitem__), strict=True))
+            made.append((len(ours.found), node))
+    for k, (mine, their) in enumerate(zip(ours.found, theirs.found, strict=False)):
+        if mine != their:
+            node = next(node for count, node in made if count > k)
+            return f"from {node.name} at {node.line} on"
+    return "though no operation does"

@@ -1,0 +1,59 @@
+"""Operations that are split into parts, because a plan gains by it.
+
+``dropout`` on the CPU draws a mask (slow, as large as its input) and multiplies by it (fast). As one
+operation, computing its result again would draw the mask again. Split in three, the plan can keep the
+drawn bits alone, a quarter of a float mask, and compute mask and product again in a fraction of the
+time. ATen's own dropout (``_dropout_impl`` in native/Dropout.cpp) draws the same bits, as numbers of the input's type,
+and divides them by 1 - p: results, gradients and random numbers are the same. A plan's first run does as ATen where
+there is the memory for it (``rockmate/run/draws.py``).
+
+``broadcast_tensors`` returns views of unrelated tensors. As one operation it would tie them together, and to its place
+in the program. Split, it is an ``expand`` of each, which is what ATen does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rkgb.graphs import Node, Ref
+
+_BROADCAST = torch.ops.aten.broadcast_tensors.default
+DRAWN, MASK = ("empty", "bernoulli_"), ("cast", "mask")  # names of what draws bits, and what makes a mask of them
+_DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
+
+
+def is_split(node: Node, read: Callable[[int], torch.Tensor]) -> bool:
+    """Whether ``split`` applies to ``node`` on these values."""
+    if node.op is _BROADCAST:
+        return all(isinstance(a, Ref) for a in node.args[0])
+    if node.op not in _DROPOUT or not isinstance(node.args[0], Ref):
+        return False
+    x, (_, p, train) = read(node.args[0].index), node.args
+    return bool(train) and 0 < p < 1 and x.device.type == "cpu" and x.numel() > 0
+
+
+def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[str], int]) -> list[Node]:
+    """The parts of ``node``; ``new_value(name)`` makes a value for an intermediate result."""
+    aten = torch.ops.aten
+    if node.op is _BROADCAST:
+        shape = list(torch.broadcast_shapes(*(read(a.index).shape for a in node.args[0])))
+        each = zip(node.args[0], node.outputs, strict=True)
+        where = node.mode, node.line, node.path
+        return [Node(aten.expand.default, "expand", (a, shape), (), (v,), False, *where) for a, v in each]
+    ref, p = node.args[0], node.args[1]
+    like = torch.empty_like(read(ref.index))
+    form = (("dtype", torch.int8), ("device", like.device))  # the byte that casts of floating numbers are fastest to
+    empty, bits, cast, mask = (new_value(name) for name in ("empty", "bits", "cast", "mask"))
+    multiply = aten.mul_.Tensor if node.op is _DROPOUT[1] else aten.mul.Tensor
+    parts: list[tuple[Any, str, tuple[Any, ...], tuple[tuple[str, Any], ...], int]] = [
+        (aten.empty_strided.default, DRAWN[0], (list(like.shape), list(like.stride())), form, empty),
+        (aten.bernoulli_.float, DRAWN[1], (Ref(empty), 1 - p), (("generator", None),), bits),
+        (aten._to_copy.default, MASK[0], (Ref(bits),), (("dtype", like.dtype),), cast),
+        (aten.div_.Scalar, MASK[1], (Ref(cast), 1 - p), (), mask),
+        (multiply, "dropout", (ref, Ref(mask)), (), node.outputs[0]),
+    ]
+    where = node.mode, node.line, node.path
+    return [Node(op, name, args, kwargs, (out,), False, *where) for op, name, args, kwargs, out in parts]

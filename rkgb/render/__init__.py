@@ -1,0 +1,134 @@
+"""Graphs as files to look at: pictures made by the ``dot`` program of Graphviz, or text."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rkgb.errors import RenderWarning
+from rkgb.pipeline import Graphs, make_all_graphs
+from rkgb.render.drawing import Graph, draw, draw_chain
+from rkgb.sample import Sample
+
+FORMATS = ("svg", "pdf", "png", "text")
+
+
+def print_graph(
+    g: Graph | Graphs,
+    name: str | None = None,
+    open: bool = False,
+    render_format: str = "svg",
+    directory: str | Path = "graphviz_dir",
+) -> Path:
+    """Write the picture of ``g``, or of the chain of blocks of all ``Graphs``, and return the file's path.
+
+    ``<directory>/<name>.gv`` is the picture's source, ``<directory>/<name>.<render_format>`` the picture;
+    ``render_format`` is "svg" (whose boxes show the user's source line under the mouse), "pdf" or "png", or
+    "text" for ``str(g)`` in ``<name>.txt``. ``name``: without it, the graph's class. ``open``: show the file
+    with the system's viewer. Large graphs are drawn by their distinct blocks. Where the ``dot`` program is
+    not installed or fails, only the .gv file is written, with a ``RenderWarning``, and its path returned.
+
+    Raises:
+        TypeError: ``g`` is no graph.
+        ValueError: ``render_format`` is none of these.
+    """
+    import graphviz
+
+    if not isinstance(g, Graph | Graphs):
+        raise TypeError(
+            f"{type(g).__name__} is no graph: give one of the graphs B, D, S, K or what make_all_graphs made"
+        )
+    if render_format not in FORMATS:
+        raise ValueError(f"render_format is {render_format!r}; it can be {', '.join(FORMATS)}")
+    folder, name = Path(directory), name or type(g).__name__
+    path = folder / f"{name}.{'txt' if render_format == 'text' else render_format}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if render_format == "text":
+        path.write_text(str(g) + "\n", encoding="utf-8")
+    else:
+        source = folder / f"{name}.gv"
+        source.write_text(_picture(g).source, encoding="utf-8")
+        try:
+            graphviz.render("dot", render_format, source, outfile=path)
+        except (graphviz.ExecutableNotFound, graphviz.CalledProcessError) as error:
+            missing = isinstance(error, graphviz.ExecutableNotFound)
+            reason = "the program dot is not installed" if missing else f"the program dot failed: {error}"
+            remedy = (
+                "install Graphviz (for example: apt install graphviz) and call again" if missing else "open that file"
+            )
+            warnings.warn(
+                f"{reason}; {source} was written, but not {path.name}; {remedy}, or pass render_format='text'",
+                RenderWarning,
+                stacklevel=2,
+            )
+            return source
+    if open:
+        try:
+            graphviz.view(str(path))
+        except OSError as error:
+            warnings.warn(f"{path} was written, but there is no viewer: {error}", RenderWarning, stacklevel=2)
+    return path
+
+
+def print_all_graphs(
+    result: Graphs,
+    name: str = "graphs",
+    open: bool = False,
+    render_format: str = "svg",
+    directory: str | Path = "graphviz_dir",
+) -> list[Path]:
+    """Write the pictures of all stages, ``<name>_B``, ``_D``, ``_S``, ``_K``; see ``print_graph``."""
+    if not isinstance(result, Graphs):
+        raise TypeError(f"{type(result).__name__} is not what rkgb.make_all_graphs(model, sample) makes: give that")
+    stages: dict[str, Graph] = {"B": result.B, "D": result.D, "S": result.S, "K": result.K}
+    return [print_graph(g, f"{name}_{stage}", open, render_format, directory) for stage, g in stages.items()]
+
+
+def test_rkgb(
+    model: torch.nn.Module,
+    sample: Sample,
+    name: str | None = None,
+    render_format: str | None = None,
+    *,
+    sample_kwargs: dict[str, Any] | None = None,
+    directory: str | Path = "graphviz_dir",
+    costs: str = "measured",
+) -> Graphs:
+    """Build all graphs of ``model`` on ``sample``, check the invariants of each, and return them.
+
+    With ``render_format`` they are also printed, as ``name`` or the class of the model; see
+    ``print_all_graphs``. ``sample_kwargs``, ``costs``: see ``make_all_graphs``.
+
+    Raises:
+        AssertionError: a graph breaks its invariants.
+        TraceError: the module cannot be traced.
+    """
+    result = make_all_graphs(model, sample, sample_kwargs, costs=costs)
+    for g in (result.B, result.D, result.S, result.K):
+        g.verify()
+    if render_format is not None:
+        print_all_graphs(result, name or type(model).__name__, render_format=render_format, directory=directory)
+    return result
+
+
+vars(test_rkgb)["__test__"] = False  # pytest must not collect it from a file that imports it
+
+
+def _picture(g: Graph | Graphs) -> Any:
+    return draw_chain(g.K) if isinstance(g, Graphs) else draw(g)
+
+
+def to_svg(g: object) -> str | None:
+    """The picture of a graph, or of the chain of blocks, as SVG; None where the ``dot`` program is missing or fails."""
+    if not isinstance(g, Graph | Graphs):
+        return None
+    import graphviz
+
+    try:
+        svg: str = _picture(g).pipe("svg", encoding="utf-8")
+    except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):
+        return None
+    return svg

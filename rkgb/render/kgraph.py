@@ -1,0 +1,188 @@
+"""K as three columns: forwards on the left, going down; the data they make; backwards on the right, going up.
+
+Times and bytes are those of the graph's costs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from rkgb.blocks.classes import classes
+from rkgb.blocks.summary import interfaces
+from rkgb.graphs import S_graph
+from rkgb.Ktools import K_graph
+from rkgb.render import parts
+from rkgb.units import format_bytes, format_time
+
+LEGEND_K = (
+    "blue: forward, downwards (grey: runs once) · white: data · orange: backward, upwards, "
+    "with the most that gradients take meanwhile · dashed: gradients"
+)
+_READ, _SAVED = "#4878a8", "#c06a2b"
+
+
+def whole_K(k: K_graph) -> Any:
+    """All forwards, data and backwards of a K graph, and the loss at the turn."""
+    forward, backward = times_of(k, 0, len(k.nodes))
+    backwards = sum(n.backward is not None for n in k.nodes)
+    title = f"K graph: {len(k.nodes)} forwards, {format_time(forward)}; {backwards} backwards, {format_time(backward)}"
+    picture = parts.new_picture(title, LEGEND_K)
+    blocks = k.s.blocks or ((0, len(k.nodes)),)
+    for b, ((start, stop), number) in enumerate(zip(blocks, classes(k.s.with_blocks(blocks)), strict=True)):
+        times = times_of(k, start, stop)
+        title = f"block {b}, class {number} · forward {format_time(times[0])}, backward {format_time(times[1])}"
+        block = parts.new_block(str(b), title, number)
+        _add_rows(block, k, start, stop, "")
+        picture.subgraph(block)
+    _add_edges(picture, k, 0, len(k.nodes), "")
+    _keep_columns(picture, range(len(k.nodes)), "")
+    returned = [f"d{d}" for d in k.outputs]
+    roots = set(k.usage.root_values(k.s.d))
+    last = [f"b{i}" for i, n in enumerate(k.nodes) if n.backward and set(k.s.nodes[i].makes) & roots]
+    _add_loss(picture, "loss", returned, last)
+    return picture
+
+
+def _add_loss(picture: Any, key: str, outputs: Sequence[str], backwards: Sequence[str]) -> None:
+    """The turn from forward to backward: it reads the outputs and gives the first backwards their gradients."""
+    parts.add_box(picture, key, parts.label("loss"), "the gradients of the outputs arrive", parts.LOSS)
+    for each in outputs:
+        picture.edge(each, key, color=_READ)
+    for each in backwards:
+        picture.edge(each, key, dir="back", style="dashed", color=_SAVED)
+
+
+def _add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str) -> None:
+    """One row for each node: its forward, what it makes, its backward."""
+    for i in range(start, stop):
+        node, source = k.nodes[i], k.s.nodes[i]
+        program = parts.program_text(k.s.d, source.ops)
+        with block.subgraph() as row:
+            row.attr(rank="same")
+            text = parts.label(source.name, f"{format_time(node.time)} · peak {format_bytes(node.peak)}")
+            fill = parts.FORWARD if node.rerun else parts.CALM
+            parts.add_box(row, f"{prefix}f{i}", text, f"forward\n{program}", fill, group=f"{prefix}forward")
+            for d in node.makes:
+                _add_data(row, k, d, prefix, start, stop)
+            _add_backward(row, k, i, prefix, program)
+            order = [f"{prefix}f{i}", *(f"{prefix}d{d}" for d in node.makes), f"{prefix}b{i}"]
+            for a, b in itertools.pairwise(order):
+                row.edge(a, b, style="invis")
+
+
+def _add_backward(row: Any, k: K_graph, i: int, prefix: str, program: str) -> None:
+    found, key, group = k.nodes[i].backward, f"{prefix}b{i}", f"{prefix}backward"
+    if found is None:  # holds the column
+        row.node(key, "", style="invis", group=group, width="0.1", height="0.1")
+        return
+    gradients = (
+        f"{format_bytes(found.before)} before, {format_bytes(found.peak)} at most, {format_bytes(found.after)} after"
+    )
+    text = parts.label(
+        f"{k.s.nodes[i].name} backward", f"{format_time(found.time)} · gradients {format_bytes(found.peak)}"
+    )
+    tooltip = f"backward; gradients and its own temporary memory take {gradients}\n{program}"
+    parts.add_box(row, key, text, tooltip, parts.BACKWARD, group=group)
+
+
+def _add_data(where: Any, k: K_graph, d: int, prefix: str, start: int, stop: int) -> None:
+    """One datum: a dashed line if made before ``start``, thick if read at ``stop`` or later, double if returned."""
+    data = k.data[d]
+    kind = "saved for the backward only" if data.storage is None else "result"
+    text = parts.data_label(data.name, format_bytes(data.bytes))
+    more = {"peripheries": "2"} if d in k.outputs else {}
+    if any(d in n.reads for n in k.nodes[stop:]):
+        more["penwidth"] = "2"
+    if data.owner < start:
+        more["style"] = "filled,dashed"
+    fill = parts.OUTPUT if d in k.outputs else parts.DATA
+    parts.add_data(where, f"{prefix}d{d}", text, f"{data.name}: {kind}, {format_bytes(data.bytes)}", fill, **more)
+
+
+def _add_edges(picture: Any, k: K_graph, start: int, stop: int, prefix: str) -> None:
+    """Reads, makes and the flow of gradients of nodes ``start`` to ``stop``; what they read must be drawn."""
+    maker = {v: i for i in range(start, stop) for v in k.s.nodes[i].makes}
+    for i in range(start, stop):
+        node = k.nodes[i]
+        for d in node.makes:
+            picture.edge(f"{prefix}f{i}", f"{prefix}d{d}", color=_READ)
+        for d in node.reads:
+            picture.edge(f"{prefix}d{d}", f"{prefix}f{i}", color=_READ)
+        if node.backward is None:
+            continue
+        for d in node.backward.reads:
+            picture.edge(f"{prefix}d{d}", f"{prefix}b{i}", color=_SAVED)
+        values = [v for v in k.s.nodes[i].reads if v in maker and k.s.d.values[v].requires_grad]
+        for j in dict.fromkeys(maker[v] for v in values if k.nodes[maker[v]].backward):
+            # Drawn against its direction, so that a backward stands beside its forward.
+            picture.edge(f"{prefix}b{j}", f"{prefix}b{i}", dir="back", style="dashed", color=_SAVED)
+
+
+def _keep_columns(picture: Any, rows: Sequence[int], prefix: str) -> None:
+    """Keep forwards, and backwards, straight below each other and in their order."""
+    for i, j in itertools.pairwise(rows):
+        picture.edge(f"{prefix}f{i}", f"{prefix}f{j}", style="invis", weight="20")
+        picture.edge(f"{prefix}b{i}", f"{prefix}b{j}", style="invis", weight="20")
+
+
+def times_of(k: K_graph, start: int, stop: int) -> tuple[int, int]:
+    """Forward and backward time in ns of nodes ``start`` to ``stop``."""
+    nodes = k.nodes[start:stop]
+    return sum(n.time for n in nodes), sum(n.backward.time for n in nodes if n.backward)
+
+
+def K_block(picture: Any, k: K_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
+    """The rows of block ``b`` of class ``number``, under what enters it; returns what is at its top and its end."""
+    prefix, (start, stop) = f"block{b}_", s.blocks[b]
+    block = parts.new_block(prefix, f"{title} · {stop - start} nodes", number)
+    nodes = k.nodes[start:stop]
+    read = {d for n in nodes for d in (*n.reads, *(n.backward.reads if n.backward else ()))}
+    entering = sorted(d for d in read if not start <= k.data[d].owner < stop)
+    with block.subgraph() as row:
+        row.attr(rank="same")
+        for d in entering:
+            _add_data(row, k, d, prefix, start, stop)
+    _add_rows(block, k, start, stop, prefix)
+    tops = [f"{prefix}d{d}" for d in entering]
+    for top in tops:
+        parts.put_below(block, top, [f"{prefix}f{start}"])
+    _add_edges(block, k, start, stop, prefix)
+    _keep_columns(block, range(start, stop), prefix)
+    picture.subgraph(block)
+    return tops or [f"{prefix}f{start}"], f"{prefix}f{stop - 1}"
+
+
+def K_overview(k: K_graph, s: S_graph, numbers: Sequence[int]) -> Any:
+    """The blocks of ``s`` as one row each: forward, what it makes that backwards read, backward; the loss below."""
+    chain = parts.new_block("chain", "the chain of blocks, and what backwards read", len(parts.CLASSES) - 1)
+    saved = {d for n in k.nodes if n.backward for d in n.backward.reads}
+    passed = interfaces(s)
+    for b, ((start, stop), number) in enumerate(zip(s.blocks, numbers, strict=True)):
+        frame, background = parts.CLASSES[number % len(parts.CLASSES)]
+        kept = sum(k.data[d].bytes for n in k.nodes[start:stop] for d in n.makes if d in saved)
+        forward, backward = map(format_time, times_of(k, start, stop))
+        tooltip = ", ".join(node.name for node in s.nodes[start:stop])
+        look = {"color": frame, "penwidth": "1.5"}
+        with chain.subgraph() as row:
+            row.attr(rank="same")
+            text = parts.label(f"block {b}, class {number}", f"{stop - start} nodes · forward {forward}")
+            parts.add_box(row, f"f_chain{b}", text, tooltip, background, group="chain_forward", **look)
+            text = parts.data_label(format_bytes(kept))
+            parts.add_data(row, f"d_chain{b}", text, "kept if nothing is run again", parts.DATA)
+            any_backward = any(n.backward for n in k.nodes[start:stop])
+            text = parts.label(f"block {b} backward", backward if any_backward else "none")
+            fill = parts.BACKWARD if any_backward else parts.CALM
+            parts.add_box(row, f"b_chain{b}", text, tooltip, fill, group="chain_backward", **look)
+            row.edge(f"f_chain{b}", f"d_chain{b}", color=_READ)
+            row.edge(f"d_chain{b}", f"b_chain{b}", color=_SAVED)
+        if b:
+            before = passed[b - 1]
+            size = format_bytes(sum(s.d.storages[x].bytes for x in before))
+            text = f" {size}" + (f" in {len(before)} tensors" if len(before) > 1 else "")
+            chain.edge(f"f_chain{b - 1}", f"f_chain{b}", color=_READ, weight="20", label=text)
+            chain.edge(f"b_chain{b - 1}", f"b_chain{b}", dir="back", style="dashed", color=_SAVED, weight="20")
+    last = len(s.blocks) - 1
+    _add_loss(chain, "loss_chain", [f"f_chain{last}"], [f"b_chain{last}"])
+    return chain

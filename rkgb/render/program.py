@@ -1,0 +1,246 @@
+"""B, D and S as pictures of programs: operations in boxes, in the order of the program; data on the edges.
+
+Data is an ellipse only where it enters or leaves. Parameters and buffers are cylinders; those that belong to one
+operation share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rkgb.blocks.classes import classes
+from rkgb.graphs import B_graph, D_graph, Node, S_graph, Value
+from rkgb.render import parts
+from rkgb.units import format_bytes
+
+LEGEND = "box: operation · ellipse: data that enters or leaves · cylinder: parameters (yellow), buffers (violet)"
+LEGEND_S = f"{LEGEND} · grey: no gradient, dashed: runs once · frame: block, colour: class"
+_OWN = ("parameter", "buffer")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One computation of a program: it reads and makes values."""
+
+    text: str
+    tooltip: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    fill: str = parts.FORWARD
+    style: str = "filled,rounded"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Boxes that are drawn together; in a frame if ``number``, the class of the block, is given."""
+
+    boxes: tuple[Box, ...]
+    title: str = ""
+    number: int | None = None
+
+
+@dataclass(slots=True)
+class _Places:
+    """Where values are: the key of what makes or shows each, the section that makes it, the boxes that read it."""
+
+    keys: dict[int, str] = field(default_factory=dict)
+    home: dict[int, int] = field(default_factory=dict)
+    readers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Draws sections of a B, D or S graph; ``g`` is the program whose values they read and make."""
+
+    g: B_graph | D_graph
+    picture: Any
+    prefix: str = ""
+    values: dict[int, Value] = field(default_factory=dict)
+
+    def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> tuple[list[str], str]:
+        """Draw ``sections`` below each other; ``leaving``: values that leave. Returns the top and the end."""
+        frames = [
+            self.picture
+            if section.number is None
+            else parts.new_block(f"{self.prefix}{k}", f"{section.title} · {len(section.boxes)} nodes", section.number)
+            for k, section in enumerate(sections)
+        ]
+        at = _Places()
+        for k, section in enumerate(sections):
+            for j, box in enumerate(section.boxes):
+                parts.add_box(frames[k], self._key(k, j), box.text, box.tooltip, box.fill, style=box.style)
+                at.keys.update(dict.fromkeys(box.makes, self._key(k, j)))
+                at.home.update(dict.fromkeys(box.makes, k))
+                for v in box.reads:
+                    at.readers.setdefault(v, []).append((k, j))
+        self._enter(frames, leaving, at)
+        self._edges(sections, at)
+        tops = [self._tops(sections, k, at) for k in range(len(sections))]
+        ends = [self._key(k, len(section.boxes) - 1) for k, section in enumerate(sections)]
+        for above, below in zip(ends, tops[1:], strict=False):
+            parts.put_below(self.picture, above, below)
+        for v in dict.fromkeys(leaving):
+            ends.append(f"{self.prefix}out{v}")
+            self._leave(frames[at.home[v]] if v in at.home else self.picture, ends[-1], v)
+            self.picture.edge(at.keys[v], ends[-1])
+        for section, frame in zip(sections, frames, strict=True):
+            if section.number is not None:
+                self.picture.subgraph(frame)
+        return tops[0], ends[-1]
+
+    def _key(self, k: int, j: int) -> str:
+        return f"{self.prefix}n{k}_{j}"
+
+    def _enter(self, frames: Sequence[Any], leaving: Sequence[int], at: _Places) -> None:
+        """What no box makes; parameters and buffers that only one box reads stand together."""
+        groups: dict[object, list[int]] = {}
+        for v in [v for v in dict.fromkeys((*at.readers, *leaving)) if v not in at.keys]:
+            boxes, source = at.readers.get(v, []), self.g.sources.get(v)
+            own = len(boxes) == 1 and v not in leaving and source is not None and source.kind in _OWN
+            groups.setdefault(boxes[0] if own else v, []).append(v)
+        for members in groups.values():
+            key = f"{self.prefix}v{members[0]}"
+            at.keys.update(dict.fromkeys(members, key))
+            where = {k for v in members for k, _ in at.readers.get(v, ())}
+            self._source(frames[where.pop()] if len(where) == 1 else self.picture, key, members)
+
+    def _edges(self, sections: Sequence[Section], at: _Places) -> None:
+        """Edges to each box from what it reads, named where the maker has several results."""
+        several = {v for s in sections for box in s.boxes if len(box.makes) > 1 for v in box.makes}
+        for k, section in enumerate(sections):
+            for j, box in enumerate(section.boxes):
+                seen: set[str] = set()
+                for v in box.reads:
+                    if at.keys[v] in seen and v not in several:
+                        continue
+                    seen.add(at.keys[v])
+                    tip = parts.tip(self.describe(v))
+                    more = {"label": parts.escaped(f" {self.g.names[v]}")} if v in several else {}
+                    # What flows from box to box is kept straight; blocks do not move aside for each other.
+                    more["weight"] = "1" if v not in at.home else "8" if at.home[v] == k else "0"
+                    self.picture.edge(at.keys[v], self._key(k, j), tooltip=tip, labeltooltip=tip, **more)
+                alone = not any(v in at.home for v in box.reads) and not any(v in at.readers for v in box.makes)
+                if j and alone:  # nothing but its place in the program says where it belongs
+                    parts.put_below(self.picture, self._key(k, j - 1), [self._key(k, j)])
+
+    def _tops(self, sections: Sequence[Section], k: int, at: _Places) -> list[str]:
+        """What stands at the top of section k, as far as nothing in the picture points to it."""
+        before = {v for section in sections[:k] for box in section.boxes for v in box.reads}
+        tops = []
+        for j, box in enumerate(sections[k].boxes[:3]):  # what is further down follows by itself
+            if not any(v in at.keys and at.home.get(v, k) == k for v in box.reads):
+                tops.append(self._key(k, j))
+            tops += [at.keys[v] for v in box.reads if v not in at.home and v not in before]
+        return list(dict.fromkeys(tops))
+
+    def _source(self, where: Any, key: str, members: Sequence[int]) -> None:
+        sources = [self.g.sources.get(v) for v in members]
+        kind = min((s.kind for s in sources if s), key=_rank, default="")
+        fill = parts.SOURCES[kind] if kind else parts.DATA
+        more = (
+            {"style": "filled,dashed"}
+            if not kind
+            else {"shape": "cylinder", "margin": "0.08,0.07"}
+            if kind in _OWN
+            else {}
+        )
+        tooltip = "\n".join(self.describe(v) for v in members)
+        parts.add_data(where, key, parts.data_label(*self._names(members)), tooltip, fill, **more)
+
+    def _names(self, members: Sequence[int]) -> list[str]:
+        """The label's lines: of one value its name, form and size; of several what they have in common first."""
+        if len(members) == 1:
+            return [self.g.names[members[0]], self.size(members[0])]
+        split = [self.g.names[v].rpartition(".") for v in members]
+        if len({module for module, _, _ in split}) == 1 and split[0][0]:
+            first, names = [split[0][0]], [name for _, _, name in split]
+        else:
+            first, names = [], [self.g.names[v] for v in members]
+        known = [self.values[v] for v in members if v in self.values]
+        if known:
+            names = [f"{name} {list(value.shape)}" for name, value in zip(names, known, strict=True)]
+        lines: list[str] = []
+        for i in range(0, len(names), 2):
+            pair = ", ".join(names[i : i + 2])
+            lines += [pair] if len(pair) <= 40 else names[i : i + 2]
+        return [*first, *lines, format_bytes(sum(value.bytes for value in known)) if known else ""]
+
+    def _leave(self, where: Any, key: str, v: int) -> None:
+        returned = v in self.g.outputs
+        text = parts.data_label(self.g.names[v], self.size(v), "returned" if returned else "read later")
+        more = {"peripheries": "2"} if returned else {"style": "filled,dashed"}
+        parts.add_data(where, key, text, self.describe(v), parts.OUTPUT, **more)
+
+    def size(self, v: int) -> str:
+        """Form and size of a value, "[2, 16, 32] 4.0 KiB", if known."""
+        known = self.values.get(v)
+        return f"{list(known.shape)} {format_bytes(known.bytes)}" if known else ""
+
+    def describe(self, v: int) -> str:
+        """The tooltip of a value."""
+        known, source = self.values.get(v), self.g.sources.get(v)
+        kind = f"{source.kind} " if source else ""
+        form = f": {str(known.dtype)[6:]}{list(known.shape)}, {format_bytes(known.bytes)}" if known else ""
+        return f"{kind}{self.g.names[v]}{form}"
+
+
+def _rank(kind: str) -> int:
+    """Several kinds together have the colour of the first of these."""
+    return ("parameter", "buffer", "constant", "input").index(kind)
+
+
+def whole_program(g: B_graph | D_graph) -> Any:
+    """All operations of a B or D graph."""
+    stage = "B" if isinstance(g, B_graph) else "D"
+    picture = parts.new_picture(f"{stage} graph: {len(g.nodes)} operations", LEGEND)
+    program = Program(g, picture, values={} if isinstance(g, B_graph) else g.values)
+    program.draw([Section(tuple(node_box(n, program, k) for k, n in enumerate(g.nodes)))], g.outputs)
+    return picture
+
+
+def node_box(node: Node, program: Program, index: int) -> Box:
+    """The box of one B or D node."""
+    g = program.g
+    results = ", ".join(g.names[v] for v in node.outputs if g.names[v] != node.name)
+    sizes = [program.size(v) for v in node.outputs[:1]]
+    style = "filled,rounded" if node.mode.grad else "filled,rounded,dashed"
+    more = f"{len(node.outputs)} × " if len(node.outputs) > 1 and any(sizes) else ""
+    some = results if len(results) < 40 else f"{len(node.outputs)} results"
+    text = parts.label(node.name, some, *(more + s for s in sizes))
+    return Box(text, parts.program_text(g, [index]), node.reads(), node.outputs, parts.FORWARD, style)
+
+
+def whole_S(s: S_graph) -> Any:
+    """All nodes of an S graph, block below block."""
+    blocks = s.blocks or ((0, len(s.nodes)),)
+    picture = parts.new_picture(f"S graph: {len(s.nodes)} nodes, blocks: {len(blocks)}", LEGEND_S)
+    program = Program(s.d, picture, values=s.d.values)
+    sections = [
+        Section(tuple(S_box(s, i, program) for i in range(*block)), f"block {b}, class {number}", number)
+        for b, (block, number) in enumerate(zip(blocks, classes(s.with_blocks(blocks)), strict=True))
+    ]
+    program.draw(sections, s.d.outputs)
+    return picture
+
+
+def S_box(s: S_graph, i: int, program: Program) -> Box:
+    """The box of S node ``i``."""
+    node = s.nodes[i]
+    body = [s.d.nodes[op].name for op in node.ops]
+    if node.name in body:
+        body.remove(node.name)
+    own = [s.d.storages[x].bytes for x in node.storages]
+    saved = sum(s.d.storages[x].bytes for x in node.saved.storages if s.d.storages[x].owner is not None)
+    saved += sum(node.saved.private)
+    text = parts.label(
+        node.name,
+        f"+ {parts.counted(body)}" if body else "",
+        f"makes {format_bytes(sum(own))}" if own else "",
+        f"saves {format_bytes(saved)}" if saved else "",
+        "random" if node.random else "",
+    )
+    fill = parts.FORWARD if node.requires_grad else parts.CALM
+    style = "filled,rounded,dashed" if node.fixed else "filled,rounded"
+    return Box(text, parts.program_text(s.d, node.ops), node.reads, node.makes, fill, style)

@@ -1,0 +1,1 @@
+"""Recording what a module computes, and what it reads, writes and draws meanwhile."""

@@ -1,0 +1,350 @@
+"""Run a module under observation: what a trace cannot tell (captured tensors, reads by Python), and its modes.
+
+With ``rkgb/trace/record.py`` the place that touches PyTorch's private tracing entry points.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from rkgb.device import KINDS
+from rkgb.errors import UnsupportedError
+from rkgb.graphs import Mode
+from rkgb.randomness import Drawn, generators_in, own_generators, random_state, set_random_state, watched_devices
+from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
+from rkgb.trace.guards import shaped_by_data, shapes, snapshot
+from rkgb.trace.lines import user_line
+from rkgb.trace.respelled import Respelled, respelled
+from rkgb.trace.written import Written
+
+# What Python reads from the data of tensors.
+_HOST_READS = frozenset(
+    "Tensor." + name
+    for name in "__bool__ item __int__ __float__ __complex__ __index__ tolist numpy __array__ __contains__".split()
+) | {"Tensor.is_nonzero", "torch.is_nonzero", "torch.equal", "torch.allclose", "Tensor.equal", "Tensor.allclose"}
+
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+_HOOKS = frozenset({"Tensor.register_hook", "Tensor.register_post_accumulate_grad_hook"})
+
+_SWITCHES = frozenset({"Tensor.requires_grad_", "requires_grad.__set__"})
+
+# Sizes are plain numbers in a trace: a call with other shapes is traced again. Nothing follows from what is printed.
+_UNRECORDED = frozenset(
+    {"Tensor.size", "Tensor.stride", "Tensor.numel", "Tensor.nelement", "Tensor.__len__", "shape.__get__"}
+    | {"Tensor.__repr__", "Tensor.__str__", "Tensor.__format__"}
+)
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+
+
+def current_mode() -> Mode:
+    """The grad mode and autocast state of this thread, and the kernels of attention."""
+    on = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
+    kernels = attention_kernels()
+    return Mode(
+        torch.is_grad_enabled(),
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
+        () if kernels == USUAL_ATTENTION else kernels,
+    )
+
+
+def drop_saved() -> saved_tensors_hooks:
+    """Run with gradients, but let autograd keep nothing: memory stays that of inference."""
+
+    def refuse(_: None) -> torch.Tensor:
+        raise RuntimeError("a tensor dropped while the module was observed is needed: backward ran inside forward")
+
+    return saved_tensors_hooks(lambda _: None, refuse)
+
+
+@contextlib.contextmanager
+def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[None]:
+    """Afterwards buffers, inputs, generators and the tensors named in ``written`` are as they were, and all but the
+    generators count as never changed: graphs from before may have saved them.
+    """
+    drawn: list[Drawn] = [*watched_devices((*inputs, *model.parameters())), *own_generators(model)]
+    states = [(x, random_state(x)) for x in drawn]
+    buffers = dict(model.named_buffers())
+    holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
+    kept = [*buffers.values(), *inputs, *(_held(model, name) for name in written)]
+    copies = [(t, t.detach().clone()) for t in kept if t.layout == torch.strided and not t.is_meta]
+    counted = tuple(t for t, _ in copies if not t.is_inference())
+    versions = tuple(t._version for t in counted)
+    try:
+        yield
+    finally:
+        for module, name, b in holders:
+            module._buffers[name] = b
+        with torch.no_grad():
+            for t, copy in copies:
+                if t.shape != copy.shape:  # statistics of quantization get their size in the first call
+                    t.resize_(copy.shape)
+                if not torch.equal(t, copy):
+                    t.copy_(copy)
+        torch._C._autograd._unsafe_set_version_counter(counted, versions)
+        for x, state in states:
+            set_random_state(x, state)
+
+
+def _held(model: torch.nn.Module, name: str) -> torch.Tensor:
+    module, _, key = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(module), key)
+    return tensor
+
+
+@contextlib.contextmanager
+def attributes_preserved(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards numbers among the modules' attributes are what they were: nothing was counted.
+
+    What forward makes when it first runs (caches, hooks and the flags that say so) stays, as it belongs together.
+    """
+    numbers = [(m, k, x) for m in model.modules() for k, x in vars(m).items() if type(x) in (int, float)]
+    try:
+        yield
+    finally:
+        for module, name, number in numbers:
+            setattr(module, name, number)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRead:
+    """Python read ``value`` by ``function(*args, **kwargs)``, whose tensors are the markers in the trace."""
+
+    function: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+    line: str
+
+    def markers(self) -> list[torch.Tensor]:
+        """Results of the trace that stand for the tensors read, in order."""
+        return list(tensors_in((self.args, self.kwargs)))
+
+
+Call = tuple[Mode, str, torch.Generator | Respelled | None]
+"""Mode and source line of a traced call; the generator that it was given (a trace holds a copy), or what it does."""
+
+
+def call_in(scope: str, calls: Sequence[Call]) -> Call:
+    """Which of the recorder's ``calls`` the scope of a node in the trace stands for."""
+    marks = re.findall(r"@(\d+)@", scope)
+    return calls[int(marks[-1])] if marks else (Mode(), "", None)
+
+
+def module_in(scope: str) -> str:
+    """The qualified name of the submodule that the scope of a node in the trace lies in."""
+    names = [part for part in scope.split("/") if not part.startswith("@")]
+    return names[-1] if names else ""
+
+
+class Recorder(TorchFunctionMode):
+    """Sees every call of a traced run: leaf tensors that are nobody's, reads by Python, and random draws.
+
+    While tracing it also names mode and source line of each call in the scopes of its nodes, and keeps
+    dead random results alive: without them the generator would not move as in eager mode.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()) -> None:
+        super().__init__()
+        self._known = {id(t): weakref.ref(t) for t in known}
+        self.generators = generators
+        self.devices = watched_devices(known)
+        self.captured: list[torch.Tensor] = []
+        self.reads: list[HostRead] = []
+        self.draws: list[torch.Tensor] = []  # markers of results of random calls
+        self.inside_function = False  # an autograd.Function is one operation, however many it calls
+        self.written = Written(known)
+        self.calls: dict[Call, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracing = torch._C._get_tracing_state()
+        if tracing is None or self.inside_function:
+            return func(*args, **(kwargs or {}))
+        name = _call_name(func)
+        kwargs = kwargs or {}
+        self._refuse(func, name, args)
+        if name in _UNRECORDED:
+            with untraced(tracing):
+                return func(*args, **kwargs)
+        what = respelled(name, args, kwargs)
+        if what is not None or not name.endswith("__get__"):
+            self._look_for_captured((args, kwargs))
+        if name == "data.__set__":
+            return self._assign_data(*args)
+        if what is not None:
+            return self._recorded_as(tracing, what, args[0])
+        if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
+            return self._read(tracing, func, name.split(".")[-1].strip("_"), args, kwargs)
+        return self._recorded(tracing, func, name, args, kwargs)
+
+    def _refuse(self, func: Any, name: str, args: tuple[Any, ...]) -> None:
+        """Raise ``UnsupportedError`` for what no plan can do."""
+        if name in _HOOKS:
+            raise UnsupportedError(
+                f"forward registers a hook on a tensor ({name} at {user_line()}), which a plan would not do again. "
+                "Use an autograd.Function for what the hook does to the gradient."
+            )
+        if func in _GRADIENTS:
+            raise UnsupportedError(
+                f"{name} at {user_line()}: the module computes gradients inside its forward, which no plan can "
+                "foresee. Plan the submodules that do not, instead of the whole module."
+            )
+        if name in _SWITCHES and self.written.is_parameter(args[0]) and args[0].requires_grad != all(args[1:]):
+            raise UnsupportedError(
+                f"forward switches requires_grad of a parameter at {user_line()}, which a plan would not do again. "
+                "Use its values without gradient instead: detach(), or functional_call with detached parameters."
+            )
+
+    def _recorded(self, tracing: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call as the trace records it."""
+        generator = self._generator(name, (*args, *kwargs.values()))
+        before = self._states(tracing, generator)
+        with untraced(tracing):
+            copies = self.written.before(name, (args, kwargs))
+        tracing.push_scope(self.scope(generator))
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            tracing.pop_scope()
+        self.written.after(copies)
+        if self._states(tracing, generator) != before:
+            self.draws += self._marked(tracing, list(tensors_in(result)))
+        for t in tensors_in(result):
+            if t.grad_fn is None:
+                self._remember(t)
+        if shaped_by_data(name.split(".")[-1], args):
+            self._read(tracing, shapes, "shape", tuple(tensors_in(result)), {})
+        return result
+
+    def _recorded_as(self, tracing: Any, what: Respelled, t: torch.Tensor) -> torch.Tensor:
+        """``what(t)``, whose node in the trace is one that the tracer knows."""
+        with untraced(tracing):
+            self.written.keep(t)
+            result = what(t)
+        tracing.push_scope(self.scope(what))
+        try:
+            torch._C._set_value_trace(result, torch._C._get_value_trace(t.detach()))  # type: ignore[attr-defined]
+        finally:
+            tracing.pop_scope()
+        self._remember(result)
+        return result
+
+    def _assign_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
+        """``t.data = value``: of a tensor that stays, its contents are changed."""
+        if not self.written.may_take(t, value):
+            raise UnsupportedError(
+                f"forward gives a tensor the memory of another (.data = … at {user_line()}), which a plan would not do "
+                "again. Write into it instead (.data.copy_(…)), or compute a new tensor."
+            )
+        with self, torch.no_grad():
+            t.data.copy_(value)
+
+    def _generator(self, name: str, arguments: tuple[Any, ...]) -> torch.Generator | None:
+        """The generator that a call is given."""
+        generator = next(iter(generators_in(arguments)), None)
+        if generator is not None and generator not in self.generators:
+            raise UnsupportedError(
+                f"{name} at {user_line()} draws from a torch.Generator that is no attribute of the model or of a "
+                "submodule, so that its state could not be kept. Make it one."
+            )
+        return generator
+
+    def _states(self, tracing: Any, generator: torch.Generator | None) -> list[bytes]:
+        """The state of the generator, by default those of all devices."""
+        with untraced(tracing):
+            drawn: Sequence[Drawn] = self.devices if generator is None else (generator,)
+            return [random_state(x).numpy().tobytes() for x in drawn]
+
+    def scope(self, what: torch.Generator | Respelled | None = None) -> str:
+        """A scope name that stands for the present mode and source line, and what else is known of the call."""
+        return f"@{self.calls.setdefault((current_mode(), user_line(), what), len(self.calls))}@"
+
+    def _read(self, tracing: Any, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Read outside the trace; a marker of each tensor says in the trace what was read, and where."""
+        marked = self._marked(tracing, args), self._marked(tracing, kwargs)
+        with untraced(tracing):
+            value = func(*args, **kwargs)
+            self.reads.append(HostRead(func, name, marked[0], marked[1], snapshot(value), user_line()))
+        return value
+
+    def _marked(self, tracing: Any, tree: Any) -> Any:
+        """``tree`` with each tensor replaced by a marker: an empty tensor whose node in the trace reads it."""
+        tracing.push_scope(self.scope())
+        try:
+            return map_tensors(tree, lambda t: _mark(outside_vmap(t)))
+        finally:
+            tracing.pop_scope()
+
+    def _look_for_captured(self, arguments: Any) -> None:
+        for t in tensors_in(arguments):
+            if t.grad_fn is None and not self._knows(t):
+                self._remember(t)
+                self.captured.append(t)
+                with untraced(torch._C._get_tracing_state()):
+                    self.written.keep_captured(t)
+
+    def _remember(self, t: torch.Tensor) -> None:
+        if not self._knows(t):
+            self._known[id(t)] = weakref.ref(t)
+
+    def _knows(self, t: torch.Tensor) -> bool:
+        known = self._known.get(id(t))
+        return known is not None and known() is t
+
+
+def _mark(t: torch.Tensor) -> torch.Tensor:
+    return t.new_empty(0) if t.layout == torch.strided else t.detach()
+
+
+def outside_vmap(t: torch.Tensor) -> torch.Tensor:
+    """The tensor that one seen inside ``vmap`` is a part of."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
+
+
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``tree`` (nested lists, tuples and dicts) with ``function`` applied to its tensors."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(t, function) for t in tree)
+    if isinstance(tree, dict):
+        return {k: map_tensors(t, function) for k, t in tree.items()}
+    return tree
+
+
+@functools.lru_cache(4096)
+def _call_name(func: Any) -> str:
+    return ".".join((resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-2:])
+
+
+@contextlib.contextmanager
+def untraced(tracing: Any) -> Iterator[None]:
+    """What runs here is not recorded."""
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]

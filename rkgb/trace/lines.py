@@ -1,0 +1,61 @@
+"""Source lines of the user's: outside this package's front end and torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+
+_INSIDE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__, str(torch.__path__[0]) + os.sep)
+
+
+_told = threading.local()
+
+
+@contextlib.contextmanager
+def told(line: str) -> Iterator[None]:
+    """What runs here was written at ``line``: the code that runs was made from it."""
+    before = getattr(_told, "line", None)
+    _told.line = line
+    try:
+        yield
+    finally:
+        _told.line = before
+
+
+def user_line() -> str:
+    """The innermost source line outside this file and torch, as "file.py:12", or "cell:12" in a notebook."""
+    line: str | None = getattr(_told, "line", None)
+    if line is not None:
+        return line
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return _named(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of_trace(text: str, beside: str) -> str:
+    """The innermost source line outside this file, torch and the file ``beside`` in a traceback that was printed."""
+    frames = re.findall(r'File "(.*?)", line (\d+)', text)
+    outside = [(file, int(line)) for file, line in frames if not file.startswith((*_INSIDE, beside))]
+    return _named(*outside[-1]) if outside else ""
+
+
+def _named(file: str, line: int) -> str:
+    folder, name = os.path.split(file)
+    return f"{'cell' if 'ipykernel_' in folder else name}:{line}"  # a notebook's files are numbers
+
+
+def place(error: BaseException) -> str:
+    """Where in the user's code an error arose, as " at file.py:12"; nothing where it did not."""
+    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if not f.f_code.co_filename.startswith(_INSIDE)]
+    return f" at {_named(frames[-1].f_code.co_filename, frames[-1].f_lineno)}" if frames else ""

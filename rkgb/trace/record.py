@@ -1,0 +1,148 @@
+"""The trace of one run of a function, as a torch.jit graph."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
+from rkgb.trace.capture import Recorder, call_in, drop_saved, tensors_in, untraced
+from rkgb.trace.lines import place, user_line
+from rkgb.trace.patches import traceable
+from rkgb.trace.respelled import spell_booleans
+
+_C: Any = torch._C
+
+
+@contextlib.contextmanager
+def _functions_marked(seen: Recorder) -> Iterator[None]:
+    """``autograd.Function.apply`` is no torch function: name its call in the scopes, leave its inside alone."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        tracing = torch._C._get_tracing_state()
+        if tracing is None or seen.inside_function:
+            return original.__get__(None, cls)(*args, **kwargs)
+        _refuse_hidden_parameters(cls, args)
+        tracing.push_scope(seen.scope())
+        seen.inside_function = True
+        try:
+            with _forward_untraced(cls, tracing):
+                return original.__get__(None, cls)(*args, **kwargs)
+        finally:
+            seen.inside_function = False
+            tracing.pop_scope()
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _refuse_hidden_parameters(cls: type, args: tuple[Any, ...]) -> None:
+    """Modules that a function is given train, if their parameters are no arguments, by a backward inside its own."""
+    given = {id(t) for t in tensors_in(args)}
+    held = (p for m in args if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad)
+    if any(id(p) not in given for p in held):
+        raise UnsupportedError(BACKWARD_INSIDE.format(what=cls.__name__, line=user_line()))
+
+
+@contextlib.contextmanager
+def _forward_untraced(cls: Any, tracing: Any) -> Iterator[None]:
+    """The forward of an ``autograd.Function`` leaves nothing in the trace: what it writes would be written twice."""
+    own = cls.__dict__.get("forward")
+    forward = cls.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with untraced(tracing):
+            results = forward(*args, **kwargs)
+        given = {id(t) for t in tensors_in(args)}
+        for t in tensors_in(results):
+            if id(t) not in given:  # the tracer wants one of some origin, and gives it another one
+                _C._set_value_trace(t, _C._get_value_trace(torch.empty(0)))
+        return results
+
+    cls.forward = staticmethod(run)
+    try:
+        yield
+    finally:
+        if own is None:
+            del cls.forward
+        else:
+            cls.forward = own
+
+
+@contextlib.contextmanager
+def _modules_named(model: torch.nn.Module) -> Iterator[None]:
+    """Calls of submodules are scopes, by their qualified names."""
+    before = torch.jit._trace._trace_module_map
+    torch.jit._trace._trace_module_map = {m: name for name, m in model.named_modules()}
+    try:
+        yield
+    finally:
+        torch.jit._trace._trace_module_map = before
+
+
+def record(
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    seen: Recorder,
+    model: torch.nn.Module,
+) -> tuple[Any, list[torch.Tensor]]:
+    """Trace ``function(*inputs)``, which calls ``model``, into a torch.jit graph whose inputs are ``inputs``; ``seen``
+    looks on.
+
+    Returns the graph and the function's results. The graph's outputs are these, then
+    the markers of ``Recorder.draws`` and those of ``Recorder.reads``.
+    """
+    results: list[torch.Tensor] = []
+
+    def traced(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with seen:
+            results[:] = function(*args)
+        state = torch._C._get_tracing_state()
+        if state is None:
+            raise UnsupportedError(
+                "forward catches the error of an operation, after which torch.jit records nothing: ask before it is "
+                "called whether it can be, or plan the submodules around that line"
+            )
+        if unknown := spell_booleans(state.graph()):
+            line = call_in(unknown.scopeName(), list(seen.calls))[1]
+            given = ", ".join(str(v.type()) for v in unknown.inputs())
+            raise UnsupportedError(
+                f"torch.jit has no overload of {unknown.kind()} for ({given}), as it is called at {line}. Give "
+                "the arguments in another form (tensors for numbers, say), or plan the submodules around that line."
+            )
+        return (*results, *seen.draws, *(t for read in seen.reads for t in read.markers()))
+
+    lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
+    with (
+        traceable(),
+        _functions_marked(seen),
+        _modules_named(model),
+        drop_saved(),
+        warnings.catch_warnings(),
+    ):
+        # What Python reads from data, the recorder sees.
+        warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
+        # A weight that was cast before would be a tensor from nowhere. Within the trace the cache does what it does in
+        # eager mode: a weight used twice is cast once, and the gradients of both uses are added before they are cast.
+        torch.clear_autocast_cache()
+        try:
+            graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)
+        except RuntimeError as error:
+            if "dynamo-optimized" in str(error):
+                raise UnsupportedError(
+                    f"the module calls what torch.compile made{place(error)}, and a plan runs operations one by one. "
+                    "Call the function as it was before."
+                ) from None
+            raise UnsupportedError(f"torch.jit could not trace the module{place(error)}: {error}") from error
+        finally:
+            torch.clear_autocast_cache()
+    torch._C._jit_pass_inline(graph)
+    return graph, results

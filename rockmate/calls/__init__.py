@@ -1,0 +1,1 @@
+"""What recognises the calls of a model, and finds the plan for each."""

@@ -1,0 +1,295 @@
+"""What TorchDynamo captured of a call, as a module: a pure program of tensors under the model's names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkgb.graphs import Source
+from rkgb.trace.lines import line_of_trace, told
+
+_STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
+_HERE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "attach.py")  # whose function calls the model
+_WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
+
+
+class Captured(torch.nn.Module):
+    """``program``: a graph of TorchDynamo, whose inputs are parameters, buffers, and other tensors and numbers.
+
+    As a module it has the parameters and buffers under the names that they have in the model, and ``forward`` takes
+    the other inputs, in order. It has them while ``holding`` is in force, so that it keeps no model alive.
+    """
+
+    def __init__(self, program: fx.GraphModule, arguments: Sequence[Any]) -> None:
+        super().__init__()
+        without_wrappers(program)
+        self.__dict__["program"] = program
+        self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
+        self.names: list[str] = []  # of these, as the user would write them
+        self._own: list[tuple[dict[str, Any], str, int]] = []
+        self._at: dict[str, int] = {}  # parameters and buffers by name: positions among the inputs
+        self._trained: list[tuple[str, int]] = []  # which need gradients, TorchDynamo guards
+        self._lock, self._holders = threading.Lock(), 0
+        for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
+            path, kind = _path(source), _kind(source, value)
+            if kind is None:
+                self.given.append(k)
+                self.names.append(_written(source))
+                continue
+            *above, name = path
+            holder: torch.nn.Module = self
+            for j, step in enumerate(above):
+                if step not in holder._modules:
+                    above[j] = step = _free(holder, step)
+                    holder.add_module(step, torch.nn.Module())
+                holder = holder._modules[step]  # type: ignore[assignment]
+            name = _free(holder, name)
+            if kind == "parameter":
+                holder.register_parameter(name, value)
+            else:
+                holder.register_buffer(name, value)
+            self._own.append((holder._parameters if kind == "parameter" else holder._buffers, name, k))
+            self._at[".".join([*above, name])] = k
+            if kind == "parameter" and value.requires_grad:
+                self._trained.append((".".join([*above, name]), k))
+        self._let_go()
+
+    @contextlib.contextmanager
+    def holding(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """The parameters and buffers are those among ``inputs``. Several threads may run one model."""
+        with self._lock:
+            self._holders += 1
+            for held, name, k in self._own:
+                held[name] = inputs[k]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._let_go()
+
+    def values_of(
+        self, sources: Mapping[int, Source], given: list[torch.Tensor], inputs: Sequence[Any]
+    ) -> dict[int, torch.Tensor]:
+        """The tensors that ``sources`` stand for in a call; ``given``: tensors among the arguments of ``forward``."""
+        found: dict[int, torch.Tensor] = {}
+        for v, source in sources.items():
+            if source.kind == "input":
+                found[v] = given[source.key]
+            else:
+                found[v] = source.key if source.kind == "constant" else inputs[self._at[source.key]]
+        return found
+
+    def missing_among(self, inputs: Sequence[Any]) -> frozenset[str]:
+        """Parameters among ``inputs`` that have no gradient but need one."""
+        return frozenset([name for name, k in self._trained if inputs[k].grad is None])
+
+    @property
+    def trained(self) -> int:
+        """How many parameters need gradients."""
+        return len(self._trained)
+
+    def _let_go(self) -> None:
+        for held, name, _ in self._own:
+            held[name] = None
+
+    def forward(self, *given: Any) -> Any:
+        """The outputs of the program."""
+        arguments: list[Any] = [None] * (len(self._own) + len(given))
+        for held, name, k in self._own:
+            arguments[k] = held[name]
+        for k, value in zip(self.given, given, strict=True):
+            arguments[k] = value
+        program = self.__dict__["program"]
+        recorded = torch._C._get_tracing_state() is not None
+        return _Located(program).run(*arguments) if recorded else program.forward(*arguments)
+
+
+class _Located(fx.Interpreter):
+    """Tells the tracer which of the user's lines and modules each operation is of."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        tracing, module = torch._C._get_tracing_state(), module_of(n)
+        named = tracing is not None and module
+        if named:
+            tracing.push_scope(module)
+        try:
+            with told(line_of_trace(n.meta.get("stack_trace") or "", _HERE)):
+                return super().run_node(n)
+        finally:
+            if named:
+                tracing.pop_scope()
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the submodule that an operation is of, as "layers.0.norm"; empty for the model itself."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return ""
+    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", _after_root(_plain(stack[-1][0])))
+    return ".".join(x for x in path.replace("_modules.", "").split(".") if x)
+
+
+def _after_root(source: str) -> str:
+    return re.sub(r"^[LG]\['[^']*'\]", "", source)
+
+
+def captured_sources(program: fx.GraphModule) -> list[str]:
+    """Where each input of a captured program comes from, as TorchDynamo writes it: "L['x']"."""
+    found = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        name = getattr(source, "name", "")
+        found.append(_plain(str(name() if callable(name) else name)) or node.name)
+    return found
+
+
+def line_of_derivatives(program: fx.GraphModule) -> str:
+    """Where a transform of torch.func computes derivatives, as " at file.py:12"; empty where none does."""
+    for node in program.graph.nodes:
+        if getattr(node.target, "__name__", "") in ("_grad_increment_nesting", "_jvp_increment_nesting"):
+            return f" at {line_of_trace(node.meta.get('stack_trace') or '', _HERE)}"
+    return ""
+
+
+def _plain(source: str) -> str:
+    """``source`` as for modules of torch's own ``__getattr__``; of others TorchDynamo reads the dictionaries."""
+    return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
+
+
+def kinds_of_sources(program: fx.GraphModule) -> list[str]:
+    """The classes of TorchDynamo's that say where each input comes from."""
+    return [type(getattr(n, "_dynamo_source", None)).__name__ for n in program.graph.find_nodes(op="placeholder")]
+
+
+def _path(source: str) -> list[str]:
+    """The names on the way to a parameter or buffer: from the root on, where nothing but modules is on it."""
+    return _STEP.findall(source) if _STEPS.fullmatch(source) else [re.sub(r"\W+", "_", source).strip("_")]
+
+
+def _free(holder: torch.nn.Module, name: str) -> str:
+    """``name``, or one like it that ``holder`` does not have yet."""
+    while hasattr(holder, name):
+        name += "_"
+    return name
+
+
+def _kind(source: str, value: Any) -> str | None:
+    """Whether an input is a parameter or a buffer; None for all others."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, torch.nn.Parameter):
+        return "parameter"
+    return "buffer" if re.search(r"\._buffers\['[^']*'\]$", source) else None
+
+
+def _written(source: str) -> str:
+    """``source`` without brackets: "args.0" for "L['args'][0]"."""
+    return re.sub(r"\[('?)(\w+)\1\]", r".\2", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source))
+
+
+def without_wrappers(program: fx.GraphModule) -> None:
+    """Replace what only compilers understand: checkpointed parts run as they are, since Rockmate decides what runs
+    again; functions of autograd save through autograd, where Rockmate sees it.
+    """
+    changed = False
+    for node in program.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
+        if len(node.args) == 2 and not node.kwargs:  # as TorchDynamo writes t.data = value
+            node.target, changed = _assign_data, True
+    for node in program.graph.find_nodes(op="call_function", target=torch._C._autograd._get_data_attr):  # type: ignore[attr-defined]
+        node.target, changed = _data_of, True
+    for node in list(_wrappers(program)):
+        bodies = [getattr(program, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+        name = str(getattr(node.target, "_name", node.target))
+        if name == "tag_activation_checkpoint":
+            without_wrappers(bodies[0])
+            module: torch.nn.Module = _Checkpointed(bodies[0])
+            arguments = node.args[1:]
+        else:
+            module = _Function(bodies[0], bodies[1], dict(node.kwargs))
+            arguments = node.args[2:]
+        path = f"_rockmate_{node.name}"
+        program.add_submodule(path, module)
+        with program.graph.inserting_before(node):
+            new = program.graph.call_module(path, tuple(arguments))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        program.graph.erase_node(node)
+        changed = True
+    if changed:
+        program.recompile()
+
+
+def _assign_data(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``t.data = value``, which the tracer knows, and puts back; TorchDynamo counts it as no change either."""
+    t.data = value
+    return t
+
+
+def _data_of(t: torch.Tensor) -> torch.Tensor:
+    """``t.data``, which the tracer knows."""
+    return t.data
+
+
+def _wrappers(program: fx.GraphModule) -> Iterator[fx.Node]:
+    for node in program.graph.nodes:
+        if node.op == "call_function" and str(getattr(node.target, "_name", "")) in _WRAPPED:
+            yield node
+
+
+class _Checkpointed(torch.nn.Module):
+    """The body of a checkpoint."""
+
+    def __init__(self, body: fx.GraphModule) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *arguments: Any) -> Any:
+        recorded = torch._C._get_tracing_state() is not None
+        return _Located(self.body).run(*arguments) if recorded else self.body(*arguments)
+
+
+class _Function(torch.nn.Module):
+    """An ``autograd.Function`` whose two parts were captured; what its forward keeps is saved by autograd."""
+
+    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, marks: dict[str, Any]) -> None:
+        super().__init__()
+        self.parts = (forward, backward)
+        self.dirty = frozenset(marks.get("dirty_idx") or ())
+        self.without_gradient = frozenset(marks.get("non_differentiable_idx") or ())
+
+    def forward(self, *arguments: Any) -> Any:
+        return _Applied.apply(self, *arguments)
+
+
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: _Function, *arguments: Any) -> Any:
+        output, kept = function.parts[0].forward(*arguments)  # no hooks of modules, as of FlopCounterMode
+        several = output if isinstance(output, (tuple, list)) else (output,)
+        if function.dirty:
+            ctx.mark_dirty(*(several[k] for k in function.dirty))
+        if function.without_gradient:
+            ctx.mark_non_differentiable(*(several[k] for k in function.without_gradient))
+        ctx.function = function
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in kept]
+        ctx.places = [k for k, x in enumerate(kept) if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*(kept[k] for k in ctx.places))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        kept = list(ctx.others)
+        for k, t in zip(ctx.places, ctx.saved_tensors, strict=True):
+            kept[k] = t
+        found = ctx.function.parts[1].forward(*gradients, *kept)
+        return (None, *(found if isinstance(found, (tuple, list)) else (found,)))

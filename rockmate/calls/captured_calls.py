@@ -1,0 +1,232 @@
+"""The calls of the programs that TorchDynamo captured, each under plans of its own."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from rkgb.errors import GraphError
+from rkgb.trace.patches import TRACING
+from rockmate.budget import show_bytes
+from rockmate.calls.bound import rough_peak
+from rockmate.calls.calls import Calls, Front, call_key
+from rockmate.calls.captured import Captured, captured_sources
+from rockmate.calls.numbers import split
+from rockmate.calls.observe import WholeLook
+from rockmate.calls.variants import Variant
+from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
+from rockmate.run.executor import CallState
+from rockmate.tell import LOG
+
+
+class Planned(Exception):
+    """A plan was made, and nothing is to run."""
+
+
+class Spacious(NamedTuple):
+    """A kind of call for which the budget does not bind: its description, and the gradients that were missing then."""
+
+    call: tuple[str, ...]
+    missing: frozenset[str]
+
+
+class CapturedCalls(Calls):
+    """The calls of one graph that TorchDynamo captured."""
+
+    module: Captured
+
+    def __init__(self, program: fx.GraphModule, identity: Hashable, front: Front) -> None:
+        """``identity``: see ``identity_of``."""
+        self.program, self.identity, self.front = program, identity, front
+        self.terms = front.terms
+        self.split = split(program)
+        self.tensors = self.split.program if self.split else program  # without computations with numbers
+        self.free = False  # whatever the call, the budget does not bind
+        self.refused = False  # no plan can be made
+        self.ready = False
+        self.now = threading.local()  # the arguments of the call that this thread is in
+        self.spacious: dict[Hashable, Spacious] = {}  # kinds of calls for which the budget does not bind
+        self.binding: set[Hashable] = set()
+
+    def call(self, *arguments: Any) -> Any:
+        """What the program returns for ``arguments``."""
+        if self.free or self.refused:
+            return self.program.forward(*arguments)
+        wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
+        if not torch.is_grad_enabled() or next(wanted, None) is None:
+            return self.program.forward(*arguments)
+        inputs, numbers = self.split.inputs(arguments) if self.split else (arguments, ())
+        with TRACING if not self.ready else nullcontext():  # a thread may come while another is here for the first time
+            if not self.ready:
+                super().__init__(Captured(self.tensors, inputs), self.front)
+                self.ready = True
+        with self._in_call(inputs):
+            given = tuple(inputs[k] for k in self.module.given)
+            fits = False
+            if not self.terms.always:
+                kind, missing = self.kind(list(given), None)
+                fits = self._fits(kind, missing, arguments)
+            if self.front.only_plans:
+                if not fits:
+                    self.last = self.variants(given, {}, self.front.saved)[0]
+                self.front.last = self
+                raise Planned
+            if fits:
+                return self._run_freely(kind, missing, given, arguments)
+            try:
+                results = self.run(given, {})
+            except CannotBeCalledError:
+                return self.program.forward(*arguments)  # whose own error comes
+            except (GraphError, VariantLimitError) as error:
+                if not self.terms.least:
+                    raise
+                self.refused = True
+                warnings.warn(
+                    f"{self.front.name} cannot be planned for such calls, which run as they are from now on, with no "
+                    f"budget: {error}",
+                    BudgetWarning,
+                    stacklevel=3,
+                )
+                return self.program.forward(*arguments)
+            self.front.last = self
+            return self.split.joined(results, numbers) if self.split else results
+
+    @contextmanager
+    def _in_call(self, inputs: Sequence[Any]) -> Iterator[None]:
+        self.now.inputs = inputs
+        try:
+            yield
+        finally:
+            self.now.inputs = None
+
+    @contextmanager
+    def module_ready(self) -> Iterator[None]:
+        """Parameters and buffers are those of the call that this thread is in."""
+        with self.module.holding(self.now.inputs):
+            yield
+
+    def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """As in ``Calls``; nothing is looked up in modules."""
+        return self.module.values_of(variant.program.s.d.sources, inputs, self.now.inputs)
+
+    def kind(self, leaves: list[Any], spec: Any, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
+        """As in ``Calls``; a plan is for one graph. Without sizes, numbers that a graph is given do not count."""
+        if not sized:
+            leaves = [x for x in leaves if isinstance(x, torch.Tensor)]
+            return call_key(leaves, None, sized), self.module.missing_among(self.now.inputs)
+        return (id(self), call_key(leaves, spec)), self.module.missing_among(self.now.inputs)
+
+    def computed(
+        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor], CallState | None]:
+        """As in ``Calls``; where the plan is what the captured program does, that runs as it is."""
+        if not variant.is_plain:
+            return super().computed(variant, args, kwargs)
+        result = self.tensors.forward(*self.now.inputs)
+        return result, [t for t in result if isinstance(t, torch.Tensor)], None
+
+    def learner(self, variant: Variant, inputs: list[torch.Tensor]) -> Callable[[], None]:
+        """As in ``Calls``; parameters and buffers are those of this call."""
+        all_inputs = self.now.inputs
+
+        def learn() -> None:
+            with self._in_call(all_inputs):
+                self._learn(variant, inputs)
+
+        return learn
+
+    def names(self, leaves: list[Any]) -> list[str]:
+        """Those that arguments have in the model's forward."""
+        return self.module.names
+
+    # ---------------------------------------------------------------- budgets that do not bind
+
+    def _known_to_fit(self, kind: Hashable, missing: frozenset[str]) -> bool:
+        return kind in self.spacious and missing <= self.spacious[kind].missing
+
+    def _fits(self, kind: Hashable, missing: frozenset[str], arguments: tuple[Any, ...]) -> bool:
+        """Whether the budget is so large that a call need not be planned."""
+        if kind in self.binding:
+            return False
+        if self._known_to_fit(kind, missing):
+            return True
+        budget = self.terms.bytes_known(_device_of(arguments))
+        if budget is None:
+            return False
+        fits = rough_peak(self.program, arguments) <= budget
+        if not fits:
+            self.binding.add(kind)  # to look at all sizes takes longer than a small step
+        return fits
+
+    def _run_freely(
+        self, kind: Hashable, missing: frozenset[str], given: tuple[Any, ...], arguments: tuple[Any, ...]
+    ) -> Any:
+        """Run the captured program as it is; the first such step is measured."""
+        if self._known_to_fit(kind, missing) or not WholeLook.possible():
+            return self.program.forward(*arguments)
+        call, budget = self.front.described(self.module.names, list(given)), self.front.budget
+
+        def measured(peak: int) -> None:
+            if peak <= budget:
+                self.spacious[kind] = Spacious(call, missing)
+                self.free = self.split is None and len(missing) == self.module.trained
+                LOG.info(
+                    "%s needs no plan for %s: a step took %s of %s",
+                    self.front.name, ", ".join(call), show_bytes(peak), show_bytes(budget),
+                )  # fmt: skip
+                return
+            self.binding.add(kind)
+            warnings.warn(
+                f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
+                "which the sizes of the results did not show. Later steps like it are planned.",
+                BudgetWarning,
+                stacklevel=3,
+            )
+
+        look = WholeLook(_device_of(arguments), measured)
+        try:
+            result = self.program.forward(*arguments)
+        except BaseException:
+            look.abandon()
+            raise
+        look.follow(result)
+        return result
+
+
+def _device_of(arguments: tuple[Any, ...]) -> torch.device:
+    return next(a.device for a in arguments if isinstance(a, torch.Tensor))
+
+
+def identity_of(program: fx.GraphModule) -> Hashable:
+    """Programs of equal identity do the same to the same inputs; None where that is not known.
+
+    What a model's Python reads and only logs makes TorchDynamo capture again, but the program is the same.
+    """
+    nodes = list(program.graph.nodes)
+    if any(n.op in ("get_attr", "call_module") for n in nodes):
+        return None
+    targets = tuple(n.target for n in nodes if n.op == "call_function")
+    forms = tuple(_form(n.meta.get("example_value")) for n in nodes if n.op == "placeholder")
+    return program.code, tuple(captured_sources(program)), targets, forms
+
+
+def _form(example: Any) -> Hashable:
+    """Of a parameter or another input, what the keys of plans do not tell: those have the forms of arguments."""
+    if not isinstance(example, torch.Tensor):
+        return str(type(example))
+    own = isinstance(example, torch.nn.Parameter)
+    return (
+        own,
+        example.dtype,
+        example.requires_grad,
+        str(example.device),
+        str(tuple(example.shape)),
+        str(example.stride()) if own and example.layout == torch.strided else "",
+        str(example.layout),
+    )

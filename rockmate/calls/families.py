@@ -1,0 +1,90 @@
+"""Calls that run one graph at different sizes: what was learned at one size serves the others."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from rkgb.cost.measure import Cost, Known
+from rkgb.cost.scaled import growth, scaled_costs
+from rkgb.cost.usage import Usage
+from rkgb.graphs import S_graph
+from rkgb.probe.resize import Point, skeleton
+from rockmate.planning.plan import Plan
+from rockmate.planning.planner import CARRIED, Planner
+from solvers import Schedule
+
+MUCH = 1.25
+"""Values that are so many times larger are a reason to measure: scaled bounds grow as fast as the fastest value."""
+
+MOST_POINTS = 6
+"""Traced sizes that a fit looks at."""
+
+MOST_TRIED = 2
+"""Graphs that are tried for a call."""
+
+MOST_SCHEDULES = 8
+"""Schedules that are tried for another size."""
+
+
+@dataclass(eq=False)
+class Family:
+    """One graph, by its ``skeleton``.
+
+    ``measured``: the planner of the size at which costs were measured. ``points``: sizes that were traced. ``kinds``:
+    what calls are known to run this graph, without their sizes. ``schedules``: those with recomputation that a solver
+    found, the last one first.
+    """
+
+    skeleton: Hashable
+    measured: Planner
+    points: list[Point]
+    schedules: list[Schedule] = field(default_factory=list)
+    kinds: set[Hashable] = field(default_factory=set)
+
+    def known_of(self, s: S_graph) -> Known:
+        """The costs of ``s``, which is of this family: those that were measured, scaled, unless it is much larger."""
+        graphs = self.measured.graphs
+        much = growth(graphs.S, s) > MUCH
+
+        def like(usage: Usage) -> list[Cost] | None:
+            costs = graphs.known.of.get(usage)
+            return None if costs is None or much else scaled_costs(graphs.S, s, costs)
+
+        return Known(like)
+
+    def learn(self, planner: Planner, plan: Plan) -> None:
+        """``planner`` has made a plan."""
+        if not planner.scaled:
+            self.measured = planner
+        if plan.recomputed and plan.solver != CARRIED:
+            self.schedules = [plan.schedule, *self.schedules][:MOST_SCHEDULES]
+
+    def add(self, point: Point) -> None:
+        """Another size was traced."""
+        self.points = [*self.points, point][-MOST_POINTS:]
+
+
+class Families:
+    """All graphs of one model."""
+
+    def __init__(self) -> None:
+        self._of: dict[Hashable, Family] = {}
+
+    def running(self, kind: Hashable) -> list[Family]:
+        """The graphs that calls of this kind ran, the last few."""
+        return [f for f in reversed(self._of.values()) if kind in f.kinds][:MOST_TRIED]
+
+    def of(self, s: S_graph) -> Family | None:
+        """The family of a graph."""
+        return self._of.get(skeleton(s))
+
+    def new(self, planner: Planner, point: Point) -> Family:
+        """A graph that was measured for ``planner``."""
+        family = Family(skeleton(point.s), planner, [point])
+        self._of[family.skeleton] = family
+        return family
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._of.clear()

@@ -1,0 +1,396 @@
+"""What the caller does with the outputs of a call, observed from its forward to the end of its backward.
+
+Before the first step a plan assumes that a scalar beside other outputs is the loss, and that a loss takes three times
+the bytes of its input. A step shows the truth: which outputs the backward starts from, how their gradients lie in
+memory, which outputs the caller still holds when the backward begins, and what was allocated between the two phases.
+The plan that is made when its backward is over is for the union of what was observed.
+
+Hooks on the outputs notice at every call whether it differs from the calls so far. The next call is then observed
+closely: the memory between its phases is recorded, and its backward is intercepted where Python hands it to autograd's
+engine (``torch.compiler`` replaces the same function for its tracers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+from torch.autograd import profiler_legacy as legacy
+
+from rkgb.cost.memory import window
+from rkgb.cost.usage import Usage, assigned, differentiable, turned_strides
+from rkgb.device import kind_of
+from rkgb.Ktools import K_graph
+from rockmate.planning.room import Room, device_of_outputs, seen_room
+from rockmate.run.compiled import Program
+
+_LOOKS = 8
+"""Calls of one kind that are looked at closely, at most: a loop whose every step is new is not slowed down for ever."""
+
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of the next node that this thread makes
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What the hooks notice of one call: outputs that get gradients; those of them whose gradients are not contiguous;
+    outputs whose memory the caller holds; outputs that it holds as they are; how many nodes the caller's code added to
+    autograd's graph between the phases (-1 if that is not known)."""
+
+    reached: tuple[int, ...]
+    turned: frozenset[int]
+    held: frozenset[int]
+    attached: frozenset[int]
+    nodes: int
+
+
+class Observer:
+    """Watches the calls of one plan. ``news``: they differ from what it is for, which ``usage`` and ``room`` say.
+
+    ``measures``: whether the room for the loss is to be learned.
+    """
+
+    def __init__(self, k: K_graph, measures: bool) -> None:
+        d = k.s.d
+        self.measures = measures
+        self.gradients = sum(d.values[v].bytes for v in k.missing)  # that the backward leaves
+        self.storages = [d.values[v].storage for v in d.outputs]
+        self.saved = {x for facts in d.facts for x in facts.saved.storages}
+        self.usage: Usage | None = None
+        self.news = False
+        self.unsure = False  # a call differed from those that were looked at: its loss may take more
+        self.places = differentiable(d)
+        self.device = device_of_outputs(d)
+        self.may_turn = frozenset(k for k in self.places if turned_strides(d.values[d.outputs[k]]))
+        self.bytes = {k: d.values[d.outputs[k]].bytes for k in self.places}
+        self.own = assigned(d)
+        self._known: set[Signs] = set()
+        self._peak = self._kept = -1
+        self._looks = 0
+        self._look = True  # at the next call
+
+    @property
+    def room(self) -> Room | None:
+        """For the loss, as it was seen; None if it was not."""
+        return seen_room(self._peak, self._kept, kind_of(self.device).scalars) if self._peak >= 0 else None
+
+    def as_seen_by(self, other: Observer, room: Room) -> None:
+        """Calls of the same graph at another size were seen; their loss took what is now ``room``."""
+        if other.usage is None or other.unsure:
+            return
+        self.usage, self._known, self._look = other.usage, set(other._known), False
+        if room.seen:
+            self._peak, self._kept = room.between + room.kept + room.scalars, room.kept + room.scalars
+
+    def look(self) -> Look | None:
+        """A close look at the call whose forward is about to run, if it is worth one."""
+        if not self._look or self._looks >= _LOOKS or not self.places or not Look.possible():
+            return None
+        self._looks += 1
+        return Look(self.device if self.measures else None)
+
+    def watch(self, program: Program, outputs: Sequence[torch.Tensor], look: Look | None) -> Callable[[], None] | None:
+        """Follow the call that returns ``outputs``; what is to be called when its first backward has come to the
+        module, where hooks of the module's own may come before those of its outputs.
+        """
+        if any(outputs[k].grad_fn is not None for k in self.places):
+            return _Call(self, program, outputs, look).begin
+        if look is not None:
+            look.abandon()
+        return None
+
+    def planned_for(self, supposed: Usage) -> Usage:
+        """How outputs are used, by all that is known; ``supposed``: before the first step."""
+        if self.usage is None or not self.unsure:
+            return self.usage or supposed
+        return dataclasses.replace(_union(self.usage, supposed), turned=None)
+
+    def note_later(self, k: int) -> None:
+        """A second backward of a call comes to output ``k``."""
+        if self.usage is not None and k not in self.usage.roots:
+            self.usage = _union(self.usage, Usage((k,), frozenset(), frozenset(), frozenset()))
+            self.news = True
+
+    def note(self, signs: Signs, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
+        """A call is over. ``roots``, ``seen`` (see ``Window.close``): where it was looked at closely."""
+        if signs in self._known:
+            return
+        if roots is None or (self.measures and seen is None and self._looks < _LOOKS):
+            self.news = self.news or (self.usage is not None and not self.unsure)
+            self.unsure = self._look = True
+            return
+        self._known.add(signs)
+        self._look, self.news, self.unsure = False, True, False
+        now = Usage(roots, signs.held, signs.attached, signs.turned.intersection(roots))
+        self.usage = now if self.usage is None else _union(self.usage, now)
+        if self.measures and seen is not None:
+            peak, level, left = seen
+            kept = max(0, level - sum(self.bytes[k] for k in roots), left - self.gradients)
+            self._peak, self._kept = max(self._peak, peak), max(self._kept, kept)
+
+
+def _union(a: Usage, b: Usage) -> Usage:
+    turned = (a.turned or frozenset()) | (b.turned or frozenset())
+    return Usage(tuple(sorted({*a.roots, *b.roots})), a.held | b.held, a.attached | b.attached, turned)
+
+
+class _Call:
+    """One call until its first backward is over. The hooks in its graph own it, so it must not own the graph."""
+
+    def __init__(
+        self, observer: Observer, program: Program, outputs: Sequence[torch.Tensor], look: Look | None
+    ) -> None:
+        self.observer = observer
+        self.thread, self.task = threading.get_ident(), -1
+        self.refs = [weakref.ref(t) for t in outputs]
+        self.memory: dict[int, Any] = {}  # of outputs that only the caller has, as far as the program goes
+        for k, t in enumerate(outputs):
+            stored = program.data_of.get(program.s.d.outputs[k]) in program.stored
+            if not stored and observer.storages[k] not in observer.saved and t.layout == torch.strided:
+                self.memory[k] = t.untyped_storage()._weak_ref()
+        self.reached: dict[int, bool] = {}
+        self.held: frozenset[int] = frozenset()
+        self.attached: frozenset[int] = frozenset()
+        self.nodes = -1
+        self.edges: dict[tuple[int, int], int] = {}
+        for k in observer.places:
+            function, place = outputs[k].grad_fn, outputs[k].output_nr
+            if function is not None:
+                self.edges[function._sequence_nr(), place] = k
+                function.register_prehook(partial(self.reach, k, place))
+        self.look = look
+        self.first = _sequence_number()
+        if look is not None:
+            look.begin(self)
+
+    def reach(self, k: int, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Output ``k`` is about to hand on its gradient, number ``place`` of those that its function gets."""
+        self.begin()
+        gradient = gradients[place]
+        if gradient is None:
+            return
+        if torch._C._current_graph_task_id() != self.task:
+            self.observer.note_later(k)
+        else:
+            self.reached[k] = not gradient.is_contiguous() and 0 not in gradient.stride()
+
+    def begin(self) -> None:
+        """The first backward has come to the module: the loss is done, and nothing runs again yet."""
+        if self.task == -1:
+            self.task = torch._C._current_graph_task_id()
+            if self.thread == threading.get_ident():
+                self.nodes = _sequence_number() - self.first
+            self.attached = frozenset(k for k, ref in enumerate(self.refs) if _has_owner(ref))
+            alive = (k for k, memory in self.memory.items() if not torch.UntypedStorage._expired(memory))
+            self.held = self.attached.union(alive)
+            if self.look is not None:
+                self.look.mark()
+            torch.autograd.Variable._execution_engine.queue_callback(self.over)
+
+    def over(self) -> None:
+        """The backward is over; one that is looked at closely ends a little later."""
+        if self.look is None:
+            self.note(None, None)
+
+    def note(self, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
+        turned = frozenset(k for k, other in self.reached.items() if other) & self.observer.may_turn
+        signs = Signs(tuple(sorted(self.reached)), turned, self.held | self.observer.own, self.attached, self.nodes)
+        self.observer.note(signs, roots, seen)
+
+    def roots_of(self, ends: Sequence[Any]) -> tuple[int, ...]:
+        """The outputs that a backward from ``ends`` starts from: those that nodes made since forward returned read."""
+        left = [(e.grad_fn, e.output_nr) if isinstance(e, torch.Tensor) else (e.node, e.output_nr) for e in ends]
+        found: set[int] = set()
+        known: set[int] = set()
+        while left:
+            function, place = left.pop()
+            if function is None:
+                continue
+            number = function._sequence_nr()
+            if (number, place) in self.edges:
+                found.add(self.edges[number, place])
+            elif number >= self.first and number not in known:
+                known.add(number)
+                left += function.next_functions
+        return tuple(sorted(found))
+
+    def __del__(self) -> None:
+        """The graph goes without a backward."""
+        if self.look is not None:
+            self.look.abandon()
+
+
+def _references(ref: weakref.ref[Any]) -> int:
+    referred = ref()
+    return 0 if referred is None else sys.getrefcount(referred)
+
+
+class _Anything:
+    """Something to count the references of."""
+
+
+def _references_of_one_owner() -> int:
+    owner = _Anything()
+    return _references(weakref.ref(owner))
+
+
+_ONE_OWNER = _references_of_one_owner()
+
+
+def _has_owner(ref: weakref.ref[torch.Tensor]) -> bool:
+    """Whether Python code has the tensor. Where C++ has it too, that counts as an owner of the Python object."""
+    t = ref()
+    if t is None or not hasattr(t, "_use_count"):
+        return t is not None
+    shared = t._use_count() > 1
+    del t
+    return bool(_references(ref) >= _ONE_OWNER + shared)
+
+
+class Look:
+    """Close observation of one call: the next backward from its outputs is intercepted, memory until then recorded.
+
+    There is at most one in a process. It ends with that backward, before the next forward under a plan, when the graph
+    is released, or when other code starts a profiler, since two cannot run.
+    """
+
+    current: Look | None = None
+
+    def __init__(self, device: torch.device | None) -> None:
+        """``device``: whose memory is to be recorded, None for none."""
+        Look.current = self
+        self.thread = threading.get_ident()
+        self.call: weakref.ref[_Call] | None = None
+        self.then: Callable[[], None] | None = None  # is called when the backward is over and was noted
+        self.replaced: list[tuple[Any, str, Any, Any]] = []
+        starts = [(profiler, "_prepare_profiler"), (profiler, "_enable_profiler"), (legacy, "_enable_profiler_legacy")]
+        self.window = None if device is None else window(device)
+        self.replace(torch.autograd, "_engine_run_backward", self.run_backward)
+        if self.window is not None:
+            for module, name in starts:
+                self.replace(module, name, partial(self.give_way, getattr(module, name)))
+
+    def begin(self, call: _Call) -> None:
+        """Forward returns now."""
+        self.call = weakref.ref(call)
+        if self.window is not None:
+            self.window.begin()
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether a call can be looked at: this is the main thread, no other call is, torch has what is intercepted."""
+        main = threading.current_thread() is threading.main_thread()  # which ends last
+        return main and Look.current is None and hasattr(torch.autograd, "_engine_run_backward")
+
+    def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
+        self.replaced.append((owner, name, getattr(owner, name), new))
+        setattr(owner, name, new)
+
+    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``torch.autograd._engine_run_backward``."""
+        original = self.replaced[0][2]
+        if self.thread != threading.get_ident():
+            return original(ends, *args, **kwargs)
+        call = self.call() if self.call is not None else None
+        roots = call.roots_of(ends) if call is not None else ()
+        if call is None or not roots:
+            self.abandon()  # what another backward does is no loss
+            return original(ends, *args, **kwargs)
+        done = False
+        try:
+            result = original(ends, *args, **kwargs)
+            done = True
+            return result
+        finally:
+            then, seen = self.then, self.close()
+            call.look = None
+            if any(args[1:3]):  # retain_graph, create_graph: what stays is no loss's
+                seen = None
+            if done:
+                call.note(roots, seen)
+                if then is not None:
+                    then()
+
+    def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of what starts a profiler."""
+        self.abandon()
+        return original(*args, **kwargs)
+
+    def abandon(self) -> None:
+        """Close, unless this is the wrong place for it: a later forward then does."""
+        if self.thread == threading.get_ident() and torch._C._current_graph_task_id() == -1:
+            self.close()
+
+    def mark(self) -> None:
+        """The backward has come to the outputs."""
+        if self.window is not None:
+            self.window.mark()
+
+    def close(self) -> tuple[int, int, int] | None:
+        """Put back what was replaced; what the window has seen."""
+        if Look.current is self:
+            Look.current = None
+            for owner, name, original, new in self.replaced:
+                if getattr(owner, name) == new:
+                    setattr(owner, name, original)
+        opened, self.window, self.then = self.window, None, None
+        return opened.close() if opened is not None else None
+
+
+class WholeLook(Look):
+    """The memory of a whole step: from now to the end of the next backward in this thread, if that reaches the call."""
+
+    def __init__(self, device: torch.device, then: Callable[[int], None]) -> None:
+        """``then`` is called with the peak, in bytes above the level at the beginning."""
+        super().__init__(device)
+        self.then_measured = then
+        self.reached = False
+        if self.window is not None:
+            self.window.begin()
+
+    def follow(self, outputs: Sequence[Any]) -> None:
+        """These are what the call returns."""
+        for t in outputs:
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                t.grad_fn.register_prehook(self._reach)
+
+    def _reach(self, _: Any) -> None:
+        self.reached = True
+
+    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``torch.autograd._engine_run_backward``."""
+        original = self.replaced[0][2]
+        if self.thread != threading.get_ident():
+            return original(ends, *args, **kwargs)
+        try:
+            return original(ends, *args, **kwargs)
+        finally:
+            self.mark()
+            seen = self.close()
+            if self.reached and seen is not None:
+                self.then_measured(seen[0])
+
+
+@contextlib.contextmanager
+def abandoned(look: Look | None) -> Iterator[None]:
+    """Where forward fails nothing is looked at."""
+    try:
+        yield
+    except BaseException:
+        if look is not None:
+            look.abandon()
+        raise
+
+
+def end_look() -> None:
+    """End a look that is open: another forward begins, and what it does is no loss."""
+    if Look.current is not None:
+        Look.current.abandon()

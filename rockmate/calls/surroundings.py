@@ -1,0 +1,256 @@
+"""What is in force around a call: hooks of all modules, hooks of saved tensors, tracers and transforms of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+
+from rkgb.device import SETTINGS
+from rkgb.graphs import Mode
+from rkgb.program import in_mode
+from rkgb.trace.capture import current_mode
+from rkgb.trace.patches import is_traced
+from rockmate.errors import BudgetWarning, HookError
+
+_GLOBAL_HOOKS = {
+    "register_module_forward_pre_hook": modules._global_forward_pre_hooks,
+    "register_module_forward_hook": modules._global_forward_hooks,
+    "register_module_full_backward_pre_hook": modules._global_backward_pre_hooks,
+    "register_module_full_backward_hook": modules._global_backward_hooks,
+}
+
+
+def is_recorded() -> bool:
+    """Whether torch.jit.trace, torch.export or another Rockmate records operations: those of the model itself."""
+    return is_traced() or torch._C._is_tracing() or torch.compiler.is_compiling()
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is in force; under these, autograd cannot be told what to save."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def runs_plainly(mode: Mode) -> bool:
+    """Whether nothing but perhaps the grad mode differs from ``mode``, and no transform nor hook of saved tensors is in
+    force."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return depth == 0 and not is_transformed() and replace(current_mode(), grad=mode.grad) == mode
+
+
+@contextlib.contextmanager
+def untransformed() -> Iterator[None]:
+    """Out of torch.func.vmap and of that of ``is_grads_batched``, under which a backward may run: what the forward
+    computed was not batched.
+    """
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
+
+
+@contextlib.contextmanager
+def running_in(mode: Mode) -> Iterator[None]:
+    """Run in ``mode``, out of transforms and hooks of saved tensors, whatever is in force."""
+    with untransformed(), without_saved_hooks(), in_mode(mode):
+        yield
+
+
+def settings() -> tuple[Hashable, ...]:
+    """Settings of torch that change results, or what kernels allocate."""
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        *[read() for read in SETTINGS],
+    )
+
+
+def leave_plan() -> None:
+    """Say that the model itself runs."""
+    warnings.warn(
+        "under torch.func's transforms the model itself runs, and the memory budget does not hold",
+        BudgetWarning,
+        stacklevel=3,
+    )
+
+
+def warn_of_saved_hooks() -> None:
+    """Say that others' hooks of saved tensors (torch.utils.checkpoint, save_on_cpu) allocate beside the plan."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        warnings.warn(
+            "a model with a plan was called under hooks of saved tensors (torch.utils.checkpoint, save_on_cpu): "
+            "results are right, but these keep or compute tensors of their own, for which the budget has no room",
+            BudgetWarning,
+            stacklevel=3,
+        )
+
+
+def check_global_hooks() -> None:
+    """Raise ``HookError`` where a hook of all modules would not be called; torch's own only say where it is."""
+    for register, hooks in _GLOBAL_HOOKS.items():
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch."):
+                name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                raise HookError(
+                    f"the hook {name} of all modules ({register}) would not be called under a plan, which "
+                    "runs operations and not modules. Remove it (handle.remove()) before training; in eval() mode "
+                    "and without gradients it is called."
+                )
+
+
+def keep_draws_of_other_threads() -> None:
+    """TorchDynamo is about to put the state of Python's generator back to what it was before it captured: not so, as
+    other threads may have drawn meanwhile.
+    """
+    if threading.active_count() == 1:
+        return
+    this, original = threading.get_ident(), random.setstate
+
+    def setstate(state: Any) -> None:
+        if threading.get_ident() != this:
+            original(state)
+        else:
+            random.setstate = original
+
+    random.setstate = setstate
+
+
+@contextlib.contextmanager
+def modes_suspended() -> Iterator[list[Any]]:
+    """Run without the modes that see every operation, which TorchDynamo does not run under; these are returned."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    try:
+        yield modes
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
+def modes_again(modes: list[Any]) -> Iterator[None]:
+    """Within ``modes_suspended``: run under them."""
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
+
+
+def modules_that_ask() -> list[Any]:
+    """Models of transformers that compute otherwise, with other bits, where they are compiled."""
+    found = [m for name, m in sys.modules.items() if name.startswith("transformers.models.")]
+    return [m for m in found if isinstance(vars(m).get(_QUESTION), FunctionType)]
+
+
+@contextlib.contextmanager
+def as_eager(asking: list[Any]) -> Iterator[None]:
+    """``asking``, from ``modules_that_ask``, do what they do in eager mode."""
+    originals = [getattr(m, _QUESTION) for m in asking]
+    for m in asking:
+        setattr(m, _QUESTION, _never)
+    try:
+        yield
+    finally:
+        for m, original in zip(asking, originals, strict=True):
+            setattr(m, _QUESTION, original)
+
+
+_QUESTION = "is_torchdynamo_compiling"
+
+
+def _never() -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def put_back_if_it_fails() -> Iterator[None]:
+    """Capture a call. Where that fails within a transform of torch.func, TorchDynamo leaves what the transform sets: it
+    is put back here.
+    """
+    autograd, functorch = torch._C._autograd, torch._C._functorch
+    message, depth = autograd._saved_tensors_hooks_get_disabled_error_message(), _transforms()
+    try:
+        yield
+    except BaseException:
+        for _ in range(_transforms() - depth):
+            functorch.pop_dynamic_layer_stack()
+        if autograd._saved_tensors_hooks_get_disabled_error_message() != message:
+            if message is None:
+                autograd._saved_tensors_hooks_enable()
+            else:
+                autograd._saved_tensors_hooks_disable(message)
+        raise
+
+
+def _transforms() -> int:
+    """How many transforms of torch.func are in force."""
+    found = torch._C._functorch.get_interpreter_stack()
+    return 0 if found is None else len(found)
+
+
+@contextlib.contextmanager
+def without_saved_hooks() -> Iterator[None]:
+    """Run without the hooks of saved tensors that are in force."""
+    autograd = torch._C._autograd
+    saved: list[tuple[Any, Any]] = []
+    try:
+        while top := autograd._top_saved_tensors_default_hooks(True):
+            autograd._pop_saved_tensors_default_hooks()
+            saved.append(top)
+        yield
+    finally:
+        for pack, unpack in reversed(saved):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Plan without what the caller's context would add: hooks of saved tensors (torch.utils.checkpoint,
+    save_on_cpu), modes that see every operation (FlopCounterMode), torch's own hooks of all modules, and the cache
+    of parametrizations.
+
+    Raises ``HookError`` for others' hooks of all modules.
+    """
+    check_global_hooks()
+    cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        with without_global_hooks(), without_saved_hooks(), _disable_current_modes():
+            yield
+    finally:
+        parametrize._cache_enabled = cached
+
+
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Run without hooks of all modules: torch's own, which only say where it is."""
+    held = [(hooks, dict(hooks)) for hooks in _GLOBAL_HOOKS.values() if hooks]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)

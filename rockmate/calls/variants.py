@@ -1,0 +1,258 @@
+"""The plans of one module, one for each kind of call, and how many are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from rkgb.cost.usage import Usage, differentiable, supposed
+from rkgb.errors import MeasureError
+from rkgb.graphs import Structure
+from rkgb.trace.code import Code
+from rockmate.calls.families import Family
+from rockmate.calls.observe import Look, Observer
+from rockmate.calls.python_state import PythonState
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
+from rockmate.planning.plan import Plan
+from rockmate.planning.planner import Planner
+from rockmate.planning.room import Room
+from rockmate.run.compiled import Program, compile_schedule
+from rockmate.run.draws import draw_whole
+from rockmate.run.parts import peaks_of_parts
+from solvers import walk
+
+MAX_PLANS = 128
+"""Plans kept, of all kinds of calls together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """The plan for one kind of call, ready to run.
+
+    Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
+    variables would hold tensors beyond the prediction. ``state``: what the module's Python read, where that is watched.
+    ``observer``: watches what the caller does with the outputs; None for a plan from a file, which stays as it is.
+    ``family``: the calls of other sizes that run the same graph.
+    """
+
+    planner: Planner
+    plan: Plan
+    program: Program
+    structure: Structure
+    state: PythonState | None
+    observer: Observer | None
+    call: tuple[str, ...] = ()
+    family: Family | None = None
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the plan is the traced program: nothing runs again, in another order, or is compared."""
+        order = [op for node in self.plan.graph.s.nodes for op in node.ops]
+        watched = self.program.exceeding or self.program.undo.last >= 0
+        return not self.plan.recomputed and not watched and order == sorted(order)
+
+    def look(self) -> Look | None:
+        """A close look at the call that begins now, if there is to be one."""
+        return None if self.observer is None else self.observer.look()
+
+
+def make_variant(planner: Planner, budget: int, state: PythonState | None, observer: Observer | None = None) -> Variant:
+    """The plan for ``budget``, ready to run; ``observer``: of an earlier plan for the same kind of call."""
+    plan = planner.plan(budget)
+    d = plan.graph.s.d
+    if planner.saved is None:
+        observer = observer or Observer(plan.graph, planner.loss_memory is None)
+    return Variant(planner, plan, program_of(plan), d.structure, state, observer)
+
+
+def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
+    """The plan for another size of the graph of ``like``: a schedule of its family if one fits, else a new one.
+
+    Where keeping everything fits, that is the plan.
+    """
+    plan = None
+    if planner.eager_peak > budget and like.family is not None:
+        plan = planner.carried_plan(budget, (like.plan.schedule, *like.family.schedules))
+    if plan is None:
+        plan = planner.plan(budget)
+    if like.family is not None:
+        like.family.learn(planner, plan)
+    observer = None
+    if like.observer is not None:
+        observer = Observer(plan.graph, planner.loss_memory is None)
+        observer.as_seen_by(like.observer, planner.room)
+    return dataclasses.replace(
+        like,
+        planner=planner,
+        plan=plan,
+        program=program_of(plan),
+        structure=plan.graph.s.d.structure,
+        observer=observer,
+    )
+
+
+def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
+    """``variant``, or one for what its observer has seen; warns where a step has exceeded the budget by that.
+
+    What the caller holds though it gets no gradient is planned for where that fits, and is beside the budget otherwise.
+    """
+    planner, plan, observer = variant.planner, variant.plan, variant.observer
+    if observer is None:
+        return variant
+    if not observer.news:
+        with contextlib.suppress(MeasureError):
+            planners = [as_before(planner, last, model, inputs), planner]
+            return make_first(planners, plan.budget, variant.state, observer)
+        return variant
+    observer.news = False
+    wanted = observer.planned_for(supposed(planner.graphs.S.d))
+    now = plan.graph.usage
+    fewer = dataclasses.replace(wanted, held=wanted.held & now.held, attached=wanted.attached & now.attached)
+    problem: Exception | None = None
+    for usage in dict.fromkeys((wanted, fewer)):
+        try:
+            seen = planner.for_usage(model, inputs, usage, observer.room, observer.unsure)
+        except MeasureError:  # the caller measures this very call: plan at the next one
+            observer.news = True
+            return variant
+        if (seen.graphs.K.usage, seen.room) == (plan.graph.usage, plan.room):
+            return variant
+        try:
+            found = seen.kept_plan(plan) or seen.plan(plan.budget)
+        except InfeasibleBudgetError as error:
+            problem = error
+            continue
+        return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
+    if observer.unsure or not _asks_for_more(wanted, observer.room, plan):
+        return variant  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
+    warnings.warn(
+        f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",
+        BudgetWarning,
+        stacklevel=4,
+    )
+    return variant
+
+
+def program_of(plan: Plan) -> Program:
+    """The plan's schedule as a program, which draws masks whole where it can, and knows what exceeds the budget."""
+    problem = plan.problem_with_usual_loss()
+    levels = walk(problem, plan.schedule).timeline
+    program = draw_whole(compile_schedule(plan.graph, plan.schedule), problem, plan.schedule, levels)
+    beside = plan.predicted_peak - plan.room.predicted_kept - max(levels) + plan.room.kept
+    peaks = peaks_of_parts(program, problem, plan.schedule, levels)
+    exceeding = frozenset(left for left, peak in peaks.items() if beside + peak > plan.budget)
+    return dataclasses.replace(program, exceeding=exceeding)
+
+
+def make_first(
+    planners: list[Planner], budget: int, state: PythonState | None, observer: Observer | None = None
+) -> Variant:
+    """The plan of the first planner that has one for ``budget``; raises what the last raises."""
+    for planner in planners[:-1]:
+        with contextlib.suppress(InfeasibleBudgetError):
+            return make_variant(planner, budget, state, observer)
+    return make_variant(planners[-1], budget, state, observer)
+
+
+def reads_more(last: Variant | None, variant: Variant) -> bool:
+    """Whether the loss of the calls of ``last`` reads outputs that ``variant``, not observed yet, is not for."""
+    if last is None or last.observer is None or variant.observer is None or variant.observer.usage is not None:
+        return False
+    known, now = last.observer.usage, set(variant.plan.graph.usage.roots)
+    return known is not None and now < now.union(known.roots) <= now.union(variant.observer.places)
+
+
+def as_before(planner: Planner, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
+    """``planner`` for a new kind of call, whose loss may read the outputs that it read in the calls of ``last``."""
+    known = last.observer.usage if last is not None and last.observer is not None else None
+    usage = planner.graphs.K.usage
+    if known is None or planner.saved is not None or set(known.roots) <= set(usage.roots):
+        return planner
+    if not set(known.roots) <= set(differentiable(planner.graphs.S.d)):
+        return planner  # it returns something else
+    wanted = dataclasses.replace(usage, roots=tuple(sorted({*usage.roots, *known.roots})))
+    return planner.for_usage(model, inputs, wanted, None, True)
+
+
+def _asks_for_more(usage: Usage, room: Room | None, plan: Plan) -> bool:
+    """Whether a loss took more than ``plan`` has room for: other gradients, gradients that lie otherwise, or bytes."""
+    now = plan.graph.usage
+    roots = not set(usage.roots) <= set(now.roots)
+    turned = now.turned is not None and not (usage.turned or frozenset()) <= now.turned
+    return roots or turned or (room is not None and room.between + room.kept > plan.room.between + plan.room.kept)
+
+
+_Entry = tuple[Hashable, frozenset[str], Variant]
+
+
+class PlanCache:
+    """Variants by what they are for: the key of the call and the parameters without gradient; last used first.
+
+    The least recently used goes when there are more than ``MAX_PLANS``; that is said once. ``dropped`` counts.
+
+    Threads may call all methods at any time. What is read is a tuple that never changes; writers, one at a time, put
+    another one in its place.
+    """
+
+    def __init__(self) -> None:
+        self._entries: tuple[_Entry, ...] = ()
+        self._lock = threading.Lock()
+        self.dropped = 0
+
+    def find(self, key: Hashable, missing: frozenset[str]) -> list[Variant]:
+        """Variants for such a call, last used first. One for more missing gradients will do: those need no memory."""
+        return [v for known, planned, v in self._entries if missing <= planned and known == key]
+
+    def variants(self) -> list[Variant]:
+        """All, last used first."""
+        return [v for _, _, v in self._entries]
+
+    def clear(self) -> None:
+        """Plans are made again when they are needed."""
+        with self._lock:
+            self._entries = ()
+
+    def codes(self) -> list[Code]:
+        """The code that ran when the plans were made, each once."""
+        return list(dict.fromkeys(v.state.code for _, _, v in self._entries if v.state is not None))
+
+    def add(self, key: Hashable, missing: frozenset[str], variant: Variant) -> None:
+        """Keep a new variant, as the last one used."""
+        with self._lock:
+            entries = ((key, missing, variant), *self._entries)
+            self._entries = entries[:MAX_PLANS]
+            over = len(entries) - len(self._entries)
+            first = over > 0 and not self.dropped
+            self.dropped += over
+        if first:
+            warnings.warn(
+                f"more than {MAX_PLANS} kinds of calls (shapes, constants, modes) were planned: the plan that was not "
+                "used for longest is dropped, and made again when it is needed. Pad inputs to a few shapes, and keep "
+                "what changes at every step in tensors.",
+                PlanningWarning,
+                stacklevel=4,
+            )
+
+    def used(self, variant: Variant) -> None:
+        """``variant`` becomes the last one used."""
+        first = self._entries[:1]
+        if first and first[0][2] is not variant:
+            with self._lock:
+                self._entries = tuple(sorted(self._entries, key=lambda entry: entry[2] is not variant))
+
+    def adapt(self, old: Variant, new: Variant) -> None:
+        """Keep ``new`` in the place of ``old``, beside all others."""
+        with self._lock:
+            self._entries = tuple((key, missing, new if v is old else v) for key, missing, v in self._entries)
+
+    def replace(self, old: Variant, new: Variant) -> None:
+        """Keep ``new`` in the place of ``old``, and nothing else."""
+        with self._lock:
+            self._entries = tuple((key, missing, new) for key, missing, v in self._entries if v is old)

@@ -1,0 +1,136 @@
+"""Plans as files: JSON that people can read, and that another process or machine can run.
+
+A file holds the schedule as a program, the figures of every node that it was made from, and the fingerprint of the
+graph that it is for. It holds no code and no tensors: when a plan is loaded the module is traced again, nothing is
+measured or solved, and the schedule is walked before it is trusted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rkgb.blocks.classes import classes
+from rkgb.blocks.fingerprint import describe_inputs, fingerprint
+from rkgb.cost.usage import Usage
+from rkgb.cost.warm import warm
+from rkgb.graphs import S_graph
+from rkgb.Ktools import K_data, K_graph, K_node
+from rkgb.pipeline import Graphs, make_S
+from rkgb.sample import Sample, call_of
+from rkgb.trees import tensors_of
+from rockmate.errors import PlanError
+from rockmate.planning.room import Room
+from solvers import Problem, Schedule, ScheduleError, format_schedule, parse_schedule
+from solvers.files.values import from_json, to_json
+
+FORMAT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPlan:
+    """What a file of a plan says, under these names. ``missing``: parameters without ``.grad`` when it was made.
+
+    ``path`` is not in the file, whose ``program`` is a list of lines.
+    """
+
+    path: str
+    fingerprint: str
+    inputs: tuple[str, ...]
+    budget: int
+    costs: str
+    loss_memory: int | None
+    missing: frozenset[str]
+    solver: str
+    reason: str = ""
+    program: str
+    nodes: tuple[K_node, ...]
+    data: tuple[K_data, ...]
+    outputs: tuple[int, ...]
+    output_bytes: int
+    held: tuple[int, ...]
+    returned: tuple[int, ...]
+    idle: frozenset[int]
+    usage: Usage
+    room: Room
+
+    def graphs(self, model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None) -> Graphs:
+        """The graphs of ``model``, with the figures of the file. Raises ``PlanError`` if it is for another graph."""
+        b, d, s = make_S(model, sample, sample_kwargs)
+        found = fingerprint(s)
+        if found != self.fingerprint:
+            raise PlanError(
+                f"the plan in {self.path} is for another graph: {self._difference(s)}. Make a plan for this one."
+            )
+        missing = frozenset(v for v, x in s.d.sources.items() if x.key in self.missing)
+        figures = self.outputs, self.output_bytes, self.held, self.returned, self.usage, missing, self.idle
+        k = K_graph(s, self.nodes, self.data, *figures)
+        k.verify()
+        warm(s, model, tensors_of(call_of(sample, sample_kwargs)))
+        return Graphs(b, d, s, tuple(classes(s)), k)
+
+    def schedule(self, problem: Problem) -> Schedule:
+        """The steps of the program. Raises ``PlanError`` where it cannot be read."""
+        try:
+            return parse_schedule(problem, self.program)
+        except ScheduleError as error:
+            raise PlanError(f"the program in {self.path} cannot be read: {error}") from error
+
+    def _difference(self, s: S_graph) -> str:
+        inputs = describe_inputs(s)
+        if inputs != self.inputs:
+            return f"it is called with {', '.join(self.inputs)}, the sample is {', '.join(inputs)}"
+        saved, now = [n.name for n in self.nodes], [s.d.names[n.makes[0]] if n.makes else n.name for n in s.nodes]
+        if saved == now:
+            return "operations have the same names, but other arguments, types, modes or parameters that require grad"
+        at = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
+        return (
+            f"it has {len(saved)} nodes and this graph {len(now)}, and they differ from node {at} on "
+            f"({', '.join(saved[at : at + 1]) or 'nothing'} there, {', '.join(now[at : at + 1]) or 'nothing'} here)"
+        )
+
+
+def write_plan(path: str | Path, k: K_graph, problem: Problem, schedule: Schedule, room: Room, **figures: Any) -> None:
+    """Write a plan; ``figures`` are the fields of ``SavedPlan`` that do not follow from the rest, and any to inform."""
+    head = {"format": FORMAT, **figures, "fingerprint": fingerprint(k.s), "inputs": describe_inputs(k.s)}
+    lists: dict[str, Sequence[Any]] = {
+        "program": format_schedule(problem, schedule).rstrip("\n").split("\n"),
+        "nodes": k.nodes,
+        "data": k.data,
+    }
+    tail = {
+        "outputs": k.outputs,
+        "output_bytes": k.output_bytes,
+        "held": k.held,
+        "returned": k.returned,
+        "idle": k.idle,
+        "usage": k.usage,
+        "room": room,
+    }
+    parts = [f"{to_json(key)}: {to_json(value)}" for key, value in {**head, **tail}.items()]
+    for key, items in lists.items():
+        parts.append(f"{to_json(key)}: [\n  " + ",\n  ".join(map(to_json, items)) + "\n]")
+    Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def read_plan(path: str | Path) -> SavedPlan:
+    """The plan in a file. Raises ``PlanError`` if there is none that this version can read."""
+    if not isinstance(path, (str, Path)):
+        raise PlanError(f"plan is a {type(path).__name__}: give the path of the file that plan.save(path) wrote")
+    try:
+        found = json.loads(Path(path).read_text())
+        if found["format"] != FORMAT:
+            raise PlanError(f"{path} has format {found['format']}, this version reads {FORMAT}: make the plan again")
+        said = {f.name: found[f.name] for f in fields(SavedPlan) if f.name in found}
+        said |= {"path": str(path), "program": "\n".join(found["program"])}
+        plan: SavedPlan = from_json(said, SavedPlan, "the plan")
+        return plan
+    except OSError as error:
+        raise PlanError(f"there is no plan in {path}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{path} is no plan: {type(error).__name__}: {error}. plan.save(path) writes one.") from error

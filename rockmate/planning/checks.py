@@ -1,0 +1,73 @@
+"""Models, samples and limits that no plan can be made for are refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from rkgb.sample import Sample, call_of
+from rkgb.trees import tensors_of
+from rockmate.calls.state import check_wrappers
+from rockmate.errors import InputError
+
+
+def checked_limit(time_limit: float | None) -> float:
+    """Seconds; infinite if there is no limit."""
+    if time_limit is None:
+        return inf
+    if isinstance(time_limit, bool) or not isinstance(time_limit, (int, float)) or not time_limit > 0:
+        raise InputError(f"time_limit={time_limit!r}: give a positive number of seconds, or None for no limit")
+    return float(time_limit)
+
+
+def first_lazy(model: torch.nn.Module) -> str:
+    """The first parameter or buffer that has no shape yet; empty if there is none."""
+    return next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), "")
+
+
+def checked_module(model: torch.nn.Module) -> None:
+    """Raise ``InputError`` for a model that no plan can be made for, before anything runs."""
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(
+            "the model was scripted or traced by torch.jit as a whole: give the module as it was before. Scripted "
+            "parts of a model can be planned."
+        )
+
+
+def checked_call(
+    model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The sample as arguments; refuses what no plan can be made for, before anything runs."""
+    checked_module(model)
+    if torch.is_inference_mode_enabled():
+        raise InputError("nothing can be trained under torch.inference_mode(): plan outside of it")
+    check_wrappers(model)
+    if lazy := first_lazy(model):
+        raise InputError(
+            f"{lazy} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
+            "the optimizer needs it too"
+        )
+    if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
+        raise InputError(f"sample_kwargs is a {type(sample_kwargs).__name__}: give a dict of keyword arguments")
+    args, kwargs = call_of(sample, sample_kwargs)
+    inputs = tensors_of((args, kwargs))
+    parameters = list(model.named_parameters())
+    if not any(p.requires_grad for _, p in parameters) and not any(t.requires_grad for t in inputs):
+        raise InputError(
+            "nothing needs a gradient: no parameter of the model and no tensor of the sample requires grad, so there "
+            "is nothing to save memory on. Set requires_grad on what is to be trained."
+        )
+    devices = {p.device for _, p in parameters} or {t.device for t in inputs}
+    for k, t in enumerate(inputs):
+        if t.device not in devices and t.dim() > 0:
+            raise InputError(
+                f"tensor {k} of the sample is on {t.device}, the model on {', '.join(sorted(map(str, devices)))}: "
+                f"move the sample with .to({str(next(iter(devices)))!r})"
+            )
+    return args, kwargs

@@ -1,0 +1,186 @@
+"""The plan of a module: what it keeps and runs again, and the figures promised for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rkgb.device.allocator import Allocator
+from rkgb.Ktools import K_graph
+from rkgb.trace.guards import is_guard
+from rockmate.budget import show_bytes
+from rockmate.planning.artefact import write_plan
+from rockmate.planning.plot import plot_memory
+from rockmate.planning.report import block_table
+from rockmate.planning.reserved import predict_reserved
+from rockmate.planning.room import Room, usual_problem
+from solvers import Problem, Run, Schedule, format_schedule, step_name, walk
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Plans that are by this fraction of the step above a proven bound, or less, are called the least.
+PROVEN = 1e-4
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What will be kept and what computed again, with the figures promised for it.
+
+    ``room``: the bytes left for the loss, and which of them ``predicted_peak`` counts.
+    ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever runs
+    again (proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole.whole_graph``'s
+    class where that is higher); None for a plan that was loaded. ``reason``: what cut the search short, such as a time
+    limit; empty if nothing did.
+    """
+
+    budget: int
+    predicted_peak: int
+    predicted_overhead: float
+    schedule: Schedule
+    problem: Problem
+    graph: K_graph
+    solver: str
+    setup_seconds: dict[str, float]
+    room: Room
+    costs: str = "measured"
+    loss_memory: int | None = None
+    missing: frozenset[str] = frozenset()
+    lower_bound: int | None = None
+    reason: str = ""
+
+    @property
+    def status(self) -> Literal["optimal", "feasible"]:
+        """ "optimal": no schedule within the budget takes less time, which is proven. "feasible": some may."""
+        return "optimal" if self.gap is not None and self.gap < PROVEN else "feasible"
+
+    @property
+    def gap(self) -> float | None:
+        """How much less, as a fraction of the planned step, the best schedule can take at most; 0 if none is better."""
+        if self.lower_bound is None:
+            return None
+        planned = walk(self.problem, self.schedule).time
+        return (planned - self.lower_bound) / planned if planned else 0.0
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """Values that the module's Python read from tensors; a call that finds others is planned anew."""
+        return tuple(f"{n.op} at {n.line}" for n in self.graph.s.d.nodes if is_guard(n))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of how the module was read."""
+        return self.graph.s.d.notes
+
+    @cached_property
+    def predicted_reserved(self) -> int:
+        """Bytes that CUDA's caching allocator takes from the device for a step, by a simulation of the allocator.
+
+        As ``measure_peak(step, reserved=True)``: above what it holds for parameters, gradients and inputs, with no
+        unused blocks to begin with, on one stream and with the default settings. The CPU's allocator reserves nothing:
+        there this is what the step would need on a GPU.
+        """
+        d, missing = self.graph.s.d, self.graph.missing
+        allocator = Allocator()
+        for storage in d.storages:
+            if storage.owner is None:
+                allocator.malloc(storage.bytes)
+        for v in d.sources:
+            if d.values[v].requires_grad and v not in missing:
+                allocator.malloc(d.values[v].bytes)
+        before = allocator.reserved
+        levels = predict_reserved(self.problem_with_usual_loss(), self.schedule, allocator)
+        return levels.reserved - before + self.room.predicted_kept
+
+    @property
+    def recomputed(self) -> int:
+        """How many times a node runs again."""
+        return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine."""
+        write_plan(
+            path,
+            self.graph,
+            self.problem,
+            self.schedule,
+            self.room,
+            budget=self.budget,
+            predicted_peak=self.predicted_peak,
+            predicted_overhead=self.predicted_overhead,
+            solver=self.solver,
+            costs=self.costs,
+            loss_memory=self.loss_memory,
+            missing=self.missing,
+            reason=self.reason,
+        )
+
+    def program(self) -> str:
+        """The schedule as a readable program."""
+        return format_schedule(self.problem, self.schedule)
+
+    def problem_with_usual_loss(self) -> Problem:
+        """The problem whose walk has the predicted peak."""
+        return usual_problem(self.problem, self.graph, self.room)
+
+    def plot_memory(self, path: str | Path | None = None) -> Figure:
+        """Memory over the time of a step as a figure, also written to ``path``; see ``plot_memory`` in ``plot``."""
+        return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """A notebook shows the summary."""
+        printer.text(str(self))
+
+    def _overhead(self) -> str:
+        return f"{100 * self.predicted_overhead:.1f} %"
+
+    def _proof(self) -> str:
+        gap = self.gap
+        if gap is None:
+            return ""
+        return (
+            ", proven to be the least" if gap < PROVEN else f", at most {100 * gap:.2f} % of the step above the least"
+        )
+
+    def _idle_outputs(self) -> list[str]:
+        """Outputs that get no gradient from outside, and what of them counts."""
+        d, usage = self.graph.s.d, self.graph.usage
+        names: dict[bool, list[str]] = {}
+        for k, v in enumerate(d.outputs):
+            if k not in usage.roots and v not in d.sources and d.values[v].bytes > 0:
+                names.setdefault(k in usage.held, []).append(f"{d.names[v]} ({show_bytes(d.values[v].bytes)})")
+        until = {
+            False: "until forward has returned: what the caller keeps of them is beside the budget",
+            True: "to the end of the backward, as the caller keeps them",
+        }
+        return [f"no gradient for     {', '.join(found)}; counted {until[held]}" for held, found in names.items()]
+
+    def __str__(self) -> str:
+        seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
+        kinds = len({b.kind for b in self.problem.blocks})
+        walked = walk(self.problem_with_usual_loss(), self.schedule)
+        at = step_name(self.problem, self.schedule[walked.peak_step])
+        notes = self._idle_outputs()
+        if self.room.seen:
+            notes.append(f"room for the loss   {show_bytes(self.room.between + self.room.kept)}, as it took so far")
+        notes += [f"search stopped      {self.reason}"] if self.reason else []
+        notes += [f"guard               {g}" for g in self.guards] + [f"note                {n}" for n in self.notes]
+        return "\n".join(
+            [
+                f"budget              {show_bytes(self.budget)}",
+                f"predicted peak      {show_bytes(self.predicted_peak)}, at {at}",
+                f"predicted overhead  {self._overhead()}{self._proof()}",
+                f"nodes               {len(self.problem.nodes)}; runs again: {self.recomputed}",
+                f"blocks              {len(self.problem.blocks)}, of them distinct: {kinds}",
+                f"found by            {self.solver}",
+                f"set-up              {sum(self.setup_seconds.values()):.1f} s: {seconds}",
+                *notes,
+                "",
+                block_table(self.problem, self.schedule),
+            ]
+        )

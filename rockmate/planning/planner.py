@@ -1,0 +1,425 @@
+"""From a module to a plan: graphs, problem, schedule. One short function a step; every intermediate kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import inf
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+
+from rkgb.cost.measure import Known, check_costs
+from rkgb.cost.usage import Usage
+from rkgb.device import Cpu
+from rkgb.errors import GraphError, UnsupportedError
+from rkgb.graphs import S_graph
+from rkgb.pipeline import Graphs, make_all_graphs, make_K
+from rkgb.probe.contexts import context_bytes
+from rkgb.sample import Sample, call_of
+from rkgb.trace.capture import drop_saved, preserved
+from rkgb.trees import tensors_of
+from rockmate.calls.state import module_key
+from rockmate.errors import CannotBeCalledError, InfeasibleBudgetError, InputError, PlanError
+from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.least import too_small
+from rockmate.planning.plan import Plan
+from rockmate.planning.room import Room, bytes_of_outputs, grown, usual_problem, usual_room, wider
+from rockmate.progress import Report, silent
+from rockmate.run.undo import undo_bytes
+from solvers import (
+    Backward,
+    Block,
+    Bwd,
+    ChainPlan,
+    ChainPlanner,
+    Data,
+    Frontier,
+    InfeasibleError,
+    Node,
+    Problem,
+    Schedule,
+    ScheduleError,
+    SolvedViews,
+    SolverOptions,
+    improve,
+    keep_everything,
+    lower_bound,
+    solve_chain,
+    walk,
+    with_deletes,
+)
+
+# Bytes of every budget for the numbers of the loss itself, on the CPU.
+SCALARS = Cpu.scalars
+
+# For the whole-graph program to better a plan and to prove how little is left. Of eleven plans (GPTs, ResNet-50, an
+# encoder with its decoder) none was better after two seconds than after one.
+IMPROVE_SECONDS = 1.0
+
+# A schedule that leaves no more of the budget than this is not solved again when a step has shown what its loss takes.
+LITTLE = 0.01
+
+CARRIED = "carried over from another size"
+"""What a plan is found by whose schedule is that of another size of the graph."""
+
+NOTHING_COMPUTED = (
+    "the model returns no tensor that it computes from this sample, so there is nothing to plan: check what "
+    "its forward returns, and the mode that it is in"
+)
+
+_ON_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
+
+
+def problem_of(graphs: Graphs, room: Room) -> Problem:
+    """The solvers' problem of ``graphs``, with ``room`` for the loss but for what is kept of it."""
+    k = graphs.K
+    nodes = tuple(
+        Node(
+            n.name,
+            n.time,
+            n.reads,
+            n.makes,
+            n.peak,
+            Backward(b.time, b.reads, b.before, b.peak + b.extra, b.after) if (b := n.backward) else None,
+            n.rerun,
+            n.random_bytes,
+        )
+        for n in k.nodes
+    )
+    blocks = tuple(Block(a, b, kind) for (a, b), kind in zip(k.s.blocks, graphs.classes, strict=True))
+    data = tuple(Data(d.name, d.bytes, d.owner) for d in k.data)
+    problem = Problem(nodes, data, frozenset(k.held), room.between, blocks, frozenset(k.returned))
+    problem.verify()
+    return problem
+
+
+class Bounded(NamedTuple):
+    """A plan; nanoseconds that a step takes at least within its budget, if known; what cut the search short."""
+
+    plan: ChainPlan
+    bound: int | None
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class Planner:
+    """Graphs and problem of one module on one sample; plans for any number of budgets.
+
+    ``time_limit``: seconds that the search for one plan, or for a frontier, may take. ``scaled``: costs are those of
+    another size, scaled, so that there is nothing to gain from a long search, and nothing to prove.
+    """
+
+    graphs: Graphs
+    problem: Problem
+    room: Room
+    costs: str
+    loss_memory: int | None
+    missing: frozenset[str]
+    saved: SavedPlan | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    report: Report = silent
+    time_limit: float = inf
+    scaled: bool = False
+    solved: SolvedViews = field(default_factory=dict)
+    _chain: ChainPlanner | None = None
+    _end: float = inf
+
+    @property
+    def reserved(self) -> int:
+        """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, and for
+        what is ``beside`` the problem.
+        """
+        return self.room.scalars + self.room.kept + self.beside
+
+    @property
+    def beside(self) -> int:
+        """Bytes for what a failing guard must put back, and for what functions keep in their ``ctx``."""
+        return undo_bytes(self.graphs.S) + context_bytes(self.graphs.S)
+
+    @property
+    def eager_peak(self) -> int:
+        """The budget of a step that runs nothing again."""
+        return walk(self.problem, keep_everything(self.problem)).peak + self.reserved
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs. A model on another device than the CPU may have numbers there, too."""
+        devices = dict.fromkeys(v.device for v in self.graphs.S.d.values.values() if v.device.type != "cpu")
+        return next(iter(devices), torch.device("cpu"))
+
+    def chain(self) -> ChainPlanner:
+        """The solver of the problem; it works when it is first asked, and keeps what it found."""
+        if self._chain is None:
+            self._chain = ChainPlanner(
+                self.problem,
+                report=lambda doing, part: self.report(f"solve {doing}", part),
+                remaining=self._remaining,
+                solved=self.solved,
+            )
+        return self._chain
+
+    def _remaining(self) -> float:
+        return max(0.0, self._end - time.perf_counter())
+
+    def _reason(self) -> str:
+        """What cut the search for the last plan short, if anything did."""
+        stopped = self._chain.stopped if self._chain else 0
+        if not stopped:
+            return ""
+        each = SolverOptions().time_limit
+        limit = f"of {each:g} s a program" if self.time_limit == inf else f"of {self.time_limit:g} s"
+        return f"at the time limit {limit}, with {stopped} integer programs not solved to the end"
+
+    def solve(self, budget: int) -> ChainPlan:
+        """The cheapest schedule found within ``budget`` bytes."""
+        return self.bounded(budget, prove=False).plan
+
+    def bounded(self, budget: int, prove: bool = True) -> Bounded:
+        """The cheapest schedule found within ``budget`` bytes, and, to ``prove`` it, what none can be below."""
+        start = time.perf_counter()
+        self._end = start + self.time_limit
+        try:
+            return self._bounded(budget, prove)
+        finally:
+            self.seconds["solve"] = time.perf_counter() - start
+
+    def _bounded(self, budget: int, prove: bool) -> Bounded:
+        """Keeping everything needs no solver.
+
+        What the whole-graph program makes of the chain's plan depends on the time it has, so on the machine: where
+        plans must be the same everywhere, with ``costs="flops"``, it is left out.
+        """
+        room = budget - self.reserved
+        if self.eager_peak <= budget:
+            return Bounded(solve_chain(self.problem, room), self.problem.eager_time)
+        try:
+            found = self.chain().solve(room)
+            reason = self._reason()
+            if self.scaled:
+                return Bounded(found, None, reason)
+            seconds = min(IMPROVE_SECONDS, self._remaining())
+            if self.costs == "flops" or not seconds:
+                return Bounded(found, lower_bound(self.problem, room) if prove else None, reason)
+            self.report("solve whole", 0.0)
+            return Bounded(*improve(self.problem, found, room, seconds), reason)
+        except InfeasibleError as error:
+            least = error.min_budget + self.reserved
+            message = too_small(self.graphs.K, budget, least, self.eager_peak, error.at)
+            if self._reason():
+                message += f" The search was stopped {self._reason()}; with more time a smaller budget may do."
+            raise InfeasibleBudgetError(message, least) from None
+
+    def frontier(self) -> Frontier:
+        """Time against memory, with room for the loss in every budget."""
+        self._end = time.perf_counter() + self.time_limit
+        found = self.chain().frontier()
+        points = tuple((budget + self.reserved, overhead) for budget, overhead in found.points)
+        return Frontier(found.min_budget + self.reserved, found.max_budget + self.reserved, points)
+
+    def plan(self, budget: int) -> Plan:
+        """The plan for ``budget`` bytes: the saved one, if there is one and it is for this budget."""
+        saved = self.saved if self.saved and self.saved.budget == budget else None
+        return self._plan(
+            budget, self.bounded(budget) if saved is None else Bounded(self._from_file(saved), None, saved.reason)
+        )
+
+    def _plan(self, budget: int, bounded: Bounded) -> Plan:
+        found, bound, reason = bounded
+        return Plan(
+            budget,
+            self.predicted_peak(found),
+            found.overhead,
+            found.schedule,
+            self.problem,
+            self.graphs.K,
+            found.source,
+            dict(self.seconds),
+            self.room,
+            self.costs,
+            self.loss_memory,
+            self.missing,
+            bound,
+            reason,
+        )
+
+    def _from_file(self, saved: SavedPlan) -> ChainPlan:
+        """The saved schedule, walked here. Raises ``PlanError`` if it does not keep what the file promises."""
+        schedule = saved.schedule(self.problem)
+        try:
+            found = ChainPlan(schedule, walk(self.problem, schedule), saved.solver)
+        except ScheduleError as error:
+            raise PlanError(f"the program in {saved.path} is not valid: {error}") from error
+        if found.peak + self.reserved > saved.budget:
+            raise PlanError(
+                f"the program in {saved.path} takes {found.peak + self.reserved} bytes, its budget is {saved.budget}"
+            )
+        return found
+
+    def predicted_peak(self, solution: ChainPlan) -> int:
+        """The peak of ``solution`` with the usual loss (or the one given)."""
+        peak = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule).peak
+        return peak + self.room.predicted_kept + self.beside
+
+    def for_usage(
+        self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, seen: Room | None, unsure: bool
+    ) -> Planner:
+        """A planner for another ``usage`` of the outputs, with as much room for the loss as was ``seen``; if nothing
+        was, or if that is ``unsure``, with the usual room at least.
+
+        What is not measured yet is measured on ``inputs``. Blocks that stay what they were are not solved again.
+        """
+        k, seconds = self.graphs.K, dict(self.seconds)
+        if usage != k.usage:
+            start = time.perf_counter()
+            self.report("measure", 0.0)
+            k = make_K(self.graphs.S, model, inputs, self.costs, usage, self.graphs.known, k.missing)
+            seconds["measure"] = time.perf_counter() - start
+        graphs = dataclasses.replace(self.graphs, K=k)
+        room = seen if seen and not unsure else wider(usual_room(k, self.loss_memory), seen)
+        problem = problem_of(graphs, room)
+        return dataclasses.replace(
+            self, graphs=graphs, problem=problem, room=room, saved=None, seconds=seconds, _chain=None
+        )
+
+    def at_other_sizes(self, s: S_graph, known: Known, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
+        """A planner for ``s``, which has the skeleton of this planner's graph, with the ``known`` costs.
+
+        The caller uses the outputs as it does here. What its loss takes is in proportion to the outputs' bytes, and at
+        least what was seen here.
+        """
+        start = time.perf_counter()
+        self.report("measure", 0.0)
+        k = make_K(s, model, inputs, self.costs, self.graphs.K.usage, known)
+        graphs = dataclasses.replace(self.graphs, D=s.d, S=s, K=k, known=known)
+        room = usual_room(k, self.loss_memory)
+        if self.room.seen:
+            room = grown(self.room, bytes_of_outputs(self.graphs.D), bytes_of_outputs(s.d))
+        return dataclasses.replace(
+            self,
+            graphs=graphs,
+            problem=problem_of(graphs, room),
+            room=room,
+            missing=missing_gradients(model),
+            saved=None,
+            seconds={"measure": time.perf_counter() - start},
+            scaled=not known.costs,
+            solved={},
+            _chain=None,
+        )
+
+    def carried_plan(self, budget: int, schedules: Iterable[Schedule]) -> Plan | None:
+        """The fastest of ``schedules`` of other sizes of the graph that fits ``budget``; None if none does."""
+        best: ChainPlan | None = None
+        for schedule in {id(schedule): schedule for schedule in schedules}.values():
+            try:
+                found = ChainPlan(schedule, walk(self.problem, schedule), CARRIED)
+            except ScheduleError:  # of another use of the outputs
+                continue
+            if found.peak + self.reserved <= budget and (best is None or found.time < best.time):
+                best = found
+        return None if best is None else self._plan(budget, Bounded(best, None))
+
+    def kept_plan(self, plan: Plan) -> Plan | None:
+        """The runs of ``plan`` with the figures of this planner, if they fit the budget and there is little to gain."""
+        if [step.node for step in plan.schedule if isinstance(step, Bwd)] != self.problem.backward_order():
+            return None
+        schedule = with_deletes(self.problem, plan.schedule)
+        walked = walk(self.problem, schedule)
+        spare = plan.budget - self.reserved - walked.peak
+        if spare < 0 or (walked.recompute and spare > LITTLE * plan.budget):
+            return None
+        found = ChainPlan(schedule, walked, plan.solver)
+        bound = lower_bound(self.problem, plan.budget - self.reserved) if walked.recompute else self.problem.eager_time
+        return self._plan(plan.budget, Bounded(found, bound, plan.reason))
+
+
+def make_planner(
+    model: torch.nn.Module,
+    sample: Sample,
+    sample_kwargs: dict[str, Any] | None,
+    costs: str,
+    loss_memory: int | None,
+    report: Report = silent,
+    saved: SavedPlan | None = None,
+    time_limit: float = inf,
+    known_of: Callable[[S_graph], Known] = lambda _: Known(),
+) -> Planner:
+    """Trace and measure ``model`` on ``sample``; with a ``saved`` plan, the figures are those of its file.
+
+    ``report``: who is told of the progress, then and when it solves. ``time_limit``: see ``Planner``. ``known_of``:
+    what is known of the costs of a graph.
+    """
+    check_costs(costs, InputError)
+    loss_memory = checked_loss(loss_memory)
+    seconds: dict[str, float] = {}
+    marks: list[tuple[str, float]] = []
+
+    def phase(name: str, part: float) -> None:
+        report(name, part)
+        if marks and marks[-1][0] == name:
+            return
+        now = time.perf_counter()
+        if marks:
+            seconds[marks[-1][0]] = now - marks[-1][1]
+        marks.append((name, now))
+
+    try:
+        if saved is None:
+            graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, report=phase, known_of=known_of)
+        else:
+            phase("load", 0.0)
+            graphs = saved.graphs(model, sample, sample_kwargs)
+    except (GraphError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
+            _check_call(model, sample, sample_kwargs, error)
+        if _ON_A_LEAF in str(error):
+            raise UnsupportedError(
+                "forward changes an input in place (as ReLU(inplace=True) on it would) where gradients pass, and "
+                "plans start from inputs as they are: let it work on a copy (x = x.clone()), or plan only the "
+                "submodules behind the change."
+            ) from error
+        raise
+    if not graphs.S.nodes:
+        raise InputError(NOTHING_COMPUTED)
+    phase("solve", 0.0)
+    room = saved.room if saved else usual_room(graphs.K, loss_memory)
+    problem = problem_of(graphs, room)
+    missing = missing_gradients(model)
+    if saved is not None and not missing <= saved.missing:
+        raise PlanError(
+            f"the plan in {saved.path} was made when {', '.join(sorted(missing - saved.missing))} had gradients, which "
+            "now have none: their gradients would not fit. Make a plan anew, or zero_grad(set_to_none=False) first."
+        )
+    planned = saved.missing if saved else missing
+    return Planner(graphs, problem, room, costs, loss_memory, planned, saved, seconds, report, time_limit)
+
+
+def checked_loss(loss_memory: Any) -> int | None:
+    """Bytes; None for the usual room."""
+    if loss_memory is None:
+        return None
+    if isinstance(loss_memory, bool) or not isinstance(loss_memory, Integral) or loss_memory < 0:
+        raise InputError(f"loss_memory={loss_memory!r}: give whole bytes, 0 or more, or None for the usual room")
+    return int(loss_memory)
+
+
+def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
+    """Parameters whose gradients would be new memory that stays."""
+    return module_key(model)[1]
+
+
+def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None, error: Exception) -> None:
+    """After tracing failed: ``InputError`` if the model itself cannot be called with the sample."""
+    args, kwargs = call_of(sample, sample_kwargs)
+    try:
+        with torch.enable_grad(), drop_saved(), preserved(model, tensors_of((args, kwargs))):
+            model(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as own:
+        raise CannotBeCalledError(
+            f"the model cannot be called with this sample: {type(own).__name__}: {own}. "
+            f"The sample was passed as {len(args)} positional and {len(kwargs)} keyword arguments."
+        ) from error

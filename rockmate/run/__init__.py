@@ -1,0 +1,1 @@
+"""A schedule made executable, and the executor that runs it with autograd's own graph."""

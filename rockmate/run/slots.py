@@ -1,0 +1,144 @@
+"""What autograd's graph holds in place of the tensors that it would save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rkgb.program import memory_of
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What autograd saves at one position of a node: a tensor in memory of ``value``, lying in it as ``form`` says.
+
+    ``value``: -1 if the tensor is private to the node. ``data``: of the value or of the private tensors, -1 if autograd
+    keeps the tensor itself; ``form`` is None then, as it is of private ones. ``exact``: the tensor is the value.
+    """
+
+    value: int = -1
+    data: int = -1
+    form: Any = None
+    exact: bool = False
+
+    def holds(self, t: torch.Tensor, env: dict[int, torch.Tensor]) -> bool:
+        """Whether ``t`` is what the place says. Of private tensors that is to be found out anew."""
+        if self.exact or self.value < 0:
+            return t is env.get(self.value)
+        same = memory_of(t)._cdata == memory_of(env[self.value])._cdata
+        return same and (self.form is None or form_of(t) == self.form)
+
+
+class Finder:
+    """Finds what autograd saved of a node. ``known``: values in whose memory it may lie, and their data."""
+
+    def __init__(self, known: Iterable[tuple[int, int]], private: Place, env: dict[int, torch.Tensor]) -> None:
+        self.env, self.private = env, private
+        self.data: dict[int, int] = {}
+        self.at: dict[int, int] = {}  # address -> the first value there
+        for v, datum in known:
+            self.data[v] = datum
+            self.at.setdefault(memory_of(env[v])._cdata, v)
+
+    def place_of(self, t: torch.Tensor) -> Place:
+        """Where ``t`` lies."""
+        v = self.at.get(memory_of(t)._cdata)
+        if v is None:
+            return self.private
+        v = next((w for w in self.data if self.env[w] is t), v)
+        return Place(v, self.data[v], form_of(t) if self.data[v] >= 0 else None, self.env[v] is t)
+
+
+_NOWHERE = Place()
+
+
+class Call(Protocol):
+    """What a slot asks of the call that it belongs to.
+
+    ``live``: the tensors of each datum, None where it is dropped. ``made_at``: the version of each value when it was
+    made.
+    """
+
+    live: list[Any]
+    made_at: dict[int, int]
+
+    def made_for(self, slot: Slot) -> Any:
+        """The slot's datum, computed again."""
+
+    def changed(self, v: int, t: torch.Tensor) -> RuntimeError:
+        """Eager mode's error for value ``v``, which was changed in place."""
+
+
+class Slot:
+    """What autograd keeps in place of a tensor that node ``node`` saves.
+
+    ``held``: the tensor itself, if no datum stands for it. ``store``: the datum, once only backwards read it (see
+    ``rockmate.run.compiled.Give``).
+    """
+
+    __slots__ = ("__weakref__", "data", "held", "index", "node", "place", "state", "store", "version")
+
+    def __init__(self, state: Call, node: int, version: int) -> None:
+        self.state, self.node, self.version = state, node, version
+        self.data = -1
+        self.index = -1  # position among the private tensors, -1: in memory of a value
+        self.place = _NOWHERE
+        self.held: torch.Tensor | None = None
+        self.store: Any = None
+
+
+def version_of(t: torch.Tensor) -> int:
+    """How often ``t`` was changed in place; tensors of inference mode do not count it, nor does autograd save them."""
+    return -1 if t.is_inference() else t._version
+
+
+def form_of(t: torch.Tensor) -> Any:
+    """How ``t`` lies in its storage."""
+    return (t.dtype, t.size(), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
+
+
+def _at(place: Place, held: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The tensor of a place, from the values of its data."""
+    if place.exact and place.value in held:
+        return held[place.value]
+    base = next(iter(held.values()))
+    dtype, size, stride, offset, conj, neg = place.form
+    if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
+        return base.as_strided(size, stride, offset)
+    t = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
+    t = torch._neg_view(t) if neg else t
+    return torch._conj(t) if conj else t
+
+
+def changed(what: str, t: torch.Tensor, then: int) -> RuntimeError:
+    """Eager mode's error for a tensor that was changed in place since version ``then``."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} is at version {t._version}; expected version {then} instead. It was changed between the forward and "
+        "the backward that reads it."
+    )
+
+
+def unpack(slot: Slot) -> torch.Tensor:
+    """The tensor that autograd saved; computed again if the schedule has dropped it."""
+    if slot.data < 0:
+        assert slot.held is not None
+        if slot.held._version != slot.version:
+            raise changed(f"a tensor of shape {list(slot.held.shape)}", slot.held, slot.version)
+        return slot.held
+    state = slot.state
+    held = slot.store or state.live[slot.data]
+    if held is None:
+        held = state.made_for(slot)
+    if slot.index < 0:
+        for v, value in held.items():
+            if value._version != state.made_at[v]:
+                raise state.changed(v, value)
+        return _at(slot.place, held)
+    t: torch.Tensor = held[slot.index]
+    if t._version != slot.version:
+        raise changed(f"a tensor of shape {list(t.shape)}", t, slot.version)
+    return t

@@ -1,0 +1,200 @@
+"""The staged integer program of one block, built once and solved for many (save, peak).
+
+The forward phase runs every node once. Stage ``s`` ends with the s-th backward ``b(s)`` in backward
+order, before which nodes may run again, each at most once per stage and in forward order, and only if
+they lead to what ``b(s)`` reads; nodes that ``solvers.block.contract`` puts together run together. That is the class
+of schedules in which the optimum is exact. Variables (each exists only where it can be useful):
+
+- ``R[s,i]`` in {0,1}: node i runs again in stage s; nodes of one group share it;
+- ``P[s,d]`` in {0,1}: datum d is live at the start of stage s, so ``P[0,.]`` is what is saved;
+- ``L[s,d,u]`` in {0,1}: d is live in stage s up to its reader u. Continuous would do, but integer
+  rows give stronger cuts.
+
+Constraints, by the names they have in the model::
+
+    retain[s,d]   P[s+1,d] <= P[s,d] + R[s,owner(d)]
+    once[s,d]     P[s,d] + R[s,owner(d)] <= 1               an old copy would be of no use
+    input[s,i,d]  R[s,i] <= P[s,d] + R[s,owner(d)]          d read by i
+    need[s,d]     1 <= P[s,d] + R[s,owner(d)]               d read by b(s)
+    use[s,i]      R[s,i] <= sum R[s,u] + sum P[s+1,d]       d made by i, u a reader of d; unless b(s) reads one
+    live[s,d,u]   L[s,d,u] >= R[s,u]
+    until[s,d,u]  L[s,d,u] >= L[s,d,next reader], or P[s+1,d] after the last one
+    save          sum size(d) P[0,d] <= save                interface data not counted
+    run[s,i]      sum size(d) live(s,d,i) + peak(i) R[s,i] <= peak - before(s)
+    bwd[s]        sum size(d) live(s,d,b(s)) <= peak - peak(s)
+
+``use`` excludes no schedule without useless runs; it is there to make the relaxation tighter.
+
+Source: staged formulation of this project, after Checkmate (Jain et al., 2020).
+In a *fresh* model nothing at all is live at stage 0, not even the interface.
+"""
+
+from __future__ import annotations
+
+from solvers.block.block import BlockView, Runs, Solved, figures
+from solvers.block.closure import ancestors
+from solvers.block.contract import leaders
+from solvers.milp.memory_program import Found, MemoryProgram, SolverOptions
+
+Terms = list[tuple[int, int]]
+
+
+def useful_nodes(view: BlockView) -> list[tuple[list[int], set[int]]]:
+    """Per stage: nodes whose rerun leads to what its backward reads, and data that can serve it or a later one."""
+    result: list[tuple[list[int], set[int]]] = []
+    for s, stage in enumerate(view.stages):
+        nodes, _ = ancestors(view, stage.node, set(stage.reads))
+        _, data = ancestors(view, stage.node, set().union(*(later.reads for later in view.stages[s:])))
+        result.append((nodes, data))
+    return result
+
+
+class StagedModel:
+    """The program of one block. ``solve`` may be called any number of times.
+
+    ``merge=False``: no groups, so that any node may run in any stage that it leads to.
+    """
+
+    def __init__(self, view: BlockView, fresh: bool = False, merge: bool = True) -> None:
+        self.view = view
+        self.useful = useful_nodes(view)
+        self.leader = leaders(view) if merge else tuple(range(len(view.nodes)))
+        self.lp = MemoryProgram((*view.sizes, *(n.peak for n in view.nodes)), (n.time for n in view.nodes))
+        self.R = self._runs()
+        self.P = self._kept(fresh)
+        self.L: dict[tuple[int, int, int], int] = {}
+        self.left_out: dict[str, int] = {}
+        for s in range(len(view.stages)):
+            self._add_sources(s)
+            self._add_liveness(s)
+            self._add_use(s)
+            self._add_memory(s)
+        saved = self.useful[0][1] - view.interface if self.useful else set()
+        self.lp.memory_row("save", [(self.P[0, d], view.sizes[d]) for d in sorted(saved) if (0, d) in self.P])
+
+    def _runs(self) -> dict[tuple[int, int], int]:
+        """R; the columns of a group have the time of all its nodes."""
+        runs: dict[tuple[int, int], int] = {}
+        time = [0] * len(self.view.nodes)
+        for i, node in enumerate(self.view.nodes):
+            time[self.leader[i]] += node.time
+        for s, (nodes, _) in enumerate(self.useful):
+            for i in nodes:
+                if self.leader[i] == i:
+                    runs[s, i] = self.lp.column(time[i])
+            for i in nodes:
+                runs[s, i] = runs[s, self.leader[i]]
+        return runs
+
+    def _kept(self, fresh: bool) -> dict[tuple[int, int], int]:
+        """P. Where nothing runs in a stage, what is live at its start and end is the same: one variable."""
+        kept: dict[tuple[int, int], int] = {}
+        for s, (_, data) in enumerate(self.useful):
+            same = s > 0 and not self.useful[s - 1][0]
+            for d in sorted(data):
+                owner = self.view.owners[d]
+                if self.leader[owner] != owner:
+                    continue
+                if same and (s - 1, d) in kept:
+                    kept[s, d] = kept[s - 1, d]
+                elif not same and (s or not fresh):
+                    kept[s, d] = self.lp.column()
+        return kept
+
+    def _available(self, s: int, d: int) -> list[int]:
+        """The columns of which one is at 1 if d is there in stage s."""
+        return [c for c in (self.R.get((s, self.view.owners[d])), self.P.get((s, d))) if c is not None]
+
+    def _add_sources(self, s: int) -> None:
+        """Rows retain, once, input and need: data come from somewhere."""
+        view = self.view
+        nodes, data = self.useful[s]
+        for d in sorted(data) if nodes else ():
+            if (s, d) in self.P:
+                self.lp.at_most_one(f"once_{s}_{d}", self._available(s, d))
+            if (s + 1, d) in self.P:
+                self.lp.at_least(f"retain_{s}_{d}", self._available(s, d), [self.P[s + 1, d]])
+        for i in nodes:
+            for d in view.nodes[i].reads:
+                available = self._available(s, d)
+                if self.R[s, i] not in available:
+                    self.lp.at_least(f"input_{s}_{i}_{d}", available, [self.R[s, i]])
+        for d in sorted(view.stages[s].reads):
+            self.lp.at_least(f"need_{s}_{d}", self._available(s, d), [], 1)
+
+    def _add_liveness(self, s: int) -> None:
+        """Rows live and until: a datum stays until its last reader in the stage, or into the next stage."""
+        nodes, data = self.useful[s]
+        for d in sorted(data - self.view.stages[s].reads):
+            later = self.P.get((s + 1, d))
+            for u in reversed([i for i in nodes if d in self.view.nodes[i].reads]):
+                reader = self.R[s, u]
+                if later is not None and later != reader:
+                    until = self.lp.column()
+                    self.lp.at_least(f"live_{s}_{d}_{u}", [until], [reader])
+                    self.lp.at_least(f"until_{s}_{d}_{u}", [until], [later])
+                    later = until
+                else:
+                    later = reader
+                self.L[s, d, u] = later
+
+    def _add_use(self, s: int) -> None:
+        """Rows use: what runs again serves somebody."""
+        nodes, _ = self.useful[s]
+        for i in nodes:
+            makes = set(self.view.nodes[i].makes)
+            if self.leader[i] != i or not makes.isdisjoint(self.view.stages[s].reads):
+                continue
+            users = {self.R[s, u] for u in nodes if not makes.isdisjoint(self.view.nodes[u].reads)}
+            users |= {self.P[s + 1, d] for d in makes if (s + 1, d) in self.P}
+            self.lp.at_least(f"use_{s}_{i}", sorted(users), [self.R[s, i]])
+
+    def _live(self, s: int, k: int) -> tuple[Terms, int]:
+        """Data live in stage s just before node k (node count: before the backward): terms, and constant bytes."""
+        terms: Terms = []
+        constant = 0
+        nodes, data = self.useful[s]
+        for d in sorted(data):
+            owner, size = self.view.owners[d], self.view.sizes[d]
+            readers = [u for u in nodes if u >= k and (s, d, u) in self.L]
+            if owner == k:
+                continue
+            if owner > k:
+                column = self.P.get((s, d))
+            elif d in self.view.stages[s].reads:
+                constant += size
+                continue
+            else:
+                column = self.L[s, d, readers[0]] if readers else self.P.get((s + 1, d))
+            if column is not None:
+                terms.append((column, size))
+        return terms, constant
+
+    def _add_memory(self, s: int) -> None:
+        """Rows run and bwd; ``left_out`` holds what each leaves out of its right-hand side."""
+        stage = self.view.stages[s]
+        for i in self.useful[s][0]:
+            terms, constant = self._live(s, i)
+            self.lp.memory_row(f"run_{s}_{i}", [*terms, (self.R[s, i], self.view.nodes[i].peak)])
+            self.left_out[f"run_{s}_{i}"] = constant + stage.before
+        terms, constant = self._live(s, len(self.view.nodes))
+        self.lp.memory_row(f"bwd_{s}", terms)
+        self.left_out[f"bwd_{s}"] = constant + stage.peak
+
+    def solve(self, save: int, peak: int | None, options: SolverOptions) -> Solved | None:
+        """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if there provably are none.
+
+        ``peak=None``: no limit. ``TimeoutError`` if the solver stops at its limit without a solution.
+        """
+        if peak is None:
+            peak = sum(self.view.sizes) + sum(n.peak for n in self.view.nodes) + max(self.left_out.values(), default=0)
+        limits = {"save": save, **{name: peak - left_out for name, left_out in self.left_out.items()}}
+        found = self.lp.solve(limits, options)
+        return self._solved(found) if found else None
+
+    def _solved(self, found: Found) -> Solved:
+        runs: Runs = tuple(
+            tuple(i for i in nodes if self.R[s, i] in found.ones) for s, (nodes, _) in enumerate(self.useful)
+        )
+        result = figures(self.view, runs)
+        return Solved(result, min(found.bound, result.time), found.optimal)

@@ -1,0 +1,262 @@
+"""Plans for a whole chain: the dynamic program's choices, spelled out, walked, and kept if they pay.
+
+The table works in slots and with conservative constants, so its memory is only nominal. Its distinct
+optima are spelled out as schedules and walked, where bisection leads or evenly taken; a budget gets
+the cheapest schedule walked so far whose peak fits. That wins back what rounding lost.
+
+What is optimal: every option of a block, within the class of ``solvers.block.ilp_model`` and up to its gap; the
+composition of the given options, in slots, for persistent checkpoints and conservative constants. The result as a whole
+is not claimed to be; how far it is from the best of all schedules at most, ``lower_bound`` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from solvers.baselines import all_baselines, keep_everything
+from solvers.block.ilp import Grid, Limit, pareto
+from solvers.chain.bound import least_budget, lower_bound
+from solvers.chain.costs import Options, SolvedViews, chain_costs, kind_options
+from solvers.chain.expand import expand
+from solvers.chain.table import ChainTable
+from solvers.errors import InfeasibleError
+from solvers.liveness import drop_useless_runs, with_deletes
+from solvers.problem import Problem
+from solvers.schedule import Schedule
+from solvers.solution import Frontier
+from solvers.text import format_bytes
+from solvers.walker import Walk, step_name, walk
+
+SLOTS = 1000
+"""Slots of a table, unless the chain is so long that it would take too much time."""
+
+SHORT = 100
+"""Blocks up to which a table has all its slots; longer chains have half."""
+
+WALKS = 100
+"""Schedules walked at most where budgets are small, and for the frontier; of each of two sets of options."""
+
+NEIGHBOURS = 8
+"""Candidates looked at on both sides of where bisection ends."""
+
+TIGHT_BELOW = 1.5
+"""Budgets below so many times the largest block's need get options with a limited peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """A schedule and what the walker says of it; ``source`` names the solver that found it."""
+
+    schedule: Schedule
+    walk: Walk
+    source: str
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return self.walk.peak
+
+    @property
+    def time(self) -> int:
+        """Nanoseconds of the whole step."""
+        return self.walk.time
+
+    @property
+    def overhead(self) -> float:
+        """Recompute time as a fraction of the step without recomputation."""
+        return self.walk.overhead
+
+
+class ChainPlanner:
+    """Plans one problem for any number of budgets; blocks are solved, and schedules walked, when first needed.
+
+    Options with a limited peak cost most of the solver's time and serve only budgets that are small
+    beside a single block: they are left out for budgets above ``TIGHT_BELOW`` times what the largest
+    block needs to keep everything. ``options`` (per kind) replace the solved ones. ``report`` is told
+    what is being done, and which part of it is (0 to 1). ``remaining`` (seconds) ends the search for options; what was
+    found until then is used, and ``stopped`` counts the programs that were not solved to the end. ``solved``: blocks
+    that other planners have solved; this one adds to it.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        options: Options | None = None,
+        slots: int = 0,
+        grid: Grid | None = None,
+        report: Callable[[str, float], None] = lambda doing, part: None,
+        remaining: Callable[[], float] | None = None,
+        solved: SolvedViews | None = None,
+    ) -> None:
+        self.problem, self.grid, self.report = problem, grid or Grid(), report
+        self.limit = Limit(remaining) if remaining else Limit()
+        self.slots = slots or (SLOTS if len(problem.blocks) <= SHORT else SLOTS // 2)
+        self._given = options
+        self._solved: SolvedViews = {} if solved is None else solved
+        self._loose: _Candidates | None = None
+        self._all: _Candidates | None = None
+        self._known = [ChainPlan(s, walk(problem, s), name) for name, s in all_baselines(problem).items()]
+
+    @property
+    def options(self) -> Options:
+        """All options per kind."""
+        return self._full().options
+
+    @property
+    def stopped(self) -> int:
+        """How many integer programs were stopped, or left out, at a time limit: their options may not be the best."""
+        return self.limit.stopped
+
+    def _full(self) -> _Candidates:
+        if self._all is None and self._given is not None:
+            self._all = self._partial()
+        if self._all is None:
+            tight = self._solve(dataclasses.replace(self.grid, unlimited=False), "blocks (tight)")
+            options = {kind: pareto((*loose, *tight[kind])) for kind, loose in self._partial().options.items()}
+            self.report("chain", 0.0)
+            self._all = _Candidates(self.problem, options, self.slots)
+        return self._all
+
+    def _partial(self) -> _Candidates:
+        if self._loose is None:
+            options = self._given
+            if options is None:
+                options = self._solve(dataclasses.replace(self.grid, peaks=(), fresh_peaks=()), "blocks")
+            self.report("chain", 0.0)
+            self._loose = _Candidates(self.problem, options, self.slots)
+        return self._loose
+
+    def _solve(self, grid: Grid, doing: str) -> Options:
+        return kind_options(self.problem, grid, partial(self.report, doing), self.limit, self._solved)
+
+    def solve(self, budget: int) -> ChainPlan:
+        """The cheapest plan with a peak of at most ``budget`` bytes; ``InfeasibleError`` says what would do."""
+        found = None
+        if budget >= TIGHT_BELOW * _largest_need(self._partial().options):
+            found = self._partial().cheapest(budget)
+        if found is None:  # small budgets, where peaks do not rise evenly: look everywhere
+            self._partial().cheapest(budget)
+            self._full().cheapest(budget)
+            self._everything()
+        best = self.best_known(budget)
+        if best:
+            return best
+        least = min(self._everything(), key=lambda s: (s.peak, s.time))
+        at = least.schedule[least.walk.peak_step]
+        step = f"step {least.walk.peak_step} ({step_name(self.problem, at)})"
+        raise InfeasibleError(
+            f"a budget of {format_bytes(budget)} is too small: the least this solver can plan for is "
+            f"{format_bytes(least.peak)} ({least.peak} bytes), set by {step}; "
+            "raise the budget or use a smaller batch",
+            least.peak,
+            step,
+            at,
+        )
+
+    def best_known(self, budget: int) -> ChainPlan | None:
+        """The cheapest plan within ``budget`` bytes of all that were walked so far."""
+        walked = [*self._known]
+        for candidates in (self._loose, self._all):
+            walked += candidates.walked.values() if candidates else ()
+        return min((s for s in walked if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
+
+    def _everything(self) -> list[ChainPlan]:
+        return [*self._known, *self._partial().all(), *self._full().all()]
+
+    def lower_bound(self, budget: int) -> int:
+        """Nanoseconds that every schedule within ``budget`` bytes takes, whatever its class."""
+        solver = self.grid.solver
+        return lower_bound(self.problem, budget, solver.name)
+
+    def frontier(self) -> Frontier:
+        """The whole time-against-memory curve; no schedule of any class fits below its ``lower``."""
+        solutions = _cheapest_per_peak(self._everything())
+        keep = walk(self.problem, keep_everything(self.problem))
+        points = tuple((s.peak, s.overhead) for s in solutions)
+        return Frontier(solutions[0].peak, keep.peak, points, least_budget(self.problem)[0])
+
+
+def solve_chain(problem: Problem, budget: int, options: Options | None = None, slots: int = 0) -> ChainPlan:
+    """The cheapest schedule for one budget (bytes); keep-everything without any solving if that fits."""
+    schedule = keep_everything(problem)
+    walked = walk(problem, schedule)
+    if walked.peak <= budget:
+        return ChainPlan(schedule, walked, "keep everything")
+    return ChainPlanner(problem, options, slots).solve(budget)
+
+
+def frontier(problem: Problem, options: Options | None = None, slots: int = 0) -> Frontier:
+    """The time-against-memory curve of ``problem``."""
+    return ChainPlanner(problem, options, slots).frontier()
+
+
+def _largest_need(options: Options) -> int:
+    """Bytes of the backward of the largest block that keeps everything."""
+    return max((o.backward_peak for of_kind in options.values() for o in of_kind if not o.time), default=0)
+
+
+class _Candidates:
+    """The distinct optima of the table for one set of options, spelled out as schedules when asked for.
+
+    A second table has finer slots for budgets in the lowest quarter.
+    """
+
+    def __init__(self, problem: Problem, options: Options, slots: int) -> None:
+        self.problem, self.options = problem, options
+        costs = chain_costs(problem, options)
+        need = costs.keep_everything_need()
+        self.points: list[tuple[ChainTable, int]] = []  # by rising nominal memory
+        self.walked: dict[int, ChainPlan] = {}
+        if not costs.blocks or not need:
+            return
+        coarse = ChainTable(costs, -(-need // slots), slots + costs.blocks + 2)
+        fine = ChainTable(costs, -(-need // (4 * slots)), slots + costs.blocks + 2)
+        covered = fine.unit * slots
+        self.points += [(fine, m) for m in fine.breakpoints() if m * fine.unit < covered]
+        self.points += [(coarse, m) for m in coarse.breakpoints() if m * coarse.unit >= covered]
+
+    def at(self, k: int) -> ChainPlan:
+        """Candidate k as a schedule."""
+        if k not in self.walked:
+            table, m = self.points[k]
+            order = drop_useless_runs(self.problem, expand(self.problem, table, m))
+            schedule = with_deletes(self.problem, order)
+            self.walked[k] = ChainPlan(schedule, walk(self.problem, schedule), "chain")
+        return self.walked[k]
+
+    def all(self) -> list[ChainPlan]:
+        """``WALKS`` candidates, evenly taken, and those walked before."""
+        for k in _evenly(range(len(self.points)), WALKS):
+            self.at(k)
+        return list(self.walked.values())
+
+    def cheapest(self, budget: int) -> ChainPlan | None:
+        """The cheapest candidate that fits: by bisection, then among its neighbours (peaks rise nearly always)."""
+        low, high = 0, len(self.points)
+        while low < high:
+            middle = (low + high) // 2
+            if self.at(middle).peak <= budget:
+                low = middle + 1
+            else:
+                high = middle
+        near = [self.at(k) for k in range(max(0, low - NEIGHBOURS), min(len(self.points), low + NEIGHBOURS))]
+        return min((s for s in near if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
+
+
+def _evenly(points: Sequence[int], most: int) -> Sequence[int]:
+    """At most ``most`` of ``points``, both ends among them."""
+    if len(points) <= most:
+        return points
+    return [points[index * (len(points) - 1) // (most - 1)] for index in range(most)]
+
+
+def _cheapest_per_peak(solutions: list[ChainPlan]) -> list[ChainPlan]:
+    """Solutions by rising peak, each cheaper than all before it."""
+    kept: list[ChainPlan] = []
+    for s in sorted(solutions, key=lambda s: (s.peak, s.time)):
+        if not kept or s.time < kept[-1].time:
+            kept.append(s)
+    return kept

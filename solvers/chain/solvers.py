@@ -1,0 +1,170 @@
+"""The solvers of a ``Problem`` by name, behind ``solvers.solve``.
+
+``rotor``: options per block, then the dynamic program (``solvers.chain.chain``). ``auto``: rotor, then, where its plan
+is not proven to be the best, the whole step as one program from there (``solvers.chain.refine``); on its own that is
+``checkmate``. Baselines: ``keep_all``, ``recompute_all``, ``every_block``, ``sqrt``, ``revolve``. All of them carry
+``solvers.chain.bound``'s bound, which holds for every schedule that the walker accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from solvers.baselines import checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
+from solvers.block.ilp import Grid
+from solvers.chain.bound import least_budget, lower_bound
+from solvers.chain.chain import ChainPlan, ChainPlanner
+from solvers.chain.refine import refine
+from solvers.chain.revolve import revolve_schedules
+from solvers.errors import InfeasibleError
+from solvers.milp.memory_program import SolverOptions
+from solvers.problem import Problem
+from solvers.schedule import Schedule
+from solvers.solution import Frontier
+from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
+from solvers.text import format_bytes
+from solvers.walker import walk
+
+ANY = "the bound holds for every schedule that the walker accepts"
+CHAIN = f"found with options per block, persistent checkpoints and slots of memory; {ANY}"
+WHOLE = "schedules in the fixed order of first runs, frontier-advancing"
+STOPPED = "stopped by Ctrl-C; the best schedule so far"
+
+
+def _judge(problem: Problem, schedule: Schedule) -> Judged:
+    walked = walk(problem, schedule)
+    return Judged(walked.peak, walked.time)
+
+
+def _planner(problem: Problem, request: Request) -> ChainPlanner:
+    options = SolverOptions(request.milp, request.gap, request.time_limit, request.threads)
+
+    def report(doing: str, part: float) -> None:
+        request.report(None, problem.eager_time, f"{doing} {100 * part:.0f} %")
+
+    return ChainPlanner(problem, grid=Grid(solver=options, threads=1), report=report, remaining=request.remaining)
+
+
+def _frontier(problem: Problem, request: Request) -> Frontier:
+    return _planner(problem, request).frontier()
+
+
+KINDS[Problem] = Kind(_judge, lambda problem: problem.eager_time, _frontier)
+
+
+def _first_fitting(problem: Problem, request: Request, schedules: Iterable[Schedule]) -> Answer:
+    """The cheapest of ``schedules`` that fits, with the bound for its budget."""
+    walked = [(walk(problem, s), s) for s in schedules]
+    fitting = [(w.time, w.peak, s) for w, s in walked if w.peak <= request.budget]
+    if not fitting:
+        least = min(w.peak for w, _ in walked)
+        return Answer(None, reason=f"the least this solver needs is {format_bytes(least)} ({least} bytes)")
+    schedule = min(fitting, key=lambda x: x[:2])[2]
+    bound, note = _bound(problem, request)
+    return Answer(schedule, bound, f"{note}; {ANY}" if note else ANY)
+
+
+def _bound(problem: Problem, request: Request) -> tuple[int, str]:
+    """The bound for the budget, and what cut it short. It gets a little time even where none is left: it says how good
+    a plan is."""
+    try:
+        return lower_bound(problem, request.budget, request.milp, max(0.2, min(2.0, request.remaining()))), ""
+    except KeyboardInterrupt:
+        return 0, STOPPED
+
+
+@register(Problem, "keep_all")
+def _keep_all(problem: Problem, request: Request) -> Answer:
+    return _first_fitting(problem, request, [keep_everything(problem)])
+
+
+@register(Problem, "recompute_all")
+def _recompute_all(problem: Problem, request: Request) -> Answer:
+    return _first_fitting(problem, request, [recompute_all(problem)])
+
+
+@register(Problem, "every_block")
+def _every_block(problem: Problem, request: Request) -> Answer:
+    return _first_fitting(problem, request, [checkpoint_blocks(problem)])
+
+
+@register(Problem, "sqrt")
+def _sqrt(problem: Problem, request: Request) -> Answer:
+    return _first_fitting(problem, request, [chen_sqrt(problem)])
+
+
+@register(Problem, "revolve")
+def _revolve(problem: Problem, request: Request) -> Answer:
+    return _first_fitting(problem, request, revolve_schedules(problem))
+
+
+def _too_small(problem: Problem, budget: int) -> str:
+    """Why no schedule fits, where one step alone shows it."""
+    least, step = least_budget(problem)
+    if least <= budget:
+        return ""
+    return f"{step} alone needs {format_bytes(least)} ({least} bytes), more than the budget of {budget} bytes"
+
+
+def _plan(problem: Problem, request: Request) -> tuple[ChainPlan | None, str]:
+    """The chain's plan, and why there is none or what cut the search short."""
+    planner = _planner(problem, request)
+    try:
+        plan: ChainPlan | None = planner.solve(request.budget)
+    except InfeasibleError as error:
+        return None, str(error)
+    except KeyboardInterrupt:
+        return planner.best_known(request.budget), STOPPED
+    return plan, "" if request.remaining() > 0 else f"the time limit of {request.time_limit:g} s cut the search short"
+
+
+@register(Problem, "rotor")
+def _rotor(problem: Problem, request: Request) -> Answer:
+    """Options per block, then the dynamic program; keeping everything needs no solver."""
+    why = _too_small(problem, request.budget)
+    if why:
+        return Answer(None, infeasible=why)
+    keep = keep_everything(problem)
+    if walk(problem, keep).peak <= request.budget:
+        return Answer(keep, solver="keep_all")
+    plan, note = _plan(problem, request)
+    if plan is None:
+        return Answer(None, reason=note)
+    bound = 0
+    if note != STOPPED:
+        bound, stopped = _bound(problem, request)
+        note = stopped or note
+    request.report(plan.time, bound, "chain")
+    return Answer(plan.schedule, bound, f"{note}; {CHAIN}" if note else CHAIN)
+
+
+@register(Problem, "checkmate")
+def _checkmate(problem: Problem, request: Request) -> Answer:
+    """The whole step as one program, from nothing."""
+    found = refine(problem, None, request)
+    note = f"{STOPPED}; " if found.interrupted else ""
+    reason = f"{note}the bound holds for {WHOLE}" if found.schedule is not None or note else ""
+    return Answer(found.schedule, found.bound, reason, found.infeasible)
+
+
+@register(Problem, "auto")
+def _auto(problem: Problem, request: Request) -> Answer:
+    """rotor; then, while there is time and something left to gain, the whole-graph program from there."""
+    chain = _rotor(problem, request)
+    cost = None if chain.schedule is None else walk(problem, chain.schedule).time
+    done = cost is not None and cost - chain.bound <= request.gap * cost
+    if done or chain.infeasible or chain.solver or STOPPED in chain.reason or request.remaining() <= 0:
+        return chain
+    found = refine(problem, chain.schedule, request)
+    if chain.schedule is None and found.infeasible:
+        return Answer(None, found.bound, infeasible=found.infeasible)
+    note = f"{STOPPED}; " if found.interrupted else ""
+    if found.schedule is not None:
+        better = walk(problem, found.schedule)
+        if better.peak <= request.budget and (cost is None or better.time < cost):
+            bound = max(chain.bound, found.bound)
+            return Answer(found.schedule, bound, f"{note}the bound holds for {WHOLE}", solver="checkmate")
+    # A chain's schedule may be outside of the whole program's class, and then below its bound.
+    outside = cost is not None and found.bound > cost
+    reason = chain.reason if outside else f"{note}the bound holds for {WHOLE}"
+    return Answer(chain.schedule, chain.bound if outside else max(chain.bound, found.bound), reason, solver="rotor")

@@ -1,0 +1,241 @@
+"""The rotor dynamic program over blocks with options, vectorised over memory and the end of the segment.
+
+``inner[i,j](m)`` is the least time to run blocks i..j forward and backward, given I_i live and m slots
+beyond it, when blocks after j are done. ``top[i](m)`` is the same for i..B-1 in the first forward phase,
+whose forward runs are no recomputation, and includes the loss. With e(i,k) = bytes of I_k not in I_i::
+
+    inner[i,j](m) = min of
+      (a)  fwd(i,o) + time(o) + inner[i+1,j](m - save(o) - e(i,i+1))      over options o of block i (i = j: no inner)
+           if  m >= rerun_base(j) + forward_peak(o)  and  m >= backward_base(i) + backward_peak(o)
+      (b)  pass(i..k-1) + inner[k,j](m - e(i,k)) + inner[i,k-1](m)          over i < k <= j
+           if  m >= rerun_base(j) + peak of running i..k-1 keeping I_k only
+      (c)  time(o), for i = j and o fresh, if m >= backward_base(i) + backward_peak(o)
+    top[i](m)     = the same with fwd = pass = 0, first_base for rerun_base, top[k] for inner[k,j], k up to B
+    top[B](m)     = 0 if m >= loss_peak
+
+Only times are stored. What reaches a time is found again where it is asked for, which is in few places.
+
+Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (rotor), with options per
+block as in Rockmate (Zhao et al., 2023). Known shortcoming: checkpoints are persistent, as in rotor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from solvers.chain.costs import ChainCosts
+
+Times = npt.NDArray[np.float32]
+"""Nanoseconds, exact up to 2**24 and to seven digits beyond: the walker counts again. Infinite where nothing fits."""
+
+Slots = npt.NDArray[np.int64]
+
+ROWS = 128
+"""Ends of segments that are looked at together; their columns stay in the processor's cache."""
+
+SPLITS = 8
+"""Splits after which the columns that can still improve are looked for again."""
+
+
+class ChainTable:
+    """Optimal times for every number of slots up to ``size``, each slot ``unit`` bytes."""
+
+    def __init__(self, costs: ChainCosts, unit: int, size: int) -> None:
+        self.costs, self.unit, self.size = costs, unit, size
+        count = costs.blocks
+        self._rerun = np.array(costs.rerun_base, np.int64)
+        self._columns = np.arange(size + 1)
+        self._buffer: Times = np.empty((count + 1) * (size + 1), np.float32)
+        self._passes = [_passes(costs, i) for i in range(count)]
+        self._kept_best = np.array([min(o.time + o.forward_time for o in of) for of in costs.options], np.float64)
+        alone = [min(self._alone(k, o)[1] for o in range(len(of))) for k, of in enumerate(costs.options)]
+        self._alone_best = np.array(alone, np.float64)
+        # inner[i][j - i] and, to skip what does not fit, its first finite column.
+        self.inner: list[Times] = [np.full((count - i, size + 1), np.inf, np.float32) for i in range(count)]
+        self._first: list[Slots] = [np.full(count - i, size + 1, np.int64) for i in range(count)]
+        self.top: Times = np.full((count + 1, size + 1), np.inf, np.float32)
+        self.top[count, self.slots(costs.loss_peak) :] = 0
+        for i in reversed(range(count)):
+            self._fill_inner(i)
+            self._fill_top(i)
+
+    def slots(self, size: int) -> int:
+        """Slots that hold ``size`` bytes."""
+        return -(-size // self.unit)
+
+    def _fill_inner(self, i: int) -> None:
+        """``inner[i]`` for all ends; (b) by rising k, since all ends from k on need ``inner[i,k-1]``."""
+        out, count = self.inner[i], self.costs.blocks
+        for o, option in enumerate(self.costs.options[i]):
+            row = out[0]
+            least, time = self._alone(i, o)
+            np.minimum(row[least:], np.float32(time), out=row[least:])
+            if i + 1 < count:
+                used, time = self._used(i, o), float(option.forward_time + option.time)
+                self._offer(out[1:], self._least_kept(i, o, slice(i + 1, count)), used, self.inner[i + 1], time)
+        best = self._best(i)
+        again = self._again(i)
+        self._first[i][0] = _first(out[:1])[0]
+        done_at = np.empty(count - i, np.int64)
+        for k in range(i + 1, count):
+            if (k - i - 1) % SPLITS == 0:
+                # From here on a row cannot improve: splits at k and later take the time of another pass at least.
+                limit = best[k - i :] + again[k - i - 1]
+                rows = out[k - i :]
+                done_at[k - i :] = np.where(
+                    rows[:, -1] <= limit, (rows <= limit[:, None]).argmax(axis=1), self.size + 1
+                )
+            self._pass(i, k, done_at)
+            self._first[i][k - i] = _first(out[k - i : k - i + 1])[0]
+
+    def _pass(self, i: int, k: int, done_at: Slots) -> None:
+        """(b) for k and all ends from k on; rows in groups, whose columns of interest are alike."""
+        start = int(self._first[i][k - i - 1])
+        if start > self.size:
+            return
+        used, peak, time = self._passed(i, k)
+        before = self.inner[i][k - i - 1] + np.float32(time)
+        least = np.maximum(self._slots(peak + self._rerun[k:]), start)
+        for at in range(0, len(least), ROWS):
+            rows = slice(at, at + ROWS)
+            out, stop = self.inner[i][k - i :][rows], int(done_at[k - i :][rows].max())
+            self._offer(out[:, :stop], least[rows], used, self.inner[k][rows], before, self._first[k][rows])
+
+    def _offer(
+        self, out: Times, least: Slots, used: int, rest: Times, time: Times | float, first: Slots | None = None
+    ) -> None:
+        """Row r of ``out`` takes ``rest[r]`` with ``used`` slots less, plus ``time``, from column ``least[r]`` on."""
+        stop = out.shape[1]
+        low = max(used, int(least.min()) if first is None else int(np.maximum(least, first + used).min()))
+        if low >= stop:
+            return
+        more = np.float32(time) if isinstance(time, float) else time[low:stop]
+        found = self._buffer[: len(out) * (stop - low)].reshape(len(out), stop - low)
+        np.add(rest[:, low - used : stop - used], more, out=found)
+        high = min(stop, int(least.max()))
+        if high > low:
+            found[:, : high - low][self._columns[low:high] < least[:, None]] = np.inf
+        np.minimum(out[:, low:], found, out=out[:, low:])
+
+    def _best(self, i: int) -> Times:
+        """Per end, the time of i..j with memory without end, a little more for rounding."""
+        sums = np.concatenate([[0.0], np.cumsum(self._kept_best[i:-1])]) + self._alone_best[i:]
+        best: Times = (sums * (1 + 1e-6)).astype(np.float32)
+        return best
+
+    def _again(self, i: int) -> Times:
+        """Per k, what a split there or later takes at least beyond ``_best``."""
+        extra = self._passes[i][2][: self.costs.blocks - i] + self._alone_best[i:] - self._kept_best[i:]
+        least: Times = np.minimum.accumulate(extra[::-1])[::-1].clip(0).astype(np.float32)
+        return least
+
+    def _fill_top(self, i: int) -> None:
+        for o, option in enumerate(self.costs.options[i]):
+            least, used = self._first_kept(i, o), self._used(i, o)
+            self._offer(self.top[i : i + 1], np.array([least]), used, self.top[i + 1 : i + 2], float(option.time))
+        for k in range(i + 1, self.costs.blocks + 1):
+            least, used = self._first_passed(i, k)
+            done = self.inner[i][k - i - 1]
+            self._offer(self.top[i : i + 1], np.array([least]), used, self.top[k : k + 1], done)
+
+    def _slots(self, sizes: Slots) -> Slots:
+        return -(-sizes // self.unit)
+
+    def _used(self, i: int, o: int) -> int:
+        """Slots that option o takes from what follows."""
+        return self.slots(self.costs.options[i][o].save + self.costs.interface_bytes[i][i + 1])
+
+    def _alone(self, i: int, o: int) -> tuple[int, float]:
+        """Least slots and time of (a) and (c) for a single block."""
+        c, option = self.costs, self.costs.options[i][o]
+        backward = c.backward_base[i] + option.backward_peak
+        if option.fresh:
+            return self.slots(backward), float(option.time)
+        least = self.slots(max(backward, c.rerun_base[i] + option.forward_peak))
+        return least, float(option.time + option.forward_time)
+
+    def _least_kept(self, i: int, o: int, ends: slice) -> Slots:
+        """Least slots of (a) per end of the segment."""
+        option = self.costs.options[i][o]
+        backward = self.costs.backward_base[i] + option.backward_peak
+        return self._slots(np.maximum(backward, self._rerun[ends] + option.forward_peak))
+
+    def _passed(self, i: int, k: int) -> tuple[int, int, float]:
+        """Of (b): slots used, bytes of the peak above the rerun base, and the time of passing i..k-1."""
+        peaks, _, times = self._passes[i]
+        return self.slots(self.costs.interface_bytes[i][k]), int(peaks[k - i - 1]), float(times[k - i - 1])
+
+    def _first_kept(self, i: int, o: int) -> int:
+        """Least slots of (a) in the first forward phase."""
+        c, option = self.costs, self.costs.options[i][o]
+        return self.slots(max(c.backward_base[i] + option.backward_peak, c.first_base[i] + option.forward_peak))
+
+    def _first_passed(self, i: int, k: int) -> tuple[int, int]:
+        """The same in the first forward phase: least slots, slots used."""
+        return self.slots(int(self._passes[i][1][k - i - 1])), self.slots(self.costs.interface_bytes[i][k])
+
+    def breakpoints(self) -> list[int]:
+        """Slot counts at which the optimal time drops, fewest slots first."""
+        times = self.top[0]
+        before = np.concatenate([np.full(1, np.inf, np.float32), times[:-1]])
+        return [int(m) for m in np.flatnonzero(times < before * np.float32(1 - 1e-6))]
+
+    def top_choice(self, i: int, m: int) -> tuple[int | None, int, int]:
+        """What reaches ``top[i](m)``: (option, i+1) or (None, k), and the slots left for what follows."""
+        return _cheapest(self._top_offers(i, m))
+
+    def inner_choice(self, i: int, j: int, m: int) -> tuple[int | None, int, int]:
+        """The same for ``inner[i,j](m)``."""
+        return _cheapest(self._inner_offers(i, j, m))
+
+    def _top_offers(self, i: int, m: int) -> Iterable[tuple[float, int | None, int, int]]:
+        for o, option in enumerate(self.costs.options[i]):
+            used = self._used(i, o)
+            if m >= max(used, self._first_kept(i, o)):
+                yield option.time + float(self.top[i + 1, m - used]), o, i + 1, m - used
+        for k in range(i + 1, self.costs.blocks + 1):
+            least, used = self._first_passed(i, k)
+            if m >= max(used, least):
+                time = float(self.inner[i][k - i - 1, m])
+                yield time + float(self.top[k, m - used]), None, k, m - used
+
+    def _inner_offers(self, i: int, j: int, m: int) -> Iterable[tuple[float, int | None, int, int]]:
+        for o, option in enumerate(self.costs.options[i]):
+            if i == j:
+                least, time = self._alone(i, o)
+                if m >= least:
+                    yield time, o, i + 1, m
+                continue
+            used = self._used(i, o)
+            if m >= max(used, int(self._least_kept(i, o, slice(j, j + 1))[0])):
+                rest = float(self.inner[i + 1][j - i - 1, m - used])
+                yield option.forward_time + option.time + rest, o, i + 1, m - used
+        for k in range(i + 1, j + 1):
+            used, peak, time = self._passed(i, k)
+            if m >= max(used, self.slots(peak + self.costs.rerun_base[j])):
+                done = float(self.inner[i][k - i - 1, m]) + time
+                yield float(self.inner[k][j - k, m - used]) + done, None, k, m - used
+
+
+def _passes(costs: ChainCosts, i: int) -> tuple[Slots, Slots, Slots]:
+    """Per k in i+1..B, of running blocks i..k-1 that keeps I_k only: peak without base, with ``first_base``, time."""
+    stored = np.array(costs.interface_bytes[i][i:-1], np.int64)
+    peaks = stored + np.array(costs.pass_peak[i:], np.int64)
+    first = peaks + np.array(costs.first_base[i:], np.int64)
+    times = np.cumsum(np.array(costs.pass_time[i:], np.int64))
+    return np.maximum.accumulate(peaks), np.maximum.accumulate(first), times
+
+
+def _cheapest(offers: Iterable[tuple[float, int | None, int, int]]) -> tuple[int | None, int, int]:
+    """The first of the offers that take least time, without its time."""
+    return min(offers, key=lambda offer: offer[0])[1:]
+
+
+def _first(rows: Times) -> Slots:
+    """Per row, its first finite column; times are finite from there on."""
+    finite = np.isfinite(rows)
+    found: Slots = np.where(finite[:, -1], finite.argmax(axis=1), rows.shape[1])
+    return found

@@ -1,0 +1,71 @@
+"""The two passes that finish an order of runs and backwards.
+
+Solvers decide only the order of runs and backwards. What must be kept follows from it by liveness
+(``with_deletes``), so an order that starts with the complete forward phase is always a valid
+schedule; what differs is its peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from solvers.problem import Problem
+from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
+
+
+def _reads(problem: Problem, step: Step) -> tuple[int, ...]:
+    """Data that ``step`` reads."""
+    if isinstance(step, Run):
+        return problem.nodes[step.node].reads
+    if isinstance(step, Bwd):
+        backward = problem.nodes[step.node].backward
+        return backward.reads if backward else ()
+    return tuple(sorted(problem.returned)) if isinstance(step, Loss) else ()
+
+
+def with_deletes(problem: Problem, order: Iterable[Step]) -> Schedule:
+    """The schedule that runs ``order`` (Run, Loss and Bwd steps) and deletes by exact liveness.
+
+    A datum is deleted right after its last read before it is made again or the end; one that is not
+    read at all, right after the run that made it; a held one never. Del steps in ``order`` are ignored.
+    """
+    steps = [s for s in order if not isinstance(s, Del)]
+    needed: set[int] = set()
+    backwards: list[Step] = []
+    for step in reversed(steps):
+        reads = _reads(problem, step)
+        makes = problem.nodes[step.node].makes if isinstance(step, Run) else ()
+        dead = [d for d in dict.fromkeys(reads + makes) if d not in needed and d not in problem.held]
+        backwards.extend(Del(d) for d in reversed(dead))
+        backwards.append(step)
+        needed.difference_update(makes)
+        needed.update(reads)
+    return tuple(reversed(backwards))
+
+
+def drop_useless_runs(problem: Problem, order: Iterable[Step]) -> tuple[Step, ...]:
+    """``order`` without reruns whose data are all made again, or never read, before anyone reads them.
+
+    One scan from the end is the fixed point: a dropped rerun asks for nothing, so runs that only
+    served it are dropped when the scan reaches them. Runs of the forward phase stay.
+    """
+    steps = tuple(order)
+    kept: list[Step] = []
+    needed: set[int] = set()
+    after_loss = Loss() in steps
+    for step in reversed(steps):
+        if isinstance(step, Loss):
+            after_loss = False
+        if isinstance(step, Run):
+            makes = problem.nodes[step.node].makes
+            if after_loss and needed.isdisjoint(makes):
+                continue
+            needed.difference_update(makes)
+        needed.update(_reads(problem, step))
+        kept.append(step)
+    return tuple(reversed(kept))
+
+
+def forward_phase(problem: Problem) -> tuple[Step, ...]:
+    """Every node once, in order, then the loss: how each schedule begins."""
+    return (*(Run(i) for i in range(len(problem.nodes))), Loss())

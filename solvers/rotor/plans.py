@@ -1,0 +1,171 @@
+"""Algorithms that make checkpointing sequences, by name: ``ALGORITHMS[name](chain, limit, slots)``.
+
+All return the fastest sequence of their kind whose walked peak is at most ``limit`` bytes, and raise
+``InfeasibleError`` with the smallest limit they know to suffice.
+
+``persistent``: the optimal persistent sequence (``solvers.rotor.table``), stages run in any of their ways. ``rotor``:
+the same with way 0 only, which is the problem of the paper. ``no_checkpoint``: keep everything.
+``sequential``: equal segments, each checkpointed but the last, as ``torch.utils.checkpoint.checkpoint_sequential``;
+the number of segments is chosen. ``griewank``: binomial checkpointing as if all stages were alike (Griewank and
+Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkpoints that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from solvers.chain.revolve import Splits, binomial_splits
+from solvers.errors import InfeasibleError
+from solvers.rotor.chain import Chain
+from solvers.rotor.needs import LeastMemory, build
+from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
+from solvers.rotor.table import Table
+from solvers.rotor.walk import Walked, walk_sequence
+
+# Values that share memory are counted twice by the table, so a nominal limit above the real one may fit.
+_NOMINAL = (1.05, 1.6)
+# The table takes time by length³ · slots: chains shorter than _LONG get up to _FINER times the slots for nothing.
+_LONG, _FINER = 120, 8
+
+
+def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
+    """The fastest persistent sequence within ``limit`` bytes, divided into ``slots``, or more on a short chain."""
+    name = f"persistent({limit} bytes, {slots} slots)"
+    slots *= max(1, min(_FINER, (_LONG // chain.length) ** 2))
+    everything = no_checkpoint_sequence(chain)
+    if walk_sequence(chain, everything).peak <= limit:
+        return everything
+    fitting: list[Sequence] = []
+    for nominal in _NOMINAL:
+        found, top = _from_table(chain, limit, slots, nominal, name)
+        fitting += found
+        if not top:
+            break
+    if fitting:
+        return min(fitting, key=lambda s: walk_sequence(chain, s).time)
+    least = Sequence(LeastMemory(chain).sequence(), name)
+    return _fastest(chain, limit, [least, *sequential_sequences(chain), *_revolve_sequences(chain)])
+
+
+def rotor(chain: Chain, limit: int, slots: int) -> Sequence:
+    """The fastest persistent sequence of whole stages."""
+    stages = tuple(replace(stage, ways=stage.ways[:1]) for stage in chain.stages)
+    return persistent(replace(chain, stages=stages), limit, slots)
+
+
+def _from_table(chain: Chain, limit: int, slots: int, nominal: float, name: str) -> tuple[list[Sequence], bool]:
+    """The sequence of the largest nominal memory that walks within ``limit``; whether that is the top of the table.
+
+    The walked peak grows with the nominal memory but for rounding, so a bisection finds it.
+    """
+    table = Table(chain, max(1.0, nominal * max(1, limit - chain.state) / slots), slots)
+    steps = table.breakpoints()
+    found: list[Sequence] = []
+    low, high = 0, len(steps)
+    while low < high:
+        middle = (low + high) // 2
+        sequence = Sequence(table.sequence(steps[middle]), name)
+        if walk_sequence(chain, sequence).peak <= limit:
+            found, low = [sequence], middle + 1
+        else:
+            high = middle
+    return found, bool(steps) and low == len(steps)
+
+
+def no_checkpoint_sequence(chain: Chain) -> Sequence:
+    """Keep everything, recompute nothing."""
+    length = chain.length
+    return Sequence(
+        (*(Fe(i) for i in range(length)), Loss(), *(B(i) for i in reversed(range(length)))), "no_checkpoint"
+    )
+
+
+def no_checkpoint(chain: Chain, limit: int, slots: int = 0) -> Sequence:
+    """Keep everything."""
+    return _fastest(chain, limit, [no_checkpoint_sequence(chain)])
+
+
+def segments_sequence(chain: Chain, segments: int) -> Sequence:
+    """``segments`` segments of equal length, all checkpointed but the last, which takes the remainder."""
+    length, size = chain.length, chain.length // segments
+    starts = [k * size for k in range(segments)]
+    done: list[Operation] = []
+    for start in starts[:-1]:
+        done += [Fck(start), *(Fn(j) for j in range(start + 1, start + size))]
+    last = starts[-1]
+    done += [*(Fe(j) for j in range(last, length)), Loss(), *(B(j) for j in reversed(range(last, length)))]
+    for start in reversed(starts[:-1]):
+        stages = range(start, start + size)
+        done += [*(Fe(j) for j in stages), *(B(j) for j in reversed(stages))]
+    return Sequence(tuple(done), f"sequential({segments} segments)")
+
+
+def sequential_sequences(chain: Chain) -> Iterable[Sequence]:
+    """Every number of segments."""
+    return (segments_sequence(chain, n) for n in range(1, chain.length + 1))
+
+
+def sequential(chain: Chain, limit: int, slots: int = 0) -> Sequence:
+    """Equal segments, in the number that fits and is fastest."""
+    return _fastest(chain, limit, sequential_sequences(chain))
+
+
+def griewank(chain: Chain, limit: int, slots: int = 0) -> Sequence:
+    """Binomial checkpointing with at most ``c`` checkpoints beside the input; the ``c`` that fits and is fastest."""
+    return _fastest(chain, limit, _revolve_sequences(chain))
+
+
+def _revolve_sequences(chain: Chain) -> Iterable[Sequence]:
+    """Every useful number of checkpoints: with the last, every stage runs twice at most."""
+    most = max(0, chain.length - 1)
+    splits = binomial_splits(chain.length, most)
+    return (revolve_sequence(chain, c, splits) for c in range(most + 1))
+
+
+def revolve_sequence(chain: Chain, checkpoints: int, splits: Splits | None = None) -> Sequence:
+    """Fewest forward runs when at most ``checkpoints`` values beside the input are stored at a time."""
+    splits = splits or binomial_splits(chain.length, checkpoints)
+    return Sequence(
+        build(
+            chain,
+            lambda s, t, c: (0, s + 1) if s == t else (None, s + splits[c][t - s + 1]),
+            checkpoints,
+            lambda s, k, way, c: c - 1 if c else 0,
+        ),
+        f"griewank({checkpoints} checkpoints)",
+    )
+
+
+def _fastest(chain: Chain, limit: int, sequences: Iterable[Sequence]) -> Sequence:
+    tried = list(sequences)
+    fitting: list[tuple[Walked, Sequence]] = []
+    for sequence in tried:
+        walked = walk_sequence(chain, sequence)
+        if walked.peak <= limit:
+            fitting.append((walked, sequence))
+    if not fitting:
+        raise infeasible(chain, limit, tried)
+    return min(fitting, key=lambda pair: pair[0].time)[1]
+
+
+def infeasible(chain: Chain, limit: int, tried: Iterable[Sequence]) -> InfeasibleError:
+    """The error for a limit that none of ``tried`` fits."""
+    least = min((walk_sequence(chain, s) for s in tried), key=lambda walked: walked.peak)
+    operation = least.tightest.operation
+    index = getattr(operation, "index", None)
+    where = f"{operation!r}" + (f" ({chain.stages[index].name})" if index is not None else "")
+    return InfeasibleError(
+        f"no sequence fits {limit} bytes; the smallest limit that one fits is {least.peak} bytes, set by {where}",
+        least.peak,
+        where,
+    )
+
+
+ALGORITHMS: dict[str, Callable[[Chain, int, int], Sequence]] = {
+    "persistent": persistent,
+    "rotor": rotor,
+    "no_checkpoint": no_checkpoint,
+    "sequential": sequential,
+    "griewank": griewank,
+}

@@ -1,0 +1,201 @@
+"""The judge of checkpointing sequences: runs one over a chain on paper, and returns peak and time.
+
+Shares no code with the algorithms. Memory is counted by storage, so values that share memory count once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from solvers.errors import ScheduleError
+from solvers.rotor.chain import Chain
+from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One operation: the most memory (bytes) while it runs, what is there after it, and when it ends."""
+
+    operation: Operation
+    peak: int
+    after: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """``peak`` in bytes, ``time`` in the chain's unit, ``base`` the time without recomputation."""
+
+    peak: int
+    time: int
+    base: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def overhead(self) -> float:
+        """Recomputation as a fraction of the time without."""
+        return (self.time - self.base) / self.base if self.base else 0.0
+
+    @property
+    def tightest(self) -> Moment:
+        """The first operation that reaches the peak."""
+        return next(m for m in self.moments if m.peak == self.peak)
+
+
+def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
+    """Walk ``sequence`` over ``chain``. Raises ``ScheduleError`` where an operation lacks what it reads."""
+    walker = _Walker(chain)
+    operations = sequence.operations
+    for k, operation in enumerate(operations):
+        walker.step(operation, operations[k + 1] if k + 1 < len(operations) else None)
+    if walker.next_backward >= 0:
+        raise ScheduleError(f"the sequence ends before B_{walker.next_backward}")
+    base = sum(s.forward_time + s.backward_time for s in chain.stages)
+    return Walked(max(m.peak for m in walker.moments), walker.time, base, tuple(walker.moments))
+
+
+@dataclass
+class _Walker:
+    chain: Chain
+    held: Counter[int] = field(default_factory=Counter)
+    level: int = 0
+    time: int = 0
+    current: int | None = 0
+    stored: set[int] = field(default_factory=set)
+    enabled: dict[int, int] = field(default_factory=dict)
+    states: set[int] = field(default_factory=set)
+    moments: list[Moment] = field(default_factory=list)
+    in_forward: bool = True
+
+    def __post_init__(self) -> None:
+        self.sizes = {storage: size for value in self.chain.values for storage, size in value}
+        self.next_backward = self.chain.length - 1
+        self.hold(0)
+
+    def hold(self, i: int) -> None:
+        for storage in self._storages(i):
+            self.held[storage] += 1
+            if self.held[storage] == 1:
+                self.level += self.sizes[storage]
+
+    def drop(self, i: int) -> None:
+        for storage in self._storages(i):
+            self.held[storage] -= 1
+            if self.held[storage] == 0:
+                self.level -= self.sizes[storage]
+
+    def _storages(self, i: int) -> Iterable[int]:
+        return {storage for storage, _ in self.chain.values[i]}
+
+    def step(self, operation: Operation, following: Operation | None) -> None:
+        if isinstance(operation, Loss):
+            peak = self._loss()
+        elif isinstance(operation, B):
+            peak = self._backward(operation)
+        else:
+            peak = self._forward(operation, following == B(operation.index))
+        self.moments.append(Moment(operation, peak, self.level, self.time))
+
+    def _forward(self, operation: Fn | Fck | Fe, last: bool) -> int:
+        i = operation.index
+        if not 0 <= i < self.chain.length:
+            raise ScheduleError(f"{operation!r}: the chain has {self.chain.length} stages")
+        stage = self.chain.stages[i]
+        if isinstance(operation, Fe) and i in self.enabled:
+            raise ScheduleError(f"{operation!r}: what its backward reads is there already")
+        self._fetch(operation)
+        if isinstance(operation, Fe):
+            way = stage.ways[operation.way]
+            stops = last and not self.in_forward and operation.way == 0
+            first = operation.way and i not in self.states
+            peak = self.level + (stage.stop_peak if stops else way.forward_peak) + (stage.state if first else 0)
+            self.time += stage.forward_time - (stage.tail_time if stops else 0)
+            self.enabled[i] = operation.way
+            self.level += way.held
+            if stage.keeps_input or operation.way:
+                self.hold(i)
+            if i in self.stored:
+                self.stored.remove(i)
+                self.drop(i)
+        else:
+            stops = False
+            # The state is kept by the first run, and put aside by those that draw again.
+            peak = self.level + stage.pass_peak + stage.state
+            self.time += stage.forward_time
+            if isinstance(operation, Fck) and i not in self.stored:
+                self.stored.add(i)
+                self.hold(i)
+            elif isinstance(operation, Fn) and i in self.stored:
+                self.stored.remove(i)
+                self.drop(i)
+        self._remember(i, stage.state, last_run=isinstance(operation, Fe) and operation.way == 0)
+        self._advance(i, stops, isinstance(operation, Fe) and operation.way == 0 and stage.keeps_output)
+        return peak
+
+    def _remember(self, i: int, state: int, last_run: bool) -> None:
+        """What later runs of stage i need is there from its first run to its last."""
+        if last_run and i in self.states:
+            self.states.remove(i)
+            self.level -= state
+        elif not last_run and i not in self.states:
+            self.states.add(i)
+            self.level += state
+
+    def _fetch(self, operation: Fn | Fck | Fe) -> None:
+        i = operation.index
+        if self.current != i:
+            if i not in self.stored:
+                raise ScheduleError(f"{operation!r}: its input is not there")
+            if self.current is not None:
+                self.drop(self.current)
+            self.hold(i)
+            self.current = i
+
+    def _advance(self, i: int, stops: bool, keeps_output: bool) -> None:
+        if keeps_output:
+            self.hold(i + 1)
+        if stops:
+            self.current = None
+        else:
+            self.hold(i + 1)
+            self.current = i + 1
+        self.drop(i)
+
+    def _loss(self) -> int:
+        if not self.in_forward:
+            raise ScheduleError("Loss: the forward phase is over")
+        if self.current != self.chain.length:
+            raise ScheduleError("Loss: the last stage has not run")
+        self.in_forward = False
+        self.current = None  # the caller holds the output to the end
+        self.level += self.chain.output_gradient
+        return self.level + self.chain.loss
+
+    def _backward(self, operation: B) -> int:
+        i = operation.index
+        if self.in_forward:
+            raise ScheduleError(f"{operation!r}: before Loss")
+        if i != self.next_backward:
+            raise ScheduleError(f"{operation!r}: the next backward is B_{self.next_backward}")
+        if i not in self.enabled:
+            raise ScheduleError(f"{operation!r}: what it reads is not there")
+        if self.current is not None:
+            self.drop(self.current)
+            self.current = None
+        stage, way = self.chain.stages[i], self.enabled.pop(i)
+        kept = stage.ways[way]
+        peak = self.level + kept.refill_peak
+        self.time += kept.refill_time + stage.backward_time
+        self._remember(i, stage.state, last_run=True)
+        self.level += kept.refilled - kept.held
+        peak = max(peak, self.level + stage.backward_peak)
+        self.level += self.chain.gradient_bytes[i] - self.chain.gradient_bytes[i + 1] - kept.refilled
+        self.level += stage.parameter_gradients
+        if stage.keeps_input or way:
+            self.drop(i)
+        if stage.keeps_output and way == 0:
+            self.drop(i + 1)
+        self.next_backward -= 1
+        return peak

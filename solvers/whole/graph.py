@@ -1,0 +1,101 @@
+"""A general rematerialization problem: a graph of computations, any of which may run any number of times.
+
+Bytes and times are integers; ``unit`` names the unit of time (nanoseconds unless a file has its own). Node ``i``
+is ``problem.nodes[i]``, and datum ``i`` is its output. The order of the nodes is the order of first runs.
+
+A schedule is a sequence of ``Run`` and ``Del`` steps in which every node runs at least once and finds the outputs
+of all its inputs live. Memory while a node runs is the bytes of the live outputs, plus its own output, plus its
+``transient``; ``solvers.whole.walker`` is the reference.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from solvers.errors import ProblemError, check_whole
+from solvers.schedule import Del, Run, Schedule, Step
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """One computation: ``time`` in the problem's unit, ``size`` bytes of output, ``transient`` bytes while it runs.
+
+    ``reads`` are the nodes whose outputs it reads.
+    """
+
+    name: str
+    time: int
+    size: int
+    reads: tuple[int, ...]
+    transient: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GraphProblem:
+    """Nodes in topological order: each reads only earlier ones (checked by ``verify``).
+
+    A time of ``scale`` is one ``unit``.
+    """
+
+    nodes: tuple[GraphNode, ...]
+    unit: str = "ns"
+    scale: int = 1
+
+    @property
+    def eager_time(self) -> int:
+        """The time of running every node once."""
+        return sum(node.time for node in self.nodes)
+
+    def verify(self) -> None:
+        """Raise ``ProblemError`` for the first invariant that does not hold."""
+        if self.scale < 1:
+            raise ProblemError(f"the scale is {self.scale}; it is at least 1")
+        for i, node in enumerate(self.nodes):
+            where = f"node {i} ({node.name})"
+            check_whole(where, time=node.time, size=node.size, transient=node.transient)
+            for j in node.reads:
+                check_whole(where, reference=j)
+                if not 0 <= j < i:
+                    raise ProblemError(f"node {i} ({node.name}) reads node {j}, which is not an earlier node")
+            if len(set(node.reads)) < len(node.reads):
+                raise ProblemError(f"node {i} ({node.name}) reads the same node twice")
+
+
+def topological(names: Sequence[object], edges: Iterable[tuple[int, int]]) -> list[int]:
+    """The positions of ``names`` in an order in which every edge leads forward, otherwise as given.
+
+    ``ProblemError`` names a node on a cycle.
+    """
+    readers: list[list[int]] = [[] for _ in names]
+    waiting = [0] * len(names)
+    for a, b in edges:
+        readers[a].append(b)
+        waiting[b] += 1
+    ready = [i for i, count in enumerate(waiting) if not count]  # sorted, so a heap
+    order: list[int] = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for j in readers[i]:
+            waiting[j] -= 1
+            if not waiting[j]:
+                heapq.heappush(ready, j)
+    if len(order) < len(names):
+        stuck = next(i for i, w in enumerate(waiting) if w)
+        raise ProblemError(f"the graph has a cycle through or before node {names[stuck]!r}")
+    return order
+
+
+def graph_schedule(problem: GraphProblem, order: Iterable[int]) -> Schedule:
+    """The schedule that runs ``order`` and deletes every output right after its last read before it is made again."""
+    needed: set[int] = set()
+    steps: list[Step] = []
+    for i in reversed(tuple(order)):
+        reads = problem.nodes[i].reads
+        steps.extend(Del(d) for d in reversed((*reads, i)) if d not in needed)
+        steps.append(Run(i))
+        needed.discard(i)
+        needed.update(reads)
+    return tuple(reversed(steps))

@@ -1,0 +1,102 @@
+"""Large-neighbourhood search: part of a schedule is decided anew, exactly, with all else as it is.
+
+For graphs that are too large for one program. A neighbourhood is a set of free operations, taken around a cell that
+is nearly full: those whose data are live there or were dropped, and those that run again. The program is the
+``Relaxation`` of the whole graph with all other reruns fixed, its positions generated lazily as there. What
+a larger program would take long to prove, many small ones find; they prove nothing about the whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from solvers.milp.milp import Effort, run
+from solvers.solve import Request
+from solvers.whole.relaxation import Cover, Relaxation
+from solvers.whole.relaxation_runs import overstepped, spell, start_values
+from solvers.whole.stages import Cell, Runs, Staged, Timeline, peaks, timeline
+
+ROUNDS = 15
+"""Of one neighbourhood at most."""
+
+NEIGHBOURHOOD = 5.0
+"""Seconds for one neighbourhood at most."""
+
+FULL = 0.9
+"""A cell that uses so much of the budget is nearly full."""
+
+
+class Neighbourhoods:
+    """The search, any number of times; ``positions`` grow as it learns which cells matter."""
+
+    def __init__(self, staged: Staged, request: Request, positions: Iterable[Cell]) -> None:
+        self.staged, self.request = staged, request
+        self.positions = set(positions)
+        self.size = 40
+        self.draw = random.Random(0)
+
+    def improve(self, runs: Runs, until: Callable[[], float], target: int, told: Callable[[Runs], None]) -> None:
+        """Search from ``runs``, which fit, until no time is left or the cost is down to ``target``; tell of better."""
+        now, cost = timeline(self.staged, runs), self.staged.cost(runs)
+        while until() > 0 and cost > target:
+            left = until()
+            better = self._decide(now, cost, self._free(now, runs), min(left, NEIGHBOURHOOD))
+            if better is not None:
+                runs, now, cost = better, timeline(self.staged, better), self.staged.cost(better)
+                told(runs)
+            # Programs as large as are solved in a second or two.
+            quick = left - until() < NEIGHBOURHOOD / 3
+            self.size = min(self.staged.steps, self.size * 9 // 8) if quick else max(8, self.size * 4 // 5)
+
+    def _free(self, now: Timeline, runs: Runs) -> frozenset[int]:
+        """Operations around a random cell that is nearly full."""
+        staged = self.staged
+        full = np.flatnonzero(now.memory >= FULL * self.request.budget)
+        p = int(self.draw.choice(full.tolist() or [int(now.memory.argmax())]))
+        crossing = {
+            staged.owners[d]
+            for d, copies in enumerate(now.copies)
+            if staged.sizes[d] and copies and copies[0][0] < p < copies[-1][-1]
+        }
+        again = {i for stage in runs for i in stage}
+        near = sorted(crossing | again)
+        if len(near) <= self.size:
+            return frozenset(near)
+        chosen = set(self.draw.sample(near, self.size // 2))
+        # A stretch of neighbours, which mostly read one another.
+        at = self.draw.randrange(len(near))
+        chosen.update(near[at : at + self.size // 2])
+        return frozenset(chosen)
+
+    def _decide(self, now: Timeline, cost: int, free: frozenset[int], seconds: float) -> Runs | None:
+        """The best for the ``free`` operations; None if that is no better."""
+        staged, request = self.staged, self.request
+        deadline = request.seconds() + seconds
+        covers: list[Cover] = []
+        positions = set(self.positions)
+        for _ in range(ROUNDS):
+            left = deadline - request.seconds()
+            if left <= 0:
+                return None
+            model = Relaxation(staged, request.budget, positions, covers, free, now)
+            outcome = run(model.program, Effort(request.milp, request.threads, 1e-3, left), start_values(model, now))
+            if outcome.values is None:
+                return None
+            spelled = spell(model, outcome.values)
+            if staged.cost(spelled.runs) >= cost:
+                return None
+            then = timeline(staged, spelled.runs)
+            if then.peak <= request.budget:
+                return spelled.runs
+            cells = peaks(then, request.budget)
+            new = {*cells, *spelled.conflicts} - positions
+            positions |= new
+            self.positions |= new
+            found = overstepped(model, outcome.values, cells)
+            covers += found
+            if not new and not found:
+                return None
+        return None

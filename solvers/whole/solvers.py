@@ -1,0 +1,80 @@
+"""The solvers of a ``GraphProblem`` by name, behind ``solvers.solve``."""
+
+from __future__ import annotations
+
+from solvers.schedule import Schedule
+from solvers.solution import Frontier
+from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
+from solvers.whole.baselines import recompute_all, sqrt_segments
+from solvers.whole.frontier import frontier_staged
+from solvers.whole.graph import GraphProblem
+from solvers.whole.repair import repair
+from solvers.whole.stages import Runs, schedule_graph, staged_graph
+from solvers.whole.walker import walk_graph
+from solvers.whole.whole_graph import solve_staged
+
+CLASS = "in the fixed order of first runs, frontier-advancing"
+
+
+def _judge(problem: GraphProblem, schedule: Schedule) -> Judged:
+    walked = walk_graph(problem, schedule)
+    return Judged(walked.peak, walked.time)
+
+
+def _frontier(problem: GraphProblem, request: Request) -> Frontier:
+    return frontier_staged(staged_graph(problem), request)
+
+
+KINDS[GraphProblem] = Kind(_judge, lambda problem: problem.eager_time, _frontier)
+
+
+def _answer(problem: GraphProblem, runs: Runs) -> Answer:
+    return Answer(schedule_graph(problem, runs))
+
+
+@register(GraphProblem, "keep_all")
+def _keep_all(problem: GraphProblem, request: Request) -> Answer:
+    return _answer(problem, staged_graph(problem).none())
+
+
+@register(GraphProblem, "recompute_all")
+def _recompute_all(problem: GraphProblem, request: Request) -> Answer:
+    return _answer(problem, recompute_all(staged_graph(problem)))
+
+
+@register(GraphProblem, "sqrt")
+def _sqrt(problem: GraphProblem, request: Request) -> Answer:
+    return _answer(problem, sqrt_segments(staged_graph(problem)))
+
+
+@register(GraphProblem, "greedy")
+def _greedy(problem: GraphProblem, request: Request) -> Answer:
+    """The fast heuristic alone; it proves nothing."""
+    staged = staged_graph(problem)
+    runs = repair(staged, request.budget, staged.none(), request.remaining)
+    return Answer(None, reason="greedy drops led nowhere") if runs is None else _answer(problem, runs)
+
+
+def _whole(problem: GraphProblem, request: Request, hierarchical: bool) -> Answer:
+    found = solve_staged(staged_graph(problem), request, hierarchical=hierarchical)
+    bound = problem.eager_time + found.bound
+    if found.runs is None:
+        return Answer(None, bound, infeasible=found.infeasible)
+    stopped = "stopped by Ctrl-C; the best so far " if found.interrupted else ""
+    return Answer(schedule_graph(problem, found.runs), bound, stopped + CLASS)
+
+
+@register(GraphProblem, "checkmate")
+def _checkmate(problem: GraphProblem, request: Request) -> Answer:
+    return _whole(problem, request, hierarchical=False)
+
+
+@register(GraphProblem, "hierarchical")
+def _hierarchical(problem: GraphProblem, request: Request) -> Answer:
+    """As ``checkmate``, with most of the time for neighbourhoods: for graphs far too large for one program."""
+    return _whole(problem, request, hierarchical=True)
+
+
+@register(GraphProblem, "auto")
+def _auto(problem: GraphProblem, request: Request) -> Answer:
+    return _checkmate(problem, request)

@@ -1,0 +1,229 @@
+"""What the whole-graph solvers see of a problem: operations in the order of their first runs, and stages.
+
+Both kinds of problem, a ``GraphProblem`` and a training step (``Problem``), are ``Staged``. Stage t consists of
+reruns, each operation at most once and in order, and ends with step t, the first run of operation t. Rerun i of
+stage t is the *cell* (t, i) with i < t, step t itself the cell (t, t); a schedule goes through its cells in
+lexicographic order. This is the class "fixed order of first runs, frontier-advancing" of Checkmate (Jain et al.,
+MLSys 2020); in it, what must be kept follows from the reruns by liveness, so ``Runs`` is all there is to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from solvers.liveness import with_deletes
+from solvers.problem import Problem
+from solvers.schedule import Bwd, Loss, Run, Schedule, Step
+from solvers.whole.graph import GraphProblem, graph_schedule
+
+Cell = tuple[int, int]
+Runs = tuple[tuple[int, ...], ...]
+"""Per stage, the operations that run again in it, in order."""
+
+MOST_NEW = 12
+"""Cells that ``peaks`` returns at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """``own``: the most bytes that a run allocates, results included. ``rng``: bytes kept from first to last run."""
+
+    time: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    own: int
+    rerun: bool = True
+    rng: int = 0
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Operation t is that of step t. Data have ``sizes`` (bytes) and ``owners`` (operations).
+
+    ``base[t]``: bytes besides data and ``own`` while step t runs; ``before[t]``: the same while operations run
+    again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted.
+    """
+
+    operations: tuple[Operation, ...]
+    sizes: tuple[int, ...]
+    owners: tuple[int, ...]
+    base: tuple[int, ...]
+    before: tuple[int, ...]
+    first: int = 0
+    held: frozenset[int] = frozenset()
+    reads: tuple[frozenset[int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", tuple(frozenset(op.reads) for op in self.operations))
+
+    @property
+    def steps(self) -> int:
+        """How many steps, operations and stages there are."""
+        return len(self.operations)
+
+    def cells(self, runs: Sequence[Sequence[int]]) -> list[Cell]:
+        """All cells that execute, in order."""
+        return [(t, i) for t in range(self.steps) for i in (*runs[t], t)]
+
+    def extra(self, cell: Cell) -> int:
+        """Bytes besides data and ``own`` while ``cell`` executes (generator states not counted)."""
+        t, i = cell
+        return self.base[t] if i == t else self.before[t]
+
+    def none(self) -> Runs:
+        """No reruns."""
+        return ((),) * self.steps
+
+    def cost(self, runs: Sequence[Sequence[int]]) -> int:
+        """Time of the reruns."""
+        return sum(self.operations[i].time for stage in runs for i in stage)
+
+
+def staged_graph(problem: GraphProblem) -> Staged:
+    """A general graph: every node is an operation, its output a datum."""
+    nodes, count = problem.nodes, len(problem.nodes)
+    operations = tuple(Operation(n.time, n.reads, (i,), n.size + n.transient) for i, n in enumerate(nodes))
+    return Staged(operations, tuple(n.size for n in nodes), tuple(range(count)), (0,) * count, (0,) * count)
+
+
+def staged_step(problem: Problem) -> Staged:
+    """A training step: forward nodes, the loss, then backwards, which run once. Nothing runs again before the loss."""
+    operations = [Operation(n.time, n.reads, n.makes, n.peak, n.rerun, n.rng) for n in problem.nodes]
+    operations.append(Operation(0, tuple(sorted(problem.returned)), (), problem.loss, rerun=False))
+    base, before = [0] * len(operations), [0] * len(operations)
+    for i in problem.backward_order():
+        backward = problem.nodes[i].backward
+        assert backward is not None
+        operations.append(Operation(backward.time, backward.reads, (), 0, rerun=False))
+        base.append(backward.peak)
+        before.append(backward.before)
+    return Staged(
+        tuple(operations),
+        tuple(d.size for d in problem.data),
+        tuple(d.owner for d in problem.data),
+        tuple(base),
+        tuple(before),
+        first=len(problem.nodes) + 1,
+        held=problem.held,
+    )
+
+
+def schedule_graph(problem: GraphProblem, runs: Runs) -> Schedule:
+    """``runs`` as a schedule."""
+    return graph_schedule(problem, (i for _, i in staged_graph(problem).cells(runs)))
+
+
+def schedule_step(problem: Problem, runs: Runs) -> Schedule:
+    """``runs`` of ``staged_step(problem)`` as a schedule."""
+    count = len(problem.nodes)
+    last: list[Step] = [*(Run(i) for i in range(count)), Loss(), *(Bwd(i) for i in problem.backward_order())]
+    order: list[Step] = []
+    for t, stage in enumerate(runs):
+        order += [Run(i) for i in stage]
+        order.append(last[t])
+    return with_deletes(problem, order)
+
+
+def without_useless(staged: Staged, runs: Sequence[Sequence[int]]) -> Runs:
+    """``runs`` in order, without those whose results nobody reads before they are made again."""
+    kept: list[tuple[int, ...]] = []
+    needed: set[int] = set()
+    for t in reversed(range(staged.steps)):
+        stage: list[int] = []
+        for i in (t, *sorted(runs[t], reverse=True)):
+            operation = staged.operations[i]
+            if i != t:
+                if needed.isdisjoint(operation.makes):
+                    continue
+                stage.append(i)
+            needed.difference_update(operation.makes)
+            needed.update(operation.reads)
+        kept.append(tuple(reversed(stage)))
+    return tuple(reversed(kept))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Memory of ``runs``: ``memory[p]`` bytes while the p-th of ``cells`` executes.
+
+    A *copy* of a datum lives from the cell that makes it to the last that reads it. ``copies[d]`` lists
+    (made at, reads at ..., ) positions per copy of datum d.
+    """
+
+    cells: list[Cell]
+    memory: npt.NDArray[np.int64]
+    copies: list[list[list[int]]]
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return int(self.memory.max()) if len(self.cells) else 0
+
+
+def timeline(staged: Staged, runs: Sequence[Sequence[int]]) -> Timeline:
+    """The memory of ``runs``, by liveness."""
+    cells = staged.cells(runs)
+    copies: list[list[list[int]]] = [[] for _ in staged.sizes]
+    for p, (_, i) in enumerate(cells):
+        operation = staged.operations[i]
+        for d in operation.reads:
+            copies[d][-1].append(p)
+        for d in operation.makes:
+            copies[d].append([p])
+    return Timeline(cells, memory(staged, cells), copies)
+
+
+def memory(staged: Staged, cells: Sequence[Cell]) -> npt.NDArray[np.int64]:
+    """Bytes while each of ``cells`` executes; the same as a timeline's, without its copies."""
+    sizes, operations = staged.sizes, staged.operations
+    change = [0] * (len(cells) + 1)
+    last: list[int] = [-1] * len(sizes)  # where the present copy was made, or read last
+    for p, cell in enumerate(cells):
+        operation = operations[cell[1]]
+        own = operation.own + staged.extra(cell)
+        change[p] += own
+        change[p + 1] -= own
+        for d in operation.reads:
+            last[d] = p
+        for d in operation.makes:
+            if d in staged.held:
+                change[p + 1] += sizes[d] if last[d] < 0 else 0
+            else:
+                change[last[d] + 1] -= sizes[d] if last[d] >= 0 else 0
+                change[p + 1] += sizes[d]
+            last[d] = p
+    for d, end in enumerate(last):
+        if end >= 0 and d not in staged.held:
+            change[end + 1] -= sizes[d]
+    _add_generator_states(staged, cells, change)
+    return np.cumsum(np.array(change[:-1], np.int64))
+
+
+def _add_generator_states(staged: Staged, cells: Sequence[Cell], change: list[int]) -> None:
+    if not any(op.rng for op in staged.operations):
+        return
+    last = {i: p for p, (_, i) in enumerate(cells)}
+    for p, (t, i) in enumerate(cells):
+        if t == i and staged.operations[i].rng and last[i] > p:
+            change[p] += staged.operations[i].rng
+            change[last[i] + 1] -= staged.operations[i].rng
+
+
+def peaks(found: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
+    """Of each stretch of cells over ``budget``, the one with most memory; the ``most`` worst of them."""
+    over = found.memory > budget
+    worst: list[tuple[int, Cell]] = []
+    start = None
+    for p in range(len(found.cells) + 1):
+        inside = p < len(found.cells) and over[p]
+        if inside and start is None:
+            start = p
+        if not inside and start is not None:
+            top = start + int(found.memory[start:p].argmax())
+            worst.append((int(found.memory[top]), found.cells[top]))
+            start = None
+    return [cell for _, cell in sorted(worst, reverse=True)[:most]]

@@ -1,0 +1,75 @@
+"""The reference semantics of schedules of a ``GraphProblem``: checks every step and counts every byte.
+
+Shares no code with the solvers. Memory while a step executes is
+
+- ``Run(i)``: live outputs before it (an older copy of its own included) + ``size`` + ``transient`` of node i;
+- ``Del(i)``: live outputs after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from solvers.errors import ProblemError, ScheduleError
+from solvers.schedule import Del, Run, Schedule
+from solvers.whole.graph import GraphProblem
+
+
+@dataclass(frozen=True, slots=True)
+class GraphWalk:
+    """What a schedule costs: bytes per step (``timeline``), their maximum and where, and time in the problem's unit."""
+
+    peak: int
+    peak_step: int
+    time: int
+    eager_time: int
+    timeline: tuple[int, ...]
+
+    @property
+    def overhead(self) -> float:
+        """Recompute time as a fraction of the time without recomputation."""
+        return (self.time - self.eager_time) / self.eager_time if self.eager_time else 0.0
+
+
+def walk_graph(problem: GraphProblem, schedule: Schedule) -> GraphWalk:
+    """Check ``schedule`` and return its costs; ``ScheduleError`` names the first step that is forbidden.
+
+    ``ProblemError`` for what is no ``GraphProblem`` (``walk`` walks a ``Problem``).
+    """
+    if not isinstance(problem, GraphProblem):
+        raise ProblemError(
+            f"walk_graph takes a GraphProblem; for a {type(problem).__name__} there may be another: walk"
+        )
+    nodes = problem.nodes
+    live: set[int] = set()
+    missing = set(range(len(nodes)))
+    used = time = 0
+    timeline: list[int] = []
+    for at, step in enumerate(schedule):
+        match step:
+            case Run(i) if 0 <= i < len(nodes):
+                node = nodes[i]
+                for j in node.reads:
+                    if j not in live:
+                        raise ScheduleError(f"step {at} (run {node.name}) reads {nodes[j].name}, which is not live")
+                timeline.append(used + node.size + node.transient)
+                time += node.time
+                missing.discard(i)
+                if i not in live:
+                    live.add(i)
+                    used += node.size
+            case Del(i) if 0 <= i < len(nodes):
+                if i not in live:
+                    raise ScheduleError(f"step {at} (del {nodes[i].name}) deletes an output that is not live")
+                live.remove(i)
+                used -= nodes[i].size
+                timeline.append(used)
+            case Run(i) | Del(i):
+                raise ScheduleError(f"step {at}: no node {i}")
+            case _:
+                raise ScheduleError(f"step {at} ({step}): a schedule of a graph has Run and Del steps only")
+    if missing:
+        raise ScheduleError(f"step {len(schedule)} (end): {nodes[min(missing)].name} never ran")
+    peak = max(timeline, default=0)
+    eager = sum(node.time for node in nodes)
+    return GraphWalk(peak, timeline.index(peak) if timeline else 0, time, eager, tuple(timeline))
