@@ -74,6 +74,10 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         feed = iter(tensors[: len(inputs)])
         filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         a, k = unflatten(filled, in_spec)
+        if is_pure(model):
+            results, out_spec = flatten(model(*a, **k))
+            structure.append(Structure(out_spec, _constants(results)))
+            return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
         before = State(model)
         with watched() as watch, other_draws(watch, refuse=True) as drawn:
             returned = model(*a, **k)
@@ -113,6 +117,11 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     called = replace(structure[-1], written=written)
     b = _Reader(graph, sources, list(seen.calls)).read(len(results), called, seen.reads, notes)
     return b, [t.detach() for t in results]
+
+
+def is_pure(model: torch.nn.Module) -> bool:
+    """Whether ``model`` says that it is a program of tensors, so that nothing of its Python needs to be watched."""
+    return bool(getattr(type(model), "pure", False))
 
 
 class State:

@@ -28,6 +28,8 @@ class Captured(torch.nn.Module):
     the other inputs, in order. It has them while ``holding`` is in force, so that it keeps no model alive.
     """
 
+    pure = True  # see ``rkgb.Btools.is_pure``
+
     def __init__(self, program: fx.GraphModule, arguments: Sequence[Any]) -> None:
         super().__init__()
         without_wrappers(program)
