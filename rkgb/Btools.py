@@ -19,13 +19,13 @@ from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.randomness import own_generators
 from rkgb.sample import Sample, call_of, check_module
-from rkgb.trace.capture import Call, HostRead, Recorder, call_in, map_tensors, module_in, outside_vmap, preserved
+from rkgb.trace.capture import Call, HostRead, Recorder, call_in, module_in, outside_vmap, preserved
 from rkgb.trace.code import watched
 from rkgb.trace.guards import Guard
 from rkgb.trace.other_draws import other_draws
 from rkgb.trace.record import record
 from rkgb.trace.respelled import constant, data_of
-from rkgb.trees import flatten, unflatten
+from rkgb.trees import flatten, map_tensors, unflatten
 
 # Results that Python reads from a tensor's shape, not its data: their operations run when the graph is built.
 PRIMITIVES: dict[str, Callable[..., Any]] = {

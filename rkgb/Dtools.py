@@ -19,9 +19,10 @@ from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
 from rkgb.probe.contexts import context_tensors, next_number
 from rkgb.probe.decompose import is_split, split
-from rkgb.program import memory_of, run_node, same, source_values
+from rkgb.program import run_node, same, source_values
 from rkgb.randomness import Drawn, draws_unseen, node_generators, random_state, watched_devices
 from rkgb.sample import Sample, call_of
+from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
 from rkgb.trees import tensors_of
@@ -205,7 +206,7 @@ class _Probe:
 
     def _free(self, v: int) -> None:
         s = self.values[v].storage
-        address = memory_of(self.env.pop(v))._cdata
+        address = storage_key(self.env.pop(v))
         self.holders[s].discard(v)
         if not self.holders[s]:
             del self.live[address]

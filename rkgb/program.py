@@ -13,13 +13,6 @@ from rkgb.trace.attention import attention_by
 from rkgb.trace.capture import current_mode
 
 
-def memory_of(t: torch.Tensor) -> torch.UntypedStorage:
-    """The allocation that a tensor lies in; of a sparse tensor, that of its values."""
-    if t.layout == torch.strided:
-        return t.untyped_storage()
-    return (t._values() if t.layout == torch.sparse_coo else t.values()).untyped_storage()
-
-
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit, NaN equal to NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:

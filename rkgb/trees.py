@@ -2,13 +2,16 @@
 
 PyTorch knows lists, tuples, dicts and what libraries register. A dataclass, a cache of keys and values, or a dict of
 another class is taken apart by its attributes and items here, and built again with the same class.
+
+There are three ways to the tensors of a structure: ``tensors_of`` knows such objects as well, ``tensor_leaves`` what
+PyTorch knows, and ``tensors_in`` lists, tuples and dicts, which is what operations are called with.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
@@ -125,6 +128,33 @@ def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of a tree, in the order of its leaves."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of PyTorch's pytree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+
+
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``tree`` (nested lists, tuples and dicts) with ``function`` applied to its tensors."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(t, function) for t in tree)
+    if isinstance(tree, dict):
+        return {k: map_tensors(t, function) for k, t in tree.items()}
+    return tree
 
 
 def _opened(tree: Any, around: tuple[int, ...]) -> Any:

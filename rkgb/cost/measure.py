@@ -24,7 +24,8 @@ from rkgb.cost.usage import Usage, supposed, turned_strides
 from rkgb.device import kind_of
 from rkgb.errors import TraceError
 from rkgb.graphs import S_graph, S_node
-from rkgb.program import memory_of, run_node, source_values
+from rkgb.program import run_node, source_values
+from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import is_guard
 
@@ -253,7 +254,7 @@ def _gradient_sources(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], f
         watch.remove()
     places: dict[int, tuple[str, int]] = {}
     for k, g in enumerate(fed[0]):
-        places[g.untyped_storage()._cdata] = ("result", k)
+        places[storage_key(g)] = ("result", k)
     found: dict[int, InputGradient | None] = {}
     arrived = dict(zip(run.tapped, came[0], strict=True)) if came else {}
     seen = {v: _form_of(g, None) for v, g in arrived.items() if g is not None}

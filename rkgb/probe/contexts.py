@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from rkgb.graphs import S_graph
-from rkgb.trace.capture import tensors_in
+from rkgb.trees import tensors_in
 
 next_number: Any = torch._C._autograd._get_sequence_nr
 """The number of the next node of autograd's graph that this thread makes."""

@@ -26,6 +26,7 @@ from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
 from rkgb.trace.respelled import Respelled, respelled
 from rkgb.trace.written import Written
+from rkgb.trees import map_tensors, tensors_in
 
 # What Python reads from the data of tensors.
 _HOST_READS = frozenset(
@@ -44,17 +45,6 @@ _UNRECORDED = frozenset(
     {"Tensor.size", "Tensor.stride", "Tensor.numel", "Tensor.nelement", "Tensor.__len__", "shape.__get__"}
     | {"Tensor.__repr__", "Tensor.__str__", "Tensor.__format__"}
 )
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
 
 
 def current_mode() -> Mode:
@@ -322,17 +312,6 @@ def outside_vmap(t: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
     return t
-
-
-def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``tree`` (nested lists, tuples and dicts) with ``function`` applied to its tensors."""
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(t, function) for t in tree)
-    if isinstance(tree, dict):
-        return {k: map_tensors(t, function) for k, t in tree.items()}
-    return tree
 
 
 @functools.lru_cache(4096)

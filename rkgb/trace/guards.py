@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rkgb.graphs import Node
+from rkgb.trees import tensor_leaves
 
 try:
     import numpy
@@ -86,7 +86,7 @@ def shaped_by_data(name: str, args: tuple[Any, ...]) -> bool:
     if name == "where":
         return len(args) == 1
     if name == "__getitem__":
-        return any(t.dtype in (torch.bool, torch.uint8) for t in pytree.tree_leaves(args[1:]) if torch.is_tensor(t))
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensor_leaves(args[1:]))
     return name in _SHAPED_BY_DATA
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
-from rkgb.trace.capture import Recorder, call_in, drop_saved, tensors_in, untraced
+from rkgb.trace.capture import Recorder, call_in, drop_saved, untraced
 from rkgb.trace.lines import place, user_line
 from rkgb.trace.patches import traceable
 from rkgb.trace.respelled import spell_booleans
+from rkgb.trees import tensors_in
 
 _C: Any = torch._C
 

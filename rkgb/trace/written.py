@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from rkgb.storages import storage_key
 from rkgb.trace.ran import Ran
+from rkgb.trees import tensor_leaves
 
 _Copies = list[tuple[torch.Tensor, int, torch.Tensor]]  # tensor, its version, a copy
 
@@ -25,8 +26,8 @@ class Written:
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         strided = list(_strided(own))
         self._own = {id(t) for t in strided}
-        self._at = {_address(t): t for t in strided}
-        self._parameters = {_address(t): t for t in strided if isinstance(t, torch.nn.Parameter)}
+        self._at = {storage_key(t): t for t in strided}
+        self._parameters = {storage_key(t): t for t in strided if isinstance(t, torch.nn.Parameter)}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._changed: set[int] = set()
 
@@ -34,7 +35,7 @@ class Written:
         """What to hand to ``after``."""
         if not self._parameters or name.endswith("__get__"):
             return []
-        found = {id(p): p for t in _strided(arguments) if (p := self._parameters.get(_address(t))) is not None}
+        found = {id(p): p for t in _strided(arguments) if (p := self._parameters.get(storage_key(t))) is not None}
         return [(p, p._version, p.detach().clone()) for k, p in found.items() if k not in self._copies]
 
     def after(self, copies: _Copies) -> None:
@@ -45,7 +46,7 @@ class Written:
 
     def keep(self, t: torch.Tensor) -> None:
         """``t`` is about to be had in a form whose changes are not counted."""
-        p = self._parameters.get(_address(t))
+        p = self._parameters.get(storage_key(t))
         if p is not None and id(p) not in self._copies:
             self._copies[id(p)] = (p, p.detach().clone())
 
@@ -60,7 +61,7 @@ class Written:
     def may_take(self, t: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether ``t.data = value`` is to copy: ``t`` is the module's, and none of the module's holds ``value``."""
         alike = t.shape == value.shape and t.dtype == value.dtype and t.device == value.device
-        return id(t) in self._own and alike and _address(value) not in self._at
+        return id(t) in self._own and alike and storage_key(value) not in self._at
 
     def put_back(self) -> None:
         """Give every parameter what it held."""
@@ -83,7 +84,7 @@ class _Keeping(Ran):
         super().__init__()
         self.own: dict[int, list[torch.Tensor]] = {}
         for t in own:
-            self.own.setdefault(_address(t), []).append(t)
+            self.own.setdefault(storage_key(t), []).append(t)
         self.copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +92,7 @@ class _Keeping(Ran):
         if func._schema.is_mutable:
             given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
             written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-            for own in (own for t in _strided(written) for own in self.own.get(_address(t), ())):
+            for own in (own for t in _strided(written) for own in self.own.get(storage_key(t), ())):
                 if id(own) not in self.copies:
                     self.copies[id(own)] = (own, own._version, own.detach().clone())
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -113,7 +114,7 @@ def put_back(model: torch.nn.Module) -> Iterator[Ran]:
     finally:
         with torch.no_grad():
             for t, before in data:
-                if _address(t) != _address(before):
+                if storage_key(t) != storage_key(before):
                     t.data = before
             for t, version, copy in keeping.copies.values():
                 t.copy_(copy)
@@ -123,13 +124,8 @@ def put_back(model: torch.nn.Module) -> Iterator[Ran]:
 def _strided(tree: Any) -> Iterable[torch.Tensor]:
     """The tensors of ``tree`` that have memory."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return (t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and _has_memory(t) and not wrapped(t))
+    return (t for t in tensor_leaves(tree) if _has_memory(t) and not wrapped(t))
 
 
 def _has_memory(t: torch.Tensor) -> bool:
     return t.layout == torch.strided and not t.is_nested
-
-
-def _address(t: torch.Tensor) -> int:
-    address: int = t.untyped_storage()._cdata
-    return address

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkgb.storages import storage_key
+from rkgb.trees import tensors_in
+
 SPARE = 4
 """Times the bytes of all results: their gradients, what single operations keep beside, and their temporary memory.
 
@@ -30,7 +33,7 @@ def rough_peak(program: fx.GraphModule, arguments: Sequence[Any]) -> float:
     total = 0
     for node in program.graph.nodes:
         if node.op != "placeholder":
-            for t in _tensors(node.meta.get("example_value")):
+            for t in tensors_in(node.meta.get("example_value")):
                 if _storage(t) not in known:
                     known.add(_storage(t))
                     size = _bytes(t, numbers)
@@ -41,15 +44,9 @@ def rough_peak(program: fx.GraphModule, arguments: Sequence[Any]) -> float:
     return SPARE * total + sum(p.nbytes for p in missing.values())
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [t for x in tree for t in _tensors(x)] if isinstance(tree, (list, tuple)) else []
-
-
 def _storage(t: torch.Tensor) -> int:
     plain = t.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-    return t.untyped_storage()._cdata if plain else id(t)
+    return storage_key(t) if plain else id(t)
 
 
 def _bytes(t: torch.Tensor, numbers: dict[Any, int]) -> int | None:

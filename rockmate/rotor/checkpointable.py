@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rkgb.device import kind_of
+from rkgb.trees import tensor_leaves
 from rockmate.budget import parse_bytes, show_bytes
 from rockmate.calls.surroundings import is_transformed, leave_plan, without_saved_hooks
 from rockmate.errors import InfeasibleBudgetError, InputError
@@ -17,7 +18,6 @@ from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import Measured, check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
 from rockmate.rotor.situation import Situation
-from rockmate.rotor.stages import tensors_of
 from solvers.errors import InfeasibleError
 from solvers.interrupts import Heeded
 from solvers.rotor.chain import Chain
@@ -103,7 +103,7 @@ class Checkpointable(nn.Module):
         """Measure time and memory of every stage on ``custom_input``. Model, generators and input stay as they are."""
         if not self.training:
             raise InputError("the model is in eval mode, where nothing is recomputed: call train() before measure()")
-        if not tensors_of(custom_input):
+        if not tensor_leaves(custom_input):
             raise InputError(f"the sample is a {type(custom_input).__name__}: use a tensor or a tuple of tensors")
         check_tensors(custom_input, "the sample is")
         check_tensors([*self.model.parameters()], "a parameter is")

@@ -21,13 +21,15 @@ from rkgb.cost.alone import _Feed, _Tap
 from rkgb.cost.memory import measure_after, measure_memory, storage_bytes
 from rkgb.device import kind_of, one_device
 from rkgb.randomness import refuse_unseen_draws
+from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trace.code import watched
 from rkgb.trace.other_draws import other_draws
+from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.execution import in_place_message
-from rockmate.rotor.selective import Survey, nested_choices, storage_key
-from rockmate.rotor.stages import Function, Stage, owned_by, tensors_of, versions_of
+from rockmate.rotor.selective import Survey, nested_choices
+from rockmate.rotor.stages import Function, Stage, owned_by, versions_of
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Chain, Way
 
@@ -68,14 +70,14 @@ def measure_chain(
     """
     stages: list[rotor_chain.Stage] = []
     keeps: list[tuple[frozenset[int], ...]] = []
-    identities: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensors_of(sample))}
+    identities: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensor_leaves(sample))}
     values = [tuple(identities.values())]
     x = sample
     modules = torch.nn.ModuleList([f for f in functions if isinstance(f, torch.nn.Module)])
-    inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensors_of(sample)))
+    inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensor_leaves(sample)))
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
-    with preserved(modules, tensors_of(sample)), torch.enable_grad():
+    with preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             probe = _Probe(function, x, costs, repeat, preserve_rng_state)
             probe.warm_up(i, name)
@@ -83,16 +85,16 @@ def measure_chain(
             stages.append(stage)
             keeps.append(kept)
             identities = _identities(function, output, identities, len(functions) + i * 1000)
-            values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensors_of(output)}.values()))
+            values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensor_leaves(output)}.values()))
             x = output
-    gradient = sum(storage_bytes(t) for t in tensors_of(x) if t.requires_grad)
-    floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in tensors_of(x) if t.requires_grad)
+    gradient = sum(storage_bytes(t) for t in tensor_leaves(x) if t.requires_grad)
+    floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in tensor_leaves(x) if t.requires_grad)
     return Measured(Chain(tuple(stages), tuple(values), gradient), tuple(keeps), floats)
 
 
 def check_tensors(value: Any, where: str) -> None:
     """Raise ``InputError`` for tensors of which no bytes can be counted; ``where`` begins the sentence."""
-    for t in tensors_of(value):
+    for t in tensor_leaves(value):
         if t.is_meta or t.layout != torch.strided:
             kind = "a tensor on the meta device" if t.is_meta else f"a tensor of the layout {t.layout}"
             raise InputError(f"{where} {kind}, whose memory cannot be measured: use dense tensors with values")
@@ -105,7 +107,7 @@ def _identities(
     found = dict(before)
     owned = _owned(function)
     here: dict[int, tuple[int, int]] = {}
-    for k, t in enumerate(tensors_of(output)):
+    for k, t in enumerate(tensor_leaves(output)):
         key = storage_key(t)
         size = 0 if key in owned else storage_bytes(t)
         here[key] = found.get(key, (fresh + k, size))
@@ -134,7 +136,7 @@ class _Probe:
         self.function, self.costs, self.repeat = function, costs, repeat
         self.preserve_rng_state = preserve_rng_state
         self.x = _mapped(lambda t: t.detach().requires_grad_(t.requires_grad), x)
-        tensors = tensors_of(self.x)
+        tensors = tensor_leaves(self.x)
         self.device = next((t.device for t in tensors), torch.device("cpu"))
         self.kind = kind_of(self.device)
         self.anchor = torch.zeros((), requires_grad=True)
@@ -211,14 +213,14 @@ class _Probe:
         self.kind.hold(self.device)
         with saved_tensors_hooks(pack, lambda t: t), survey:
             output = self._run()
-        ends = {storage_key(t) for t in (*tensors_of(self.x), *tensors_of(output))}
+        ends = {storage_key(t) for t in (*tensor_leaves(self.x), *tensor_leaves(output))}
         rerun = survey.found[: last[0]]  # the others come behind the last saved tensor
         counted = self.costs == "flops"
         cost = {k: o.flops // _FLOPS_PER_NS if counted else self.kind.between(*o.span) for k, o in enumerate(rerun)}
         size = {k: sum(o.results.values()) for k, o in enumerate(rerun)}
         able = [k for k, o in enumerate(rerun) if o.keepable and not o.results.keys() & ends]
         # The second run makes a saved output again, whether or not the first one is still there.
-        again = sum({storage_key(t): storage_bytes(t) for t in tensors_of(output)}.values())
+        again = sum({storage_key(t): storage_bytes(t) for t in tensor_leaves(output)}.values())
         refilled = saved.private + (again if saved.keeps_output else 0)
         found: list[tuple[frozenset[int], Way]] = []
         for keep in nested_choices([(k, size[k], cost[k]) for k in able], _WAYS):
@@ -254,8 +256,8 @@ class _Probe:
 
     def _fresh(self, output: Any) -> int:
         """Bytes of an output that the run allocated."""
-        old = _owned(self.function) | {storage_key(t) for t in tensors_of(self.x)}
-        sizes = {storage_key(t): storage_bytes(t) for t in tensors_of(output)}
+        old = _owned(self.function) | {storage_key(t) for t in tensor_leaves(self.x)}
+        sizes = {storage_key(t): storage_bytes(t) for t in tensor_leaves(output)}
         return sum(size for key, size in sizes.items() if key not in old)
 
     def _run(self) -> Any:
@@ -277,8 +279,8 @@ class _Probe:
         with saved_tensors_hooks(pack, lambda t: t):
             output = self._run()
         owned = _owned(self.function)
-        inputs = {storage_key(t) for t in tensors_of(self.x)}
-        outputs = {storage_key(t) for t in tensors_of(output)}
+        inputs = {storage_key(t) for t in tensor_leaves(self.x)}
+        outputs = {storage_key(t) for t in tensor_leaves(output)}
         private = {k: storage_bytes(t) for k, t in found.items() if k not in owned | inputs | outputs}
         size = sum(private.values())
         lasting = max(0, stays - size)
@@ -287,7 +289,7 @@ class _Probe:
 
     def _backward(self, output: Any) -> tuple[int, int, int, int]:
         """Bytes of the incoming gradient, the peak with it, of the input's and of the parameters' gradients."""
-        if not any(t.requires_grad for t in tensors_of(output)):
+        if not any(t.requires_grad for t in tensor_leaves(output)):
             return 0, 0, 0, 0
         came: list[Any] = []
         sizes: list[int] = []
@@ -297,14 +299,14 @@ class _Probe:
 
         def forward() -> torch.Tensor:
             x = self.x
-            tapped = [t for t in tensors_of(x) if t.requires_grad]
+            tapped = [t for t in tensor_leaves(x) if t.requires_grad]
             if tapped:
                 taps = iter(_Tap.apply(came.append, self.anchor, *tapped))
                 x = _mapped(lambda t: next(taps) if t.requires_grad else t, x)
             if isinstance(self.function, torch.nn.Module):
-                results = tensors_of(functional_call(self.function, leaves, (x,)))
+                results = tensor_leaves(functional_call(self.function, leaves, (x,)))
             else:
-                results = tensors_of(self.function(x))
+                results = tensor_leaves(self.function(x))
             ends = [t for t in results if t.requires_grad]
             end: torch.Tensor = _Feed.apply(
                 lambda grads: sizes.extend(storage_bytes(g) for g in grads), [None] * len(ends), False, *ends
@@ -324,9 +326,9 @@ class _Probe:
             start = self._mark()
             output = self._run()
             forward.append(self.kind.between(start, self._mark()))
-            ends = [t for t in tensors_of(output) if t.requires_grad]
+            ends = [t for t in tensor_leaves(output) if t.requires_grad]
             if ends:
-                wrt = [t for t in (*tensors_of(self.x), *self._parameters()) if t.requires_grad]
+                wrt = [t for t in (*tensor_leaves(self.x), *self._parameters()) if t.requires_grad]
                 grads = [torch.randn_like(t) for t in ends]  # ones make matrix products look fast on a GPU
                 self.kind.hold(self.device)
                 start = self._mark()
@@ -363,12 +365,12 @@ class _Probe:
             with saved_tensors_hooks(pack, lambda t: t):
                 output = self._run()
         total = counter.get_total_flops()
-        ends = [t for t in tensors_of(output) if t.requires_grad]
-        touched = sum(t.nbytes for t in (*tensors_of(self.x), *tensors_of(output))) + self._saved().private
+        ends = [t for t in tensor_leaves(output) if t.requires_grad]
+        touched = sum(t.nbytes for t in (*tensor_leaves(self.x), *tensor_leaves(output))) + self._saved().private
         forward = 1 + touched // _BYTES_PER_NS + total // _FLOPS_PER_NS
         backward = 0
         if ends:
-            wrt = [t for t in (*tensors_of(self.x), *self._parameters()) if t.requires_grad]
+            wrt = [t for t in (*tensor_leaves(self.x), *self._parameters()) if t.requires_grad]
             with FlopCounterMode(display=False) as counter:
                 torch.autograd.grad(ends, wrt, [torch.ones_like(t) for t in ends], allow_unused=True)
             backward = 1 + 2 * touched // _BYTES_PER_NS + counter.get_total_flops() // _FLOPS_PER_NS

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.execution import Call
-from rockmate.rotor.stages import Function, tensors_of
+from rockmate.rotor.stages import Function
 from solvers.rotor.ops import Operation, Sequence
 
 
@@ -49,7 +50,7 @@ class CheckpointOptim(torch.autograd.Function):
         call = Call(functions, sequence, names, preserve_rng_state)
         with torch.enable_grad():
             output = call.forward(leaves[0] if len(leaves) == 1 else leaves)
-        ctx.leaves, ctx.outputs = leaves, tensors_of(output)
+        ctx.leaves, ctx.outputs = leaves, tensor_leaves(output)
         return pytree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, output)
 
     @staticmethod

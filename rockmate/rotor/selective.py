@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from rkgb.cost.memory import storage_bytes
+from rkgb.storages import storage_key
+from rkgb.trees import tensor_leaves
 
 
 @dataclass
@@ -25,15 +26,6 @@ class Kept:
 
     results: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     changes: set[int] = field(default_factory=set)
-
-
-def storage_key(t: torch.Tensor) -> int:
-    """Which memory a tensor lies in."""
-    return int(t.untyped_storage()._cdata)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_expensive(func: Any) -> bool:
@@ -58,7 +50,7 @@ class Keep(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if _is_expensive(func):
             if self.expensive in self.numbers:
-                found = tuple(t.detach() for t in _tensors(out))
+                found = tuple(t.detach() for t in tensor_leaves(out))
                 self.kept.results[self.expensive] = found
                 self.storages |= {storage_key(t) for t in found}
             self.expensive += 1
@@ -127,8 +119,8 @@ class Survey(TorchDispatchMode):
         start = self.mark()
         out = func(*args, **(kwargs or {}))
         span = start, self.mark()
-        read = {storage_key(t) for t in _tensors((args, kwargs))}
-        made = {storage_key(t): storage_bytes(t) for t in _tensors(out)}
+        read = {storage_key(t) for t in tensor_leaves((args, kwargs))}
+        made = {storage_key(t): storage_bytes(t) for t in tensor_leaves(out)}
         if _is_in_place(func):
             target = storage_key(args[0])
             if target in self.owner and target in self.read:
@@ -141,7 +133,7 @@ class Survey(TorchDispatchMode):
             operation = Expensive(made, span, flops, keepable=not (made.keys() & read))
             self.found.append(operation)
             self.owner |= dict.fromkeys(made, operation)
-            self.alive += [t.detach() for t in _tensors(out)]
+            self.alive += [t.detach() for t in tensor_leaves(out)]
         return out
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from rkgb.graphs import Mode
 from rkgb.trace.capture import current_mode
-from rockmate.rotor.stages import tensors_of
+from rkgb.trees import tensor_leaves
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Situation:
     @classmethod
     def of(cls, functions: tuple[nn.Module, ...], x: Any) -> Situation:
         """That of a call of ``functions`` with ``x``."""
-        inputs = tensors_of(x)
+        inputs = tensor_leaves(x)
         tensors = [*(p for f in functions for p in f.parameters()), *inputs]
         return cls(
             tuple((m, m.training) for f in functions for m in f.modules()),

@@ -19,8 +19,10 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from rkgb.randomness import Drawn, own_generators, random_state, set_random_state
+from rkgb.storages import storage_key
+from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import Buffers, statistics_of
-from rockmate.rotor.selective import Keep, Kept, Replay, storage_key
+from rockmate.rotor.selective import Keep, Kept, Replay
 
 Function = Callable[[Any], Any]
 Prepare = Callable[[int], None]
@@ -87,16 +89,11 @@ class Held:
 
 def versions_of(value: Any) -> list[int]:
     """The version counters of the tensors in ``value``; those of inference mode have none."""
-    return [_version(t) for t in tensors_of(value)]
+    return [_version(t) for t in tensor_leaves(value)]
 
 
 def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in a stage's input or output."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def detached(value: Any) -> Any:
@@ -262,7 +259,7 @@ class Stage:
         return {name: t.clone() for name, t in (statistics_of(self.function, current) | self.buffers).items()}
 
     def _remember(self, x: Any) -> None:
-        kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensors_of(x))])
+        kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensor_leaves(x))])
         self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.owned = {name: (t, _version(t)) for name, t in owned_by(self.function).items()}
@@ -306,7 +303,7 @@ def owned_by(function: Function) -> dict[str, torch.Tensor]:
 def generator_states(function: Function, x: Any) -> dict[Drawn, torch.Tensor]:
     """The states of the default generators of the CPU and of all other devices in reach, and of the function's own."""
     module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
-    devices = {t.device for t in (*tensors_of(x), *module.parameters())} | {torch.device("cpu")}
+    devices = {t.device for t in (*tensor_leaves(x), *module.parameters())} | {torch.device("cpu")}
     sources: list[Drawn] = [*devices, *own_generators(module)]
     return {source: random_state(source) for source in sources}
 

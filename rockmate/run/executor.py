@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from rkgb.program import in_mode, memory_of
+from rkgb.program import in_mode
 from rkgb.randomness import drawing_again, random_state
+from rkgb.storages import storage_key
 from rkgb.trace.capture import drop_saved
 from rkgb.trace.guards import GuardFailed
 from rockmate.calls.surroundings import running_in, runs_plainly
@@ -346,14 +347,14 @@ class CallState:
             with _FORGET if code.hides and code.recorded else _NOTHING:
                 run(env)
             return None
-        known = {memory_of(env[v])._cdata for v in code.reads}
-        known.update(self.sources[v].untyped_storage()._cdata for v in code.statistics)
+        known = {storage_key(env[v]) for v in code.reads}
+        known.update(storage_key(self.sources[v]) for v in code.statistics)
         packed: list[torch.Tensor] = []
         try:
             with saved_tensors_hooks(packed.append, unpack):
                 run(env)
-            known.update(env[v].untyped_storage()._cdata for v, _ in code.made)
-            return dict(enumerate([t.detach() for t in packed if memory_of(t)._cdata not in known]))
+            known.update(storage_key(env[v]) for v, _ in code.made)
+            return dict(enumerate([t.detach() for t in packed if storage_key(t) not in known]))
         finally:
             packed.clear()  # autograd's graph holds the hook, and the list the graph
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rkgb.program import memory_of
+from rkgb.storages import storage_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Place:
         """Whether ``t`` is what the place says. Of private tensors that is to be found out anew."""
         if self.exact or self.value < 0:
             return t is env.get(self.value)
-        same = memory_of(t)._cdata == memory_of(env[self.value])._cdata
+        same = storage_key(t) == storage_key(env[self.value])
         return same and (self.form is None or form_of(t) == self.form)
 
 
@@ -41,11 +41,11 @@ class Finder:
         self.at: dict[int, int] = {}  # address -> the first value there
         for v, datum in known:
             self.data[v] = datum
-            self.at.setdefault(memory_of(env[v])._cdata, v)
+            self.at.setdefault(storage_key(env[v]), v)
 
     def place_of(self, t: torch.Tensor) -> Place:
         """Where ``t`` lies."""
-        v = self.at.get(memory_of(t)._cdata)
+        v = self.at.get(storage_key(t))
         if v is None:
             return self.private
         v = next((w for w in self.data if self.env[w] is t), v)

@@ -1,0 +1,19 @@
+"""Which memory a tensor lies in."""
+
+from __future__ import annotations
+
+import torch
+
+
+def memory_of(t: torch.Tensor) -> torch.UntypedStorage:
+    """The allocation that a tensor lies in; of a sparse tensor, that of its values."""
+    if t.layout == torch.strided:
+        return t.untyped_storage()
+    return (t._values() if t.layout == torch.sparse_coo else t.values()).untyped_storage()
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """The same for tensors in the same memory, and another for others, while these tensors live."""
+    memory = t.untyped_storage() if t.layout == torch.strided else memory_of(t)
+    key: int = memory._cdata
+    return key
