@@ -461,6 +461,7 @@ def attach(
     loss_memory: int | None = None,
     on_infeasible: str = "error",
     time_limit: float | None = None,
+    solver: str = "auto",
     progress: bool | None = None,
 ) -> Attachment:
     """Train ``model`` under ``budget``, in place: from now on its calls with gradients run under a plan.
@@ -485,7 +486,13 @@ def attach(
     if model.__dict__.get("_compiled_call_impl") is not None:
         raise InputError("the model was compiled (model.compile()), and a plan runs operations one by one")
     terms = Terms(
-        parse_budget(budget), costs, loss_memory, checked_limit(time_limit), progress, is_least(on_infeasible)
+        parse_budget(budget),
+        costs,
+        loss_memory,
+        checked_limit(time_limit),
+        progress,
+        is_least(on_infeasible),
+        solver=solver,
     )
     attachment = Attachment(model, terms)
     be_heard()

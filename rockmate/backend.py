@@ -17,7 +17,7 @@ from rockmate.tell import be_heard, warn_once
 if TYPE_CHECKING:
     from torch import fx
 
-_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "progress"})
+_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "solver", "progress"})
 
 _frames: dict[
     int, tuple[Any, Any]

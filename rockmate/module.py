@@ -43,8 +43,10 @@ class Rockmate(Facade):
     for three times the outputs' bytes is left in the first step, and for what the loss took from then on
     (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown which outputs
     the backward starts from. ``time_limit``: seconds after which the search for a plan ends with the best so far, as
-    ``plan.reason`` then says; by default 60 for each integer program. ``progress``: True shows how far planning is,
-    False does not; None does on a terminal, when it takes more than a second.
+    ``plan.reason`` then says; by default 60 for each integer program. ``solver``: one of
+    ``solvers.solver_names(solvers.Problem)``, such as "sqrt" or one of your own; "auto" is the best of ours.
+    ``progress``: True shows how far planning is, False does not; None does on a terminal, when it takes more than a
+    second.
 
     ``plan`` is the plan of the last call, or the one that replaced it after its backward. Calls of another
     shape, or with other settings (whatever the module's Python reads), are planned when they first come, and
@@ -67,6 +69,7 @@ class Rockmate(Facade):
         costs: str = "measured",
         loss_memory: int | None = None,
         time_limit: float | None = None,
+        solver: str = "auto",
         progress: bool | None = None,
     ) -> None:
         args, kwargs = checked_call(model, sample, sample_kwargs)
@@ -81,6 +84,7 @@ class Rockmate(Facade):
             checked_limit(time_limit),
             progress,
             always=True,
+            solver=solver,
         )
         self._front = Attachment(model, terms)
         self._front.plan_for(args, kwargs, saved)

@@ -30,17 +30,26 @@ _measurers: list[int] = []  # the thread that measures
 _PATIENCE = 60.0  # seconds that another thread waits for it
 
 
+_WITHIN = (
+    "memory is being measured already, so that no plan can be made meanwhile for a new kind of call (other shapes; "
+    "gradients that are there, or not, when the call begins). Call the function once before, just as it will be "
+    "measured"
+)
+
+
+def refuse_within_measurements() -> None:
+    """Raise ``MeasureError`` where this thread measures already: what planning takes would count."""
+    if threading.get_ident() in _measurers:
+        raise MeasureError(_WITHIN)
+
+
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
     """One measurement at a time: a second one would end what the first one counts, which then comes out too small."""
-    me = threading.get_ident()
-    if me in _measurers or not _MEASURING.acquire(timeout=_PATIENCE):
-        raise MeasureError(
-            "memory is being measured already, so that no plan can be made meanwhile for a "
-            "new kind of call (other shapes; gradients that are there, or not, when the call begins). Call the "
-            "function once before, just as it will be measured"
-        )
-    _measurers.append(me)
+    refuse_within_measurements()
+    if not _MEASURING.acquire(timeout=_PATIENCE):
+        raise MeasureError(_WITHIN)
+    _measurers.append(threading.get_ident())
     try:
         kind_of(device).before_measuring()
         yield

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rkgb.cost.measure import Known, check_costs
+from rkgb.cost.memory import refuse_within_measurements
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph, Structure
 from rkgb.probe.resize import Point, resized, sizes_of
@@ -41,7 +42,7 @@ from rockmate.calls.variants import (
 )
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
-from rockmate.planning.planner import CARRIED, Planner, checked_loss, make_planner
+from rockmate.planning.planner import CARRIED, Planner, check_solver, checked_loss, make_planner
 from rockmate.progress import Progress, Report
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG, described, planned_line
@@ -66,11 +67,13 @@ class Terms:
     progress: bool | None = None
     least: bool = False
     always: bool = False
+    solver: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used when it is given, not at the first call that is planned."""
         check_costs(self.costs, InputError)
         self.loss_memory = checked_loss(self.loss_memory)
+        check_solver(self.solver)
         if not (self.progress is None or isinstance(self.progress, bool)):
             raise InputError(f"progress={self.progress!r}: give True, False, or None for terminals only")
 
@@ -283,6 +286,7 @@ class Calls(ABC):
             return found or [self._make_variant(args, kwargs, saved)]
 
     def _make_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> Variant:
+        refuse_within_measurements()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
             leaves, spec = flatten((args, kwargs))
             key, kind = (self.kind(leaves, spec, sized)[0] for sized in (True, False))
@@ -316,6 +320,7 @@ class Calls(ABC):
             planner = make_planner(
                 self.module, args, kwargs, terms.costs, terms.loss_memory, report, saved, terms.time_limit, known_of
             )
+            planner.solver = terms.solver
             s, point = planner.graphs.S, Point(sizes_of(inputs), planner.graphs.S)
             family = families.of(s)
             like = None if family is None else self._latest(family)
@@ -368,7 +373,7 @@ class Calls(ABC):
             if not self.terms.least:
                 raise
             warnings.warn(f"{error} The plan of least memory runs instead.", BudgetWarning, stacklevel=4)
-            return carried_variant(planner, error.min_budget, like)
+            return carried_variant(replace(planner, solver="auto"), error.min_budget, like)
 
     def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory."""
@@ -378,7 +383,7 @@ class Calls(ABC):
             if not self.terms.least:
                 raise
             warnings.warn(f"{error} The plan of least memory runs instead.", BudgetWarning, stacklevel=4)
-            return make_variant(planners[-1], error.min_budget, state)
+            return make_variant(replace(planners[-1], solver="auto"), error.min_budget, state)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""

@@ -22,6 +22,7 @@ from rkgb.probe.contexts import context_bytes
 from rkgb.sample import Sample, call_of
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trees import tensors_of
+from rockmate.budget import show_bytes
 from rockmate.calls.state import module_key
 from rockmate.errors import CannotBeCalledError, InfeasibleBudgetError, InputError, PlanError
 from rockmate.planning.artefact import SavedPlan
@@ -48,7 +49,9 @@ from solvers import (
     improve,
     keep_everything,
     lower_bound,
+    solve,
     solve_chain,
+    solver_names,
     walk,
     with_deletes,
 )
@@ -59,6 +62,9 @@ SCALARS = Cpu.scalars
 # For the whole-graph program to better a plan and to prove how little is left. Of eleven plans (GPTs, ResNet-50, an
 # encoder with its decoder) none was better after two seconds than after one.
 IMPROVE_SECONDS = 1.0
+
+# For a solver that was asked for by name, unless the caller says how long.
+SOLVER_SECONDS = 60.0
 
 # A schedule that leaves no more of the budget than this is not solved again when a step has shown what its loss takes.
 LITTLE = 0.01
@@ -110,7 +116,8 @@ class Planner:
     """Graphs and problem of one module on one sample; plans for any number of budgets.
 
     ``time_limit``: seconds that the search for one plan, or for a frontier, may take. ``scaled``: costs are those of
-    another size, scaled, so that there is nothing to gain from a long search, and nothing to prove.
+    another size, scaled, so that there is nothing to gain from a long search, and nothing to prove. ``solver``: by its
+    name in ``solvers.solver_names``.
     """
 
     graphs: Graphs
@@ -124,6 +131,7 @@ class Planner:
     report: Report = silent
     time_limit: float = inf
     scaled: bool = False
+    solver: str = "auto"
     solved: SolvedViews = field(default_factory=dict)
     _chain: ChainPlanner | None = None
     _end: float = inf
@@ -196,6 +204,8 @@ class Planner:
         room = budget - self.reserved
         if self.eager_peak <= budget:
             return Bounded(solve_chain(self.problem, room), self.problem.eager_time)
+        if self.solver != "auto":
+            return self._by_name(budget, room)
         try:
             found = self.chain().solve(room)
             reason = self._reason()
@@ -212,6 +222,18 @@ class Planner:
             if self._reason():
                 message += f" The search was stopped {self._reason()}; with more time a smaller budget may do."
             raise InfeasibleBudgetError(message, least) from None
+
+    def _by_name(self, budget: int, room: int) -> Bounded:
+        """The plan of the solver that was asked for."""
+        found = solve(self.problem, max(0, room), self.solver, time_limit=min(self.time_limit, SOLVER_SECONDS))
+        if found.schedule is None:
+            least = self.chain().frontier().min_budget + self.reserved
+            message = (
+                f"solver={self.solver!r} has no plan for a budget of {show_bytes(budget)}: {found.reason}. The "
+                f'smallest budget that solver="auto" plans for is {show_bytes(least)}.'
+            )
+            raise InfeasibleBudgetError(message, least)
+        return Bounded(ChainPlan(found.schedule, walk(self.problem, found.schedule), found.solver), found.bound)
 
     def frontier(self) -> Frontier:
         """Time against memory, with room for the loss in every budget."""
@@ -405,6 +427,13 @@ def checked_loss(loss_memory: Any) -> int | None:
     if isinstance(loss_memory, bool) or not isinstance(loss_memory, Integral) or loss_memory < 0:
         raise InputError(f"loss_memory={loss_memory!r}: give whole bytes, 0 or more, or None for the usual room")
     return int(loss_memory)
+
+
+def check_solver(solver: Any) -> None:
+    """Raise ``InputError`` if no solver has this name."""
+    names = solver_names(Problem)
+    if solver not in names:
+        raise InputError(f"solver={solver!r}: choose one of {', '.join(names)}, or register one (solvers.register)")
 
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
