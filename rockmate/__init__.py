@@ -15,6 +15,8 @@ from rockmate.errors import (
     RockmateError,
     VariantLimitError,
 )
+from rockmate.estimate import Estimate, SizeEstimate
+from rockmate.estimate import estimate as estimate
 from rockmate.module import Rockmate, frontier
 from rockmate.planning.plan import Plan
 
