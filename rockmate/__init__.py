@@ -15,8 +15,7 @@ from rockmate.errors import (
     RockmateError,
     VariantLimitError,
 )
-from rockmate.estimate import Estimate, SizeEstimate
-from rockmate.estimate import estimate as estimate
+from rockmate.estimate import Estimate, SizeEstimate, estimate
 from rockmate.module import Rockmate, frontier
 from rockmate.planning.plan import Plan
 
@@ -24,6 +23,7 @@ __all__ = [
     "Attachment",
     "BudgetError",
     "BudgetWarning",
+    "Estimate",
     "GoneError",
     "GraphError",
     "HookError",
@@ -36,12 +36,14 @@ __all__ = [
     "PlanningWarning",
     "Rockmate",
     "RockmateError",
+    "SizeEstimate",
     "TraceError",
     "UnsupportedError",
     "VariantLimitError",
     "attach",
     "attached",
     "detach",
+    "estimate",
     "frontier",
     "measure_peak",
 ]

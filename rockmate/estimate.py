@@ -38,9 +38,10 @@ MOST = 2**30
 class SizeEstimate:
     """One size; memory in bytes.
 
-    ``peak``: what a step takes without recomputation. ``max_budget``: the budget from which nothing is recomputed, which
-    has room for the loss; ``min_budget``: the smallest budget of a plan. ``fits``: "yes", "recomputing" or "no" for the
-    budget that was given, "" if none was.
+    ``peak``: what a step takes without recomputation. Eager mode may take a little more, where variables of forward
+    name what is not needed any more. ``max_budget``: the budget from which nothing is recomputed; it has room for the loss.
+    ``min_budget``: the smallest budget of a plan. ``fits``: "yes", "recomputing" or "no" for the budget that was given,
+    "" if none was.
     """
 
     size: int
@@ -68,8 +69,8 @@ class Estimate:
     rough: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = [("size", "peak", "smallest budget", "fits")]
-        rows += [(str(s.size), show_bytes(s.peak), show_at_least(s.min_budget), s.fits) for s in self.sizes]
+        rows = [["size", "peak", "smallest budget", "fits"]]
+        rows += [[str(s.size), show_bytes(s.peak), show_at_least(s.min_budget), s.fits] for s in self.sizes]
         rows = rows if self.budget is not None else [row[:-1] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
@@ -107,9 +108,8 @@ def estimate(
     rounded, and limits of the model, such as the number of positions it has, which show only where it runs. So give
     a sample that is small, but of the kind of the large one. The device is the model's.
 
-    Returns bytes, of the largest size that fits the budget, too. Raises ``InputError`` for sizes below the sample's, for
-    samples that cannot grow, and for models whose graph changes with the size; otherwise what ``rockmate.frontier``
-    raises.
+    Raises ``InputError`` for sizes below the sample's, for samples that cannot grow, and for models whose graph changes
+    with the size; otherwise what ``rockmate.frontier`` raises.
     """
     args, kwargs = checked_call(model, sample, sample_kwargs)
     limit = None if budget is None else parse_budget(budget)
@@ -139,8 +139,8 @@ class _Growing:
         if not having:
             shapes = ", ".join(str(list(t.shape)) for t in tensors.values()) or "none"
             raise InputError(
-                f"no tensor of the sample has a dimension {_show(dims)}; its tensors have the shapes {shapes}: say with "
-                "dim= which dimension grows"
+                f"no tensor of the sample has a dimension {_show(dims)}; its tensors have the shapes {shapes}: say "
+                "with dim= which dimension grows"
             )
         self.size = having[0][0].shape[having[0][1]]
         self.along = {id(t): [d % t.dim() for u, d in having if u is t and t.shape[d] == self.size] for t, _ in having}
@@ -170,7 +170,9 @@ class _Growing:
         shapes = [(bool(self.along.get(id(t))), list(t.shape)) for t in self.leaves if isinstance(t, torch.Tensor)]
         grow, stay = (", ".join(str(s) for g, s in shapes if g is grows) for grows in (True, False))
         kept = f", of shape {stay} did not" if stay else ""
-        return f"Along dimension {_show(self.dims)}, tensors of shape {grow} grew{kept}; what is no tensor stayed as it is"
+        return (
+            f"Along dimension {_show(self.dims)}, tensors of shape {grow} grew{kept}; what is no tensor stayed as it is"
+        )
 
 
 def _show(dims: Sequence[int]) -> str:
@@ -182,7 +184,9 @@ def _checked_sizes(sizes: int | Iterable[int], call: _Growing) -> tuple[int, ...
     wanted = [sizes] if isinstance(sizes, Integral) else list(sizes) if isinstance(sizes, Iterable) else [sizes]
     for size in wanted:
         if isinstance(size, bool) or not isinstance(size, Integral):
-            raise InputError(f"sizes={sizes!r}: give whole numbers, the sizes that dimension {_show(call.dims)} shall have")
+            raise InputError(
+                f"sizes={sizes!r}: give whole numbers, the sizes that dimension {_show(call.dims)} shall have"
+            )
         if size < call.size:
             raise InputError(
                 f"the size {size} is below the sample's, {call.size} in dimension {_show(call.dims)}: give a sample of "
@@ -202,7 +206,7 @@ class _Point:
 def _measured(
     model: torch.nn.Module, call: _Growing, largest: int, loss_memory: int | None, report: Report
 ) -> list[_Point]:
-    """The sizes that are run, rising. The sample itself may be too small to be like the others, and is left out then."""
+    """The sizes that are run, rising. The sample may be too small to be like the others, and is left out then."""
     step = call.size  # multiples, since sizes that are halved in the model stay whole
     while step > 1 and call.size + (MEASURED - 1) * step > largest:
         step //= 2
@@ -211,7 +215,7 @@ def _measured(
         size = call.size + k * step
         larger = call.at(size)
         try:
-            planner = make_planner(model, *larger, "flops", loss_memory, report)
+            planner = make_planner(model, larger[0], larger[1], "flops", loss_memory, report)
         except CannotBeCalledError as error:
             if not k:
                 raise
@@ -227,8 +231,8 @@ def _measured(
         sizes = ", ".join(str(p.measured.size) for p in points)
         raise InputError(
             f"what the model computes changes with the size: its graphs at the sizes {sizes} are not the same "
-            f"operations. {call.said()}. Give a larger sample, from whose size on the operations stay the same; if they "
-            "never do (a loop over the length), measure the large one with rockmate.frontier"
+            f"operations. {call.said()}. Give a larger sample, from whose size on the operations stay the same; if "
+            "they never do (a loop over the length), plan the large one with rockmate.frontier"
         )
     return alike
 

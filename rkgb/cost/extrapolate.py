@@ -15,7 +15,7 @@ from math import ceil
 
 from rkgb.cost.measure import Cost
 from rkgb.cost.usage import Usage
-from rkgb.graphs import Facts, S_graph, Saved
+from rkgb.graphs import Facts, S_graph, Saved, Storage
 from rkgb.probe.resize import skeleton
 
 FEWEST = 3
@@ -63,21 +63,21 @@ def extrapolated(points: Sequence[Measured], size: int) -> Extrapolated:
         column: list[int] = []
         columns.append(column)
 
-        def note(number: int, name: str, column: list[int] = column) -> int:
+        def note(number: int, name: str, growth: Fraction, column: list[int] = column) -> int:
             column.append(number)
             return number
 
         _rebuilt(point, note)
     sizes = [p.size for p in points]
-    known: dict[tuple[int, ...], tuple[int, bool]] = {}
+    known: dict[Hashable, tuple[int, bool]] = {}
     rough: dict[str, None] = {}
     rows = iter(zip(*columns, strict=True))
 
-    def put(number: int, name: str) -> int:
+    def put(number: int, name: str, growth: Fraction) -> int:
         row = next(rows)
-        if row not in known:
-            known[row] = fitted(sizes, row, size)
-        found, exact = known[row]
+        if (row, growth) not in known:
+            known[row, growth] = fitted(sizes, row, size, growth)
+        found, exact = known[row, growth]
         if name and not exact:
             rough[name] = None
         return found
@@ -88,13 +88,13 @@ def extrapolated(points: Sequence[Measured], size: int) -> Extrapolated:
     return Extrapolated(s, costs, tuple(number.setdefault(k, len(number)) for k in kinds), tuple(rough))
 
 
-def fitted(sizes: Sequence[int], seen: Sequence[int], now: int) -> tuple[int, bool]:
+def fitted(sizes: Sequence[int], seen: Sequence[int], now: int, growth: Fraction) -> tuple[int, bool]:
     """(the figure at ``now``, whether a function says so), given what it was at ``sizes``, which rise.
 
     The last three points may lie on a line over the size, or over a power of it: what counted for smaller sizes only is
     over by then (of two kernels, or two moments, the larger one counts). All four may lie on a parabola. Otherwise
-    another function begins where it was measured last. If it is a line that does not begin below 0, the figure is at
-    most in proportion to the size, which is what is returned, or what the last step suggests, if that is more.
+    another function begins where it was measured last, of which nobody knows more than one point. A kernel's memory is
+    taken to become at most ``growth`` times as much, as the values around it do, unless the last step suggests more.
     """
     if now in sizes:
         return seen[sizes.index(now)], True
@@ -111,46 +111,69 @@ def fitted(sizes: Sequence[int], seen: Sequence[int], now: int) -> tuple[int, bo
     if now < sizes[-1]:  # between two points
         k = max(0, sum(x < now for x in sizes) - 1)
         return ceil(seen[k] + slopes[k] * (now - sizes[k])), False
-    return ceil(max(Fraction(seen[-1] * now, sizes[-1]), seen[-1] + slopes[-1] * (now - sizes[-1]))), False
+    return ceil(max(seen[-1] * growth, seen[-1] + slopes[-1] * (now - sizes[-1]))), False
 
 
-def _rebuilt(point: Measured, take: Callable[[int, str], int]) -> tuple[S_graph, dict[Usage, list[Cost]]]:
-    """Graph and costs with every figure replaced by what ``take`` gives for it and the name of what it is a figure of.
+def _rebuilt(point: Measured, take: Callable[[int, str, Fraction], int]) -> tuple[S_graph, dict[Usage, list[Cost]]]:
+    """Graph and costs with every figure replaced by what ``take`` gives for it, for the name of what it is a figure of,
+    and for how many times larger the values around that have become.
 
     The name is empty where the figure is not one of memory.
     """
     s, d = point.s, point.s.d
-
-    def saved(x: Saved, name: str) -> Saved:
-        return Saved(x.storages, tuple(take(b, name) for b in x.private))
-
-    def facts(x: Facts, name: str) -> Facts:
-        return dataclasses.replace(x, saved=saved(x.saved, name), context=saved(x.context, name))
-
-    def cost(c: Cost, name: str) -> Cost:
-        figures = {f: take(getattr(c, f), "") for f in ("forward_time", "backward_time")}
-        peaks = ("forward_peak", "backward_peak", "held_peak", "together_peak", "incoming")
-        figures |= {f: take(getattr(c, f), name) for f in peaks}
-        inputs = (g and dataclasses.replace(g, bytes=take(g.bytes, name)) for g in c.inputs)
-        return dataclasses.replace(c, inputs=tuple(inputs), **figures)
-
+    one = Fraction(1)
     values = {
         v: dataclasses.replace(
             x,
-            shape=tuple(take(n, "") for n in x.shape),
-            stride=tuple(take(n, "") for n in x.stride),
-            bytes=take(x.bytes, d.names[v]),
+            shape=tuple(take(n, "", one) for n in x.shape),
+            stride=tuple(take(n, "", one) for n in x.stride),
+            bytes=take(x.bytes, d.names[v], one),
         )
         for v, x in d.values.items()
     }
-    storages = tuple(
-        dataclasses.replace(x, bytes=take(x.bytes, d.names[d.first_value[k]] if k in d.first_value else "memory"))
-        for k, x in enumerate(d.storages)
+    times = {v: Fraction(x.bytes, max(1, d.values[v].bytes)) for v, x in values.items()}
+
+    def around(name: str, *of_values: Sequence[int]) -> Callable[[int], int]:
+        growth = max((times[v] for every in of_values for v in every if v in times), default=one)
+        return lambda number: take(number, name, growth)
+
+    def saved(x: Saved, of: Callable[[int], int]) -> Saved:
+        return Saved(x.storages, tuple(map(of, x.private)))
+
+    def facts(x: Facts, of: Callable[[int], int]) -> Facts:
+        return dataclasses.replace(x, saved=saved(x.saved, of), context=saved(x.context, of))
+
+    def storage(x: Storage, first: int | None) -> Storage:
+        of = around("memory", ()) if first is None else around(d.names[first], (first,))
+        return dataclasses.replace(x, bytes=of(x.bytes))
+
+    every = tuple(facts(x, around(n.name, n.reads(), n.outputs)) for x, n in zip(d.facts, d.nodes, strict=True))
+    graph = dataclasses.replace(
+        d,
+        values=values,
+        storages=tuple(storage(x, d.first_value.get(k)) for k, x in enumerate(d.storages)),
+        facts=every,
     )
-    every = tuple(facts(x, node.name) for x, node in zip(d.facts, d.nodes, strict=True))
-    nodes = tuple(dataclasses.replace(n, saved=saved(n.saved, n.name)) for n in s.nodes)
+    nodes = tuple(dataclasses.replace(n, saved=saved(n.saved, around(n.name, n.reads, n.makes))) for n in s.nodes)
     costs = {
-        usage: [cost(c, n.name) for c, n in zip(of_all, s.nodes, strict=True)] for usage, of_all in point.costs.items()
+        usage: [
+            _cost(c, around(n.name, n.reads, n.makes), around("", n.reads, n.makes))
+            for c, n in zip(of_all, s.nodes, strict=True)
+        ]
+        for usage, of_all in point.costs.items()
     }
-    graph = dataclasses.replace(d, values=values, storages=storages, facts=every)
     return dataclasses.replace(s, d=graph, nodes=nodes), costs
+
+
+def _cost(c: Cost, of: Callable[[int], int], time: Callable[[int], int]) -> Cost:
+    return dataclasses.replace(
+        c,
+        forward_time=time(c.forward_time),
+        forward_peak=of(c.forward_peak),
+        backward_time=time(c.backward_time),
+        backward_peak=of(c.backward_peak),
+        held_peak=of(c.held_peak),
+        together_peak=of(c.together_peak),
+        incoming=of(c.incoming),
+        inputs=tuple(g and dataclasses.replace(g, bytes=of(g.bytes)) for g in c.inputs),
+    )
