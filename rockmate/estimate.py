@@ -39,9 +39,9 @@ class SizeEstimate:
     """One size; memory in bytes.
 
     ``peak``: what a step takes without recomputation. Eager mode may take a little more, where variables of forward
-    name what is not needed any more. ``max_budget``: the budget from which nothing is recomputed; it has room for the loss.
-    ``min_budget``: the smallest budget of a plan. ``fits``: "yes", "recomputing" or "no" for the budget that was given,
-    "" if none was.
+    name what is not needed any more. ``max_budget``: the budget from which nothing is recomputed; it has room for the
+    loss. ``min_budget``: the smallest budget of a plan. ``fits``: "yes", "recomputing" or "no" for the budget that was
+    given, "" if none was.
     """
 
     size: int
@@ -101,12 +101,13 @@ def estimate(
     that size grow with it. Several dimensions, such as ``(2, 3)`` for square images, grow together. ``budget``: as for
     ``Rockmate``, but no share. ``sample``, ``sample_kwargs`` and ``loss_memory``: as for ``Rockmate``.
 
-    The model is traced and measured at the sample's size and at up to four times that (never more than the largest of
-    ``sizes`` needs), on repeated rows of the sample. Each operation's memory is fitted as a line or a parabola in the
-    size; where that is exact, predictions are. What bounds it: kernels that change with the size beyond what was
-    measured (fused attention on lengths of some hundreds, a convolution's algorithm on a GPU), sizes that are
-    rounded, and limits of the model, such as the number of positions it has, which show only where it runs. So give
-    a sample that is small, but of the kind of the large one. The device is the model's.
+    The model is traced and measured on its device at four sizes, the sample's to four times that, or to the largest of
+    ``sizes`` if that is less; rows of the sample are repeated for it. The memory of each operation is fitted as a
+    function of the size. Where the fit is right, the prediction is that of the large size, byte for byte. It is not
+    where a library takes another kernel beyond the sizes that were measured (PyTorch for convolutions on one CPU thread
+    from 16 images on, cuDNN by the size), where the model rounds sizes, and where the time that an operation takes
+    decides among plans. Limits of the model, such as the number of its positions, show only where it runs. So give a
+    sample that is small, but of the kind of the large one.
 
     Raises ``InputError`` for sizes below the sample's, for samples that cannot grow, and for models whose graph changes
     with the size; otherwise what ``rockmate.frontier`` raises.
@@ -115,7 +116,7 @@ def estimate(
     limit = None if budget is None else parse_budget(budget)
     if limit is not None and limit.share is not None:
         raise BudgetError(f"the budget {budget!r} is a share of each size's own peak: give bytes, such as '8 GiB'")
-    call = _Growing((args, kwargs), (dim,) if isinstance(dim, int) else tuple(dim))
+    call = _Growing((args, kwargs), _checked_dims(dim))
     wanted = _checked_sizes(sizes, call)
     with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
         known = _Sizes(model, _measured(model, call, wanted[-1], loss_memory, report))
@@ -177,6 +178,13 @@ class _Growing:
 
 def _show(dims: Sequence[int]) -> str:
     return " or ".join(map(str, dims))
+
+
+def _checked_dims(dim: Any) -> tuple[int, ...]:
+    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+    if not dims or not all(isinstance(d, int) and not isinstance(d, bool) for d in dims):
+        raise InputError(f"dim={dim!r}: give the number of the dimension that grows, or a tuple of such")
+    return dims
 
 
 def _checked_sizes(sizes: int | Iterable[int], call: _Growing) -> tuple[int, ...]:

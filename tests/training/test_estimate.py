@@ -208,6 +208,9 @@ def test_bad_input_is_refused() -> None:
         estimate(model, x, [8, 32])
     with pytest.raises(InputError, match=r"no tensor of the sample has a dimension 2; .* \[16, 16\].*dim="):
         estimate(model, x, 32, dim=2)
+    for nothing in ("batch", (), (0, "1"), None):
+        with pytest.raises(InputError, match="number of the dimension"):
+            estimate(model, x, 32, dim=nothing)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="sizes is empty"):
         estimate(model, x, [])
     for wrong in (2.5, "32", True, [32, None]):
