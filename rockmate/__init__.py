@@ -15,6 +15,7 @@ from rockmate.errors import (
     RockmateError,
     VariantLimitError,
 )
+from rockmate.estimate import Estimate, SizeEstimate, estimate
 from rockmate.module import Rockmate, frontier
 from rockmate.planning.plan import Plan
 
@@ -22,6 +23,7 @@ __all__ = [
     "Attachment",
     "BudgetError",
     "BudgetWarning",
+    "Estimate",
     "GoneError",
     "GraphError",
     "HookError",
@@ -34,12 +36,14 @@ __all__ = [
     "PlanningWarning",
     "Rockmate",
     "RockmateError",
+    "SizeEstimate",
     "TraceError",
     "UnsupportedError",
     "VariantLimitError",
     "attach",
     "attached",
     "detach",
+    "estimate",
     "frontier",
     "measure_peak",
 ]

@@ -1,0 +1,179 @@
+"""What a graph costs at sizes at which it never ran: each figure fitted to what it was at a few small sizes.
+
+A figure is one operation's: the bytes of a result, the most that a kernel takes. It is nearly always affine in the size
+that grows, or quadratic (attention over a length). What a step takes is the most of many sums of them at many moments,
+which is no such function: it is computed from the fitted figures as from measured ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from rkgb.cost.measure import Cost
+from rkgb.cost.usage import Usage
+from rkgb.graphs import Facts, S_graph, Saved, Storage
+from rkgb.probe.resize import skeleton
+
+FEWEST = 3
+"""Sizes at which a graph must have been measured: a line through two points says nothing of whether there is a line."""
+
+POWERS = (1, 2, 3, 4)
+"""Of the size: areas grow as its square where images do, attention over their patches as the square of that."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A graph traced where one dimension has ``size``, the ``costs`` of its nodes, and its blocks' ``classes``."""
+
+    size: int
+    s: S_graph
+    costs: dict[Usage, list[Cost]]
+    classes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Extrapolated:
+    """The graph at another size. ``rough``: names of the nodes whose bytes follow no fitted function."""
+
+    s: S_graph
+    costs: dict[Usage, list[Cost]]
+    classes: tuple[int, ...]
+    rough: tuple[str, ...]
+
+
+def form(point: Measured) -> Hashable:
+    """What points must have in common for their figures to be functions of the size."""
+    s = point.s
+    saved = [x for f in s.d.facts for x in (f.saved, f.context)] + [n.saved for n in s.nodes]
+    costs = tuple(
+        (usage, tuple((c.results, c.views, tuple(g and (g.shares or "new") for g in c.inputs)) for c in every))
+        for usage, every in point.costs.items()
+    )
+    return skeleton(s), tuple(len(x.private) for x in saved), costs
+
+
+def extrapolated(points: Sequence[Measured], size: int) -> Extrapolated:
+    """The graph of ``points``, which have one ``form`` and rising sizes, for ``size``."""
+    columns: list[list[int]] = []
+    for point in points:
+        column: list[int] = []
+        columns.append(column)
+
+        def note(number: int, name: str, growth: Fraction, column: list[int] = column) -> int:
+            column.append(number)
+            return number
+
+        _rebuilt(point, note)
+    sizes = [p.size for p in points]
+    known: dict[Hashable, tuple[int, bool]] = {}
+    rough: dict[str, None] = {}
+    rows = iter(zip(*columns, strict=True))
+
+    def put(number: int, name: str, growth: Fraction) -> int:
+        row = next(rows)
+        if (row, growth) not in known:
+            known[row, growth] = fitted(sizes, row, size, growth)
+        found, exact = known[row, growth]
+        if name and not exact:
+            rough[name] = None
+        return found
+
+    s, costs = _rebuilt(points[-1], put)
+    number: dict[tuple[int, ...], int] = {}
+    kinds = zip(*(p.classes for p in points), strict=True)  # equal at one size by chance only are not alike
+    return Extrapolated(s, costs, tuple(number.setdefault(k, len(number)) for k in kinds), tuple(rough))
+
+
+def fitted(sizes: Sequence[int], seen: Sequence[int], now: int, growth: Fraction) -> tuple[int, bool]:
+    """(the figure at ``now``, whether a function says so), given what it was at ``sizes``, which rise.
+
+    The last three points may lie on a line over the size, or over a power of it: what counted for smaller sizes only is
+    over by then (of two kernels, or two moments, the larger one counts). All four may lie on a parabola. Otherwise
+    another function begins where it was measured last, of which nobody knows more than one point. A kernel's memory is
+    taken to become at most ``growth`` times as much, as the values around it do, unless the last step suggests more.
+    """
+    if now in sizes:
+        return seen[sizes.index(now)], True
+    whole = seen[-FEWEST:] if now > sizes[-1] else seen
+    for power in POWERS:
+        at = [x**power for x in sizes[-len(whole) :]]
+        slope = Fraction(whole[-1] - whole[0], at[-1] - at[0])
+        if all(whole[0] + slope * (x - at[0]) == y for x, y in zip(at, whole, strict=True)):
+            return max(0, ceil(whole[0] + slope * (now**power - at[0]))), True
+    slopes = [Fraction(b - a, y - x) for x, y, a, b in zip(sizes, sizes[1:], seen, seen[1:], strict=False)]
+    bends = [(b - a) / (y - x) for x, y, a, b in zip(sizes, sizes[2:], slopes, slopes[1:], strict=False)]
+    if len(bends) > 1 and len(set(bends)) == 1:
+        return max(0, ceil(seen[-1] + (now - sizes[-1]) * (slopes[-1] + bends[-1] * (now - sizes[-2])))), True
+    if now < sizes[-1]:  # between two points
+        k = max(0, sum(x < now for x in sizes) - 1)
+        return ceil(seen[k] + slopes[k] * (now - sizes[k])), False
+    return ceil(max(seen[-1] * growth, seen[-1] + slopes[-1] * (now - sizes[-1]))), False
+
+
+def _rebuilt(point: Measured, take: Callable[[int, str, Fraction], int]) -> tuple[S_graph, dict[Usage, list[Cost]]]:
+    """Graph and costs with every figure replaced by what ``take`` gives for it, for the name of what it is a figure of,
+    and for how many times larger the values around that have become.
+
+    The name is empty where the figure is not one of memory.
+    """
+    s, d = point.s, point.s.d
+    one = Fraction(1)
+    values = {
+        v: dataclasses.replace(
+            x,
+            shape=tuple(take(n, "", one) for n in x.shape),
+            stride=tuple(take(n, "", one) for n in x.stride),
+            bytes=take(x.bytes, d.names[v], one),
+        )
+        for v, x in d.values.items()
+    }
+    times = {v: Fraction(x.bytes, max(1, d.values[v].bytes)) for v, x in values.items()}
+
+    def around(name: str, *of_values: Sequence[int]) -> Callable[[int], int]:
+        growth = max((times[v] for every in of_values for v in every if v in times), default=one)
+        return lambda number: take(number, name, growth)
+
+    def saved(x: Saved, of: Callable[[int], int]) -> Saved:
+        return Saved(x.storages, tuple(map(of, x.private)))
+
+    def facts(x: Facts, of: Callable[[int], int]) -> Facts:
+        return dataclasses.replace(x, saved=saved(x.saved, of), context=saved(x.context, of))
+
+    def storage(x: Storage, first: int | None) -> Storage:
+        of = around("memory", ()) if first is None else around(d.names[first], (first,))
+        return dataclasses.replace(x, bytes=of(x.bytes))
+
+    every = tuple(facts(x, around(n.name, n.reads(), n.outputs)) for x, n in zip(d.facts, d.nodes, strict=True))
+    graph = dataclasses.replace(
+        d,
+        values=values,
+        storages=tuple(storage(x, d.first_value.get(k)) for k, x in enumerate(d.storages)),
+        facts=every,
+    )
+    nodes = tuple(dataclasses.replace(n, saved=saved(n.saved, around(n.name, n.reads, n.makes))) for n in s.nodes)
+    costs = {
+        usage: [
+            _cost(c, around(n.name, n.reads, n.makes), around("", n.reads, n.makes))
+            for c, n in zip(of_all, s.nodes, strict=True)
+        ]
+        for usage, of_all in point.costs.items()
+    }
+    return dataclasses.replace(s, d=graph, nodes=nodes), costs
+
+
+def _cost(c: Cost, of: Callable[[int], int], time: Callable[[int], int]) -> Cost:
+    return dataclasses.replace(
+        c,
+        forward_time=time(c.forward_time),
+        forward_peak=of(c.forward_peak),
+        backward_time=time(c.backward_time),
+        backward_peak=of(c.backward_peak),
+        held_peak=of(c.held_peak),
+        together_peak=of(c.together_peak),
+        incoming=of(c.incoming),
+        inputs=tuple(g and dataclasses.replace(g, bytes=of(g.bytes)) for g in c.inputs),
+    )

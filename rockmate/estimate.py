@@ -1,0 +1,322 @@
+"""``estimate``: what a step takes at sizes that are never run, from steps' operations measured at small ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from rkgb.cost.extrapolate import FEWEST, Extrapolated, Measured, extrapolated, form
+from rkgb.cost.measure import Known
+from rkgb.sample import Sample
+from rkgb.trace.patches import TRACING
+from rkgb.trees import flatten, unflatten
+from rockmate.budget import parse_budget, show_at_least, show_bytes
+from rockmate.calls.surroundings import undisturbed
+from rockmate.errors import BudgetError, CannotBeCalledError, InputError
+from rockmate.planning.checks import checked_call
+from rockmate.planning.planner import Planner, make_planner
+from rockmate.progress import Progress, Report
+from solvers import ChainPlan, Schedule, keep_everything, walk
+from solvers.interrupts import Heeded
+
+MEASURED = 4
+"""Sizes that are measured: as many as say whether a figure follows a parabola."""
+
+SOLVES = 4
+"""Times that a solver is asked for a plan of the size after the largest that fits so far."""
+
+MOST = 2**30
+"""Times the sample's size; nobody asks whether more would fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeEstimate:
+    """One size; memory in bytes.
+
+    ``peak``: what a step takes without recomputation. Eager mode may take a little more, where variables of forward
+    name what is not needed any more. ``max_budget``: the budget from which nothing is recomputed; it has room for the
+    loss. ``min_budget``: the smallest budget of a plan. ``fits``: "yes", "recomputing" or "no" for the budget that was
+    given, "" if none was.
+    """
+
+    size: int
+    peak: int
+    min_budget: int
+    max_budget: int
+    fits: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What steps of several sizes take; prints as a table.
+
+    ``sizes``: one entry for each size that was asked for. ``budget``: bytes, None if none was given. ``largest``: the
+    largest size that fits it under a plan, ``largest_plain`` without recomputation; 0 if not even the sample's
+    fits, None if there is no budget, or no end. ``measured``: the sizes that ran. ``rough``: names of operations whose
+    memory follows no line or parabola in the size, so that their figures are guesses.
+    """
+
+    sizes: tuple[SizeEstimate, ...]
+    budget: int | None
+    largest: int | None
+    largest_plain: int | None
+    measured: tuple[int, ...]
+    rough: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [["size", "peak", "smallest budget", "fits"]]
+        rows += [[str(s.size), show_bytes(s.peak), show_at_least(s.min_budget), s.fits] for s in self.sizes]
+        rows = rows if self.budget is not None else [row[:-1] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        if self.budget is not None:
+            ends = ["any size" if n is None else str(n) for n in (self.largest, self.largest_plain)]
+            lines.append(f"largest that fits {show_bytes(self.budget)}: {ends[0]}; without recomputation {ends[1]}")
+        if self.rough:
+            few = ", ".join(self.rough[:3]) + (", …" if len(self.rough) > 3 else "")
+            lines.append(f"rough, since memory follows no function of the size: {few}")
+        return "\n".join(lines)
+
+
+def estimate(
+    model: torch.nn.Module,
+    sample: Sample,
+    sizes: int | Iterable[int],
+    budget: int | float | str | None = None,
+    *,
+    dim: int | tuple[int, ...] = 0,
+    sample_kwargs: dict[str, Any] | None = None,
+    loss_memory: int | None = None,
+    progress: bool | None = None,
+) -> Estimate:
+    """What a training step of ``model`` takes at ``sizes`` larger than the ``sample``'s, none of which is run.
+
+    ``sizes``: of dimension ``dim`` of the sample's tensors: batches for 0, lengths for 1 if tensors are (batch, length,
+    …). The first tensor that has this dimension says what its size is in the sample; all tensors whose dimension has
+    that size grow with it. Several dimensions, such as ``(2, 3)`` for square images, grow together. ``budget``: as for
+    ``Rockmate``, but no share. ``sample``, ``sample_kwargs`` and ``loss_memory``: as for ``Rockmate``.
+
+    The model is traced and measured on its device at four sizes, the sample's to four times that, or to the largest of
+    ``sizes`` if that is less; rows of the sample are repeated for it. The memory of each operation is fitted as a
+    function of the size. Where the fit is right, the prediction is that of the large size, byte for byte. It is not
+    where a library takes another kernel beyond the sizes that were measured (PyTorch for convolutions on one CPU thread
+    from 16 images on, cuDNN by the size), where the model rounds sizes, and where the time that an operation takes
+    decides among plans. Limits of the model, such as the number of its positions, show only where it runs. So give a
+    sample that is small, but of the kind of the large one.
+
+    Raises ``InputError`` for sizes below the sample's, for samples that cannot grow, and for models whose graph changes
+    with the size; otherwise what ``rockmate.frontier`` raises.
+    """
+    args, kwargs = checked_call(model, sample, sample_kwargs)
+    limit = None if budget is None else parse_budget(budget)
+    if limit is not None and limit.share is not None:
+        raise BudgetError(f"the budget {budget!r} is a share of each size's own peak: give bytes, such as '8 GiB'")
+    call = _Growing((args, kwargs), _checked_dims(dim))
+    wanted = _checked_sizes(sizes, call)
+    with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
+        known = _Sizes(model, _measured(model, call, wanted[-1], loss_memory, report))
+        available = None if limit is None else limit.bytes(known.first)
+        found = tuple(_of_size(known, size, available) for size in wanted)
+        plain = largest = None
+        if available is not None:
+            plain = _largest(call.size, wanted[-1], lambda n: known.planner(n).eager_peak <= available)
+            largest = _largest_planned(known, call.size, wanted[-1], available)
+        return Estimate(found, available, largest, plain, known.measured, known.rough(wanted[-1]))
+
+
+class _Growing:
+    """A call whose tensors can be made larger along dimensions ``dims``, from ``size``."""
+
+    def __init__(self, call: Any, dims: tuple[int, ...]) -> None:
+        self.leaves, self.spec = flatten(call)
+        self.dims = dims
+        tensors = {id(t): t for t in self.leaves if isinstance(t, torch.Tensor)}
+        having = [(t, d) for d in dims for t in tensors.values() if -t.dim() <= d < t.dim()]
+        if not having:
+            shapes = ", ".join(str(list(t.shape)) for t in tensors.values()) or "none"
+            raise InputError(
+                f"no tensor of the sample has a dimension {_show(dims)}; its tensors have the shapes {shapes}: say "
+                "with dim= which dimension grows"
+            )
+        self.size = having[0][0].shape[having[0][1]]
+        self.along = {id(t): [d % t.dim() for u, d in having if u is t and t.shape[d] == self.size] for t, _ in having}
+        if not self.size:
+            raise InputError(f"dimension {_show(dims)} of the sample is empty: give a sample with something in it")
+
+    def at(self, size: int) -> Any:
+        """(args, kwargs) with rows of the sample again and again; a tensor given twice is one tensor."""
+        made: dict[int, torch.Tensor] = {}
+        return unflatten([self._larger(x, size, made) for x in self.leaves], self.spec)
+
+    def _larger(self, leaf: Any, size: int, made: dict[int, torch.Tensor]) -> Any:
+        if size == self.size or not self.along.get(id(leaf)):
+            return leaf
+        if id(leaf) not in made:
+            order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
+            larger = leaf.detach().permute(order)  # memory keeps its order, such as channels-last
+            rows = torch.arange(size, device=leaf.device) % self.size
+            for d in self.along[id(leaf)]:
+                larger = larger.index_select(order.index(d), rows)
+            back = sorted(range(leaf.dim()), key=order.__getitem__)
+            made[id(leaf)] = larger.permute(back).requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    def said(self) -> str:
+        """Which tensors grow, and which do not."""
+        shapes = [(bool(self.along.get(id(t))), list(t.shape)) for t in self.leaves if isinstance(t, torch.Tensor)]
+        grow, stay = (", ".join(str(s) for g, s in shapes if g is grows) for grows in (True, False))
+        kept = f", of shape {stay} did not" if stay else ""
+        return (
+            f"Along dimension {_show(self.dims)}, tensors of shape {grow} grew{kept}; what is no tensor stayed as it is"
+        )
+
+
+def _show(dims: Sequence[int]) -> str:
+    return " or ".join(map(str, dims))
+
+
+def _checked_dims(dim: Any) -> tuple[int, ...]:
+    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+    if not dims or not all(isinstance(d, int) and not isinstance(d, bool) for d in dims):
+        raise InputError(f"dim={dim!r}: give the number of the dimension that grows, or a tuple of such")
+    return dims
+
+
+def _checked_sizes(sizes: int | Iterable[int], call: _Growing) -> tuple[int, ...]:
+    """Rising sizes, each once."""
+    wanted = [sizes] if isinstance(sizes, Integral) else list(sizes) if isinstance(sizes, Iterable) else [sizes]
+    for size in wanted:
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise InputError(
+                f"sizes={sizes!r}: give whole numbers, the sizes that dimension {_show(call.dims)} shall have"
+            )
+        if size < call.size:
+            raise InputError(
+                f"the size {size} is below the sample's, {call.size} in dimension {_show(call.dims)}: give a sample of "
+                "the smallest size or less"
+            )
+    if not wanted:
+        raise InputError(f"sizes is empty: give the sizes that dimension {_show(call.dims)} shall have")
+    return tuple(sorted({int(size) for size in wanted}))
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    planner: Planner
+    measured: Measured
+
+
+def _measured(
+    model: torch.nn.Module, call: _Growing, largest: int, loss_memory: int | None, report: Report
+) -> list[_Point]:
+    """The sizes that are run, rising. The sample may be too small to be like the others, and is left out then."""
+    step = call.size  # multiples, since sizes that are halved in the model stay whole
+    while step > 1 and call.size + (MEASURED - 1) * step > largest:
+        step //= 2
+    points: list[_Point] = []
+    for k in range(MEASURED):
+        size = call.size + k * step
+        larger = call.at(size)
+        try:
+            planner = make_planner(model, larger[0], larger[1], "flops", loss_memory, report)
+        except CannotBeCalledError as error:
+            if not k:
+                raise
+            raise InputError(
+                f"the model takes the sample, but not one of size {size}: {error.__cause__}. {call.said()}. Say with "
+                "dim= what grows, or give a smaller sample: it is made up to four times as large"
+            ) from error
+        graphs = planner.graphs
+        points.append(_Point(planner, Measured(size, graphs.S, graphs.known.of, graphs.classes)))
+    forms = [form(p.measured) for p in points]
+    alike = [p for p, f in zip(points, forms, strict=True) if f == forms[-1]]
+    if len(alike) < FEWEST:
+        sizes = ", ".join(str(p.measured.size) for p in points)
+        raise InputError(
+            f"what the model computes changes with the size: its graphs at the sizes {sizes} are not the same "
+            f"operations. {call.said()}. Give a larger sample, from whose size on the operations stay the same; if "
+            "they never do (a loop over the length), plan the large one with rockmate.frontier"
+        )
+    return alike
+
+
+class _Sizes:
+    """Planners for any size."""
+
+    def __init__(self, model: torch.nn.Module, points: list[_Point]) -> None:
+        self.model = model
+        self.points = [p.measured for p in points]
+        self.last = points[-1].planner
+        self.first = points[0].planner
+        self.schedules: list[Schedule] = []
+        self._planners: dict[int, Planner] = {}
+        self._extrapolated: dict[int, Extrapolated] = {}
+
+    @property
+    def measured(self) -> tuple[int, ...]:
+        return tuple(p.size for p in self.points)
+
+    def rough(self, size: int) -> tuple[str, ...]:
+        """Names of what has no function, in the order of the graph."""
+        self.planner(size)
+        return self._extrapolated[size].rough
+
+    def planner(self, size: int) -> Planner:
+        """A planner for ``size``, whose figures are fitted."""
+        if size not in self._planners:
+            found = self._extrapolated[size] = extrapolated(self.points, size)
+            like = dataclasses.replace(self.last, graphs=dataclasses.replace(self.last.graphs, classes=found.classes))
+            self._planners[size] = like.at_other_sizes(found.s, Known(found.costs.__getitem__), self.model, [])
+        return self._planners[size]
+
+    def least(self, size: int, solve: bool) -> int:
+        """The smallest budget for ``size``: that of the solver's plans, or of those that were found for other sizes."""
+        planner = self.planner(size)
+        if solve:
+            least = planner.frontier().min_budget
+            self.schedules.append(planner.solve(least).schedule)
+        return min(walk(planner.problem, s).peak for s in self.schedules) + planner.reserved
+
+
+def _of_size(known: _Sizes, size: int, available: int | None) -> SizeEstimate:
+    planner = known.planner(size)
+    schedule = keep_everything(planner.problem)
+    peak = planner.predicted_peak(ChainPlan(schedule, walk(planner.problem, schedule), "keep everything"))
+    least, most = known.least(size, solve=True), planner.eager_peak
+    fits = ""
+    if available is not None:
+        fits = "yes" if most <= available else "recomputing" if least <= available else "no"
+    return SizeEstimate(size, peak, least, most, fits)
+
+
+def _largest(smallest: int, start: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest size for which ``fits``, which holds up to some size; 0 if not for the smallest, None if for all."""
+    if not fits(smallest):
+        return 0
+    low, high = smallest, max(start, smallest + 1)
+    while fits(high):
+        low, high = high, 2 * high
+        if high > MOST * smallest:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _largest_planned(known: _Sizes, smallest: int, start: int, available: int) -> int | None:
+    """Schedules found for some sizes say how far these go; for the next size the solver is asked for a better one."""
+    found = _largest(smallest, start, lambda n: known.least(n, solve=False) <= available)
+    for _ in range(SOLVES):
+        if found is None:
+            break
+        following = max(smallest, found + 1)
+        if known.least(following, solve=True) > available:
+            break
+        found = _largest(following, start, lambda n: known.least(n, solve=False) <= available)
+    return found
