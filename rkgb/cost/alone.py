@@ -86,7 +86,7 @@ class NodeRun:
     """One S node, ready to run alone on given values of what it reads.
 
     ``fed``: positions in ``makes`` whose gradients its backward gets, with the strides ``layouts``. ``given``: leaves
-    that have a ``.grad`` already.
+    that have a ``.grad`` already. ``guarded``: guards must hold; numbers that are drawn again are others.
     """
 
     def __init__(
@@ -97,8 +97,9 @@ class NodeRun:
         fed: tuple[int, ...],
         layouts: Layouts,
         given: frozenset[int] = frozenset(),
+        guarded: bool = True,
     ) -> None:
-        self.d, self.node, self.fed, self.layouts = d, node, fed, layouts
+        self.d, self.node, self.fed, self.layouts, self.guarded = d, node, fed, layouts, guarded
         self.ops = [d.nodes[op] for op in node.ops]
         self.inputs = [v for v in node.reads if not is_parameter(d, v)]
         self.tapped = [v for v in self.inputs if d.values[v].requires_grad]
@@ -115,7 +116,7 @@ class NodeRun:
         if self.tapped:
             env |= zip(self.tapped, _Tap.apply(collect, self.anchor, *[env[v] for v in self.tapped]), strict=True)
         for op in self.ops:
-            with contextlib.suppress(GuardFailed) if is_guard(op) else _NOTHING:  # a draw made again is another one
+            with _NOTHING if self.guarded or not is_guard(op) else contextlib.suppress(GuardFailed):
                 env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
         return [env[v] for v in self.node.makes]
 

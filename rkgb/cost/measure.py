@@ -154,7 +154,7 @@ def _measured(
             for done, i in enumerate(sorted(plan.reads), 1):
                 values = dict(zip(s.nodes[i].reads, (env[v] for v in plan.reads[i]), strict=True))
                 if i in plan.measured and keys[i] not in known.costs:
-                    run = NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i], given)
+                    run = NodeRun(s.d, s.nodes[i], values, fed[i], layouts[i], given, guarded=stand_ins)
                     with gradients_watched(model, s.d, s.nodes[i]):
                         known.costs[keys[i]] = _measure(run, held[i], known.times(keys[i]), costs, repeat, others)
                 if i in plan.needed:
