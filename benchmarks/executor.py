@@ -198,7 +198,7 @@ def scheduled(variant: Variant, schedule: Schedule) -> Variant:
 
 def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> Rockmate:
     """The model under a budget, or running a given schedule."""
-    rk = Rockmate(model, ids, "1 TiB", costs="flops")
+    rk = Rockmate(model, ids, "1 TiB", costs="flops", cache=False)
     if program is None and memory < 100:
         peaks = [walk(rk.plan.problem, schedule).peak for schedule in all_baselines(rk.plan.problem).values()]
         rk.budget = min(peaks) + (max(peaks) - min(peaks)) * memory // 100 + 64

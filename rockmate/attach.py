@@ -48,6 +48,7 @@ from rockmate.calls.watched import WatchedCalls
 from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import checked_call, checked_limit, checked_module
+from rockmate.planning.disk import disk_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import NOTHING_COMPUTED
 from rockmate.tell import LOG, be_heard, described
@@ -430,6 +431,7 @@ def attach(
     on_infeasible: str = "error",
     time_limit: float | None = None,
     progress: bool | None = None,
+    cache: bool | str | os.PathLike[str] | None = True,
 ) -> Attachment:
     """Train ``model`` under ``budget``, in place: from now on its calls with gradients run under a plan.
 
@@ -453,7 +455,13 @@ def attach(
     if model.__dict__.get("_compiled_call_impl") is not None:
         raise InputError("the model was compiled (model.compile()), and a plan runs operations one by one")
     terms = Terms(
-        parse_budget(budget), costs, loss_memory, checked_limit(time_limit), progress, on_infeasible == "least"
+        parse_budget(budget),
+        costs,
+        loss_memory,
+        checked_limit(time_limit),
+        progress,
+        on_infeasible == "least",
+        disk=disk_of(cache),
     )
     attachment = Attachment(model, terms)
     be_heard()

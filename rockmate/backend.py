@@ -12,12 +12,13 @@ from rockmate.budget import parse_budget
 from rockmate.calls.calls import Front, Terms
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.errors import BudgetError, BudgetWarning, InputError
+from rockmate.planning.disk import disk_of
 from rockmate.tell import be_heard, warn_once
 
 if TYPE_CHECKING:
     from torch import fx
 
-_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "progress"})
+_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "progress", "cache"})
 
 _frames: dict[
     int, tuple[Any, Any]
@@ -42,7 +43,8 @@ def rockmate(
         )
     least = given.pop("on_infeasible", "error") == "least"
     budget = parse_budget(given.pop("budget"))
-    terms = Terms(budget, **{"time_limit": inf, **given}, least=least)
+    disk = disk_of(given.pop("cache", True))
+    terms = Terms(budget, **{"time_limit": inf, **given}, least=least, disk=disk)
     _look_for_breaks(options)
     be_heard()
     calls = CapturedCalls(program, identity_of(program), Front("a graph", terms))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rockmate.errors import BudgetError, InputError
 from rockmate.facade import Facade, signed_as_original
 from rockmate.planning.artefact import read_plan
 from rockmate.planning.checks import checked_call, checked_limit
+from rockmate.planning.disk import disk_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import make_planner
 from rockmate.progress import Progress
@@ -43,7 +45,9 @@ class Rockmate(Facade):
     (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown which outputs
     the backward starts from. ``time_limit``: seconds after which the search for a plan ends with the best so far, as
     ``plan.reason`` then says; by default 60 for each integer program. ``progress``: True shows how far planning is,
-    False does not; None does on a terminal, when it takes more than a second.
+    False does not; None does on a terminal, when it takes more than a second. ``cache``: the folder where costs and
+    schedules are kept for the next start of a script; True for what the environment variable ROCKMATE_CACHE says (a
+    path, or "off"), or else the platform's folder for such files; False or None for nowhere.
 
     ``plan`` is the plan of the last call, or the one that replaced it after its backward. Calls of another
     shape, or with other settings (whatever the module's Python reads), are planned when they first come, and
@@ -67,6 +71,7 @@ class Rockmate(Facade):
         loss_memory: int | None = None,
         time_limit: float | None = None,
         progress: bool | None = None,
+        cache: bool | str | os.PathLike[str] | None = True,
     ) -> None:
         args, kwargs = checked_call(model, sample, sample_kwargs)
         if (plan is None) == (budget is None):
@@ -80,6 +85,7 @@ class Rockmate(Facade):
             checked_limit(time_limit),
             progress,
             always=True,
+            disk=disk_of(cache),
         )
         self._front = Attachment(model, terms)
         self._front.plan_for(args, kwargs, saved)
