@@ -1,9 +1,10 @@
 """What the executor itself costs: CPU time of whole steps, of each node that runs again, and in Python alone.
 
 First (``Launch``) a model of tiny kernels, where all is launches: eager mode, torch.utils.checkpoint on every block,
-and plans that keep everything and that run everything again, each step the least of many, taken in turns. A node that
-runs again costs what the backward takes beyond that of the plan that keeps everything; of this, torch's own dispatch is
-what the same operations take when they are called one after the other, with gradients recorded as in the plan.
+plans that keep everything and that run everything again, and attached models under which nothing runs again, each step
+the least of many, taken in turns. A node that runs again costs what the backward takes beyond that of the plan that
+keeps everything; of this, torch's own dispatch is what the same operations take when they are called one after the
+other, with gradients recorded as in the plan.
 
 Then the CPU time in the Python of rockmate and rkgb, for each step of schedules. Measured by cProfile, which counts its
 own work in, so figures are upper bounds. Kernels do not count, and calls of our functions must not depend on the batch
@@ -70,11 +71,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """CPU milliseconds of a step's phases; ``what`` runs it."""
+    """CPU milliseconds of a step's phases; ``what`` runs it. ``forward_to_eager``: the ratio of the forwards, which is
+    to be at most 1.15 for attached models.
+    """
 
     what: str
     forward_ms: float
     backward_ms: float
+    forward_to_eager: float
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,9 @@ def launch(layers: int, repeat: int) -> Launch:
     checkpointed = copy.deepcopy(model)
     checkpointed.layers = torch.nn.ModuleList(Checkpointed(block) for block in checkpointed.layers)
     ids = torch.randint(256, (1, 16))
+    spacious, kept = copy.deepcopy(model), copy.deepcopy(model)
+    rockmate.attach(spacious, "1 TiB", costs="flops", cache=False)
+    rockmate.attach(kept, "150%", costs="flops", cache=False)
     rk = planned(model, ids, 100, None)
     assert rk._last is not None
     keeping = rk._last
@@ -126,20 +133,26 @@ def launch(layers: int, repeat: int) -> Launch:
         "the same, executor alone": lambda: CallState(
             everything.program, source_values(sources, model, [ids])
         ).forward()[0],
+        "attached, budget does not bind": lambda: spacious(ids),
+        "attached, planned, nothing runs again": lambda: kept(ids),
     }
     taken: dict[str, list[tuple[float, float]]] = {what: [] for what in forwards}
     bare = []
     gc.collect()
     for k in range(3 + repeat):
         for what, forward in forwards.items():
-            times = timed(forward, (model, checkpointed), ids)
+            times = timed(forward, (model, checkpointed, spacious, kept), ids)
             if k >= 3:  # the first steps learn and allocate
                 taken[what].append(times)
         start = time.thread_time()
         results = [function(*args, **kwargs) for function, args, kwargs in calls]
         bare.append(time.thread_time() - start)
         del results
-    steps = [Step(what, *(round(1e3 * min(phase), 2) for phase in zip(*t, strict=True))) for what, t in taken.items()]
+    least = {what: [1e3 * min(phase) for phase in zip(*times, strict=True)] for what, times in taken.items()}
+    steps = [
+        Step(what, round(forward, 2), round(backward, 2), round(forward / least["eager"][0], 2))
+        for what, (forward, backward) in least.items()
+    ]
     reruns = everything.plan.recomputed
     backward = {what: min(phase for _, phase in times) for what, times in taken.items()}
     whole = 1e6 * (backward["ours, all run again"] - backward["ours, all kept"]) / reruns
@@ -258,10 +271,13 @@ def main(argv: list[str] | None = None) -> tuple[Launch, list[Row]]:
     torch.set_num_threads(1)
     launched = launch(options.layers, options.repeat)
     torch.set_num_threads(threads)
-    print("step                        forward   backward      whole")
+    print("step                                      forward   backward      whole  forward to eager's")
     for step in launched.steps:
         whole = step.forward_ms + step.backward_ms
-        print(f"{step.what:<25}{step.forward_ms:>7.2f} ms {step.backward_ms:>7.2f} ms {whole:>7.2f} ms")
+        print(
+            f"{step.what:<39}{step.forward_ms:>7.2f} ms {step.backward_ms:>7.2f} ms {whole:>7.2f} ms"
+            f"{step.forward_to_eager:>20.2f}"
+        )
     print(
         f"{launched.reruns} nodes run again, each for {launched.us_per_rerun} us: {launched.us_of_torch} us of torch's "
         f"own and {launched.us_beyond} us beyond\n"

@@ -75,16 +75,16 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         a, k = unflatten(filled, in_spec)
         before = State(model)
-        with watched() as watch, other_draws(watch) as drawn:
+        with watched() as watch, other_draws(watch, refuse=True) as drawn:
             returned = model(*a, **k)
         if drawn:
             raise UnsupportedError(
                 f"the module draws from {drawn[0]} while it runs; a plan would repeat the sample's draw for ever. "
-                "Draw with torch instead (torch.rand(()) < p), or wrap the submodules that do not draw."
+                "Draw with torch instead (torch.rand(()) < p), or plan only the submodules that do not draw."
             )
         results, out_spec = flatten(returned)
         assigned, sets = before.assigned(), before.sets()
-        notes[:] = [f"forward sets the attribute {name}; under a plan it is left as it is" for name in sets]
+        notes[:] = [left_as_it_is(name) for name in sets]
         structure.append(Structure(out_spec, _constants(results), tuple(assigned), code=watch.code(), sets=sets))
         return [*(leaf for leaf in results if isinstance(leaf, torch.Tensor)), *assigned.values()]
 
@@ -141,6 +141,11 @@ class State:
         if now is before:
             return _changeable(now) and contents(now) != self.contents[id(now)]
         return not _plainly_equal(now, before)
+
+
+def left_as_it_is(name: str) -> str:
+    """A note for the plan."""
+    return f"forward sets the attribute {name}; under a plan it is left as it is"
 
 
 def changed_again(model: torch.nn.Module, sets: Mapping[str, Any]) -> tuple[str, ...]:
@@ -309,7 +314,7 @@ class _Reader:
             return PRIMITIVES[kind.split("::")[1]], tuple(inputs), ()
         text = node.schema()
         if text == "(no schema)":
-            raise UnsupportedError(f"{kind} at {line} has no place in a graph: wrap the submodules around it instead")
+            raise UnsupportedError(f"{kind} at {line} has no place in a graph: plan the submodules around it instead")
         op, arguments = _signature(text)
         positional = tuple(a for a, (_, by_name) in zip(inputs, arguments, strict=True) if not by_name)
         keyword = tuple((name, a) for a, (name, by_name) in zip(inputs, arguments, strict=True) if by_name)

@@ -171,7 +171,7 @@ class _Probe:
             if t.layout != torch.strided or t.is_nested:
                 raise UnsupportedError(
                     f"{node.name} at {node.line} makes a {'nested' if t.is_nested else 'sparse'} tensor, which no plan "
-                    "can keep or drop. Wrap the submodules around that line instead of the whole module."
+                    "can keep or drop. Plan the submodules around that line instead of the whole module."
                 )
         self.random.update((x, random_state(x)) for x in drawn)
         unseen = draws_unseen(fixed, [self.env[v] for v in reads])

@@ -26,7 +26,7 @@ class MeasureError(GraphError):
 BACKWARD_INSIDE = (
     "{what} at {line} is an autograd.Function that runs a backward of modules inside its own, as reversible layers do: "
     "parameters get gradients that no plan can foresee. Pass the parameters to the function and return their gradients "
-    "(torch.autograd.grad inside its backward), or wrap the submodules around it instead."
+    "(torch.autograd.grad inside its backward), or plan the submodules around it instead."
 )
 
 

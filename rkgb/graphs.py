@@ -107,8 +107,9 @@ class Structure:
 
     ``assigned``: buffers, by qualified name, that forward assigns anew; their values follow the outputs'.
     ``written``: parameters that forward changes, and attributes that hold tensors, which it may change.
-    ``code``: the Python that ran. ``sets``: what modules' attributes hold that forward has set, by qualified name.
-    ``stale``: those of them that another call sets otherwise, so that a plan leaves them stale.
+    ``code``: the Python that ran. ``sets``: what modules' attributes hold that forward has set, by qualified name; from
+    D on only numbers and text, which a plan sets too. ``stale``: those of them that another call sets otherwise, so
+    that a plan leaves them stale.
     """
 
     outputs: Any

@@ -24,13 +24,14 @@ import torch
 from rkgb.errors import GraphError, UnsupportedError
 from rkgb.sample import Sample
 from rockmate.budget import parse_budget, show_bytes
-from rockmate.calls.calls import Front, Terms
+from rockmate.calls.calls import Front, Terms, is_least
 from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
 from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
+from rockmate.calls.held import check_effects, undone_if_it_fails
 from rockmate.calls.observe import end_look
+from rockmate.calls.others import watch_others
 from rockmate.calls.surroundings import (
     as_eager,
-    attributes_kept_if_it_fails,
     check_global_hooks,
     is_recorded,
     is_transformed,
@@ -45,13 +46,13 @@ from rockmate.calls.surroundings import (
 )
 from rockmate.calls.variants import Variant
 from rockmate.calls.watched import WatchedCalls
-from rockmate.errors import BudgetWarning, CannotBeCalledError, InputError, VariantLimitError
+from rockmate.errors import BudgetWarning, CannotBeCalledError, HookError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
-from rockmate.planning.checks import checked_call, checked_limit, checked_module
+from rockmate.planning.checks import checked_call, checked_limit, checked_module, first_lazy
 from rockmate.planning.disk import disk_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import NOTHING_COMPUTED
-from rockmate.tell import LOG, be_heard, described
+from rockmate.tell import LOG, be_heard, described, warn_once
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -109,6 +110,7 @@ class Attachment(Front):
         self._entry = _entry()
         self._signature: inspect.Signature | None = None
         self._refused = False
+        self._lazy = any(hasattr(type(m), "cls_to_become") for m in model.modules())  # layers that have no sizes yet
 
     # ----------------------------------------------------------------- what users ask
 
@@ -123,6 +125,7 @@ class Attachment(Front):
     @property
     def variant(self) -> Variant | None:
         """The plan of the last call, ready to run."""
+        self._check_place()
         return self.last.last if self.last is not None else None
 
     @property
@@ -143,6 +146,7 @@ class Attachment(Front):
     @property
     def plans(self) -> list[PlannedCall]:
         """All kinds of calls so far, those of the last call first."""
+        self._check_place()
         free = (call for calls in self._graphs for call, _ in calls.spacious.values())
         return [*(PlannedCall(v.call, v.plan) for v in self.cache.variants()), *(PlannedCall(c, None) for c in free)]
 
@@ -153,6 +157,7 @@ class Attachment(Front):
 
     @budget.setter
     def budget(self, budget: int | float | str) -> None:
+        self._check_place()
         wanted = parse_budget(budget)
         if self.last is None:
             self.terms.budget = wanted
@@ -162,6 +167,16 @@ class Attachment(Front):
             calls.spacious.clear()
             calls.free = False
             calls.binding.clear()
+
+    def _check_place(self) -> None:
+        """Say that ``model.compile()`` has put its code in the place of the plan, which torch tells nobody."""
+        model = self._model()
+        found = None if model is None else model.__dict__.get("_compiled_call_impl")
+        if not (found is None or isinstance(found, Attachment)):
+            warn_once(
+                f"{self.name}.compile() was called after attach, and took the place of the plan: no budget holds",
+                BudgetWarning,
+            )
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call that was planned, as ``rockmate.frontier``."""
@@ -203,13 +218,27 @@ class Attachment(Front):
         if is_transformed():
             leave_plan()
             return model._call_impl(*args, **kwargs)
-        check_global_hooks()
         if self._refused:
+            return model._call_impl(*args, **kwargs)
+        check_global_hooks()
+        if self._lazy and self._gets_sizes(model):
             return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()
         end_look()  # not within frames of TorchDynamo, which may record for the profiler themselves
         with self._entered(), without_global_hooks(), modes_suspended() as self.inside.modes:
             return self._run(model, args, kwargs)
+
+    def _gets_sizes(self, model: torch.nn.Module) -> bool:
+        """Whether layers get their sizes in this call, so that there is nothing to plan yet."""
+        self._lazy = bool(first_lazy(model))
+        if self._lazy:
+            warnings.warn(
+                f"{self.name}: layers get their sizes in this call ({first_lazy(model)}), which runs with no budget. "
+                "The next one is planned",
+                BudgetWarning,
+                stacklevel=4,
+            )
+        return self._lazy
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> None:
         """Plan calls with these arguments; nothing runs. ``saved``: this plan is taken."""
@@ -269,6 +298,7 @@ class Attachment(Front):
         self._unguarded = unguarded(self._classes)
         if line := line_of_derivatives(program):
             raise UnsupportedError(f"derivatives are computed inside forward{line}")
+        check_effects()
         if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
             keep_draws_of_other_threads()
         identity = identity_of(program)
@@ -294,17 +324,18 @@ class Attachment(Front):
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception
     ) -> Any:
         """TorchDynamo cannot capture a call as one graph: trace the model as a whole, and watch its Python."""
-        direct = WatchedCalls(model, self)
+        direct, before = WatchedCalls(model, self), self.reason
         self.reason = _first_line(reason)
         try:
-            with attributes_kept_if_it_fails(model):
+            with undone_if_it_fails(model):
                 names = {name for name, _ in model.named_parameters()}
                 direct.last = direct.variants(args, kwargs, self.saved)[0]
                 self._check_stale(model, names, direct.last)
-        except (GraphError, InputError) as error:
-            self.cache.clear()
+        except (GraphError, InputError, HookError) as error:
             if isinstance(error, CannotBeCalledError) and not self.only_plans:
+                self.reason = before
                 return model._call_impl(*args, **kwargs)  # whose own error comes
+            self.cache.clear()
             return self._run_unplanned(model, args, kwargs, error, reason)
         self._direct = self.last = direct
         LOG.info("%s is traced as a whole, since it cannot be captured as one graph: %s", self.name, self.reason)
@@ -417,6 +448,7 @@ _numbers = itertools.count()
 
 
 def _first_line(error: Exception) -> str:
+    error = getattr(error, "inner_exception", error)  # what the backend raised
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -445,8 +477,8 @@ def attach(
     checked_module(model)
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise InputError(f"the model is a {type(model).__name__}, which a plan does not run: attach model.module")
-    if on_infeasible not in ("error", "least"):
-        raise InputError(f'on_infeasible={on_infeasible!r}: give "error" or "least"')
+    if sample is None and sample_kwargs is not None:
+        raise InputError("sample_kwargs without a sample: give sample=() if the call has no positional arguments")
     if attached(model) is not None:
         raise InputError(
             "the model is attached already: set the budget of what attach returned (rockmate.attached(model).budget), "
@@ -460,14 +492,15 @@ def attach(
         loss_memory,
         checked_limit(time_limit),
         progress,
-        on_infeasible == "least",
+        is_least(on_infeasible),
         disk=disk_of(cache),
     )
     attachment = Attachment(model, terms)
     be_heard()
-    if sample is not None or sample_kwargs is not None:
-        attachment.plan_for(*checked_call(model, () if sample is None else sample, sample_kwargs))
+    if sample is not None:
+        attachment.plan_for(*checked_call(model, sample, sample_kwargs))
     model._compiled_call_impl = attachment
+    watch_others(Attachment, attached)
     return attachment
 
 

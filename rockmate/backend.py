@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rockmate.budget import parse_budget
-from rockmate.calls.calls import Front, Terms
+from rockmate.calls.calls import Front, Terms, is_least
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.errors import BudgetError, BudgetWarning, InputError
+from rockmate.planning.checks import checked_limit
 from rockmate.planning.disk import disk_of
 from rockmate.tell import be_heard, warn_once
 
@@ -41,10 +41,9 @@ def rockmate(
         raise InputError(
             f'the backend "rockmate" has no option {unknown[0]!r}: there are {", ".join(sorted(_OPTIONS))}'
         )
-    least = given.pop("on_infeasible", "error") == "least"
-    budget = parse_budget(given.pop("budget"))
-    disk = disk_of(given.pop("cache", True))
-    terms = Terms(budget, **{"time_limit": inf, **given}, least=least, disk=disk)
+    least = is_least(given.pop("on_infeasible", "error"))
+    budget, limit = parse_budget(given.pop("budget")), checked_limit(given.pop("time_limit", None))
+    terms = Terms(budget, time_limit=limit, least=least, disk=disk_of(given.pop("cache", True)), **given)
     _look_for_breaks(options)
     be_heard()
     calls = CapturedCalls(program, identity_of(program), Front("a graph", terms))

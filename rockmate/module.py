@@ -13,6 +13,7 @@ from rkgb.trace.patches import TRACING
 from rockmate.attach import Attachment
 from rockmate.budget import parse_budget
 from rockmate.calls.calls import Terms
+from rockmate.calls.state import NO_REPLICAS
 from rockmate.calls.surroundings import (
     undisturbed,
 )
@@ -132,10 +133,7 @@ class Rockmate(Facade):
         return self._front(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> Rockmate:
-        raise InputError(
-            "torch.nn.DataParallel copies modules to every device, and a plan is for one. Use one process for each "
-            "device, and DistributedDataParallel(Rockmate(model, …)) in each."
-        )
+        raise InputError(NO_REPLICAS)
 
     def backward(self) -> None:
         """Nothing: ``loss.backward()`` has done it. Kept for scripts of the first Rockmate, which call it."""

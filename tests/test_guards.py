@@ -335,3 +335,14 @@ def test_what_a_failed_guard_puts_back_was_never_changed() -> None:
         assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
     for a, b in zip(model.buffers(), eager.buffers(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_many_functions_of_one_code() -> None:
+    """The variables of all of them are looked for among all objects, where nothing that is being made may be met."""
+
+    def shifted(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x + by
+
+    functions = [shifted(k) for k in range(40)]
+    graphs = make_all_graphs(Layers(lambda m, x: m.run(functions[3](x))), inputs(), costs="flops")
+    assert len(graphs.D.structure.code.cells) >= 40

@@ -16,6 +16,9 @@ import torch
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
 from rkgb.graphs import D_graph, S_node
 from rkgb.program import run_node, same
+from rkgb.trace.guards import GuardFailed, is_guard
+
+_NOTHING = contextlib.nullcontext()
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 """The strides of some gradients; None: contiguous."""
@@ -112,7 +115,8 @@ class NodeRun:
         if self.tapped:
             env |= zip(self.tapped, _Tap.apply(collect, self.anchor, *[env[v] for v in self.tapped]), strict=True)
         for op in self.ops:
-            env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
+            with contextlib.suppress(GuardFailed) if is_guard(op) else _NOTHING:  # a draw made again is another one
+                env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
         return [env[v] for v in self.node.makes]
 
     def drop_gradients(self) -> None:

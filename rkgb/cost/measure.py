@@ -249,9 +249,8 @@ def _measure(
         kind_of(run.device).first_use(run.forward, run.device)
         results, forward_peak, _ = measure_memory(run.forward, run.device)
         del results
-        times = times or (_counted(run) if costs == "flops" else _times(run, repeat, others))
         if not run.fed:
-            return Cost(times[0], forward_peak)
+            return Cost((times or _time(run, costs, repeat, others))[0], forward_peak)
         inputs, views = _gradient_sources(run)
         incoming, backward_peak = _backward_memory(run, held, lambda grads: None)
         gradients: list[Any] = []
@@ -260,15 +259,20 @@ def _measure(
         together = held_peak if len(set(types)) > 1 else backward_peak
         if len(types) > 1 and len(set(types)) == 1:
             together = _backward_memory(run, held, lambda _: None, together=True)[1]
+        times = times or _time(run, costs, repeat, others)  # after runs that were no measurement of time
     peaks = backward_peak, held_peak, together
     return Cost(times[0], forward_peak, times[1], *peaks, incoming, run.fed, inputs, views)
+
+
+def _time(run: NodeRun, costs: str, repeat: int, others: Sequence[torch.Tensor]) -> tuple[int, int]:
+    return _counted(run) if costs == "flops" else _times(run, repeat, others)
 
 
 def _written(run: NodeRun, v: int) -> bool:
     return any(run.d.values[v].storage in run.d.facts[op].writes for op in run.node.ops)
 
 
-_FEWEST, _ENOUGH = 3, 50_000_000  # runs; ns that need no more of them
+_ENOUGH = 50_000_000  # ns that need no more runs
 
 
 def _to_read(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -356,7 +360,7 @@ def _times(run: NodeRun, repeat: int, others: Sequence[torch.Tensor]) -> tuple[i
     backward: list[int] = []
     kind, launched = kind_of(run.device), 0
     grads = [_random(g) for g in run.gradients(run.forward())]
-    while len(forward) < repeat and (len(forward) < _FEWEST or sum(forward) + sum(backward) < _ENOUGH):
+    while len(forward) < repeat and sum(forward) + sum(backward) < _ENOUGH:
         for t in others:
             t.sum()
         kind.hold(run.device, 2 * launched)

@@ -73,7 +73,7 @@ def one_device(
             if home:
                 raise UnsupportedError(
                     f"{home[0]} is on {home[1]} and {name} on {device}, and a plan is for one device: its memory is "
-                    "counted as one. Wrap the submodules of each device instead of the whole module"
+                    "counted as one. Plan the submodules of each device instead of the whole module"
                 )
             home = name, device
     return home[1] if home else torch.device("cpu")

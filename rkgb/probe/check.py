@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.Btools import State, changed_again
+from rkgb.Btools import State, changed_again, left_as_it_is
 from rkgb.Dtools import Probed, probe
 from rkgb.errors import MismatchError
 from rkgb.graphs import B_graph, D_graph, Node
@@ -24,6 +24,8 @@ from rkgb.trace.patches import traceable
 from rkgb.trace.ran import Ran
 from rkgb.trace.written import put_back
 from rkgb.trees import flatten, tensors_of, unflatten
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[torch.Tensor]) -> D_graph:
@@ -37,7 +39,9 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
     other = _shifted(call)
     theirs, ran = _outputs_if_any(b, model, other)
     stale = changed_again(model, b.structure.sets)
-    b = dataclasses.replace(b, structure=dataclasses.replace(b.structure, sets={}, stale=stale))
+    sets = {k: v for k, v in b.structure.sets.items() if type(v) in _PLAIN and k not in stale}
+    notes = tuple(note for note in b.notes if note not in map(left_as_it_is, sets))
+    b = dataclasses.replace(b, structure=dataclasses.replace(b.structure, sets=sets, stale=stale), notes=notes)
     if theirs is not None:
         try:
             probed = probe(b, model, tensors_of(other))
@@ -115,7 +119,7 @@ def _compare(
     raise MismatchError(
         f"output {k} ({b.names[b.outputs[k]]}) of the traced program differs from the module's {when}, "
         f"{_first_difference(b, model, call)}. The module depends on something that a trace does not show (a "
-        "counter, data that left the tensors): wrap its submodules instead."
+        "counter, data that left the tensors): plan its submodules instead."
     )
 
 

@@ -65,6 +65,7 @@ def skeleton(s: S_graph) -> Hashable:
         d.outputs,
         tuple(sorted((v, _source(x)) for v, x in d.sources.items())),
         tuple((v, *_form(x), x.storage) for v, x in d.values.items()),
+        tuple((x.shape, x.stride) for v, x in d.values.items() if v in d.sources and d.sources[v].kind != "input"),
         tuple((x.owner, x.source) for x in d.storages),
         tuple(_shown(facts) for facts in d.facts),
         str(d.structure.outputs),
@@ -316,7 +317,7 @@ def _given(
     try:
         with Ran() as ours:
             probed = probe(b, model, tensors_of(call))
-    except (GuardFailed, GraphError, RuntimeError, ValueError, TypeError, IndexError):
+    except (GuardFailed, GraphError, RuntimeError, ValueError, TypeError, LookupError):
         return None
     found = _with_sizes(last, probed.graph)
     if found is None or skeleton(found) != expected or not same_as_module(b, model, call, probed, ours, d.ran):

@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
         if func in _GRADIENTS:
             raise UnsupportedError(
                 f"{name} at {user_line()}: the module computes gradients inside its forward, which no plan can "
-                "foresee. Wrap the submodules that do not, instead of the whole module."
+                "foresee. Plan the submodules that do not, instead of the whole module."
             )
         if name in _SWITCHES and self.written.is_parameter(args[0]) and args[0].requires_grad != all(args[1:]):
             raise UnsupportedError(

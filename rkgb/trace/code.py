@@ -37,14 +37,19 @@ class Code:
         return self.names == other.names and mine == theirs and cells == others
 
 
+class Draws(Exception):
+    """A number is about to be drawn from Python's generator."""
+
+
 @dataclass
 class Watch:
     """Filled while ``watched`` is in force: functions and their global variables, and whether one of them has drawn
-    from Python's generator of random numbers.
+    from Python's generator of random numbers. ``refuses``: it raises ``Draws`` instead, before it draws.
     """
 
     functions: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
     drawn: bool = False
+    refuses: bool = False
 
     def code(self) -> Code:
         """What ran."""
@@ -63,10 +68,11 @@ class Watch:
             scopes.setdefault(id(variables), (variables, set()))[1].update(read)
             if set(code.co_freevars) - {"__class__"}:
                 closures.add(code)
+        cells = [*_cells(closures)]  # no tuple: one that grows must not be among the objects that are looked at
         return Code(
             frozenset(names),
             tuple((variables, frozenset(read)) for variables, read in scopes.values()),
-            tuple(_cells(closures)) if closures else (),
+            tuple(cells),
         )
 
 
@@ -77,7 +83,7 @@ def is_installed(path: str) -> bool:
 
 def _cells(closures: set[CodeType]) -> Iterator[tuple[str, str, CellType]]:
     """The variables that functions with this code have from around them. A frame does not tell its function."""
-    for function in gc.get_objects():
+    for function in gc.get_objects() if closures else ():
         if type(function) is FunctionType and function.__code__ in closures:
             free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             yield from ((function.__qualname__, k, cell) for k, cell in free if k != "__class__")
@@ -97,6 +103,8 @@ def watched() -> Iterator[Watch]:
             functions[frame.f_code] = frame.f_globals
         elif event == "c_call" and getattr(argument, "__self__", None) is generator:
             watch.drawn = watch.drawn or argument.__name__ in _DRAW
+            if watch.drawn and watch.refuses:
+                raise Draws
 
     before: Any = sys.getprofile()
     collects = gc.isenabled()

@@ -13,25 +13,30 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from rkgb.trace.code import Watch
+from rkgb.trace.code import Draws, Watch
 
 PYTHON, NUMPY = "Python's random module", "NumPy's random module"
 
 
 @contextlib.contextmanager
-def other_draws(watch: Watch) -> Iterator[list[str]]:
+def other_draws(watch: Watch, *, refuse: bool = False) -> Iterator[list[str]]:
     """Filled at the end: the generators that this thread has drawn from, which are then as before if no other thread
     may have drawn from them; ``watch`` is in force.
 
     Python's draws are seen as calls, which tell the thread. NumPy's are not, so that other threads wait for its lock
     meanwhile if it has one that this thread can take twice. Where no other thread runs, the states alone decide.
+    ``refuse``: what runs ends at its first draw from Python's if that could not be put back.
     """
     found: list[str] = []
     alone = threading.active_count() == 1
     with contextlib.nullcontext() if alone else _numpy_lock():
         before = random.getstate(), _numpy_state(), _numpy_generator() and _numpy_generator().get_state()
-        watch.drawn = False
-        yield found
+        watch.drawn, watch.refuses = False, refuse and not alone
+        try:
+            yield found
+        except Draws:
+            found.append(PYTHON)
+            return
         alone = alone and threading.active_count() == 1
         if (alone or watch.drawn) and random.getstate() != before[0]:
             found.append(PYTHON)

@@ -147,7 +147,7 @@ def _no_inner_gradients() -> Iterator[None]:
                 return original(*args, **kwargs)
             raise UnsupportedError(
                 f"the call at {user_line()} computes derivatives inside forward (torch.func), which no plan can "
-                "foresee. Wrap the submodules that do not, instead of the whole module."
+                "foresee. Plan the submodules that do not, instead of the whole module."
             )
 
         return call

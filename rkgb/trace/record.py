@@ -105,12 +105,18 @@ def record(
     def traced(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with seen:
             results[:] = function(*args)
-        if unknown := spell_booleans(torch._C._get_tracing_state().graph()):
+        state = torch._C._get_tracing_state()
+        if state is None:
+            raise UnsupportedError(
+                "forward catches the error of an operation, after which torch.jit records nothing: ask before it is "
+                "called whether it can be, or plan the submodules around that line"
+            )
+        if unknown := spell_booleans(state.graph()):
             line = call_in(unknown.scopeName(), list(seen.calls))[1]
             given = ", ".join(str(v.type()) for v in unknown.inputs())
             raise UnsupportedError(
                 f"torch.jit has no overload of {unknown.kind()} for ({given}), as it is called at {line}. Give "
-                "the arguments in another form (tensors for numbers, say), or wrap the submodules around that line."
+                "the arguments in another form (tensors for numbers, say), or plan the submodules around that line."
             )
         return (*results, *seen.draws, *(t for read in seen.reads for t in read.markers()))
 

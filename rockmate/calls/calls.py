@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rkgb.cost.measure import Known
+from rkgb.cost.measure import Known, check_costs
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph, Structure
 from rkgb.probe.resize import Point, resized, sizes_of
@@ -43,7 +43,7 @@ from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, Va
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.disk import Disk
 from rockmate.planning.kept import KeptCosts
-from rockmate.planning.planner import CARRIED, Planner, make_planner
+from rockmate.planning.planner import CARRIED, Planner, checked_loss, make_planner
 from rockmate.progress import Progress, Report
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG, described, planned_line
@@ -70,6 +70,13 @@ class Terms:
     always: bool = False
     disk: Disk | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be used when it is given, not at the first call that is planned."""
+        check_costs(self.costs, InputError)
+        self.loss_memory = checked_loss(self.loss_memory)
+        if not (self.progress is None or isinstance(self.progress, bool)):
+            raise InputError(f"progress={self.progress!r}: give True, False, or None for terminals only")
+
     def settle(self, planner: Planner) -> int:
         """The budget in bytes, the same for all kinds of calls from now on: shares are of the step of ``planner``."""
         if isinstance(self.budget, Budget):
@@ -83,6 +90,13 @@ class Terms:
                 return None
             self.budget = self.budget.size or kind_of(device).free_for_budgets(device)
         return self.budget
+
+
+def is_least(on_infeasible: object) -> bool:
+    """What ``on_infeasible`` asks for: ``Terms.least``."""
+    if on_infeasible not in ("error", "least"):
+        raise InputError(f'on_infeasible={on_infeasible!r}: give "error" or "least"')
+    return on_infeasible == "least"
 
 
 class Front:
@@ -190,7 +204,7 @@ class Calls(ABC):
             raise VariantLimitError(
                 f"{MAX_VARIANTS} plans were made for calls of this kind, and none is for the values that the "
                 "module's Python reads from tensors now, or for the shapes that follow from values (torch.where, "
-                f"x[mask]): {failed[0]}. Wrap the submodules around that line instead, or compute with masks of "
+                f"x[mask]): {failed[0]}. Attach the submodules around that line instead, or compute with masks of "
                 "one shape."
             )
         try:
@@ -248,13 +262,16 @@ class Calls(ABC):
             self.last = new
 
     def _returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
-        """What forward returns, from the program's outputs; buffers that it assigns are assigned."""
+        """What forward returns, from the program's outputs; buffers and attributes that it assigns are assigned."""
         results = iter(outputs)
         constants = dict(structure.output_constants)
         leaves = [constants[k] if k in constants else next(results) for k in range(structure.outputs.num_leaves)]
         for name, tensor in zip(structure.assigned, results, strict=True):
             module, _, key = name.rpartition(".")
             self.module.get_submodule(module)._buffers[key] = tensor
+        for name, value in structure.sets.items():
+            module, _, key = name.rpartition(".")
+            vars(self.module.get_submodule(module))[key] = value
         return unflatten(leaves, structure.outputs)
 
     # ------------------------------------------------------------------- plans

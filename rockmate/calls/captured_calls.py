@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from rkgb.errors import GraphError
 from rkgb.trace.patches import TRACING
 from rockmate.budget import show_bytes
 from rockmate.calls.bound import rough_peak
@@ -19,7 +20,7 @@ from rockmate.calls.captured import Captured, captured_sources
 from rockmate.calls.numbers import split
 from rockmate.calls.observe import WholeLook
 from rockmate.calls.variants import Variant
-from rockmate.errors import BudgetWarning
+from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
 
@@ -47,6 +48,7 @@ class CapturedCalls(Calls):
         self.split = split(program)
         self.tensors = self.split.program if self.split else program  # without computations with numbers
         self.free = False  # whatever the call, the budget does not bind
+        self.refused = False  # no plan can be made
         self.ready = False
         self.now = threading.local()  # the arguments of the call that this thread is in
         self.spacious: dict[Hashable, Spacious] = {}  # kinds of calls for which the budget does not bind
@@ -54,7 +56,7 @@ class CapturedCalls(Calls):
 
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
-        if self.free:
+        if self.free or self.refused:
             return self.program.forward(*arguments)
         wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
         if not torch.is_grad_enabled() or next(wanted, None) is None:
@@ -77,7 +79,21 @@ class CapturedCalls(Calls):
                 raise Planned
             if fits:
                 return self._run_freely(kind, missing, given, arguments)
-            results = self.run(given, {})
+            try:
+                results = self.run(given, {})
+            except CannotBeCalledError:
+                return self.program.forward(*arguments)  # whose own error comes
+            except (GraphError, VariantLimitError) as error:
+                if not self.terms.least:
+                    raise
+                self.refused = True
+                warnings.warn(
+                    f"{self.front.name} cannot be planned for such calls, which run as they are from now on, with no "
+                    f"budget: {error}",
+                    BudgetWarning,
+                    stacklevel=3,
+                )
+                return self.program.forward(*arguments)
             self.front.last = self
             return self.split.joined(results, numbers) if self.split else results
 
@@ -141,7 +157,12 @@ class CapturedCalls(Calls):
         if self._known_to_fit(kind, missing):
             return True
         budget = self.terms.bytes_known(_device_of(arguments))
-        return budget is not None and rough_peak(self.program, arguments) <= budget
+        if budget is None:
+            return False
+        fits = rough_peak(self.program, arguments) <= budget
+        if not fits:
+            self.binding.add(kind)  # to look at all sizes takes longer than a small step
+        return fits
 
     def _run_freely(
         self, kind: Hashable, missing: frozenset[str], given: tuple[Any, ...], arguments: tuple[Any, ...]

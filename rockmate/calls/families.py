@@ -10,6 +10,7 @@ from rkgb.cost.scaled import growth, scaled_costs
 from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
 from rkgb.probe.resize import Point, skeleton
+from rockmate.calls.surroundings import settings
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
 from solvers import Schedule
@@ -76,13 +77,13 @@ class Families:
         return [f for f in reversed(self._of.values()) if kind in f.kinds][:MOST_TRIED]
 
     def of(self, s: S_graph) -> Family | None:
-        """The family of a graph."""
-        return self._of.get(skeleton(s))
+        """The family of a graph, under the settings of now."""
+        return self._of.get((skeleton(s), settings()))
 
     def new(self, planner: Planner, point: Point) -> Family:
         """A graph that was measured for ``planner``."""
         family = Family(skeleton(point.s), planner, [point])
-        self._of[family.skeleton] = family
+        self._of[family.skeleton, settings()] = family
         return family
 
     def clear(self) -> None:

@@ -92,9 +92,14 @@ def watched_hooks(model: torch.nn.Module) -> Iterator[None]:
         raise _refused(name, m, hook)
 
 
+NO_REPLICAS = (
+    "torch.nn.DataParallel copies modules to every device, and a plan is for one. Use one process for each device, in "
+    "each attach(model, …), or Rockmate(model, …), and DistributedDataParallel around it."
+)
+
 _PARALLEL = {
-    "DistributedDataParallel": "DistributedDataParallel(Rockmate(model, …))",
-    "DataParallel": "one process for each device, and DistributedDataParallel(Rockmate(model, …)) in each",
+    "DistributedDataParallel": "attach(model, …), or Rockmate(model, …), and DistributedDataParallel around it",
+    "DataParallel": "one process for each device, in each attach(model, …), and DistributedDataParallel around it",
     "FullyShardedDataParallel": "fully_shard(Rockmate(block, …)) for each block",
     "FSDPModule": "fully_shard(Rockmate(block, …)) for each block",
 }
@@ -134,6 +139,6 @@ def _refused(name: str, module: torch.nn.Module, hook: Any) -> HookError:
     called = getattr(hook, "__qualname__", type(hook).__qualname__)
     return HookError(
         f"the hook {called} of {where} would not be called under a plan, which runs operations and not modules. "
-        "Remove it (handle.remove()), register it on the Rockmate, or plan the submodules on both sides of it. "
-        "Hooks of tensors and parameters, and forward hooks that return a changed value, work."
+        "Remove it (handle.remove()), or plan the submodules on both sides of it. Hooks of tensors and parameters, "
+        "forward hooks that return a changed value, and hooks of a Rockmate itself work."
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import random
 import sys
 import threading
@@ -101,8 +99,8 @@ def warn_of_saved_hooks() -> None:
     """Say that others' hooks of saved tensors (torch.utils.checkpoint, save_on_cpu) allocate beside the plan."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         warnings.warn(
-            "a Rockmate was called under hooks of saved tensors (torch.utils.checkpoint, save_on_cpu): results are "
-            "right, but these keep or compute tensors of their own, for which the memory budget has no room",
+            "a model with a plan was called under hooks of saved tensors (torch.utils.checkpoint, save_on_cpu): "
+            "results are right, but these keep or compute tensors of their own, for which the budget has no room",
             BudgetWarning,
             stacklevel=3,
         )
@@ -136,29 +134,6 @@ def keep_draws_of_other_threads() -> None:
             random.setstate = original
 
     random.setstate = setstate
-
-
-@contextlib.contextmanager
-def attributes_kept_if_it_fails(model: torch.nn.Module) -> Iterator[None]:
-    """Trace ``model``. Where that fails, the attributes of its modules are what they were, and so is what lists, dicts
-    and their kind among them hold: a layer that its first call made will be made again.
-    """
-    kinds = (list, dict, set, collections.deque)
-    own = [vars(m) for m in model.modules()]
-    held = [v for attributes in own for v in attributes.values() if isinstance(v, kinds)]
-    copies = [(v, copy.copy(v)) for v in (*own, *held)]
-    try:
-        yield
-    except BaseException:
-        for container, before in copies:
-            if [*map(id, _items(before))] != [*map(id, _items(container))]:
-                container.clear()
-                (container.update if isinstance(container, (dict, set)) else container.extend)(before)
-        raise
-
-
-def _items(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rockmate.calls.calls import Calls, Front, call_key
+from rockmate.calls.held import undone_if_it_fails
 from rockmate.calls.python_state import Place, PythonState, find
 from rockmate.calls.state import check_wrappers, module_key, watched_hooks
 from rockmate.calls.variants import Variant
@@ -37,7 +38,7 @@ class WatchedCalls(Calls):
         """Hooks are watched. What forward itself changes is no reason to plan again."""
         check_wrappers(self.module)
         before = [PythonState(code, find(self.module, leaves, code)) for code in self.cache.codes()]
-        with super().planning(leaves), watched_hooks(self.module):
+        with undone_if_it_fails(self.module), super().planning(leaves), watched_hooks(self.module):
             yield
         for state in before:
             self._unwatched |= state.changed(find(self.module, leaves, state.code))

@@ -24,6 +24,11 @@ def checked_limit(time_limit: float | None) -> float:
     return float(time_limit)
 
 
+def first_lazy(model: torch.nn.Module) -> str:
+    """The first parameter or buffer that has no shape yet; empty if there is none."""
+    return next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), "")
+
+
 def checked_module(model: torch.nn.Module) -> None:
     """Raise ``InputError`` for a model that no plan can be made for, before anything runs."""
     if not isinstance(model, torch.nn.Module):
@@ -43,10 +48,9 @@ def checked_call(
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(): plan outside of it")
     check_wrappers(model)
-    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
-    if lazy:
+    if lazy := first_lazy(model):
         raise InputError(
-            f"{lazy[0]} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
+            f"{lazy} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
             "the optimizer needs it too"
         )
     if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):

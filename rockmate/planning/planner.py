@@ -369,7 +369,7 @@ def make_planner(
     what is known of the costs of a graph. ``disk``: where schedules are kept.
     """
     check_costs(costs, InputError)
-    loss_memory = _checked_loss(loss_memory)
+    loss_memory = checked_loss(loss_memory)
     seconds: dict[str, float] = {}
     marks: list[tuple[str, float]] = []
 
@@ -394,8 +394,8 @@ def make_planner(
         if _ON_A_LEAF in str(error):
             raise UnsupportedError(
                 "forward changes an input in place (as ReLU(inplace=True) on it would) where gradients pass, and "
-                "plans start from inputs as they are: let it work on a copy (x = x.clone()), or wrap the submodules "
-                "behind the change."
+                "plans start from inputs as they are: let it work on a copy (x = x.clone()), or plan only the "
+                "submodules behind the change."
             ) from error
         raise
     if not graphs.S.nodes:
@@ -420,7 +420,7 @@ def _doing(known: Known, before: int = 0) -> str:
     return "load" if known.own and known.measurings == before else "measure"
 
 
-def _checked_loss(loss_memory: Any) -> int | None:
+def checked_loss(loss_memory: Any) -> int | None:
     """Bytes; None for the usual room."""
     if loss_memory is None:
         return None

@@ -280,7 +280,7 @@ class Collects(Reads):
 def test_what_forward_itself_changes_is_never_left_stale() -> None:
     """The object that counts cannot be captured, and a plan of the whole trace would leave the list as it was."""
     model, x = Collects("nothing"), torch.randn(16, 8)
-    with pytest.raises(UnsupportedError, match="forward sets the attribute seen to something else in each call"):
+    with pytest.raises(UnsupportedError, match="forward changes the attribute counted in each call"):
         Rockmate(model, x, "1 MiB", costs="flops")
     assert model.seen == [], "as it was"
     attach(model, "4 KiB", costs="flops", on_infeasible="least")

@@ -230,5 +230,5 @@ def test_hooks_of_the_state_are_the_models() -> None:
 
 
 def test_copies_on_many_devices_are_refused() -> None:
-    with pytest.raises(InputError, match=r"DataParallel copies modules.*DistributedDataParallel\(Rockmate"):
+    with pytest.raises(InputError, match=r"DataParallel copies modules.*DistributedDataParallel around"):
         planned(net())._replicate_for_data_parallel()

@@ -1,0 +1,292 @@
+"""Training scripts whose batches differ in length: seconds plain, and with one line more.
+
+    python benchmarks/scripts.py [NAME …] [--repeat 1] [--out FILE] [--short]
+
+Each script runs plain and attached, in turns, each time in a fresh process of one thread. Seconds are of the processor,
+from the first step to the last, everything that planning needs included. Losses must be equal, bit for bit, and the
+largest peak of a step within the budget, a share of the largest plain one. The first step of each size is compared and
+planned for, so peaks are of a second pass over all sizes.
+Exit status 1 if a check fails. Needs transformers, but for ``--short``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rockmate
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Script:
+    """``batches``: in the order of the steps. ``loss``: of the model on a batch. ``goal``: seconds more than plain.
+    ``percent``: of the largest plain peak, the budget.
+    """
+
+    model: Callable[[], nn.Module]
+    batches: Callable[[], list[Batch]]
+    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    goal: float | None = None
+    percent: int = 60
+
+
+@dataclass(frozen=True)
+class Row:
+    """``steps``, ``sizes``: how many; ``plans``: graphs that were traced or solved for. Seconds of the processor."""
+
+    name: str
+    steps: int
+    sizes: int
+    plans: int
+    plain: float
+    attached: float
+    goal: float | None
+    equal: bool
+    budget: int
+    peak: int
+
+
+def text(steps: int, sizes: int, shortest: int, longest: int, vocabulary: int) -> list[Batch]:
+    """Batches of four texts, as long as the longest of them."""
+    lengths = random.Random(0).sample(range(shortest, longest), sizes)
+    found = []
+    for k in range(steps):
+        made, length = torch.Generator().manual_seed(k), lengths[k % sizes]
+        ids = torch.randint(vocabulary, (4, length), generator=made)
+        mask = torch.ones_like(ids)
+        for row in range(1, 4):
+            mask[row, length - 2 * row :] = 0
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask > 0, ids, -100)})
+    return found
+
+
+def transformers() -> Any:
+    """The library; it imports torchvision, whose operators do not load on a CPU build: as the tests do it."""
+    tests = Path(__file__).resolve().parents[1] / "tests" / "training" / "vision.py"
+    spec = importlib.util.spec_from_file_location("vision", tests)
+    assert spec is not None
+    assert spec.loader is not None
+    vision = importlib.util.module_from_spec(spec)
+    sys.modules["vision"] = vision  # the schemas live as long as it does
+    spec.loader.exec_module(vision)
+    vision.import_can_go_on()
+    return importlib.import_module("transformers")
+
+
+def gpt2() -> nn.Module:
+    found = transformers()
+    model: nn.Module = found.GPT2LMHeadModel(
+        found.GPT2Config(n_layer=4, n_embd=96, n_head=4, vocab_size=512, n_positions=256)
+    )
+    return model
+
+
+def llama() -> nn.Module:
+    found = transformers()
+    model: nn.Module = found.LlamaForCausalLM(
+        found.LlamaConfig(
+            hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
+        )
+    )
+    return model
+
+
+def language_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def pairs(steps: int, sizes: int, width: int) -> list[Batch]:
+    """Sequences and targets, padded, with masks of the padding."""
+    lengths = random.Random(1).sample(range(10, 60), sizes)
+    found = []
+    for k in range(steps):
+        made, source, target = torch.Generator().manual_seed(k), lengths[k % sizes], lengths[(k + 3) % sizes]
+        batch = {
+            "src": torch.randn(8, source, width, generator=made),
+            "tgt": torch.randn(8, target, width, generator=made),
+            "src_key_padding_mask": torch.zeros(8, source, dtype=torch.bool),
+            "tgt_key_padding_mask": torch.zeros(8, target, dtype=torch.bool),
+        }
+        batch["src_key_padding_mask"][0, source - 3 :] = True
+        batch["tgt_key_padding_mask"][0, target - 3 :] = True
+        found.append(batch)
+    return found
+
+
+def square(model: nn.Module, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).square().mean()
+    return loss
+
+
+class Residual(nn.Module):
+    """Three stages of residual blocks with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()) for _ in range(9)
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), torch.zeros(len(x), dtype=torch.long))
+
+
+def images(epochs: int) -> list[Batch]:
+    """Each epoch ends with a smaller batch."""
+    made = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(n, 3, 32, 32, generator=made)} for _ in range(epochs) for n in (32, 32, 32, 20)]
+
+
+def itself(model: nn.Module, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch)
+    return loss
+
+
+def transformer() -> nn.Module:
+    return nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
+
+
+SCRIPTS = {
+    "gpt2, 26 lengths": Script(gpt2, lambda: text(40, 26, 20, 200, 512), language_loss, 5),
+    "llama, 53 lengths": Script(llama, lambda: text(80, 53, 20, 200, 512), language_loss, 8),
+    "transformer, 17 lengths": Script(transformer, lambda: pairs(40, 17, 64), square, 5, 85),
+    "resnet, smaller last batch": Script(Residual, lambda: images(4), itself),
+}
+SHORT = {
+    "transformer": Script(lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True), lambda: pairs(4, 3, 16), square),
+    "resnet": Script(Residual, lambda: images(1), itself),
+}
+
+
+def run(script: Script, budget: int | None) -> dict[str, Any]:
+    """Train once; seconds, losses, the plans made, and the largest peak of a step in a second pass over the sizes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, batches = script.model(), script.batches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.zero_grad()
+    torch.manual_seed(1)
+    start, losses = time.process_time(), []
+    handle = None if budget is None else rockmate.attach(model, budget, cache=False)
+    for batch in batches:
+        loss = script.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()).hex())
+    seconds = time.process_time() - start
+    del loss
+    peaks = []
+    for batch in distinct(batches):
+
+        def step(batch: Batch = batch) -> None:
+            script.loss(model, batch).backward()
+            optimizer.zero_grad()
+
+        peaks.append(rockmate.measure_peak(step))
+    plans = 0 if handle is None else handle.plans_made
+    return {"seconds": seconds, "losses": losses, "peak": max(peaks), "plans": plans}
+
+
+def distinct(batches: list[Batch]) -> Iterator[Batch]:
+    """One batch of each size."""
+    seen = set()
+    for batch in batches:
+        sizes = tuple(t.shape for t in batch.values())
+        if sizes not in seen:
+            seen.add(sizes)
+            yield batch
+
+
+def in_a_process(name: str, budget: int | None, short: bool) -> dict[str, Any]:
+    """``run`` in a fresh process."""
+    command = [sys.executable, __file__, name, "--one", "plain" if budget is None else str(budget)]
+    done = subprocess.run(command + ["--short"] * short, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured(name: str, script: Script, repeat: int, short: bool) -> Row:
+    """Plain and attached in turns."""
+    plain = [in_a_process(name, None, short)]
+    budget = int(plain[0]["peak"] * script.percent / 100)
+    attached = []
+    for k in range(repeat):
+        attached.append(in_a_process(name, budget, short))
+        if k:
+            plain.append(in_a_process(name, None, short))
+    batches = script.batches()
+    return Row(
+        name,
+        len(batches),
+        len(list(distinct(batches))),
+        attached[0]["plans"],
+        round(statistics.median(x["seconds"] for x in plain), 2),
+        round(statistics.median(x["seconds"] for x in attached), 2),
+        script.goal,
+        all(x["losses"] == plain[0]["losses"] for x in attached),
+        budget,
+        max(x["peak"] for x in attached),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print one row a script."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--short", action="store_true", help="toy sizes")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    scripts = SHORT if options.short else SCRIPTS
+    if options.one:
+        warnings.simplefilter("ignore")
+        budget = None if options.one == "plain" else int(options.one)
+        print(json.dumps(run(scripts[options.names[0]], budget)))
+        return 0
+    print("script                      steps  sizes  plans   plain  attached    more    goal  equal  peak of budget")
+    rows = []
+    for name in options.names or scripts:
+        row = measured(name, scripts[name], options.repeat, options.short)
+        rows.append(row)
+        goal = "" if row.goal is None else f"{row.goal:.0f} s"
+        print(
+            f"{row.name:<28}{row.steps:>5}  {row.sizes:>5}  {row.plans:>5}  {row.plain:>4.1f} s  {row.attached:>6.1f} s"
+            f"  {row.attached - row.plain:>4.1f} s  {goal:>6}  {'yes' if row.equal else 'NO':>5}"
+            f"  {100 * row.peak / row.budget:>6.1f} %",
+            flush=True,
+        )
+    if options.out:
+        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return 0 if all(row.equal and row.peak <= row.budget for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

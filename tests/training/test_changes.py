@@ -1,0 +1,230 @@
+"""What forward draws from and changes in Python's objects: as in eager mode, or refused with everything as it was."""
+
+from __future__ import annotations
+
+import array
+import collections
+import functools
+import itertools
+import queue
+import random
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from against_eager import assert_same, snapshot
+from models import randn
+from test_attach import Net
+from torch import nn
+
+from rockmate import BudgetWarning, attach
+
+PYTHON = random.Random(1)
+NUMPY = np.random.default_rng(1)
+COUNTED = types.SimpleNamespace(calls=0)
+
+Scale = Callable[[Any, torch.Tensor], Any]
+"""What the output is multiplied by, for a model that has ``held`` and its input."""
+
+
+def _pushed(values: Any, what: Any) -> Any:
+    values.append(what)
+    return values
+
+
+def _ticks(counted: Any) -> int:
+    counted.calls += 1
+    return int(counted.calls)
+
+
+def _counting() -> Iterator[float]:
+    yield from (1.0 + k for k in itertools.count())
+
+
+@functools.lru_cache
+def _noise(size: int) -> torch.Tensor:
+    return torch.randn(size, 1)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Scale]] = {
+    "random.Random": (lambda: random.Random(1), lambda m, x: m.held.random()),
+    "random.Random, a branch": (lambda: random.Random(1), lambda m, x: 1 if m.held.random() < 0.5 else 2),
+    "random.Random, a list": (lambda: random.Random(1), lambda m, x: m.held.sample(range(9), 1)[0]),
+    "random.Random, global": (lambda: PYTHON.seed(1), lambda m, x: PYTHON.uniform(1, 2)),
+    "numpy.random.Generator": (lambda: np.random.default_rng(1), lambda m, x: float(m.held.uniform())),
+    "numpy.random.Generator, a branch": (
+        lambda: np.random.default_rng(4),
+        lambda m, x: 1 if m.held.random() < 1 else 2,
+    ),
+    "numpy.random.Generator, global": (
+        lambda: setattr(NUMPY.bit_generator, "state", np.random.default_rng(1).bit_generator.state),
+        lambda m, x: float(NUMPY.random()),
+    ),
+    "numpy.random.RandomState": (lambda: np.random.RandomState(1), lambda m, x: float(m.held.rand())),
+    "random": (lambda: random.seed(1), lambda m, x: random.random() + random.randint(0, 9)),
+    "deque with maxlen": (lambda: collections.deque(maxlen=2), lambda m, x: sum(_pushed(m.held, x.detach().mean()))),
+    "deque of numbers": (lambda: collections.deque(maxlen=3), lambda m, x: sum(_pushed(m.held, len(m.held)))),
+    "iterator": (lambda: iter([1.0, 2.0, 3.0, 4.0, 5.0]), lambda m, x: next(m.held)),
+    "cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0, 4.0]), lambda m, x: next(m.held)),
+    "generator": (_counting, lambda m, x: next(m.held)),
+    "array": (lambda: array.array("d"), lambda m, x: len(_pushed(m.held, 1.0))),
+    "bytearray": (bytearray, lambda m, x: len(_pushed(m.held, 1))),
+    "queue": (queue.Queue, lambda m, x: (m.held.put(1), m.held.qsize())[1]),
+    "namespace": (lambda: types.SimpleNamespace(calls=0), lambda m, x: _ticks(m.held)),
+    "namespace, global": (lambda: vars(COUNTED).update(calls=0), lambda m, x: _ticks(COUNTED)),
+    "cached draw": (_noise.cache_clear, lambda m, x: _noise(x.shape[0])),
+}
+
+AS_EAGER: dict[str, tuple[Callable[[], Any], Scale]] = {
+    "deque, full": (lambda: collections.deque([1, 2], 2), lambda m, x: 3 if len(m.held) == m.held.maxlen else 4),
+    "list": (list, lambda m, x: len(_pushed(m.held, x.detach().mean()))),
+    "deque": (collections.deque, lambda m, x: len(_pushed(m.held, 1))),
+    "count": (lambda: itertools.count(1), lambda m, x: next(m.held)),
+    "array of NumPy": (lambda: np.zeros(2), lambda m, x: float((m.held.__iadd__(1)).sum())),
+    "torch.Generator": (lambda: torch.Generator().manual_seed(1), lambda m, x: torch.rand(1, generator=m.held)),
+    "torch.Generator, a value": (
+        lambda: torch.Generator().manual_seed(1),
+        lambda m, x: round(torch.rand(1, generator=m.held).item()) + 1,
+    ),
+    "every third call": (
+        lambda: types.FunctionType(_ticks.__code__, {"int": int}),
+        lambda m, x: 2 if _ticks(m) % 3 == 0 else 1,
+    ),
+}
+
+
+def compared(hold: Callable[[], Any], scale: Scale) -> Any:
+    """Five steps of a model as it is, and attached under a budget that forces recomputation; the handle."""
+
+    class Scaled(Net):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = hold()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x) * scale(self, x)
+
+    results: list[list[Any]] = []
+    handle: Any = None
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = Scaled()
+        if attached:
+            handle = attach(model, "60%", costs="flops", on_infeasible="least")
+        torch.manual_seed(5)
+        found = []
+        for k in range(5):
+            loss = model(randn(64, 32, seed=k)).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        results.append([*found, *snapshot(model), random.getstate()])
+    assert_same(results[1], results[0])
+    return handle
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace", "ignore:.*lru_cache.*", "ignore:.*torch.jit")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_kept_is_refused_and_undone(what: str) -> None:
+    with pytest.warns(BudgetWarning, match="runs as it is from now on"):
+        handle = compared(*REFUSED[what])
+    assert handle.plans == []
+
+
+@pytest.mark.parametrize("what", AS_EAGER)
+def test_what_can_be_kept_is_as_in_eager_mode(what: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*plan of least memory runs", BudgetWarning)
+        handle = compared(*AS_EAGER[what])
+    assert any(p.plan is not None and p.plan.recomputed for p in handle.plans)
+
+
+def test_draws_are_undone_beside_other_threads() -> None:
+    """The state of Python's generator cannot be put back then: nothing may be drawn."""
+    import threading
+
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        with pytest.warns(BudgetWarning, match="draws from Python's random module"):
+            compared(*REFUSED["random"])
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_attributes_that_branches_set() -> None:
+    """Such a model is traced as a whole, and each branch has a plan."""
+
+    class Shrinks(Net):
+        turns = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y, self.turns = self.body(x), 0
+            while y.norm() > 40 and self.turns < 9:
+                y, self.turns = y * 0.9, self.turns + 1
+            return self.head(y)
+
+    results: list[list[Any]] = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = Shrinks()
+        handle = attach(model, "70%", costs="flops") if attached else None
+        found: list[Any] = []
+        for k, scale in enumerate((1.0, 2.0, 1.0, 1.0, 2.0, 0.5)):
+            model(scale * randn(64, 32, seed=k % 2)).square().mean().backward()
+            found.append(model.turns)
+        results.append([*found, *snapshot(model)])
+    assert_same(results[1], results[0])
+    assert len({*results[0][:6]}) > 1
+    assert handle is not None and handle.reason
+
+
+def hooked(y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda g: 0.5 * g)
+    return y
+
+
+def caught(y: torch.Tensor) -> torch.Tensor:
+    try:
+        return y.view(7, -1)
+    except RuntimeError:
+        return y
+
+
+@pytest.mark.parametrize("way", [hooked, caught])
+def test_what_has_no_plan_runs_as_it_is_where_least_is_asked_for(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Model(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return way(super().body(x))
+
+    results = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        if attached:
+            attach(model, "70%", costs="flops", on_infeasible="least")
+        torch.manual_seed(5)
+        with (
+            pytest.warns(BudgetWarning, match="from now on, with no budget") if attached else warnings.catch_warnings()
+        ):
+            for k in range(3):
+                model(randn(64, 32, seed=k)).square().mean().backward()
+        results.append([*snapshot(model)])
+    assert_same(results[1], results[0])
+
+
+def test_an_error_of_the_model_is_its_own() -> None:
+    model = Net()
+    attach(model, "70%", costs="flops")
+    with torch.inference_mode():
+        x = torch.ones(64, 32)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        model(x)
+    model(torch.ones(64, 32)).sum().backward()

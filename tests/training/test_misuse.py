@@ -1,0 +1,177 @@
+"""Arguments that cannot be used, and what would run an attached model past its plan: refused, or said, at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_same, snapshot
+from models import randn
+from torch import nn
+
+import rockmate.tell
+from rockmate import BudgetWarning, InputError, Rockmate, VariantLimitError, attach, attached
+
+X = randn(256, 32, seed=1)
+
+
+def net() -> nn.Sequential:
+    """Three blocks."""
+    torch.manual_seed(0)
+    layers = [[nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)] for _ in range(3)]
+    return nn.Sequential(*(layer for block in layers for layer in block))
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said once in a process is said once in each test."""
+    monkeypatch.setattr(rockmate.tell, "_warned", set())
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"costs": "nonsense"}, "costs='nonsense': choose \"measured\""),
+    ({"loss_memory": -1}, "loss_memory=-1: give whole bytes"),
+    ({"loss_memory": "abc"}, "loss_memory='abc': give whole bytes"),
+    ({"on_infeasible": "x"}, "on_infeasible='x': give \"error\""),
+    ({"progress": "x"}, "progress='x': give True"),
+    ({"time_limit": "x"}, "time_limit='x': give a positive number"),
+    ({"sample_kwargs": {"x": X}}, "sample_kwargs without a sample"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda x: str(x)[:20])
+def test_arguments_are_refused_when_they_are_given(options: dict[str, Any], message: str) -> None:
+    model = net()
+    with pytest.raises(InputError, match=message):
+        attach(model, "1 MiB", **options)
+    assert attached(model) is None
+    if next(iter(options)) not in ("on_infeasible", "sample_kwargs"):
+        with pytest.raises(InputError, match=message):
+            Rockmate(model, X, "1 MiB", **options)
+    if "sample_kwargs" not in options:
+        compiled = torch.compile(model, backend="rockmate", options={"budget": "1 MiB", **options})
+        with pytest.raises(Exception, match=message):
+            compiled(X)
+
+
+def test_unknown_options_of_the_backend() -> None:
+    compiled = torch.compile(net(), backend="rockmate", options={"budget": "1 MiB", "costz": "flops"})
+    with pytest.raises(Exception, match="no option 'costz': there are budget, costs"):
+        compiled(X)
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What a script may compile as a whole."""
+    result: torch.Tensor = model(x).square().mean()
+    return result
+
+
+def test_an_attached_model_in_a_compiled_function_says_that_it_is_not_planned() -> None:
+    model, eager = net(), net()
+    attach(model, "60%", costs="flops", on_infeasible="least")
+    step = torch.compile(loss, backend="eager")
+    with pytest.warns(BudgetWarning, match="Sequential is attached, but called within code that torch.compile makes"):
+        ours = step(model, X)
+    ours.backward()
+    step(model, X).backward()  # is said once
+    for _ in range(2):
+        theirs = loss(eager, X)
+        theirs.backward()
+    assert_same([ours, *snapshot(model)], [theirs, *snapshot(eager)])
+
+
+def test_it_is_said_too_where_the_compiler_comes_after_attach() -> None:
+    script = (
+        "import torch, rockmate, sys\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())\n"
+        "original = torch.compile\n"
+        "rockmate.attach(model, '1 MiB')\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "torch.compile(lambda x: model(x).sum(), backend='eager')(torch.ones(2, 8)).backward()\n"
+        "assert torch.compile is original\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "BudgetWarning: Sequential is attached, but called within code" in done.stderr
+
+
+class Own(nn.Module):
+    """A class of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.net(x)
+        return result
+
+
+def test_an_attached_model_that_is_compiled_runs_under_its_plan() -> None:
+    model, eager = Own(), Own()
+    handle = attach(model, "60%", costs="flops", on_infeasible="least")
+    compiled = torch.compile(model, backend="eager")
+    assert_same([loss(compiled, X)], [loss(eager, X)])  # type: ignore[arg-type]
+    assert handle.plan is not None
+
+
+def test_compiling_in_place_is_said_when_the_handle_is_asked() -> None:
+    model = net()
+    handle = attach(model, "60%", costs="flops")
+    model.compile(backend="eager")
+    with pytest.warns(BudgetWarning, match="took the place of the plan"):
+        assert handle.plan is None
+
+
+def test_no_replicas_of_attached_models() -> None:
+    model = net()
+    attach(model, "1 MiB")
+    with pytest.raises(InputError, match=r"DataParallel copies modules.*attach"):
+        model._replicate_for_data_parallel()
+    rockmate.detach(model)
+    assert attached(model._replicate_for_data_parallel()) is None
+
+
+def test_layers_that_get_their_size_in_the_first_call() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LazyLinear(128), nn.GELU(), nn.Dropout(0.1), nn.LazyLinear(32), nn.LazyBatchNorm1d())
+
+    model, eager = make(), make()
+    handle = attach(model, "80%", costs="flops")
+    results = []
+    for m in (model, eager):
+        torch.manual_seed(5)
+        if m is model:
+            with pytest.warns(BudgetWarning, match="layers get their sizes in this call"):
+                results.append([loss(m, X)])
+        else:
+            results.append([loss(m, X)])
+        for _ in range(3):
+            results[-1].append(loss(m, X))
+            results[-1][-1].backward()
+        results[-1] += snapshot(m)
+    assert_same(*results)
+    assert handle.plan is not None and handle.plan.recomputed
+
+
+def test_hints_are_for_attached_models_too() -> None:
+    """A value that is another one at each call, in a model that can only be traced as a whole."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.generator = net(), torch.Generator().manual_seed(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            drawn = torch.rand((), generator=self.generator).item()
+            result: torch.Tensor = self.net(x) * drawn
+            return result
+
+    model = Reads()
+    attach(model, "60%", costs="flops")
+    with pytest.raises(VariantLimitError, match="Attach the submodules around that line"):
+        for _ in range(17):
+            model(X)
