@@ -111,8 +111,8 @@ def launch(layers: int, repeat: int) -> Launch:
     checkpointed.layers = torch.nn.ModuleList(Checkpointed(block) for block in checkpointed.layers)
     ids = torch.randint(256, (1, 16))
     spacious, kept = copy.deepcopy(model), copy.deepcopy(model)
-    rockmate.attach(spacious, "1 TiB", costs="flops")
-    rockmate.attach(kept, "150%", costs="flops")
+    rockmate.attach(spacious, "1 TiB", costs="flops", cache=False)
+    rockmate.attach(kept, "150%", costs="flops", cache=False)
     rk = planned(model, ids, 100, None)
     assert rk._last is not None
     keeping = rk._last
@@ -211,7 +211,7 @@ def scheduled(variant: Variant, schedule: Schedule) -> Variant:
 
 def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> Rockmate:
     """The model under a budget, or running a given schedule."""
-    rk = Rockmate(model, ids, "1 TiB", costs="flops")
+    rk = Rockmate(model, ids, "1 TiB", costs="flops", cache=False)
     if program is None and memory < 100:
         peaks = [walk(rk.plan.problem, schedule).peak for schedule in all_baselines(rk.plan.problem).values()]
         rk.budget = min(peaks) + (max(peaks) - min(peaks)) * memory // 100 + 64

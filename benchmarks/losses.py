@@ -308,7 +308,7 @@ def figures(name: str, make: Callable[[], Case], parts: tuple[float, ...]) -> di
     found |= {"least alone": inside.min_budget, "most alone": inside.max_budget, "rows": []}
     for script in SCRIPTS:
         case.model.zero_grad()
-        rk = Rockmate(case.model, (), "1 TiB", sample_kwargs=case.batch, costs="flops")
+        rk = Rockmate(case.model, (), "1 TiB", sample_kwargs=case.batch, costs="flops", cache=False)
         curve = rk.frontier()
         found |= {"least": curve.min_budget, "most": curve.max_budget}
         for part in parts:
@@ -335,7 +335,7 @@ def of_gpt2(place: str, measured: bool, eager: int) -> dict[str, Any]:
     found: dict[str, Any] = {"place": place, "commit": commit()}
     found["eager"] = eager or peak_of(partial(letting_go, case, case.model), case.model, 0)
     case.model.zero_grad()
-    rk = Rockmate(case.model, (), "1 TiB", sample_kwargs=batch, costs="flops")
+    rk = Rockmate(case.model, (), "1 TiB", sample_kwargs=batch, costs="flops", cache=False)
     found["first"] = of_budgets(rk, found["eager"])
     if place == "outside" and hasattr(rk.plan, "room"):
         rk.budget = max(int(PERCENT[0] / 100 * found["eager"]), found["first"]["least"])
@@ -350,7 +350,7 @@ def of_gpt2(place: str, measured: bool, eager: int) -> dict[str, Any]:
 
 def measured_at(case: Case, budget: int) -> dict[str, Any]:
     """Planned with measured costs, and a step measured."""
-    rk = Rockmate(case.model, (), budget, sample_kwargs=case.batch)
+    rk = Rockmate(case.model, (), budget, sample_kwargs=case.batch, cache=False)
     peak = peak_of(partial(letting_go, case, rk), rk, 1)
     plan = rk.plan
     return {"budget": budget, "predicted": plan.predicted_peak, "measured": peak, "overhead": plan.predicted_overhead}

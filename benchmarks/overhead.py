@@ -80,7 +80,7 @@ def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list
     peak = measure_peak(partial(step, model))
     found = {}
     for percent in options.budgets:
-        rk = Rockmate(model, x, int(peak * percent / 100))
+        rk = Rockmate(model, x, int(peak * percent / 100), cache=False)
         within = measure_peak(partial(step, rk)) <= rk.budget
         pairs = []
         for k in range(options.pairs):

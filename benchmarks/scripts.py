@@ -191,7 +191,7 @@ def run(script: Script, budget: int | None) -> dict[str, Any]:
     optimizer.zero_grad()
     torch.manual_seed(1)
     start, losses = time.process_time(), []
-    handle = None if budget is None else rockmate.attach(model, budget)
+    handle = None if budget is None else rockmate.attach(model, budget, cache=False)
     for batch in batches:
         loss = script.loss(model, batch)
         loss.backward()

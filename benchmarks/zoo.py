@@ -137,7 +137,7 @@ def _figures(built: Any, row: dict[str, Any]) -> None:
         repeated = step(again[0], *again, seeds)
     model, args, kwargs = fresh(built)
     start = time.perf_counter()
-    rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs)
+    rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs, cache=False)
     with preserved(model, tensors_of((args, kwargs)), [name for name, _ in model.named_parameters()]):
         step(rk, model, args, kwargs, seeds)  # makes the plan for the values that this seed brings
     forget_gradients(model, args, kwargs)

@@ -49,6 +49,7 @@ from rockmate.calls.watched import WatchedCalls
 from rockmate.errors import BudgetWarning, CannotBeCalledError, HookError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import checked_call, checked_limit, checked_module, first_lazy
+from rockmate.planning.disk import disk_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import NOTHING_COMPUTED
 from rockmate.tell import LOG, be_heard, described, warn_once
@@ -463,6 +464,7 @@ def attach(
     time_limit: float | None = None,
     solver: str = "auto",
     progress: bool | None = None,
+    cache: bool | str | os.PathLike[str] | None = True,
 ) -> Attachment:
     """Train ``model`` under ``budget``, in place: from now on its calls with gradients run under a plan.
 
@@ -493,6 +495,7 @@ def attach(
         progress,
         is_least(on_infeasible),
         solver=solver,
+        disk=disk_of(cache),
     )
     attachment = Attachment(model, terms)
     be_heard()

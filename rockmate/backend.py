@@ -12,12 +12,13 @@ from rockmate.calls.calls import Front, Terms, is_least
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.errors import BudgetError, BudgetWarning, InputError
 from rockmate.planning.checks import checked_limit
+from rockmate.planning.disk import disk_of
 from rockmate.tell import be_heard, warn_once
 
 if TYPE_CHECKING:
     from torch import fx
 
-_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "solver", "progress"})
+_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "solver", "progress", "cache"})
 
 _frames: dict[
     int, tuple[Any, Any]
@@ -42,7 +43,7 @@ def rockmate(
         )
     least = is_least(given.pop("on_infeasible", "error"))
     budget, limit = parse_budget(given.pop("budget")), checked_limit(given.pop("time_limit", None))
-    terms = Terms(budget, time_limit=limit, least=least, **given)
+    terms = Terms(budget, time_limit=limit, least=least, disk=disk_of(given.pop("cache", True)), **given)
     _look_for_breaks(options)
     be_heard()
     calls = CapturedCalls(program, identity_of(program), Front("a graph", terms))

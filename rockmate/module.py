@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rockmate.errors import BudgetError, InputError
 from rockmate.facade import Facade, signed_as_original
 from rockmate.planning.artefact import read_plan
 from rockmate.planning.checks import checked_call, checked_limit
+from rockmate.planning.disk import disk_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import make_planner
 from rockmate.progress import Progress
@@ -46,7 +48,9 @@ class Rockmate(Facade):
     ``plan.reason`` then says; by default 60 for each integer program. ``solver``: one of
     ``solvers.solver_names(solvers.Problem)``, such as "sqrt" or one of your own; "auto" is the best of ours.
     ``progress``: True shows how far planning is, False does not; None does on a terminal, when it takes more than a
-    second.
+    second. ``cache``: the folder where costs and schedules are kept for the next start of a script; True for what the
+    environment variable ROCKMATE_CACHE says (a path, or "off"), or else the platform's folder for such files; False or
+    None for nowhere.
 
     ``plan`` is the plan of the last call, or the one that replaced it after its backward. Calls of another
     shape, or with other settings (whatever the module's Python reads), are planned when they first come, and
@@ -71,6 +75,7 @@ class Rockmate(Facade):
         time_limit: float | None = None,
         solver: str = "auto",
         progress: bool | None = None,
+        cache: bool | str | os.PathLike[str] | None = True,
     ) -> None:
         args, kwargs = checked_call(model, sample, sample_kwargs)
         if (plan is None) == (budget is None):
@@ -85,6 +90,7 @@ class Rockmate(Facade):
             progress,
             always=True,
             solver=solver,
+            disk=disk_of(cache),
         )
         self._front = Attachment(model, terms)
         self._front.plan_for(args, kwargs, saved)

@@ -12,6 +12,7 @@ import torch
 from rkgb.trace.capture import current_mode
 from rockmate.budget import show_bytes
 from rockmate.calls.numbers import NUMBER
+from rockmate.planning.kept import LOADED
 from rockmate.planning.plan import Plan
 
 LOG = logging.getLogger("rockmate")
@@ -65,7 +66,7 @@ def _short(dtype: torch.dtype) -> str:
 def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, before: tuple[str, ...] | None) -> str:
     """What is said of plan ``number`` of the model ``what``; ``before``: the call that the plan before is for."""
     line = (
-        f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s for {', '.join(call)}: "
+        f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {', '.join(call)}: "
         f"{show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
         f"{100 * plan.predicted_overhead:.1f} % more time"
     )
@@ -74,6 +75,13 @@ def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, befo
     if number >= MANY:
         line += f". This is plan {number}: pad inputs to a few shapes, and keep what changes at every step in tensors"
     return line
+
+
+def _loaded(plan: Plan) -> str:
+    """What of the plan an earlier process has found."""
+    found = [] if "measure" in plan.setup_seconds else ["costs"]
+    found += ["schedule"] if plan.solver.endswith(LOADED) else []
+    return f" ({' and '.join(found)} loaded)" if found and "load" in plan.setup_seconds else ""
 
 
 def _difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:

@@ -41,7 +41,7 @@ class TwoLayers(nn.Module):
 
 def make_plan() -> Plan:
     """The plan of the example."""
-    return Rockmate(TwoLayers(), torch.randn(64, 8), BUDGET, costs="flops").plan
+    return Rockmate(TwoLayers(), torch.randn(64, 8), BUDGET, costs="flops", cache=False).plan
 
 
 def make_sections() -> dict[str, str]:

@@ -87,7 +87,7 @@ def _loss_of_an_example(ctx: Context, work: Work) -> int:
     """Bytes that the loss takes for each example, as steps with two show: before the first, a plan leaves more."""
     model, sample = work.model(ctx.scale, ctx.device), work.sample(ctx.scale, ctx.device, 2)
     with work.around(ctx.device):
-        rk = Rockmate(model, sample, "100 TiB", costs="flops", progress=False)
+        rk = Rockmate(model, sample, "100 TiB", costs="flops", progress=False, cache=False)
     for _ in range(2):
         work.step(rk, model, sample)
     room = rk.plan.room
@@ -101,7 +101,16 @@ def _planned(ctx: Context, work: Work, limit: int, loss: int, batch: int) -> boo
         gc.collect()
         budget = int(ROUNDING * (limit - (_held(ctx) or 0)))
         with work.around(ctx.device):
-            rk = Rockmate(model, sample, budget, costs="flops", loss_memory=loss * batch, time_limit=10, progress=False)
+            rk = Rockmate(
+                model,
+                sample,
+                budget,
+                costs="flops",
+                loss_memory=loss * batch,
+                time_limit=10,
+                progress=False,
+                cache=False,
+            )
         fits = _within(ctx, limit, partial(work.step, rk, model, sample))
     except InfeasibleBudgetError:
         return False

@@ -37,7 +37,7 @@ def _batch(ctx: Context, batch: int) -> None:
     for name, step in steps.items():
         _measure(ctx, batch, name, step)
     budget = measure_peak(checkpointed, ctx.device)
-    rk = Rockmate(ours, sample, "100 TiB", costs=ctx.costs, time_limit=20, progress=False)
+    rk = Rockmate(ours, sample, "100 TiB", costs=ctx.costs, time_limit=20, progress=False, cache=False)
     mine = partial(work.step, rk, ours, sample)
     _measure(ctx, batch, "ours, nothing again", mine)
     try:

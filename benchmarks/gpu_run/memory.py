@@ -52,7 +52,7 @@ def _one_model(ctx: Context, work: Work, expandable: bool) -> None:
     scale = "toy" if ctx.dry else "middle"
     model, sample = work.model(scale, ctx.device), work.sample(scale, ctx.device)
     with work.around(ctx.device):
-        rk = Rockmate(model, sample, "100 TiB", costs="flops", time_limit=20)
+        rk = Rockmate(model, sample, "100 TiB", costs="flops", time_limit=20, cache=False)
     run = partial(work.step, rk, model, sample)
     run()  # shows what the loss takes
     run()

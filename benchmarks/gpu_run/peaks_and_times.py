@@ -31,7 +31,13 @@ class Ours:
         if self.rk is None:
             with self.work.around(self.ctx.device):
                 self.rk = Rockmate(
-                    self.model, self.sample, "100 TiB", costs=self.ctx.costs, time_limit=SEARCH, progress=False
+                    self.model,
+                    self.sample,
+                    "100 TiB",
+                    costs=self.ctx.costs,
+                    time_limit=SEARCH,
+                    progress=False,
+                    cache=False,
                 )
             for _ in range(2):
                 self.step()

@@ -21,6 +21,7 @@ from rkgb.cost.layouts import Outgoing, differentiated, gradient_layouts
 from rkgb.cost.memory import measure_after, measure_memory, storage_bytes
 from rkgb.cost.stand_ins import runs
 from rkgb.cost.usage import Usage, supposed, turned_strides
+from rkgb.cost.warm import warm
 from rkgb.device import kind_of
 from rkgb.errors import TraceError
 from rkgb.graphs import S_graph, S_node
@@ -70,15 +71,32 @@ class Cost:
     views: frozenset[int] = frozenset()
 
 
+class Kept:
+    """Costs that outlive the process: here none do."""
+
+    def get(self, usage: Usage, given: frozenset[int]) -> list[Cost] | None:
+        """The costs of all nodes for this ``usage``, where sources ``given`` have a ``.grad``; None if not kept."""
+        return None
+
+    def put(self, usage: Usage, given: frozenset[int], costs: list[Cost]) -> None:
+        """Keep what was measured."""
+        return
+
+
 class Known:
     """Costs that were measured, by what decides them: the node, its gradients, how they lie, what is held.
 
     ``given``: sources that had a ``.grad`` when the first of them was measured, and count as having one ever after.
     ``stand_ins``: whether results of equal nodes may stand for each other. ``of``: costs of all nodes of the graph, for
     each usage that was asked for. ``like``: costs that need no measuring, as they are those of a graph of other sizes.
+    ``kept``: those of an earlier process. ``own``: whether any costs are of this graph, and not ``like`` another's.
+    ``measurings``: how often nodes were measured.
     """
 
-    def __init__(self, like: Callable[[Usage], list[Cost] | None] = lambda _: None) -> None:
+    def __init__(self, like: Callable[[Usage], list[Cost] | None] = lambda _: None, kept: Kept | None = None) -> None:
+        self.kept = kept or Kept()
+        self.own = False
+        self.measurings = 0
         self.given: frozenset[int] | None = None
         self.stand_ins = True
         self.costs: dict[tuple[Hashable, ...], Cost] = {}
@@ -117,14 +135,41 @@ def measure_nodes(
     usage = usage or supposed(s.d)
     known = Known() if known is None else known
     if usage not in known.of:
-        known.of[usage] = known.like(usage) or _measured(s, model, inputs, costs, usage, known, repeat, report)
+        known.of[usage] = known.like(usage) or _own(s, model, inputs, costs, usage, known, repeat, report)
     return known.of[usage]
+
+
+def _own(
+    s: S_graph,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    costs: str,
+    usage: Usage,
+    known: Known,
+    repeat: int,
+    report: Callable[[float], None],
+) -> list[Cost]:
+    """The costs of this very graph: kept by an earlier process, or else measured."""
+    sources = source_values(s.d.sources, model, inputs)
+    if known.given is None:
+        known.given = frozenset(v for v, t in sources.items() if t.is_leaf and t.grad is not None)
+    found = known.kept.get(usage, known.given)
+    if found is None:
+        found = _measured(s, model, inputs, sources, known.given, costs, usage, known, repeat, report)
+        known.measurings += 1
+        known.kept.put(usage, known.given, found)
+    elif not known.own:
+        warm(s, model, inputs)
+    known.own = True
+    return found
 
 
 def _measured(
     s: S_graph,
     model: torch.nn.Module,
     inputs: list[torch.Tensor],
+    sources: dict[int, torch.Tensor],
+    given: frozenset[int],
     costs: str,
     usage: Usage,
     known: Known,
@@ -140,10 +185,6 @@ def _measured(
     )
     caller = usage.held_storages(s.d)
     held = [_held_and_saved(s, node, caller) for node in s.nodes]
-    sources = source_values(s.d.sources, model, inputs)
-    if known.given is None:
-        known.given = frozenset(v for v, t in sources.items() if t.is_leaf and t.grad is not None)
-    given = known.given
     keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i], held[i]) for i, n in enumerate(s.nodes)]
     before = set(known.costs)
 

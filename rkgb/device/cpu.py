@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -99,6 +100,14 @@ class Cpu(Kind):
                 found.append(p.detach().view(-1)[:count])
                 left -= found[-1].nbytes
         return found
+
+    def model(self, device: torch.device) -> str:
+        """The processor, and the instructions that torch's kernels use of it."""
+        name = platform.processor() or platform.machine()
+        with contextlib.suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+            name = next((line.split(":", 1)[-1].strip() for line in lines if line.startswith("model name")), name)
+        return f"{name} {torch.backends.cpu.get_cpu_capability()}"
 
     def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
         return UNKNOWN

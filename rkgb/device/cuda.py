@@ -81,6 +81,9 @@ class Cuda(Kind):
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 * 2**20
         return [torch.zeros(2 * cache, dtype=torch.uint8, device=device)]
 
+    def model(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
     def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
         tf32 = precision("cuda", "conv" if convolution else "matmul") == "tf32"
         return roofline_of(torch.cuda.get_device_name(device), dtype, tf32)

@@ -100,6 +100,10 @@ class Kind(ABC):
         """Tensors to read before a timed run, for what it reads to lie in memory and in no cache."""
 
     @abstractmethod
+    def model(self, device: torch.device) -> str:
+        """The name that times of kernels go by: devices of one name are alike."""
+
+    @abstractmethod
     def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
         """That of an operation with results of ``dtype``."""
 

@@ -42,6 +42,8 @@ from rockmate.calls.variants import (
 )
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.disk import Disk
+from rockmate.planning.kept import KeptCosts
 from rockmate.planning.planner import CARRIED, Planner, check_solver, checked_loss, make_planner
 from rockmate.progress import Progress, Report
 from rockmate.run.executor import CallState
@@ -56,8 +58,8 @@ MAX_VARIANTS = 16
 @dataclass
 class Terms:
     """What is asked of plans. ``budget``: bytes, from the first plan on; ``time_limit``: seconds; ``least``: where no
-    plan fits the budget, the one of least memory is made; ``always``: plan also where the budget does not bind; the
-    rest as for ``Rockmate``.
+    plan fits the budget, the one of least memory is made; ``always``: plan also where the budget does not bind;
+    ``disk``: where plans are kept, if anywhere; the rest as for ``Rockmate``.
     """
 
     budget: int | Budget
@@ -68,6 +70,7 @@ class Terms:
     least: bool = False
     always: bool = False
     solver: str = "auto"
+    disk: Disk | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used when it is given, not at the first call that is planned."""
@@ -313,13 +316,11 @@ class Calls(ABC):
         terms, families, inputs = self.terms, self.front.families, tensors_of((args, kwargs))
 
         def known_of(s: S_graph) -> Known:
-            family = families.of(s)
-            return Known() if family is None else family.known_of(s)
+            return self._known_of(s, families.of(s))
 
         with self.planning(leaves), self.module_ready():
-            planner = make_planner(
-                self.module, args, kwargs, terms.costs, terms.loss_memory, report, saved, terms.time_limit, known_of
-            )
+            asked = terms.costs, terms.loss_memory, report, saved, terms.time_limit, known_of, terms.disk
+            planner = make_planner(self.module, args, kwargs, *asked)
             planner.solver = terms.solver
             s, point = planner.graphs.S, Point(sizes_of(inputs), planner.graphs.S)
             family = families.of(s)
@@ -357,9 +358,16 @@ class Calls(ABC):
                 if s is None:
                     continue
                 like.planner.report = report
-                planner = like.planner.at_other_sizes(s, family.known_of(s), self.module, inputs)
+                planner = like.planner.at_other_sizes(s, self._known_of(s, family), self.module, inputs)
             return self._carried(planner, replace(like, state=self.state_of(planner, leaves)))
         return None
+
+    def _known_of(self, s: S_graph, family: Family | None) -> Known:
+        """What is known of the costs of ``s``, by other sizes of it and by earlier processes."""
+        known = Known() if family is None else family.known_of(s)
+        if self.terms.disk is not None:
+            known.kept = KeptCosts(self.terms.disk, s, self.terms.costs)
+        return known
 
     def _latest(self, family: Family) -> Variant | None:
         """The plan of this graph that was used last."""

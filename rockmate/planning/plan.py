@@ -12,6 +12,7 @@ from rkgb.Ktools import K_graph
 from rkgb.trace.guards import is_guard
 from rockmate.budget import show_bytes
 from rockmate.planning.artefact import write_plan
+from rockmate.planning.kept import LOADED
 from rockmate.planning.plot import plot_memory
 from rockmate.planning.report import block_table
 from rockmate.planning.reserved import predict_reserved
@@ -110,7 +111,7 @@ class Plan:
             budget=self.budget,
             predicted_peak=self.predicted_peak,
             predicted_overhead=self.predicted_overhead,
-            solver=self.solver,
+            solver=self.solver.removesuffix(LOADED),
             costs=self.costs,
             loss_memory=self.loss_memory,
             missing=self.missing,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,6 +26,8 @@ from rockmate.budget import show_bytes
 from rockmate.calls.state import module_key
 from rockmate.errors import CannotBeCalledError, InfeasibleBudgetError, InputError, PlanError
 from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.disk import Disk
+from rockmate.planning.kept import LOADED, Bounded, device_of, kept_or_made
 from rockmate.planning.least import too_small
 from rockmate.planning.plan import Plan
 from rockmate.planning.room import Room, bytes_of_outputs, grown, usual_problem, usual_room, wider
@@ -103,21 +105,13 @@ def problem_of(graphs: Graphs, room: Room) -> Problem:
     return problem
 
 
-class Bounded(NamedTuple):
-    """A plan; nanoseconds that a step takes at least within its budget, if known; what cut the search short."""
-
-    plan: ChainPlan
-    bound: int | None
-    reason: str = ""
-
-
 @dataclass(eq=False)
 class Planner:
     """Graphs and problem of one module on one sample; plans for any number of budgets.
 
     ``time_limit``: seconds that the search for one plan, or for a frontier, may take. ``scaled``: costs are those of
     another size, scaled, so that there is nothing to gain from a long search, and nothing to prove. ``solver``: by its
-    name in ``solvers.solver_names``.
+    name in ``solvers.solver_names``. ``disk``: where schedules are kept, if anywhere.
     """
 
     graphs: Graphs
@@ -132,6 +126,7 @@ class Planner:
     time_limit: float = inf
     scaled: bool = False
     solver: str = "auto"
+    disk: Disk | None = None
     solved: SolvedViews = field(default_factory=dict)
     _chain: ChainPlanner | None = None
     _end: float = inf
@@ -156,8 +151,7 @@ class Planner:
     @property
     def device(self) -> torch.device:
         """Where the step runs. A model on another device than the CPU may have numbers there, too."""
-        devices = dict.fromkeys(v.device for v in self.graphs.S.d.values.values() if v.device.type != "cpu")
-        return next(iter(devices), torch.device("cpu"))
+        return device_of(self.graphs.S)
 
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""
@@ -243,11 +237,22 @@ class Planner:
         return Frontier(found.min_budget + self.reserved, found.max_budget + self.reserved, points)
 
     def plan(self, budget: int) -> Plan:
-        """The plan for ``budget`` bytes: the saved one, if there is one and it is for this budget."""
+        """The plan for ``budget`` bytes: the saved one, if it is for this budget; or that of an earlier process."""
         saved = self.saved if self.saved and self.saved.budget == budget else None
-        return self._plan(
-            budget, self.bounded(budget) if saved is None else Bounded(self._from_file(saved), None, saved.reason)
-        )
+        if saved is not None:
+            return self._plan(budget, Bounded(self._from_file(saved), None, saved.reason))
+        if self.eager_peak <= budget or self.solver != "auto":  # solvers of the caller's may have changed
+            return self._plan(budget, self.bounded(budget))
+        asked = "solve", self.costs == "flops", self.scaled, self.time_limit
+        return self._plan(budget, self._kept_or_made(budget, asked, lambda: self.bounded(budget)))
+
+    def _kept_or_made(self, budget: int, asked: tuple[object, ...], make: Callable[[], Bounded]) -> Bounded:
+        start = time.perf_counter()
+        found = kept_or_made(self.disk, self.problem, budget - self.reserved, asked, make)
+        if found.plan.source.endswith(LOADED):
+            self.seconds.pop("solve", None)
+            self.seconds["load"] = self.seconds.get("load", 0.0) + time.perf_counter() - start
+        return found
 
     def _plan(self, budget: int, bounded: Bounded) -> Plan:
         found, bound, reason = bounded
@@ -296,10 +301,11 @@ class Planner:
         """
         k, seconds = self.graphs.K, dict(self.seconds)
         if usage != k.usage:
-            start = time.perf_counter()
+            start, before = time.perf_counter(), self.graphs.known.measurings
             self.report("measure", 0.0)
             k = make_K(self.graphs.S, model, inputs, self.costs, usage, self.graphs.known, k.missing)
-            seconds["measure"] = time.perf_counter() - start
+            doing = _doing(self.graphs.known, before)
+            seconds[doing] = time.perf_counter() - start
         graphs = dataclasses.replace(self.graphs, K=k)
         room = seen if seen and not unsure else wider(usual_room(k, self.loss_memory), seen)
         problem = problem_of(graphs, room)
@@ -327,8 +333,8 @@ class Planner:
             room=room,
             missing=missing_gradients(model),
             saved=None,
-            seconds={"measure": time.perf_counter() - start},
-            scaled=not known.costs,
+            seconds={_doing(known): time.perf_counter() - start},
+            scaled=not known.own,
             solved={},
             _chain=None,
         )
@@ -354,9 +360,16 @@ class Planner:
         spare = plan.budget - self.reserved - walked.peak
         if spare < 0 or (walked.recompute and spare > LITTLE * plan.budget):
             return None
-        found = ChainPlan(schedule, walked, plan.solver)
-        bound = lower_bound(self.problem, plan.budget - self.reserved) if walked.recompute else self.problem.eager_time
-        return self._plan(plan.budget, Bounded(found, bound, plan.reason))
+        if not walked.recompute:
+            return self._plan(
+                plan.budget, Bounded(ChainPlan(schedule, walked, plan.solver), self.problem.eager_time, plan.reason)
+            )
+
+        def proven() -> Bounded:
+            bound = lower_bound(self.problem, plan.budget - self.reserved)
+            return Bounded(ChainPlan(schedule, walked, plan.solver), bound, plan.reason)
+
+        return self._plan(plan.budget, self._kept_or_made(plan.budget, ("keep", schedule), proven))
 
 
 def make_planner(
@@ -369,11 +382,12 @@ def make_planner(
     saved: SavedPlan | None = None,
     time_limit: float = inf,
     known_of: Callable[[S_graph], Known] = lambda _: Known(),
+    disk: Disk | None = None,
 ) -> Planner:
     """Trace and measure ``model`` on ``sample``; with a ``saved`` plan, the figures are those of its file.
 
     ``report``: who is told of the progress, then and when it solves. ``time_limit``: see ``Planner``. ``known_of``:
-    what is known of the costs of a graph.
+    what is known of the costs of a graph. ``disk``: where schedules are kept.
     """
     check_costs(costs, InputError)
     loss_memory = checked_loss(loss_memory)
@@ -408,6 +422,8 @@ def make_planner(
     if not graphs.S.nodes:
         raise InputError(NOTHING_COMPUTED)
     phase("solve", 0.0)
+    if saved is None and "measure" in seconds:
+        seconds[_doing(graphs.known)] = seconds.pop("measure")
     room = saved.room if saved else usual_room(graphs.K, loss_memory)
     problem = problem_of(graphs, room)
     missing = missing_gradients(model)
@@ -417,7 +433,12 @@ def make_planner(
             "now have none: their gradients would not fit. Make a plan anew, or zero_grad(set_to_none=False) first."
         )
     planned = saved.missing if saved else missing
-    return Planner(graphs, problem, room, costs, loss_memory, planned, saved, seconds, report, time_limit)
+    return Planner(graphs, problem, room, costs, loss_memory, planned, saved, seconds, report, time_limit, disk=disk)
+
+
+def _doing(known: Known, before: int = 0) -> str:
+    """What it is called that costs became ``known``, of which ``before`` were measured."""
+    return "load" if known.own and known.measurings == before else "measure"
 
 
 def checked_loss(loss_memory: Any) -> int | None:

@@ -1,6 +1,6 @@
 """Values as JSON and back: an object for a dataclass, a list for a tuple or a set. The fields' types say what is read.
 
-Types can be dataclasses, ``X | None``, ``tuple[X, ...]``, ``frozenset[X]``, and what JSON has itself.
+Types can be dataclasses, ``X | None``, ``tuple[X, ...]``, ``tuple[X, Y]``, ``frozenset[X]``, and what JSON has itself.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ def from_json(given: Any, wanted: Any, where: str) -> Any:
     if origin in (tuple, frozenset):
         if not isinstance(given, list):
             raise ProblemError(f"{where} is {given!r:.40}; expected a list")
+        if origin is tuple and args[-1] is not Ellipsis:
+            if len(given) != len(args):
+                raise ProblemError(f"{where} has {len(given)} items; expected {len(args)}")
+            return tuple(from_json(x, a, f"{where}[{at}]") for at, (x, a) in enumerate(zip(given, args, strict=True)))
         return origin(from_json(item, args[0], f"{where}[{at}]") for at, item in enumerate(given))
     if type(given) is not wanted:
         raise ProblemError(f"{where} is {given!r:.40}; expected {wanted.__name__}")

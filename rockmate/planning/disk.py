@@ -1,0 +1,146 @@
+"""A folder of small JSON files that processes share: what one has found, the next need not look for.
+
+A file's name is a digest of all that its content depends on. Files are written beside and moved into place, so that a
+reader meets a whole one, however many processes write at once. What is read is checked by whoever asks for it. A file
+that cannot be used is ignored, with a line of the logger, and written anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rockmate.errors import InputError
+from solvers.files.values import to_json
+
+VARIABLE = "ROCKMATE_CACHE"
+"""The environment variable for all who do not say otherwise: the path of a folder, or "off"."""
+
+MOST_FILES, MOST_BYTES = 400, 100 * 2**20
+"""Of a folder. Beyond these the files that were not used for longest go."""
+
+LEFT_BEHIND = 3600.0
+"""Seconds after which a file that was not moved into place is that of a process that has ended."""
+
+LOG = logging.getLogger("rockmate")
+
+T = TypeVar("T")
+
+_OURS = re.compile(r"[a-z]+-[0-9a-f]{64}\.(json|[0-9a-f]{16}\.tmp)")
+_OFF = frozenset({"", "0", "off", "no", "none", "false"})
+_ON = frozenset({"1", "on", "yes", "true"})
+_said: set[Path] = set()  # folders that cannot be used, of which this process has told
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Reads and writes the files of ``folder``; it need not exist. Nothing here raises what the file system does."""
+
+    folder: Path
+
+    def read(self, name: str, checked: Callable[[dict[str, Any]], T]) -> T | None:
+        """What ``checked`` makes of the content of a file; None if there is no such file, or ``checked`` refuses it."""
+        path = self._path(name)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or found.pop("name", None) != name:
+                raise ValueError("it is another file's content")
+            result = checked(found)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._unusable(error)
+            return None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            LOG.info("%s is ignored, and will be written anew: %s: %s", path, type(error).__name__, error)
+            return None
+        with suppress(OSError):
+            os.utime(path)  # it was used
+        return result
+
+    def write(self, name: str, content: dict[str, Any]) -> None:
+        """Keep ``content``, and no more files than there may be."""
+        path = self._path(name)
+        temporary = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_text(to_json({"name": name, **content}, (",", ":")) + "\n", encoding="utf-8")
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._tidy()
+        except OSError as error:
+            self._unusable(error)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _tidy(self) -> None:
+        """Remove the oldest files beyond the limits. Others' files stay: the folder may be anybody's."""
+        found, now = [], time.time()
+        for path in self.folder.iterdir():
+            if _OURS.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # another process tidies, too
+                    status = path.stat()
+                    if path.suffix == ".json":
+                        found.append((status.st_mtime, status.st_size, path))
+                    elif now - status.st_mtime > LEFT_BEHIND:
+                        path.unlink()
+        taken = 0
+        for count, (_, size, path) in enumerate(sorted(found, reverse=True), 1):
+            taken += size
+            if count > MOST_FILES or taken > MOST_BYTES:
+                path.unlink(missing_ok=True)
+
+    def _unusable(self, error: OSError) -> None:
+        if self.folder not in _said:
+            _said.add(self.folder)
+            LOG.info(
+                "plans are not kept in %s (%s), so each start plans anew: give another folder, or none, as cache=… or "
+                "in the environment variable %s",
+                self.folder, error, VARIABLE,
+            )  # fmt: skip
+
+
+def named(kind: str, *depends: object) -> str:
+    """The name of the file of this ``kind`` for what ``depends``, as text, on nothing but that."""
+    digest = hashlib.sha256()
+    for part in map(str, depends):
+        digest.update(f"{len(part)}:{part}".encode())
+    return f"{kind}-{digest.hexdigest()}"
+
+
+def disk_of(cache: Any) -> Disk | None:
+    """The folder that ``cache`` asks for, as for ``Rockmate``; None for none. Raises ``InputError`` for what is
+    neither."""
+    if cache is None or cache is False:
+        return None
+    if cache is True:
+        wanted = os.environ.get(VARIABLE, "on").strip()
+        if wanted.lower() in _OFF:
+            return None
+        return _usual() if wanted.lower() in _ON else Disk(Path(wanted).expanduser().absolute())
+    if not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache):
+        raise InputError(
+            f"cache={cache!r}: give the path of the folder where plans are kept, True for the usual one, or False"
+        )
+    return Disk(Path(os.fsdecode(cache)).expanduser().absolute())
+
+
+def _usual() -> Disk | None:
+    """In the folder that the platform has for such files; None for a user without a home."""
+    from platformdirs import user_cache_path  # only where it is asked for: it takes as long as a small plan's load
+
+    folder = user_cache_path("rockmate", appauthor=False)
+    return Disk(folder) if folder.is_absolute() else None
