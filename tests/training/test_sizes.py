@@ -299,3 +299,33 @@ def test_what_does_not_follow_from_sizes_is_not_guessed() -> None:
 def test_tensors_of_a_call_are_its_sizes() -> None:
     call = ((torch.zeros(2, 3), 7), {"mask": torch.zeros(4)})
     assert sizes_of(tensors_of(call)) == (2, 3, 4)
+
+
+class Ignoring(nn.Module):
+    """A loss that leaves a target out, which an attribute names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+        self.ignored = -1
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.layers(x), target, ignore_index=self.ignored)
+
+
+def test_another_constant_at_another_size_is_not_mistaken() -> None:
+    """Before any target is left out, two constants give the same results."""
+    model = Ignoring()
+    eager = copy.deepcopy(model)
+    handle = attach(model, tight_budget(model, (randn(64, 16, seed=0), tokens(64, high=9, seed=0))), costs="flops")
+    for size, ignored, high in ((64, -1, 9), (40, 12, 9), (40, 12, 16), (50, 12, 9), (50, 3, 9), (30, 3, 9)):
+        x, target = randn(size, 16, seed=size), tokens(size, high=high, seed=size)
+        found = []
+        for m in (model, eager):
+            m.ignored = ignored
+            m.zero_grad()
+            loss = m(x, target)
+            loss.backward()
+            found.append([loss.detach(), *snapshot(m)])
+        assert_same(*found)
+    assert handle.plans_made > 0
