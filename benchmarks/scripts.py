@@ -207,6 +207,7 @@ def run(script: Script, budget: int | None) -> dict[str, Any]:
             script.loss(model, batch).backward()
             optimizer.zero_grad()
 
+        step()  # a plan cannot be made while memory is measured
         peaks.append(rockmate.measure_peak(step))
     plans = 0 if handle is None else handle.plans_made
     return {"seconds": seconds, "losses": losses, "peak": max(peaks), "plans": plans}
