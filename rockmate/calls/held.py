@@ -241,8 +241,10 @@ def _names(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
-def _foreign(module: str) -> bool:
-    """Of Python itself, torch, NumPy, this project or an installed package."""
+def _foreign(module: str | None) -> bool:
+    """Of Python itself, torch, NumPy, this project or an installed package; what is made by ``exec`` names none."""
+    if not isinstance(module, str):
+        return False
     if module.partition(".")[0] in _FOREIGN:
         return True
     return is_installed(str(getattr(sys.modules.get(module), "__file__", "")))

@@ -228,3 +228,26 @@ def test_an_error_of_the_model_is_its_own() -> None:
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
         model(x)
     model(torch.ones(64, 32)).sum().backward()
+
+
+def test_functions_that_name_no_module_are_looked_at() -> None:
+    """As the methods that ``dataclass`` makes, of a class that is made by ``exec``."""
+    made: dict[str, Any] = {}
+    exec("def twice(x):\n    return 2 * x", made)
+    made["twice"].__module__ = None
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.function = model, made["twice"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.function(self.model(x))
+            return y if float(y.detach().sum()) < 1e9 else x  # is traced as a whole
+
+    whole = Whole()
+    x = torch.randn(16, 8)
+    expected = whole(x)
+    attach(whole, "1 MiB", sample=x, costs="flops")
+    assert torch.equal(whole(x), expected)
