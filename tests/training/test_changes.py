@@ -144,6 +144,7 @@ def test_what_can_be_kept_is_as_in_eager_mode(what: str) -> None:
     assert any(p.plan is not None and p.plan.recomputed for p in handle.plans)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_draws_are_undone_beside_other_threads() -> None:
     """The state of Python's generator cannot be put back then: nothing may be drawn."""
     import threading
