@@ -42,8 +42,8 @@ from rkgb.program import source_values
 from rockmate import Rockmate
 from rockmate.calls.variants import Variant, program_of
 from rockmate.demo.gpt import GPT
-from rockmate.run.compiled import Program
 from rockmate.run.executor import CallState
+from rockmate.run.program import Program
 from solvers import Schedule, all_baselines, parse_schedule, walk
 from solvers.schedule import Run
 
@@ -183,7 +183,7 @@ def operations_again(
     values = source_values(program.s.d.sources, model, [ids])
     calls = []
     for i, node in enumerate(program.nodes):
-        for op in node.ops:
+        for op in node.first.ops:
             args = substitute(op.args, values.__getitem__)
             kwargs = {name: substitute(a, values.__getitem__) for name, a in op.kwargs.items()}
             result = op.function(*args, **kwargs)

@@ -177,7 +177,7 @@ def test_nothing_stays_allocated() -> None:
     assert not states(), "the call's state must go with the graph, without the garbage collector"
     loss = square_loss(rk(*c.call(1)[0]))
     loss.backward()
-    assert all(held is None for state in states() for held in state.live)
+    assert all(held is None for state in states() for held in state.store.live)
 
 
 def test_a_plan_for_each_budget_from_one_planner() -> None:

@@ -229,7 +229,7 @@ class Calls(ABC):
                 look.then = self.learner(variant, tensors_of((args, kwargs)))
             arrived = variant.observer.watch(variant.program, program_outputs, look)
             if state is not None:
-                state.arrived = arrived
+                state.backward.arrived = arrived
         return result
 
     def computed(

@@ -12,6 +12,7 @@ engine (``torch.compiler`` replaces the same function for its tracers).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import sys
@@ -31,7 +32,7 @@ from rkgb.cost.usage import Usage, assigned, differentiable, turned_strides
 from rkgb.device import kind_of
 from rkgb.Ktools import K_graph
 from rockmate.planning.room import Room, device_of_outputs, seen_room
-from rockmate.run.compiled import Program
+from rockmate.run.program import Program
 
 _LOOKS = 8
 """Calls of one kind that are looked at closely, at most: a loop whose every step is new is not slowed down for ever."""
@@ -394,3 +395,6 @@ def end_look() -> None:
     """End a look that is open: another forward begins, and what it does is no loss."""
     if Look.current is not None:
         Look.current.abandon()
+
+
+atexit.register(end_look)  # torch crashes where a profiler that is open outlives the interpreter

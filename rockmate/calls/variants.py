@@ -23,9 +23,10 @@ from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarnin
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
 from rockmate.planning.room import Room
-from rockmate.run.compiled import Program, compile_schedule
+from rockmate.run.compiled import compile_schedule
 from rockmate.run.draws import draw_whole
 from rockmate.run.parts import peaks_of_parts
+from rockmate.run.program import Program
 from solvers import walk
 
 MAX_PLANS = 128

@@ -1,225 +1,47 @@
-"""A schedule over an S graph, made ready to run: what to do after each node, and before each backward."""
+"""From a schedule to a program: what is to be done after each node, and before each backward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
-
-import torch
 
 from rkgb.blocks.simplify import STATISTICS
 from rkgb.graphs import Mode, S_graph, S_node
 from rkgb.Ktools import K_graph
-from rkgb.randomness import Drawn, drawn_by
-from rkgb.trace.guards import Guard, GuardFailed
-from rockmate.run.functions import Function, Op, functions_of, needs_no_recording, op_of
+from rkgb.randomness import drawn_by
+from rockmate.run.functions import needs_no_recording, op_of
+from rockmate.run.program import FirstRun, HandOver, NodeCode, Program, SecondRun, Step, ValueOfDatum
 from rockmate.run.slots import Place
-from rockmate.run.undo import Undo, undo_of
+from rockmate.run.undo import undo_of
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCode:
-    """One S node for the executor.
-
-    ``inputs``: (value, data) of what it reads, -1 for what lies in memory of a source; but ``statistics``, source
-    values that it changes, which a second run must leave alone. ``made``: (value, data) of results in memory of the
-    node's own, of data that are tracked (see ``Program``); ``keeps``: those, and results in memory of another node, of
-    data that stay when the forward phase ends; ``known``: values in whose memory what autograd saves may lie, and their
-    data, -1 for a source's; ``elsewhere``: the place of what lies in no such memory; ``aliases``: results in memory of
-    a source; ``inner``: results that no other node reads; ``gone``: other values that nothing reads any more when it is
-    done, in the forward phase.
-    ``again``, ``remakes``, ``remade``: what a second run runs, and the
-    data and values that it makes, tracked or not (outside the schedule any node may run), with the views that other
-    nodes take of its results; but outputs that the caller holds stay the first run's. ``private``: the data of what
-    only its backward reads, or None; ``hides``: whether autograd would keep such, tracked or not; ``recorded``: whether
-    it records second runs. ``native``: all that
-    its backward reads stays from the forward on, so autograd
-    keeps it itself. ``dead``: it has no backward, though autograd would keep something for one, as its results are
-    detached (a node of outputs that merely get no gradient is not dead: a backward may come after all).
-    ``random``: it runs again, from the same random state; what it draws from, empty if it does not.
-    """
-
-    ops: tuple[Op, ...]
-    reads: tuple[int, ...]
-    inputs: tuple[tuple[int, int], ...]
-    made: tuple[tuple[int, int], ...]
-    keeps: tuple[tuple[int, int], ...]
-    known: tuple[tuple[int, int], ...]
-    again: tuple[Op, ...]
-    remakes: tuple[int, ...]
-    remade: tuple[tuple[int, int], ...]
-    aliases: tuple[int, ...]
-    inner: frozenset[int]
-    gone: tuple[int, ...]
-    data: tuple[int, ...]
-    private: int | None
-    elsewhere: Place
-    hides: bool
-    recorded: bool
-    native: bool
-    dead: bool
-    statistics: tuple[int, ...]
-    random: tuple[Drawn, ...]
-    rerun: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Give:
-    """From here on only backwards read ``data``: what autograd saved of it keeps it, and lets it go."""
-
-    data: int
-
-
-@dataclass(frozen=True)
-class Program:
-    """The executable form of one plan.
-
-    ``stages``: nodes before whose backward there are steps to take, in the order of their backwards; ``before[k]``:
-    these steps, with the deletions since the stage before, also those that autograd makes by itself (see ``Give``).
-    ``kept``: data live when the forward phase ends; ``given``: those that autograd keeps from then on. Only data that
-    something but autograd itself will read again are tracked by the executor. ``last_reader``: the node of the last
-    backward to read each datum, -1 if none does. ``final``: (stage, node) of each node's last run.
-    ``segments``: (native, dead, start, stop) of runs of nodes. ``held``: sources that are attributes of modules, but
-    neither parameters nor buffers. ``roots``: positions of the outputs that a backward is planned to start from.
-    ``exceeding``: nodes of roots whose leaving out may exceed the budget, the empty set for any; see
-    ``rockmate.run.parts.peaks_of_parts``.
-    """
-
-    s: S_graph
-    nodes: tuple[NodeCode, ...]
-    stages: tuple[int, ...]
-    before: tuple[tuple[Run | Del | Give, ...], ...]
-    given: tuple[int, ...]
-    last_reader: tuple[int, ...]
-    final: frozenset[tuple[int, int]]
-    kept: frozenset[int]
-    data_of: dict[int, int]
-    owner: tuple[int, ...]
-    mode: Mode
-    segments: tuple[tuple[bool, bool, int, int], ...]
-    undo: Undo
-    held: tuple[int, ...]
-    roots: tuple[int, ...]
-    exceeding: frozenset[frozenset[int]] = frozenset()
-
-    @cached_property
-    def stored(self) -> frozenset[int]:
-        """Data whose memory the executor itself holds after the forward phase."""
-        return self.kept.intersection(datum for n in self.nodes for _, datum in n.keeps)
-
-    @cached_property
-    def first(self) -> tuple[tuple[int, Function, NodeCode, bool], ...]:
-        """For the forward phase, of each node: its number, a function, its code, and whether more is to be done."""
-        outputs = [{v for op in n.ops for v in op.outputs} - n.inner for n in self.nodes]
-        functions = functions_of([(n.ops, wanted, True) for n, wanted in zip(self.nodes, outputs, strict=True)])
-        return tuple(
-            (i, function, n, bool(n.keeps or n.aliases or i in self.stage_of))
-            for i, (function, n) in enumerate(zip(functions, self.nodes, strict=True))
-        )
-
-    @cached_property
-    def again(self) -> tuple[Function, ...]:
-        """The nodes as functions, for second runs."""
-        return functions_of([(n.again, {v for v, _ in (*n.made, *n.remade)}, n.recorded) for n in self.nodes])
-
-    @cached_property
-    def stage_of(self) -> dict[int, int]:
-        """The number of each stage, by its node."""
-        return {node: k for k, node in enumerate(self.stages)}
-
-    @cached_property
-    def differentiable(self) -> frozenset[int]:
-        """The values that require grad."""
-        return frozenset(v for v, x in self.s.d.values.items() if x.requires_grad)
-
-    @cached_property
-    def places(self) -> tuple[dict[int, Place], ...]:
-        """What autograd saved of each node in a call before, by position. Calls note it, and verify what they find."""
-        return tuple({} for _ in self.nodes)
-
-    @cached_property
-    def ends(self) -> dict[int, int]:
-        """The nodes that make roots, and where in the outputs each has one."""
-        place = {v: k for k, v in enumerate(self.s.d.outputs) if k in self.roots}
-        return {i: place[v] for i, node in enumerate(self.s.nodes) for v in node.makes if v in place}
-
-    def check_held(self, sources: dict[int, torch.Tensor]) -> None:
-        """An attribute may hold another tensor than at planning, but not one of another form, else ``GuardFailed``."""
-        d = self.s.d
-        for v in self.held:
-            t, planned = sources[v], d.values[v]
-            form = (tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad)
-            expected = (planned.shape, planned.stride, planned.dtype, planned.device, planned.requires_grad)
-            if form != expected:
-                raise GuardFailed(Guard(t.size, f"form of {d.names[v]}", expected, "planning"), form)
-
-    def read_by(self, i: int) -> list[int]:
-        """The data that node i reads."""
-        return [self.data_of[v] for v in self.nodes[i].reads if v in self.data_of]
 
 
 def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     """Split ``schedule`` into what happens after each node and before each backward."""
-    s = k.s
-    at_loss = schedule.index(Loss())
-    after, live = _forward_phase(k, schedule[:at_loss])
-    dropped: set[int] = set(range(len(k.data))) - live  # or made anew, since the forward
-    run_on = {d for step in schedule[at_loss + 1 :] if isinstance(step, Run) for d in _touched(k, step)} - set(k.held)
-    native: set[int] = {i for i, n in enumerate(k.nodes) if n.backward is None}
-    again: set[int] = set()
-    for step in schedule[at_loss + 1 :]:
-        if isinstance(step, Bwd):
-            backward = k.nodes[step.node].backward
-            if backward and dropped.isdisjoint(backward.reads) and run_on.isdisjoint(backward.reads):
-                native.add(step.node)
-        elif isinstance(step, Del):
-            dropped.add(step.data)
-        elif isinstance(step, Run):
-            again.add(step.node)
-            dropped.update(k.nodes[step.node].makes)
-    tracked = _tracked(k, again, native)
-    stages, before, touched = _stages(k, schedule[at_loss + 1 :], tracked)
+    s, at_loss = k.s, schedule.index(Loss())
+    forward, backward = schedule[:at_loss], schedule[at_loss + 1 :]
+    dropped_after, live = _forward_phase(k, forward)
+    roles = _roles(k, backward, live)
+    stages, before, touched = _stages(k, backward, roles.tracked)
     last_run = {step.node: stage for stage, steps in enumerate(before) for step in steps if isinstance(step, Run)}
-    of_storage = {data.storage: d for d, data in enumerate(k.data) if data.storage is not None}
-    data_of = {v: of_storage[x] for n in s.nodes for v in n.makes if (x := s.d.values[v].storage) in of_storage}
-    values_of: list[list[int]] = [[] for _ in k.data]
-    for v, d in data_of.items():
-        values_of[d].append(v)
-    views = _views_elsewhere(s)
-    usual = _usual_mode(s)
-    nodes = tuple(
-        _node_code(
-            k,
-            i,
-            usual,
-            data_of,
-            i in again,
-            i in native,
-            tracked,
-            live,
-            views.get(i, []),
-            gone=[v for d in after[i] for v in values_of[d]],
-        )
-        for i in range(len(s.nodes))
-    )
+    lowering = _Lowering(k, roles)
+    nodes = tuple(lowering.node(i, dropped_after[i]) for i in range(len(s.nodes)))
     return Program(
-        s,
-        nodes,
-        tuple(stages),
-        tuple(before),
-        tuple(sorted((live & tracked) - touched)),
-        _last_readers(k),
-        frozenset((stage, node) for node, stage in last_run.items()),
-        frozenset(live),
-        data_of,
-        tuple(data.owner for data in k.data),
-        usual,
-        tuple(_segments(k, nodes)),
-        undo_of(s),
-        tuple(v for v, x in s.d.sources.items() if x.kind == "buffer" and x.key in s.d.structure.written),
-        k.usage.roots,
+        s=s,
+        nodes=nodes,
+        stages=tuple(stages),
+        before=tuple(before),
+        handed_over=tuple(sorted((live & roles.tracked) - touched)),
+        last_reader=_last_readers(k),
+        final=frozenset((stage, node) for node, stage in last_run.items()),
+        kept=frozenset(live),
+        data_of=lowering.data_of,
+        owner=tuple(data.owner for data in k.data),
+        mode=lowering.mode,
+        segments=tuple(_segments(k, nodes)),
+        undo=undo_of(s),
+        held=tuple(v for v, x in s.d.sources.items() if x.kind == "buffer" and x.key in s.d.structure.written),
+        roots=k.usage.roots,
     )
 
 
@@ -238,36 +60,67 @@ def _forward_phase(k: K_graph, steps: Schedule) -> tuple[list[list[int]], set[in
     return after, live
 
 
-def _tracked(k: K_graph, again: set[int], native: set[int]) -> set[int]:
-    """Data that something but autograd's own graph reads after the forward phase."""
+@dataclass(frozen=True)
+class _Roles:
+    """What a schedule does with nodes and data.
+
+    ``live``: data at the end of the forward phase. ``again``: nodes that run again. ``native``: nodes whose backward
+    reads only data that stay from the forward phase on. ``tracked``: data that something other than autograd reads
+    after the forward phase.
+    """
+
+    live: set[int]
+    again: set[int]
+    native: set[int]
+    tracked: set[int]
+
+
+def _roles(k: K_graph, backward: Schedule, live: set[int]) -> _Roles:
+    again = {step.node for step in backward if isinstance(step, Run)}
+    native = _native(k, backward, live)
     tracked: set[int] = set()
     for i, n in enumerate(k.nodes):
         if i in again:
             tracked.update(n.reads, n.makes)
         if n.backward and i not in native:
             tracked.update(n.backward.reads)
-    return tracked
+    return _Roles(live, again, native, tracked)
 
 
-def _stages(
-    k: K_graph, steps: Schedule, tracked: set[int]
-) -> tuple[list[int], list[tuple[Run | Del | Give, ...]], set[int]]:
-    """Nodes before whose backward there are steps to take; these; data that autograd cannot keep from the forward on.
+def _native(k: K_graph, backward: Schedule, live: set[int]) -> set[int]:
+    """Nodes without a backward, and those whose backward reads nothing that is dropped, made anew or read by a run."""
+    absent = set(range(len(k.data))) - live  # dropped, or made anew since the forward
+    in_runs = {d for step in backward if isinstance(step, Run) for d in _touched(k, step)} - set(k.held)
+    native = {i for i, n in enumerate(k.nodes) if n.backward is None}
+    for step in backward:
+        if isinstance(step, Bwd):
+            own = k.nodes[step.node].backward
+            if own and absent.isdisjoint(own.reads) and in_runs.isdisjoint(own.reads):
+                native.add(step.node)
+        elif isinstance(step, Del):
+            absent.add(step.data)
+        elif isinstance(step, Run):
+            absent.update(k.nodes[step.node].makes)
+    return native
 
-    A deletion alone is no reason to stop autograd where it makes it by itself: after the last run that reads or makes
-    the data, and where none does. Outputs may not be saved by anyone.
+
+def _stages(k: K_graph, steps: Schedule, tracked: set[int]) -> tuple[list[int], list[tuple[Step, ...]], set[int]]:
+    """Nodes before whose backward there are steps to take; these steps; data that a run or the caller still reads.
+
+    Where only deletions are due, autograd makes them by itself: after the last run that reads or makes the data, and
+    where no run does. Outputs cannot be left to autograd, since it may not have saved them.
     """
     last = {d: at for at, step in enumerate(steps) if isinstance(step, Run) for d in _touched(k, step) if d in tracked}
     last.update(dict.fromkeys(k.held, len(steps)))
     stages: list[int] = []
-    before: list[tuple[Run | Del | Give, ...]] = []
-    pending: list[Run | Del | Give] = []
+    before: list[tuple[Step, ...]] = []
+    pending: list[Step] = []
     wanted = False
     for at, step in enumerate(steps):
         if isinstance(step, Run):
             wanted = True
             pending.append(step)
-            pending += [Give(d) for d in _touched(k, step) if last.get(d) == at]
+            pending += [HandOver(d) for d in _touched(k, step) if last.get(d) == at]
         elif isinstance(step, Del) and step.data in tracked:
             wanted = wanted or last.get(step.data, -1) > at
             pending.append(step)
@@ -294,67 +147,94 @@ def _touched(k: K_graph, step: Run) -> dict[int, None]:
 
 
 def _segments(k: K_graph, nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:
-    """Nodes of which autograd saves no more than sources lie in the segment that is there."""
+    """Consecutive nodes of one kind. A node of which autograd saves nothing but sources joins any kind of segment."""
     found: list[tuple[bool, bool, int, int]] = []
     for i, code in enumerate(nodes):
-        kind, backward = (code.native, code.dead), k.nodes[i].backward
+        kind, backward = (code.first.native, code.first.no_backward), k.nodes[i].backward
         any_will_do = not k.s.nodes[i].requires_grad
-        if found and not found[-1][1] and backward is not None and not backward.reads and not code.hides:
+        if found and not found[-1][1] and backward is not None and not backward.reads and not code.again.saves:
             any_will_do = True
         if found and (found[-1][:2] == kind or any_will_do):
-            native, dead, start, _ = found.pop()
-            found.append((native, dead, start, i + 1))
+            native, no_backward, start, _ = found.pop()
+            found.append((native, no_backward, start, i + 1))
         else:
             found.append((*kind, i, i + 1))
     return found
 
 
-def _node_code(
-    k: K_graph,
-    i: int,
-    usual: Mode,
-    data_of: dict[int, int],
-    again: bool,
-    native: bool,
-    tracked: set[int],
-    live: set[int],
-    views: list[S_node],
-    *,
-    gone: list[int],
-) -> NodeCode:
-    s, node = k.s, k.s.nodes[i]
-    ops = tuple(s.d.nodes[op] for op in node.ops)
-    again_ops = (*ops, *(s.d.nodes[op] for n in views for op in n.ops))
-    written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
-    makes = k.nodes[i].makes
-    kept = tuple((v, data_of[v]) for v in node.makes if v in data_of and data_of[v] in tracked)
-    private = next((d for d in makes if k.data[d].storage is None and d in tracked), None)
-    statistics = tuple(v for v in node.reads if s.d.values[v].storage in written)
-    remade = tuple((v, data_of[v]) for n in (node, *views) for v in n.makes if data_of.get(v) in makes)
-    return NodeCode(
-        ops=tuple(op_of(op, usual) for op in ops),
-        reads=node.reads,
-        inputs=tuple((v, data_of.get(v, -1)) for v in node.reads if v not in statistics),
-        made=tuple((v, datum) for v, datum in kept if datum in makes),
-        keeps=tuple((v, datum) for v, datum in kept if datum in live),
-        known=(*((v, d) for v in node.reads if (d := data_of.get(v, -1)) < 0 or d in tracked), *kept),
-        again=tuple(op_of(op, usual) for op in again_ops),
-        remakes=tuple(d for d in makes if d not in k.held),
-        remade=tuple((v, datum) for v, datum in remade if datum not in k.held),
-        aliases=tuple(v for v in node.makes if v not in data_of),
-        inner=frozenset(v for op in ops for v in op.outputs if v not in node.makes),
-        gone=tuple(gone),
-        data=tuple(d for d in makes if d in tracked),
-        private=private,
-        elsewhere=Place() if private is None else Place(data=private),
-        hides=bool(node.saved.private),
-        recorded=private is not None or not all(map(needs_no_recording, again_ops)),
-        native=native,
-        dead=node.requires_grad and k.nodes[i].backward is None and i not in k.idle,
-        statistics=statistics,
-        random=drawn_by(s, i) if again else (),
-        rerun=k.nodes[i].rerun,
-    )
+class _Lowering:
+    """Makes the code of each node for a schedule whose ``roles`` are known.
+
+    ``data_of``: the datum of each value. ``mode``: that of most operations. ``views``: for nodes whose results other
+    nodes take views of, these nodes.
+    """
+
+    def __init__(self, k: K_graph, roles: _Roles) -> None:
+        s = k.s
+        of_storage = {data.storage: d for d, data in enumerate(k.data) if data.storage is not None}
+        self.k, self.roles = k, roles
+        self.data_of = {
+            v: of_storage[x] for n in s.nodes for v in n.makes if (x := s.d.values[v].storage) in of_storage
+        }
+        self.values_of: list[list[int]] = [[] for _ in k.data]
+        for v, d in self.data_of.items():
+            self.values_of[d].append(v)
+        self.mode = _usual_mode(s)
+        self.views = _views_elsewhere(s)
+
+    def node(self, i: int, dropped: list[int]) -> NodeCode:
+        """The code of node i, after which the data ``dropped`` go in the forward phase."""
+        k, s, tracked = self.k, self.k.s, self.roles.tracked
+        makes = k.nodes[i].makes
+        private = next((d for d in makes if k.data[d].storage is None and d in tracked), None)
+        return NodeCode(
+            reads=s.nodes[i].reads,
+            data=tuple(d for d in makes if d in tracked),
+            made=tuple((v, d) for v, d in self._tracked_results(i) if d in makes),
+            private=private,
+            random=drawn_by(s, i) if i in self.roles.again else (),
+            first=self._first(i, private, dropped),
+            again=self._again(i, private),
+        )
+
+    def _tracked_results(self, i: int) -> list[ValueOfDatum]:
+        data_of, tracked = self.data_of, self.roles.tracked
+        return [(v, data_of[v]) for v in self.k.s.nodes[i].makes if v in data_of and data_of[v] in tracked]
+
+    def _first(self, i: int, private: int | None, dropped: list[int]) -> FirstRun:
+        k, s, data_of, node = self.k, self.k.s, self.data_of, self.k.s.nodes[i]
+        ops = [s.d.nodes[op] for op in node.ops]
+        results = self._tracked_results(i)
+        read = [(v, data_of.get(v, -1)) for v in node.reads]
+        return FirstRun(
+            ops=tuple(op_of(op, self.mode) for op in ops),
+            inner=frozenset(v for op in ops for v in op.outputs if v not in node.makes),
+            dead_values=tuple(v for d in dropped for v in self.values_of[d]),
+            keeps=tuple((v, d) for v, d in results if d in self.roles.live),
+            aliases=tuple(v for v in node.makes if v not in data_of),
+            known=(*((v, d) for v, d in read if d < 0 or d in self.roles.tracked), *results),
+            private=Place() if private is None else Place(data=private),
+            native=i in self.roles.native,
+            no_backward=node.requires_grad and k.nodes[i].backward is None and i not in k.idle,
+        )
+
+    def _again(self, i: int, private: int | None) -> SecondRun:
+        k, s, data_of, node = self.k, self.k.s, self.data_of, self.k.s.nodes[i]
+        nodes = (node, *self.views.get(i, []))
+        ops = [s.d.nodes[op] for n in nodes for op in n.ops]
+        written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
+        statistics = tuple(v for v in node.reads if s.d.values[v].storage in written)
+        data = tuple(d for d in k.nodes[i].makes if d not in k.held)
+        return SecondRun(
+            ops=tuple(op_of(op, self.mode) for op in ops),
+            possible=k.nodes[i].rerun,
+            inputs=tuple((v, data_of.get(v, -1)) for v in node.reads if v not in statistics),
+            statistics=statistics,
+            data=data,
+            values=tuple((v, data_of[v]) for n in nodes for v in n.makes if data_of.get(v) in data),
+            recorded=private is not None or not all(map(needs_no_recording, ops)),
+            saves=bool(node.saved.private),
+        )
 
 
 def _views_elsewhere(s: S_graph) -> dict[int, list[S_node]]:

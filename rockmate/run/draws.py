@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from rkgb.graphs import Ref, S_graph
 from rkgb.probe.decompose import DRAWN, MASK
-from rockmate.run.compiled import NodeCode, Program
+from rockmate.run.program import NodeCode, Program
 from solvers import Problem, Schedule
 from solvers.schedule import Loss, Run
 
@@ -52,9 +52,9 @@ def _needed(problem: Problem, levels: Sequence[int], first: int, then: int, i: i
 
 def _whole(bits: NodeCode, mask: NodeCode) -> tuple[NodeCode, NodeCode]:
     """Both with other operations in the forward, and no bits."""
-    (empty, draw), (cast, divide) = bits.ops, mask.ops
+    (empty, draw), (cast, divide) = bits.first.ops, mask.first.ops
     ops = (
         replace(empty, kwargs=empty.kwargs | cast.kwargs, outputs=cast.outputs),
         replace(draw, args=(Ref(cast.outputs[0]), *draw.args[1:]), outputs=cast.outputs),
     )
-    return replace(bits, ops=ops), replace(mask, ops=(divide,))
+    return replace(bits, first=replace(bits.first, ops=ops)), replace(mask, first=replace(mask.first, ops=(divide,)))

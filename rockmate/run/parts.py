@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 from rkgb.graphs import S_graph
-from rockmate.run.compiled import Give, Program
+from rockmate.run.program import HandOver, Program, Step
 from rockmate.run.slots import Slot
 from solvers import Problem, Schedule
 from solvers.schedule import Bwd, Del, Loss, Run
@@ -15,12 +15,12 @@ from solvers.schedule import Bwd, Del, Loss, Run
 _FEW = 4  # outputs, of which every selection is looked at
 
 
-def steps_between(program: Program, at: int, k: int, i: int) -> Sequence[Run | Del | Give]:
+def steps_between(program: Program, at: int, k: int, i: int) -> Sequence[Step]:
     """The steps of stages ``at`` to ``k`` for the backwards from node i on; what only others need is not run."""
-    steps: list[Run | Del | Give] = []
+    steps: list[Step] = []
     gone: set[int] = set()  # data that nothing needs before the steps chosen so far
     for step in reversed([step for j in range(at, k + 1) for step in program.before[j]]):
-        if isinstance(step, Del) or (isinstance(step, Give) and not 0 <= program.last_reader[step.data] <= i):
+        if isinstance(step, Del) or (isinstance(step, HandOver) and not 0 <= program.last_reader[step.data] <= i):
             gone.add(step.data)
         elif isinstance(step, Run):
             made = set(program.nodes[step.node].data)

@@ -55,39 +55,44 @@ class Finder:
 _NOWHERE = Place()
 
 
-class Call(Protocol):
-    """What a slot asks of the call that it belongs to.
+class Held(Protocol):
+    """What a slot asks of a call's tensors: see ``rockmate.run.store.Store``."""
 
-    ``live``: the tensors of each datum, None where it is dropped. ``made_at``: the version of each value when it was
-    made.
-    """
-
-    live: list[Any]
+    live: list[dict[int, torch.Tensor] | None]
     made_at: dict[int, int]
+
+    def changed(self, v: int, tensor: torch.Tensor) -> RuntimeError:
+        """Eager mode's error for value ``v``, which was changed in place."""
+
+
+class Call(Protocol):
+    """What a slot asks of the call that it belongs to."""
+
+    @property
+    def store(self) -> Held:
+        """The call's tensors."""
 
     def made_for(self, slot: Slot) -> Any:
         """The slot's datum, computed again."""
-
-    def changed(self, v: int, t: torch.Tensor) -> RuntimeError:
-        """Eager mode's error for value ``v``, which was changed in place."""
 
 
 class Slot:
     """What autograd keeps in place of a tensor that node ``node`` saves.
 
-    ``held``: the tensor itself, if no datum stands for it. ``store``: the datum, once only backwards read it (see
-    ``rockmate.run.compiled.Give``).
+    ``data``: the number of the datum that stands for it, -1 if none does; then ``held`` is the tensor itself.
+    ``index``: its position among private tensors, -1 if it lies in memory of a value. ``datum``: the datum's tensors,
+    once only backwards read it (see ``rockmate.run.program.HandOver``).
     """
 
-    __slots__ = ("__weakref__", "data", "held", "index", "node", "place", "state", "store", "version")
+    __slots__ = ("__weakref__", "call", "data", "datum", "held", "index", "node", "place", "version")
 
-    def __init__(self, state: Call, node: int, version: int) -> None:
-        self.state, self.node, self.version = state, node, version
+    def __init__(self, call: Call, node: int, version: int) -> None:
+        self.call, self.node, self.version = call, node, version
         self.data = -1
-        self.index = -1  # position among the private tensors, -1: in memory of a value
+        self.index = -1
         self.place = _NOWHERE
         self.held: torch.Tensor | None = None
-        self.store: Any = None
+        self.datum: dict[int, torch.Tensor] | None = None
 
 
 def version_of(t: torch.Tensor) -> int:
@@ -129,14 +134,14 @@ def unpack(slot: Slot) -> torch.Tensor:
         if slot.held._version != slot.version:
             raise changed(f"a tensor of shape {list(slot.held.shape)}", slot.held, slot.version)
         return slot.held
-    state = slot.state
-    held = slot.store or state.live[slot.data]
+    store = slot.call.store
+    held = slot.datum or store.live[slot.data]
     if held is None:
-        held = state.made_for(slot)
+        held = slot.call.made_for(slot)
     if slot.index < 0:
         for v, value in held.items():
-            if value._version != state.made_at[v]:
-                raise state.changed(v, value)
+            if value._version != store.made_at[v]:
+                raise store.changed(v, value)
         return _at(slot.place, held)
     t: torch.Tensor = held[slot.index]
     if t._version != slot.version:

@@ -39,8 +39,8 @@ def undo_bytes(s: S_graph) -> int:
     return state_bytes(undo.drawn) + sum(s.d.values[v].bytes for v in undo.sources)
 
 
-class Before:
-    """How things were."""
+class Snapshot:
+    """Generator states and copies of sources, to put back if a guard fails."""
 
     def __init__(self, undo: Undo, sources: dict[int, torch.Tensor]) -> None:
         self.states = [(x, random_state(x)) for x in undo.drawn]

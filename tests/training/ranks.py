@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rockmate import InputError, Rockmate
 from rockmate.demo.gpt import GPT
 from rockmate.planning.planner import SCALARS
-from rockmate.run.executor import CallState
+from rockmate.run.store import Store
 
 RANKS = 2
 IDS = (4, 16)
@@ -155,19 +155,19 @@ def ddp_overlap(rank: int, folder: Path) -> None:
         return future.then(lambda f: f.value()[0] / RANKS)
 
     parallel.register_comm_hook(None, reduce)
-    original = CallState.run_again
+    original = Store.run_again
 
-    def run_again(self: CallState, i: int) -> None:
+    def run_again(self: Store, i: int) -> None:
         events.append("rerun")
         original(self, i)
 
-    CallState.run_again = run_again  # type: ignore[method-assign]
+    Store.run_again = run_again  # type: ignore[method-assign]
     try:
         for k in range(2):  # buckets have their final order from the second step on
             events.clear()
             loss_of(parallel, ids(rank, k)).backward()
     finally:
-        CallState.run_again = original  # type: ignore[method-assign]
+        Store.run_again = original  # type: ignore[method-assign]
     assert events.count("bucket") > 2
     assert "rerun" in events[events.index("bucket") :], events
 

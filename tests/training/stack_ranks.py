@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rockmate
 from rockmate import InputError, measure_peak
-from rockmate.run.executor import CallState
+from rockmate.run.store import Store
 
 
 def start(rank: int, works: tuple[str, ...], folder: str) -> None:
@@ -112,19 +112,19 @@ def overlap(rank: int, folder: Path) -> None:
         return future.then(lambda f: f.value()[0] / RANKS)
 
     parallel.register_comm_hook(None, reduce)
-    original = CallState.run_again
+    original = Store.run_again
 
-    def run_again(self: CallState, i: int) -> None:
+    def run_again(self: Store, i: int) -> None:
         events.append("rerun")
         original(self, i)
 
-    CallState.run_again = run_again  # type: ignore[method-assign]
+    Store.run_again = run_again  # type: ignore[method-assign]
     try:
         for k in range(3):
             events.clear()
             loss_of(parallel, ids(rank, k)).backward()
     finally:
-        CallState.run_again = original  # type: ignore[method-assign]
+        Store.run_again = original  # type: ignore[method-assign]
     assert events.count("bucket") > 2
     assert "rerun" in events[events.index("bucket") :], events
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from rkgb.probe.decompose import DRAWN
 from rockmate import Rockmate, frontier, measure_peak
-from rockmate.run.compiled import Program, compile_schedule
+from rockmate.run.compiled import compile_schedule
 from rockmate.run.draws import draw_whole
+from rockmate.run.program import Program
 from solvers import walk
 from solvers.schedule import Run
 
@@ -22,7 +23,7 @@ from solvers.schedule import Run
 def drawn(program: Program) -> list[torch.dtype]:
     """As what its forward draws."""
     names = [tuple(program.s.d.nodes[op].name for op in n.ops) for n in program.s.nodes]
-    return [program.nodes[i].ops[0].kwargs["dtype"] for i, some in enumerate(names) if some == DRAWN]
+    return [program.nodes[i].first.ops[0].kwargs["dtype"] for i, some in enumerate(names) if some == DRAWN]
 
 
 def assert_as_eager(model: nn.Module, rk: Rockmate, x: torch.Tensor) -> None:

@@ -84,7 +84,7 @@ def test_few_python_calls_for_each_packed_tensor_and_each_rerun() -> None:
         outputs: list[torch.Tensor] = []
         forward = calls_of(lambda state=state, outputs=outputs: outputs.extend(state.forward()))  # type: ignore[misc]
         loss = outputs[0].sum()
-        found.append((forward, calls_of(loss.backward), len(state.slots)))
+        found.append((forward, calls_of(loss.backward), len(state.store.slots)))
     _, (forward, backward, _), _, (with_packs, with_reruns, packed) = found
     reruns = everything.plan.recomputed
     assert 0 < with_packs - forward <= 7 * packed, (with_packs - forward) / packed

@@ -97,6 +97,19 @@ def test_it_is_said_too_where_the_compiler_comes_after_attach() -> None:
     assert "BudgetWarning: Sequential is attached, but called within code" in done.stderr
 
 
+@pytest.mark.parametrize("budget", ["16 KiB", "1 GiB"])
+def test_a_script_may_end_between_forward_and_backward(budget: str) -> None:
+    script = (
+        "import torch, rockmate\n"
+        "from torch import nn\n"
+        "model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))\n"
+        f"rockmate.attach(model, {budget!r}, on_infeasible='least')\n"
+        "loss = model(torch.ones(64, 32)).sum()\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 class Own(nn.Module):
     """A class of the user's."""
 
