@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from rockmate.demo.gpt import GPT
-from rockmate.planning.planner import make_planner
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.prepare import make_planner
 from solvers import ChainPlanner, Grid, InfeasibleError, Problem, improve, keep_everything, solve, walk, write_problem
 from solvers.block.ilp import Option, Point, grid_points
 from solvers.chain.costs import ChainCosts, kind_views
@@ -97,7 +98,7 @@ def problem_of(model: torch.nn.Module, sample: torch.Tensor, costs: str) -> Prob
     model.train()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    return make_planner(model, (sample,), None, costs, None).problem
+    return make_planner(model, sample, PlanOptions(costs)).problem
 
 
 def load(name: str, costs: str = "flops") -> Problem:

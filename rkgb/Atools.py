@@ -18,7 +18,6 @@ from rkgb.cost.usage import all_used
 from rkgb.graphs import D_graph, S_graph, Source, Storage, Structure
 from rkgb.Ktools import K_graph, S_to_K
 from rkgb.sample import Sample, call_of
-from rkgb.trees import tensors_of
 
 __all__ = ["Blocks", "S_list_to_K_list_eco", "block_graph", "block_keys", "classes", "nodes_key"]
 
@@ -41,7 +40,7 @@ def S_list_to_K_list_eco(
     and the gradients of what it reads stay. ``costs``, one a node of ``s``, are measured on ``sample`` unless given.
     """
     if costs is None:
-        costs = measure_nodes(s, model, tensors_of(call_of(sample)))
+        costs = measure_nodes(s, model, call_of(sample).tensors)
     numbers = classes(s)
     of_class: list[list[int]] = [[] for _ in set(numbers)]
     known: dict[Hashable, K_graph] = {}

@@ -18,14 +18,14 @@ import torch
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.randomness import own_generators
-from rkgb.sample import Sample, call_of, check_module
-from rkgb.trace.capture import Call, HostRead, Recorder, call_in, module_in, outside_vmap, preserved
+from rkgb.sample import Call, Sample, call_of, check_module
+from rkgb.trace.capture import HostRead, RecordedCall, Recorder, call_in, module_in, outside_vmap, preserved
 from rkgb.trace.code import watched
 from rkgb.trace.guards import Guard
 from rkgb.trace.other_draws import other_draws
 from rkgb.trace.record import record
 from rkgb.trace.respelled import constant, data_of
-from rkgb.trees import flatten, map_tensors, unflatten
+from rkgb.trees import flatten, map_tensors
 
 # Results that Python reads from a tensor's shape, not its data: their operations run when the graph is built.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
@@ -47,11 +47,11 @@ _UNPACK = ("prim::ListUnpack", "prim::TupleUnpack")
 
 def make_B(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> B_graph:
     """Trace ``model`` on ``sample``; buffers, inputs and random state are as before afterwards. See ``trace``."""
-    return trace(model, *call_of(sample, sample_kwargs))[0]
+    return trace(model, call_of(sample, sample_kwargs))[0]
 
 
-def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[B_graph, list[torch.Tensor]]:
-    """The B graph of ``model(*args, **kwargs)``, and the outputs of the module itself on this sample.
+def trace(model: torch.nn.Module, call: Call) -> tuple[B_graph, list[torch.Tensor]]:
+    """The B graph of ``call``, and the outputs of the module itself on this sample.
 
     The module runs once, traced, with gradients on but nothing saved for backward; a second time where
     it uses tensors that are neither inputs nor its own, which the trace must know of. What its Python reads
@@ -59,8 +59,7 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     no module.
     """
     check_module(model)
-    leaves, in_spec = flatten((args, kwargs))
-    inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    inputs = call.tensors
     own = _named_tensors(model)
     if any(t.is_meta for t in (*inputs, *own.values())):
         raise UnsupportedError(
@@ -72,15 +71,14 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         feed = iter(tensors[: len(inputs)])
-        filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        a, k = unflatten(filled, in_spec)
+        now = call.with_tensors(lambda _: next(feed))
         if is_pure(model):
-            results, out_spec = flatten(model(*a, **k))
+            results, out_spec = flatten(model(*now.args, **now.kwargs))
             structure.append(Structure(out_spec, _constants(results)))
             return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
         before = State(model)
         with watched() as watch, other_draws(watch, refuse=True) as drawn:
-            returned = model(*a, **k)
+            returned = model(*now.args, **now.kwargs)
         if drawn:
             raise UnsupportedError(
                 f"the module draws from {drawn[0]} while it runs; a plan would repeat the sample's draw for ever. "
@@ -222,7 +220,7 @@ def _constants(leaves: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
 class _Reader:
     """Reads the torch.jit graph into nodes."""
 
-    def __init__(self, graph: Any, sources: list[Source], calls: list[Call]) -> None:
+    def __init__(self, graph: Any, sources: list[Source], calls: list[RecordedCall]) -> None:
         self.graph, self.calls = graph, calls
         self.names: list[str] = []
         self.taken: dict[str, int] = {}

@@ -25,14 +25,13 @@ from rkgb.sample import Sample, call_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
-from rkgb.trees import tensors_of
 
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
 
 
 def B_to_D(b: B_graph, model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> D_graph:
     """Run ``b`` once on the sample and keep what it showed. Memory: that of inference."""
-    return probe(b, model, tensors_of(call_of(sample, sample_kwargs))).graph
+    return probe(b, model, call_of(sample, sample_kwargs).tensors).graph
 
 
 class Probed(NamedTuple):

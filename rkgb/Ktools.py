@@ -21,7 +21,6 @@ from rkgb.notebook import Drawn
 from rkgb.probe.contexts import context_storages
 from rkgb.randomness import drawn_by, state_bytes
 from rkgb.sample import Sample, call_of
-from rkgb.trees import tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def S_to_K(
     """
     usage = usage or supposed(s.d)
     if costs is None:
-        costs = measure_nodes(s, model, tensors_of(call_of(sample)), usage=usage)
+        costs = measure_nodes(s, model, call_of(sample).tensors, usage=usage)
     if missing is None:
         missing = _without_grad(s, model)
     idle = _idle(s, usage)

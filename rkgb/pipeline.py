@@ -25,7 +25,6 @@ from rkgb.probe.check import checked
 from rkgb.sample import Sample, call_of, check_module
 from rkgb.trace.capture import attributes_preserved
 from rkgb.trace.patches import TRACING
-from rkgb.trees import tensors_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,14 +59,14 @@ def make_S(
     """The graphs that need no costs: B, D, and S cut into blocks. Arguments as for ``make_all_graphs``."""
     check_module(model)
     call = call_of(sample, sample_kwargs)
-    inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensors_of(call)))
+    inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(call.tensors))
     buffers = ((name, t.device) for name, t in model.named_buffers())
     device = one_device(((name, t.device) for name, t in model.named_parameters()), (*buffers, *inputs))
     kind_of(device).warm_up(device)
     report("trace", 0.0)
     with attributes_preserved(model):
         with torch.enable_grad():
-            b, expected = trace(model, *call)
+            b, expected = trace(model, call)
         d = checked(b, model, call, expected)
     one_device([("the model", device)], ((d.names[v], value.device) for v, value in d.values.items()))
     report("simplify", 0.0)
@@ -126,9 +125,9 @@ def make_all_graphs(
     """
     check_costs(costs)
     with TRACING:  # counting operations sets hooks of all modules, which another thread's trace would meet
-        b, d, s = make_S(model, sample, sample_kwargs, report)
+        call = call_of(sample, sample_kwargs)
+        b, d, s = make_S(model, call, report=report)
         report("measure", 0.0)
-        inputs = tensors_of(call_of(sample, sample_kwargs))
         known = known_of(s)
-        k = make_K(s, model, inputs, costs, supposed(d), known, report=partial(report, "measure"))
+        k = make_K(s, model, call.tensors, costs, supposed(d), known, report=partial(report, "measure"))
     return Graphs(b, d, s, tuple(classes(s)), k, known)

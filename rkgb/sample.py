@@ -1,20 +1,61 @@
-"""The forms in which the call of a module is given."""
+"""The call of a module: the forms in which users give it, and the one in which the code passes it on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import TreeSpec
 
-Sample = torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
-"""A tensor, a tuple or list of positional arguments, or a dict of keyword arguments."""
+from rkgb.trees import flatten, unflatten
 
 
-def call_of(sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments that a sample stands for."""
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of one call of a module, taken apart at most once. It does not change."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], TreeSpec]:
+        return flatten((self.args, self.kwargs))
+
+    @property
+    def leaves(self) -> list[Any]:
+        """What the arguments consist of: tensors and all else, in the order of PyTorch's pytrees."""
+        return self._flat[0]
+
+    @property
+    def spec(self) -> TreeSpec:
+        """How the leaves make up ``(args, kwargs)``."""
+        return self._flat[1]
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def with_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+        """The same call with other tensors."""
+        leaves = [replace(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return Call(*unflatten(leaves, self.spec))
+
+
+Sample = torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any] | Call
+"""A tensor, a tuple or list of positional arguments, a dict of keyword arguments, or a ``Call``."""
+
+
+def call_of(sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> Call:
+    """The call that a sample stands for."""
+    if isinstance(sample, Call):
+        return sample
     if isinstance(sample, dict):
-        return (), {**sample, **(sample_kwargs or {})}
-    return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), dict(sample_kwargs or {})
+        return Call((), {**sample, **(sample_kwargs or {})})
+    return Call(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,), dict(sample_kwargs or {}))
 
 
 def check_module(model: object) -> None:

@@ -2,7 +2,8 @@
 
 from rkgb.cost.memory import measure_peak
 from rkgb.errors import GraphError, MeasureError, MismatchError, TraceError, UnsupportedError
-from rockmate.attach import Attachment, attach, attached, detach
+from rockmate.attach import attach, attached, detach
+from rockmate.calls.attachment import Attachment
 from rockmate.errors import (
     BudgetError,
     BudgetWarning,

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rockmate.budget import parse_budget
-from rockmate.calls.calls import Front, Terms, is_least
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
+from rockmate.calls.front import Front, Terms, is_least
 from rockmate.errors import BudgetError, BudgetWarning, InputError
-from rockmate.planning.checks import checked_limit
-from rockmate.planning.disk import disk_of
+from rockmate.planning.options import options_of
 from rockmate.tell import be_heard, warn_once
 
 if TYPE_CHECKING:
@@ -42,8 +41,8 @@ def rockmate(
             f'the backend "rockmate" has no option {unknown[0]!r}: there are {", ".join(sorted(_OPTIONS))}'
         )
     least = is_least(given.pop("on_infeasible", "error"))
-    budget, limit = parse_budget(given.pop("budget")), checked_limit(given.pop("time_limit", None))
-    terms = Terms(budget, time_limit=limit, least=least, disk=disk_of(given.pop("cache", True)), **given)
+    budget, progress = parse_budget(given.pop("budget")), given.pop("progress", None)
+    terms = Terms(budget, options_of(**given), progress, least)
     _look_for_breaks(options)
     be_heard()
     calls = CapturedCalls(program, identity_of(program), Front("a graph", terms))

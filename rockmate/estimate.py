@@ -12,14 +12,15 @@ import torch
 
 from rkgb.cost.extrapolate import FEWEST, Extrapolated, Measured, extrapolated, form
 from rkgb.cost.measure import Known
-from rkgb.sample import Sample
+from rkgb.sample import Call, Sample
 from rkgb.trace.patches import TRACING
-from rkgb.trees import flatten, unflatten
 from rockmate.budget import parse_budget, show_at_least, show_bytes
 from rockmate.calls.surroundings import undisturbed
 from rockmate.errors import BudgetError, CannotBeCalledError, InputError
 from rockmate.planning.checks import checked_call
-from rockmate.planning.planner import Planner, make_planner
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.planner import Planner
+from rockmate.planning.prepare import make_planner
 from rockmate.progress import Progress, Report
 from solvers import ChainPlan, Schedule, keep_everything, walk
 from solvers.interrupts import Heeded
@@ -112,14 +113,14 @@ def estimate(
     Raises ``InputError`` for sizes below the sample's, for samples that cannot grow, and for models whose graph changes
     with the size; otherwise what ``rockmate.frontier`` raises.
     """
-    args, kwargs = checked_call(model, sample, sample_kwargs)
+    given, options = checked_call(model, sample, sample_kwargs), PlanOptions("flops", loss_memory)
     limit = None if budget is None else parse_budget(budget)
     if limit is not None and limit.share is not None:
         raise BudgetError(f"the budget {budget!r} is a share of each size's own peak: give bytes, such as '8 GiB'")
-    call = _Growing((args, kwargs), _checked_dims(dim))
+    call = _Growing(given, _checked_dims(dim))
     wanted = _checked_sizes(sizes, call)
     with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
-        known = _Sizes(model, _measured(model, call, wanted[-1], loss_memory, report))
+        known = _Sizes(model, _measured(model, call, wanted[-1], options, report))
         available = None if limit is None else limit.bytes(known.first)
         found = tuple(_of_size(known, size, available) for size in wanted)
         plain = largest = None
@@ -132,10 +133,9 @@ def estimate(
 class _Growing:
     """A call whose tensors can be made larger along dimensions ``dims``, from ``size``."""
 
-    def __init__(self, call: Any, dims: tuple[int, ...]) -> None:
-        self.leaves, self.spec = flatten(call)
-        self.dims = dims
-        tensors = {id(t): t for t in self.leaves if isinstance(t, torch.Tensor)}
+    def __init__(self, call: Call, dims: tuple[int, ...]) -> None:
+        self.call, self.dims = call, dims
+        tensors = {id(t): t for t in call.tensors}
         having = [(t, d) for d in dims for t in tensors.values() if -t.dim() <= d < t.dim()]
         if not having:
             shapes = ", ".join(str(list(t.shape)) for t in tensors.values()) or "none"
@@ -148,16 +148,16 @@ class _Growing:
         if not self.size:
             raise InputError(f"dimension {_show(dims)} of the sample is empty: give a sample with something in it")
 
-    def at(self, size: int) -> Any:
-        """(args, kwargs) with rows of the sample again and again; a tensor given twice is one tensor."""
+    def at(self, size: int) -> Call:
+        """The call with rows of the sample again and again; a tensor given twice is one tensor."""
         made: dict[int, torch.Tensor] = {}
-        return unflatten([self._larger(x, size, made) for x in self.leaves], self.spec)
+        return self.call.with_tensors(lambda t: self._larger(t, size, made))
 
-    def _larger(self, leaf: Any, size: int, made: dict[int, torch.Tensor]) -> Any:
+    def _larger(self, leaf: torch.Tensor, size: int, made: dict[int, torch.Tensor]) -> torch.Tensor:
         if size == self.size or not self.along.get(id(leaf)):
             return leaf
         if id(leaf) not in made:
-            order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
+            order = sorted(range(leaf.dim()), key=lambda k: (-leaf.stride()[k], k))
             larger = leaf.detach().permute(order)  # memory keeps its order, such as channels-last
             rows = torch.arange(size, device=leaf.device) % self.size
             for d in self.along[id(leaf)]:
@@ -168,7 +168,7 @@ class _Growing:
 
     def said(self) -> str:
         """Which tensors grow, and which do not."""
-        shapes = [(bool(self.along.get(id(t))), list(t.shape)) for t in self.leaves if isinstance(t, torch.Tensor)]
+        shapes = [(bool(self.along.get(id(t))), list(t.shape)) for t in self.call.tensors]
         grow, stay = (", ".join(str(s) for g, s in shapes if g is grows) for grows in (True, False))
         kept = f", of shape {stay} did not" if stay else ""
         return (
@@ -212,7 +212,7 @@ class _Point:
 
 
 def _measured(
-    model: torch.nn.Module, call: _Growing, largest: int, loss_memory: int | None, report: Report
+    model: torch.nn.Module, call: _Growing, largest: int, options: PlanOptions, report: Report
 ) -> list[_Point]:
     """The sizes that are run, rising. The sample may be too small to be like the others, and is left out then."""
     step = call.size  # multiples, since sizes that are halved in the model stay whole
@@ -223,7 +223,7 @@ def _measured(
         size = call.size + k * step
         larger = call.at(size)
         try:
-            planner = make_planner(model, larger[0], larger[1], "flops", loss_memory, report)
+            planner = make_planner(model, larger, options, report)
         except CannotBeCalledError as error:
             if not k:
                 raise

@@ -10,21 +10,19 @@ import torch
 
 from rkgb.sample import Sample
 from rkgb.trace.patches import TRACING
-from rockmate.attach import Attachment
 from rockmate.budget import parse_budget
-from rockmate.calls.calls import Terms
+from rockmate.calls.attachment import Attachment
+from rockmate.calls.front import Terms
 from rockmate.calls.state import NO_REPLICAS
-from rockmate.calls.surroundings import (
-    undisturbed,
-)
+from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetError, InputError
 from rockmate.facade import Facade, signed_as_original
 from rockmate.planning.artefact import read_plan
-from rockmate.planning.checks import checked_call, checked_limit
-from rockmate.planning.disk import disk_of
+from rockmate.planning.checks import checked_call
+from rockmate.planning.options import PlanOptions, options_of
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import make_planner
+from rockmate.planning.prepare import make_planner
 from rockmate.progress import Progress
 from solvers import Frontier
 from solvers.interrupts import Heeded
@@ -77,23 +75,25 @@ class Rockmate(Facade):
         progress: bool | None = None,
         cache: bool | str | os.PathLike[str] | None = True,
     ) -> None:
-        args, kwargs = checked_call(model, sample, sample_kwargs)
+        call = checked_call(model, sample, sample_kwargs)
         if (plan is None) == (budget is None):
             raise BudgetError("give either a budget, or a saved plan, which has a budget of its own")
         saved = None if plan is None else read_plan(plan)
         super().__init__(model)
         terms = Terms(
             saved.budget if saved else parse_budget(budget),
-            saved.costs if saved else costs,
-            saved.loss_memory if saved else loss_memory,
-            checked_limit(time_limit),
+            options_of(
+                saved.costs if saved else costs,
+                saved.loss_memory if saved else loss_memory,
+                time_limit,
+                solver,
+                cache,
+            ),
             progress,
             always=True,
-            solver=solver,
-            disk=disk_of(cache),
         )
         self._front = Attachment(model, terms)
-        self._front.plan_for(args, kwargs, saved)
+        self._front.plan_for(call, saved)
 
     @property
     def plan(self) -> Plan:
@@ -172,6 +172,6 @@ def frontier(
     Each point is (budget in bytes, predicted overhead as a fraction of the eager step). Arguments as for
     ``Rockmate``.
     """
-    args, kwargs = checked_call(model, sample, sample_kwargs)
+    call, options = checked_call(model, sample, sample_kwargs), PlanOptions(costs, loss_memory)
     with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
-        return make_planner(model, args, kwargs, costs, loss_memory, report).frontier()
+        return make_planner(model, call, options, report).frontier()

@@ -20,7 +20,8 @@ from torch import nn
 
 from rkgb import Graphs, make_all_graphs
 from rockmate import Plan, Rockmate
-from rockmate.run.compiled import Give, Program, compile_schedule
+from rockmate.run.compiled import compile_schedule
+from rockmate.run.program import HandOver, Program
 from solvers import Run
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "ARCHITECTURE.md"
@@ -87,7 +88,7 @@ def _program(plan: Plan, program: Program) -> Iterator[str]:
         for step in steps:
             if isinstance(step, Run):
                 told.append(f"run {names[step.node]} again")
-            elif isinstance(step, Give):
+            elif isinstance(step, HandOver):
                 told.append(f"leave {data[step.data]} to autograd")
                 given.add(step.data)
             elif step.data not in given:

@@ -19,7 +19,8 @@ from rkgb.device import KINDS, Cpu, Cuda, device_in_use
 from rkgb.errors import MeasureError
 from rkgb.pipeline import make_all_graphs
 from rockmate import Rockmate
-from rockmate.planning.planner import make_planner
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.prepare import make_planner
 
 GPU = torch.device("cuda:1")
 
@@ -225,9 +226,9 @@ class RoomForNumbers(Cpu):
 
 
 def test_room_for_the_numbers_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = make_planner(nn.Linear(8, 8), (randn(2, 8, seed=1),), None, "flops", None).reserved
+    usual = make_planner(nn.Linear(8, 8), randn(2, 8, seed=1), PlanOptions("flops")).reserved
     monkeypatch.setitem(KINDS, "cpu", RoomForNumbers())
-    found = make_planner(nn.Linear(8, 8), (randn(2, 8, seed=1),), None, "flops", None).reserved
+    found = make_planner(nn.Linear(8, 8), randn(2, 8, seed=1), PlanOptions("flops")).reserved
     assert found - usual == Cuda.scalars - Cpu.scalars
     blocks = 132 * 2048 // 512 * 4  # of the largest reduction on an H100: fewer than this, of 8 bytes and a semaphore
     assert Cuda.scalars > 12 * blocks

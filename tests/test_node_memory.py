@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from rockmate import InfeasibleBudgetError, Rockmate, frontier, measure_peak, rotor
-from rockmate.planning.planner import make_planner
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.prepare import make_planner
 from solvers import Bwd, walk
 
 
@@ -86,7 +87,7 @@ def test_predicted_peak_is_the_measured_one(name: str, fraction: float, allocate
     model(x)  # the last layer learns its size
     for p in model.parameters() if allocated else ():
         p.grad = torch.zeros_like(p)
-    planner = make_planner(model, x, None, "flops", None)
+    planner = make_planner(model, x, PlanOptions("flops"))
     found = planner.frontier()
     rk = Rockmate(model, x, part_way(found, fraction), costs="flops")
     assert fraction == 1 or name == "relu" or rk.plan.recomputed > 0
@@ -154,7 +155,7 @@ def test_a_result_that_the_caller_holds_counts_to_the_end() -> None:
 
     train()
     assert measure_peak(train, "cpu") <= rk.plan.predicted_peak + 64
-    problem = make_planner(model, x, None, "flops", None, time_limit=1).problem
+    problem = make_planner(model, x, PlanOptions("flops", time_limit=1)).problem
     last = problem.nodes[-1].backward
     assert last is not None
     size = 4 * 8 * 16 * 16 * 4

@@ -7,9 +7,12 @@ import torch
 from models import ZOO, case
 from torch import nn
 
+from rkgb.sample import Call
 from rockmate import InfeasibleBudgetError, Rockmate, frontier
 from rockmate.demo.gpt import GPT
-from rockmate.planning.planner import Planner, make_planner
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.planner import Planner
+from rockmate.planning.prepare import make_planner
 from solvers import walk
 
 NARROW = "gpt_narrow"
@@ -18,9 +21,9 @@ NARROW = "gpt_narrow"
 def planner_of(name: str) -> Planner:
     if name == NARROW:
         torch.manual_seed(0)
-        return make_planner(GPT(2, 16, 2, 8, 32), (torch.zeros(2, 8, dtype=torch.int64),), {}, "flops", None)
+        return make_planner(GPT(2, 16, 2, 8, 32), torch.zeros(2, 8, dtype=torch.int64), PlanOptions("flops"))
     args, kwargs = case(name).call(1)
-    return make_planner(case(name).model(), args, kwargs, "flops", None)
+    return make_planner(case(name).model(), Call(args, kwargs), PlanOptions("flops"))
 
 
 @pytest.mark.parametrize("name", [*(c.name for c in ZOO), NARROW])
@@ -51,7 +54,7 @@ def test_planning_after_a_forward_in_the_same_autocast() -> None:
 @pytest.mark.parametrize("costs", ["flops", "measured"])
 def test_a_plan_says_how_far_from_the_best_it_is(costs: str) -> None:
     args, kwargs = case("mlp").call(1)
-    planner = make_planner(case("mlp").model(), args, kwargs, costs, None)
+    planner = make_planner(case("mlp").model(), Call(args, kwargs), PlanOptions(costs))
     curve = planner.frontier()
     assert curve.min_budget < curve.max_budget
     tight, empty = planner.plan(curve.min_budget), planner.plan(curve.max_budget)

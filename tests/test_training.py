@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from models import ZOO, Case, case, outputs_of, part_way, square_loss
 
+from rkgb.sample import Call
 from rkgb.trace.code import Code
 from rockmate import Rockmate, measure_peak
 from rockmate.calls.python_state import PythonState
 from rockmate.calls.variants import Variant, make_variant
-from rockmate.planning.planner import Planner, make_planner
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.planner import Planner
+from rockmate.planning.prepare import make_planner
 from rockmate.run.executor import CallState
 from solvers.schedule import Del, Run
 
@@ -30,7 +33,7 @@ def planner_of(name: str, allocated: bool = False) -> Planner:
     for p in model.parameters() if allocated else ():
         p.grad = torch.zeros_like(p)
     args, kwargs = case(name).call(0)
-    return make_planner(model, args, kwargs, "flops", None)
+    return make_planner(model, Call(args, kwargs), PlanOptions("flops"))
 
 
 def budget_of(name: str, fraction: float, allocated: bool = False) -> int:

@@ -18,22 +18,23 @@ from rkgb.Dtools import Probed, probe
 from rkgb.errors import MismatchError
 from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.program import run_node, same, source_values
+from rkgb.sample import Call
 from rkgb.trace.capture import attributes_preserved, drop_saved, preserved
 from rkgb.trace.guards import GuardFailed
 from rkgb.trace.patches import traceable
 from rkgb.trace.ran import Ran
 from rkgb.trace.written import put_back
-from rkgb.trees import flatten, tensors_of, unflatten
+from rkgb.trees import tensors_of
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[torch.Tensor]) -> D_graph:
+def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[torch.Tensor]) -> D_graph:
     """D of ``b``, whose program gives the module's outputs on the sample with its rows in another order.
 
     The one run that shows D is made on these other values, and compared with the module's. Where the module reads
-    values (guards), cannot be called with these, or sizes depend on them, it is made on the sample, ``call`` (args,
-    kwargs), for which ``expected`` are the outputs. Raises ``MismatchError`` where an output differs in a bit, though
+    values (guards), cannot be called with these, or sizes depend on them, it is made on the sample, ``call``,
+    for which ``expected`` are the outputs. Raises ``MismatchError`` where an output differs in a bit, though
     the module gives the same bits in every run.
     """
     other = _shifted(call)
@@ -44,7 +45,7 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
     b = dataclasses.replace(b, structure=dataclasses.replace(b.structure, sets=sets, stale=stale), notes=notes)
     if theirs is not None:
         try:
-            probed = probe(b, model, tensors_of(other))
+            probed = probe(b, model, other.tensors)
         except (GuardFailed, RuntimeError):
             pass  # other values take another path: planned when they come, or refused by the operation that fails
         else:
@@ -53,12 +54,12 @@ def checked(b: B_graph, model: torch.nn.Module, call: Any, expected: Sequence[to
             if not probed.numbers_read and all(values[v].shape == x for v, x in b.shapes.items() if v in values):
                 return _noted(probed.graph, notes, ran)
     del other, theirs
-    probed = probe(b, model, tensors_of(call))
+    probed = probe(b, model, call.tensors)
     return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"), ran)
 
 
 def same_as_module(
-    b: B_graph, model: torch.nn.Module, call: Any, probed: Probed, ours: Ran, before: Mapping[str, int]
+    b: B_graph, model: torch.nn.Module, call: Call, probed: Probed, ours: Ran, before: Mapping[str, int]
 ) -> bool:
     """Whether ``probed``, a run of ``b`` on ``call`` that ran ``ours``, did what the module does.
 
@@ -79,11 +80,11 @@ def _noted(d: D_graph, notes: tuple[str, ...], ran: Ran) -> D_graph:
     return dataclasses.replace(d, notes=(*d.notes, *notes), ran=ran.operators)
 
 
-def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Any) -> tuple[list[torch.Tensor] | None, Ran]:
+def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Call) -> tuple[list[torch.Tensor] | None, Ran]:
     """What the module returns, or None where it cannot be called so; what it ran."""
     outputs = None
     with (
-        preserved(model, tensors_of(call), b.structure.written),
+        preserved(model, call.tensors, b.structure.written),
         put_back(model) as ran,
         torch.enable_grad(),
         drop_saved(),
@@ -96,7 +97,7 @@ def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Any) -> tuple[list
 def _compare(
     b: B_graph,
     model: torch.nn.Module,
-    call: Any,
+    call: Call,
     probed: Probed,
     theirs: Sequence[torch.Tensor],
     when: str,
@@ -123,7 +124,7 @@ def _compare(
     )
 
 
-def _repeats_itself(b: B_graph, model: torch.nn.Module, call: Any) -> bool:
+def _repeats_itself(b: B_graph, model: torch.nn.Module, call: Call) -> bool:
     """Whether two runs from one state, counters in Python included, give the same bits."""
     found = []
     for _ in range(2):
@@ -141,14 +142,13 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return True
 
 
-def _shifted(call: Any) -> Any:
+def _shifted(call: Call) -> Call:
     """The same arguments with rows moved on by one: other values, and each as valid as before.
 
     Integers move within their rows, and those of one dimension stay: an index that is valid in its row
     (``edge_index``), or behind the one before it (``cu_seqlens``), need not be so elsewhere. On a GPU an invalid one
     fails an assertion of a kernel, after which no call of the process works.
     """
-    leaves, spec = flatten(call)
 
     def shift(t: torch.Tensor) -> torch.Tensor:
         along = _moved_along(t)
@@ -158,7 +158,7 @@ def _shifted(call: Any) -> Any:
         return moved.copy_(t.detach().roll(1, along)).requires_grad_(t.requires_grad)
 
     with torch.no_grad():
-        return unflatten([shift(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        return call.with_tensors(shift)
 
 
 def _moved_along(t: torch.Tensor) -> int | None:
@@ -168,12 +168,11 @@ def _moved_along(t: torch.Tensor) -> int | None:
     return t.dim() - 1 if t.dim() > 1 and t.shape[-1] > 1 else None
 
 
-def _module_outputs(model: torch.nn.Module, call: Any) -> list[torch.Tensor]:
+def _module_outputs(model: torch.nn.Module, call: Call) -> list[torch.Tensor]:
     """What the module returns, and the buffers that it assigns anew."""
-    args, kwargs = call
     before = State(model)
     with _as_traced():
-        results = tensors_of(model(*args, **kwargs))
+        results = tensors_of(model(*call.args, **call.kwargs))
     return [t.detach() for t in (*results, *before.assigned().values())]
 
 
@@ -208,14 +207,14 @@ class _Fingerprints(TorchDispatchMode):
         return result
 
 
-def _first_difference(b: B_graph, model: torch.nn.Module, call: Any) -> str:
+def _first_difference(b: B_graph, model: torch.nn.Module, call: Call) -> str:
     """The first node with a result that the module does not compute at that place, for people."""
     theirs, ours = _Fingerprints(), _Fingerprints()
-    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), theirs:
+    with preserved(model, call.tensors, b.structure.written), torch.enable_grad(), drop_saved(), theirs:
         _module_outputs(model, call)
     made: list[tuple[int, Node]] = []  # how many fingerprints there are after each node
-    env: dict[int, Any] = dict(source_values(b.sources, model, tensors_of(call)))
-    with preserved(model, tensors_of(call), b.structure.written), torch.enable_grad(), drop_saved(), ours:
+    env: dict[int, Any] = dict(source_values(b.sources, model, call.tensors))
+    with preserved(model, call.tensors, b.structure.written), torch.enable_grad(), drop_saved(), ours:
         for node in b.nodes:
             env.update(zip(node.outputs, run_node(node, env.__getitem__), strict=True))
             made.append((len(ours.found), node))

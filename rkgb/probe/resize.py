@@ -24,9 +24,9 @@ from rkgb.Dtools import probe
 from rkgb.errors import GraphError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, S_graph, S_node, Saved, Source, Storage, Value
 from rkgb.probe.check import same_as_module
+from rkgb.sample import Call
 from rkgb.trace.guards import Guard, GuardFailed
 from rkgb.trace.ran import Ran
-from rkgb.trees import tensors_of
 
 Sizes = tuple[int, ...]
 
@@ -284,13 +284,13 @@ class _Fit:
 # -------------------------------------------------------------------------------------- the graph at other sizes
 
 
-def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module, call: Any) -> S_graph | None:
-    """The graph of ``points``, whose skeleton is ``expected``, for ``call`` (args, kwargs) with tensors of other sizes.
+def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module, call: Call) -> S_graph | None:
+    """The graph of ``points``, whose skeleton is ``expected``, for ``call`` with tensors of other sizes.
 
     None where the fit does not say how it is there, or where the program does not do what ``model`` does.
     Memory: that of inference.
     """
-    now = sizes_of(tensors_of(call))
+    now = sizes_of(call.tensors)
     if any(len(p.sizes) != len(now) for p in points):
         return None
     fit = _Fit([p.sizes for p in points], now)
@@ -306,7 +306,7 @@ def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module,
 
 
 def _given(
-    last: S_graph, numbers: Sequence[Any], expected: Hashable, model: torch.nn.Module, call: Any
+    last: S_graph, numbers: Sequence[Any], expected: Hashable, model: torch.nn.Module, call: Call
 ) -> S_graph | None:
     """The graph ``last`` with these numbers, if it is what ``model`` does with ``call``."""
     left, d = iter(numbers), last.d
@@ -316,7 +316,7 @@ def _given(
     b = B_graph(d.names, d.sources, nodes, d.outputs, structure, d.notes)
     try:
         with Ran() as ours:
-            probed = probe(b, model, tensors_of(call))
+            probed = probe(b, model, call.tensors)
     except (GuardFailed, GraphError, RuntimeError, ValueError, TypeError, LookupError):
         return None
     found = _with_sizes(last, probed.graph)

@@ -132,11 +132,11 @@ class HostRead:
         return list(tensors_in((self.args, self.kwargs)))
 
 
-Call = tuple[Mode, str, torch.Generator | Respelled | None]
+RecordedCall = tuple[Mode, str, torch.Generator | Respelled | None]
 """Mode and source line of a traced call; the generator that it was given (a trace holds a copy), or what it does."""
 
 
-def call_in(scope: str, calls: Sequence[Call]) -> Call:
+def call_in(scope: str, calls: Sequence[RecordedCall]) -> RecordedCall:
     """Which of the recorder's ``calls`` the scope of a node in the trace stands for."""
     marks = re.findall(r"@(\d+)@", scope)
     return calls[int(marks[-1])] if marks else (Mode(), "", None)
@@ -165,7 +165,7 @@ class Recorder(TorchFunctionMode):
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
         self.written = Written(known)
-        self.calls: dict[Call, int] = {}
+        self.calls: dict[RecordedCall, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracing = torch._C._get_tracing_state()

@@ -12,11 +12,14 @@ import torch
 from torch import fx
 
 from rkgb.errors import GraphError
+from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rockmate.budget import show_bytes
 from rockmate.calls.bound import rough_peak
-from rockmate.calls.calls import Calls, Front, call_key
+from rockmate.calls.calls import Calls
 from rockmate.calls.captured import Captured, captured_sources
+from rockmate.calls.front import Front
+from rockmate.calls.keys import call_key
 from rockmate.calls.numbers import split
 from rockmate.calls.observe import WholeLook
 from rockmate.calls.variants import Variant
@@ -67,20 +70,20 @@ class CapturedCalls(Calls):
                 super().__init__(Captured(self.tensors, inputs), self.front)
                 self.ready = True
         with self._in_call(inputs):
-            given = tuple(inputs[k] for k in self.module.given)
+            call = Call(tuple(inputs[k] for k in self.module.given), {})
             fits = False
             if not self.terms.always:
-                kind, missing = self.kind(list(given), None)
+                kind, missing = self.kind(call)
                 fits = self._fits(kind, missing, arguments)
             if self.front.only_plans:
                 if not fits:
-                    self.last = self.variants(given, {}, self.front.saved)[0]
+                    self.last = self.variants(call, self.front.saved)[0]
                 self.front.last = self
                 raise Planned
             if fits:
-                return self._run_freely(kind, missing, given, arguments)
+                return self._run_freely(kind, missing, call, arguments)
             try:
-                results = self.run(given, {})
+                results = self.run(call)
             except CannotBeCalledError:
                 return self.program.forward(*arguments)  # whose own error comes
             except (GraphError, VariantLimitError) as error:
@@ -115,19 +118,17 @@ class CapturedCalls(Calls):
         """As in ``Calls``; nothing is looked up in modules."""
         return self.module.values_of(variant.program.s.d.sources, inputs, self.now.inputs)
 
-    def kind(self, leaves: list[Any], spec: Any, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
+    def kind(self, call: Call, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
         """As in ``Calls``; a plan is for one graph. Without sizes, numbers that a graph is given do not count."""
+        missing = self.module.missing_among(self.now.inputs)
         if not sized:
-            leaves = [x for x in leaves if isinstance(x, torch.Tensor)]
-            return call_key(leaves, None, sized), self.module.missing_among(self.now.inputs)
-        return (id(self), call_key(leaves, spec)), self.module.missing_among(self.now.inputs)
+            return call_key(call.tensors, None, sized), missing
+        return (id(self), call_key(call.leaves, None)), missing
 
-    def computed(
-        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[torch.Tensor], CallState | None]:
+    def computed(self, variant: Variant, call: Call) -> tuple[Any, list[torch.Tensor], CallState | None]:
         """As in ``Calls``; where the plan is what the captured program does, that runs as it is."""
         if not variant.is_plain:
-            return super().computed(variant, args, kwargs)
+            return super().computed(variant, call)
         result = self.tensors.forward(*self.now.inputs)
         return result, [t for t in result if isinstance(t, torch.Tensor)], None
 
@@ -141,7 +142,7 @@ class CapturedCalls(Calls):
 
         return learn
 
-    def names(self, leaves: list[Any]) -> list[str]:
+    def names(self, call: Call) -> list[str]:
         """Those that arguments have in the model's forward."""
         return self.module.names
 
@@ -164,21 +165,19 @@ class CapturedCalls(Calls):
             self.binding.add(kind)  # to look at all sizes takes longer than a small step
         return fits
 
-    def _run_freely(
-        self, kind: Hashable, missing: frozenset[str], given: tuple[Any, ...], arguments: tuple[Any, ...]
-    ) -> Any:
+    def _run_freely(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> Any:
         """Run the captured program as it is; the first such step is measured."""
         if self._known_to_fit(kind, missing) or not WholeLook.possible():
             return self.program.forward(*arguments)
-        call, budget = self.front.described(self.module.names, list(given)), self.front.budget
+        said, budget = self.front.described(self.module.names, call.leaves), self.front.budget
 
         def measured(peak: int) -> None:
             if peak <= budget:
-                self.spacious[kind] = Spacious(call, missing)
+                self.spacious[kind] = Spacious(said, missing)
                 self.free = self.split is None and len(missing) == self.module.trained
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",
-                    self.front.name, ", ".join(call), show_bytes(peak), show_bytes(budget),
+                    self.front.name, ", ".join(said), show_bytes(peak), show_bytes(budget),
                 )  # fmt: skip
                 return
             self.binding.add(kind)

@@ -54,6 +54,11 @@ def module_key(model: torch.nn.Module) -> tuple[Hashable, frozenset[str]]:
     return (tuple(modules), tuple(tensors)), frozenset(missing)
 
 
+def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
+    """Parameters that have no gradient but need one: new memory that stays."""
+    return module_key(model)[1]
+
+
 def _form(t: torch.Tensor) -> tuple[Hashable, ...]:
     return t.requires_grad, t.dtype, t.shape, t.stride() if t.layout == torch.strided else t.layout, t.device
 

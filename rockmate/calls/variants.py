@@ -69,7 +69,7 @@ def make_variant(planner: Planner, budget: int, state: PythonState | None, obser
     plan = planner.plan(budget)
     d = plan.graph.s.d
     if planner.saved is None:
-        observer = observer or Observer(plan.graph, planner.loss_memory is None)
+        observer = observer or Observer(plan.graph, planner.options.loss_memory is None)
     return Variant(planner, plan, program_of(plan), d.structure, state, observer)
 
 
@@ -87,7 +87,7 @@ def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
         like.family.learn(planner, plan)
     observer = None
     if like.observer is not None:
-        observer = Observer(plan.graph, planner.loss_memory is None)
+        observer = Observer(plan.graph, planner.options.loss_memory is None)
         observer.as_seen_by(like.observer, planner.room)
     return dataclasses.replace(
         like,

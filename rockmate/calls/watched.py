@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from rockmate.calls.calls import Calls, Front, call_key
+from rkgb.sample import Call
+from rockmate.calls.calls import Calls
+from rockmate.calls.front import Front
 from rockmate.calls.held import undone_if_it_fails
+from rockmate.calls.keys import call_key
 from rockmate.calls.python_state import Place, PythonState, find
 from rockmate.calls.state import check_wrappers, module_key, watched_hooks
 from rockmate.calls.variants import Variant
@@ -23,28 +25,28 @@ class WatchedCalls(Calls):
         super().__init__(module, front)
         self._unwatched: set[Place] = set()
 
-    def kind(self, leaves: list[Any], spec: Any, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
+    def kind(self, call: Call, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
         """As in ``Calls``; attributes of modules, classes, hooks and ties are part of the key."""
         modules, missing = module_key(self.module)
-        return (call_key(leaves, spec, sized), modules), missing
+        return (call_key(call.leaves, call.spec, sized), modules), missing
 
-    def fitting(self, found: list[Variant], leaves: list[Any]) -> list[Variant]:
+    def fitting(self, found: list[Variant], call: Call) -> list[Variant]:
         """Those for which the objects that the code can read are as they were."""
-        now = {v.state.code: find(self.module, leaves, v.state.code) for v in found if v.state}
+        now = {v.state.code: find(self.module, call.leaves, v.state.code) for v in found if v.state}
         return [v for v in found if v.state and v.state.changed(now[v.state.code]) <= self._unwatched]
 
     @contextmanager
-    def planning(self, leaves: list[Any]) -> Iterator[None]:
+    def planning(self, call: Call) -> Iterator[None]:
         """Hooks are watched. What forward itself changes is no reason to plan again."""
         check_wrappers(self.module)
-        before = [PythonState(code, find(self.module, leaves, code)) for code in self.cache.codes()]
-        with undone_if_it_fails(self.module), super().planning(leaves), watched_hooks(self.module):
+        before = [PythonState(code, find(self.module, call.leaves, code)) for code in self.cache.codes()]
+        with undone_if_it_fails(self.module), super().planning(call), watched_hooks(self.module):
             yield
         for state in before:
-            self._unwatched |= state.changed(find(self.module, leaves, state.code))
+            self._unwatched |= state.changed(find(self.module, call.leaves, state.code))
 
-    def state_of(self, planner: Planner, leaves: list[Any]) -> PythonState | None:
+    def state_of(self, planner: Planner, call: Call) -> PythonState | None:
         """What the code that ran can read."""
         code = planner.graphs.D.structure.code
         code = next((known for known in self.cache.codes() if known.reads_as(code)), code)
-        return PythonState(code, find(self.module, leaves, code))
+        return PythonState(code, find(self.module, call.leaves, code))

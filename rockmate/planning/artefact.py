@@ -8,7 +8,7 @@ measured or solved, and the schedule is walked before it is trusted.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,22 @@ from rkgb.cost.warm import warm
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_data, K_graph, K_node
 from rkgb.pipeline import Graphs, make_S
-from rkgb.sample import Sample, call_of
-from rkgb.trees import tensors_of
+from rkgb.sample import Call
 from rockmate.errors import PlanError
-from rockmate.planning.room import Room
-from solvers import Problem, Schedule, ScheduleError, format_schedule, parse_schedule
+from rockmate.planning.fields import PlanFields
+from solvers import Problem, Schedule, ScheduleError, parse_schedule
 from solvers.files.values import from_json, to_json
 
 FORMAT = 2
 
 
+_FIGURES = ("nodes", "data", "outputs", "output_bytes", "held", "returned", "usage", "idle")
+"""The fields of a K graph that a file has."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class SavedPlan:
-    """What a file of a plan says, under these names. ``missing``: parameters without ``.grad`` when it was made.
+class SavedPlan(PlanFields):
+    """What a file of a plan says, under these names: how the plan was made, its program, and the figures of its graph.
 
     ``path`` is not in the file, whose ``program`` is a list of lines.
     """
@@ -42,12 +45,6 @@ class SavedPlan:
     path: str
     fingerprint: str
     inputs: tuple[str, ...]
-    budget: int
-    costs: str
-    loss_memory: int | None
-    missing: frozenset[str]
-    solver: str
-    reason: str = ""
     program: str
     nodes: tuple[K_node, ...]
     data: tuple[K_data, ...]
@@ -55,23 +52,21 @@ class SavedPlan:
     output_bytes: int
     held: tuple[int, ...]
     returned: tuple[int, ...]
-    idle: frozenset[int]
     usage: Usage
-    room: Room
+    idle: frozenset[int]
 
-    def graphs(self, model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None) -> Graphs:
+    def graphs(self, model: torch.nn.Module, call: Call) -> Graphs:
         """The graphs of ``model``, with the figures of the file. Raises ``PlanError`` if it is for another graph."""
-        b, d, s = make_S(model, sample, sample_kwargs)
+        b, d, s = make_S(model, call)
         found = fingerprint(s)
         if found != self.fingerprint:
             raise PlanError(
                 f"the plan in {self.path} is for another graph: {self._difference(s)}. Make a plan for this one."
             )
         missing = frozenset(v for v, x in s.d.sources.items() if x.key in self.missing)
-        figures = self.outputs, self.output_bytes, self.held, self.returned, self.usage, missing, self.idle
-        k = K_graph(s, self.nodes, self.data, *figures)
+        k = K_graph(s=s, missing=missing, **{name: getattr(self, name) for name in _FIGURES})
         k.verify()
-        warm(s, model, tensors_of(call_of(sample, sample_kwargs)))
+        warm(s, model, call.tensors)
         return Graphs(b, d, s, tuple(classes(s)), k)
 
     def schedule(self, problem: Problem) -> Schedule:
@@ -95,24 +90,13 @@ class SavedPlan:
         )
 
 
-def write_plan(path: str | Path, k: K_graph, problem: Problem, schedule: Schedule, room: Room, **figures: Any) -> None:
-    """Write a plan; ``figures`` are the fields of ``SavedPlan`` that do not follow from the rest, and any to inform."""
-    head = {"format": FORMAT, **figures, "fingerprint": fingerprint(k.s), "inputs": describe_inputs(k.s)}
-    lists: dict[str, Sequence[Any]] = {
-        "program": format_schedule(problem, schedule).rstrip("\n").split("\n"),
-        "nodes": k.nodes,
-        "data": k.data,
-    }
-    tail = {
-        "outputs": k.outputs,
-        "output_bytes": k.output_bytes,
-        "held": k.held,
-        "returned": k.returned,
-        "idle": k.idle,
-        "usage": k.usage,
-        "room": room,
-    }
-    parts = [f"{to_json(key)}: {to_json(value)}" for key, value in {**head, **tail}.items()]
+def write_plan(path: str | Path, plan: PlanFields, k: K_graph, program: str, promised: Mapping[str, Any]) -> None:
+    """Write a plan with the schedule ``program``; ``promised``: what else the file tells people."""
+    said = {field.name: getattr(plan, field.name) for field in fields(PlanFields)}
+    figures = {name: getattr(k, name) for name in _FIGURES}
+    lists = {"program": program.rstrip("\n").split("\n"), "nodes": figures.pop("nodes"), "data": figures.pop("data")}
+    head = {"format": FORMAT, **promised, "fingerprint": fingerprint(k.s), "inputs": describe_inputs(k.s)}
+    parts = [f"{to_json(key)}: {to_json(value)}" for key, value in {**head, **said, **figures}.items()]
     for key, items in lists.items():
         parts.append(f"{to_json(key)}: [\n  " + ",\n  ".join(map(to_json, items)) + "\n]")
     Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n")

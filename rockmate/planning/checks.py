@@ -1,27 +1,16 @@
-"""Models, samples and limits that no plan can be made for are refused before anything runs."""
+"""Models and samples that no plan can be made for are refused before anything runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from rkgb.sample import Sample, call_of
-from rkgb.trees import tensors_of
+from rkgb.sample import Call, Sample, call_of
 from rockmate.calls.state import check_wrappers
 from rockmate.errors import InputError
-
-
-def checked_limit(time_limit: float | None) -> float:
-    """Seconds; infinite if there is no limit."""
-    if time_limit is None:
-        return inf
-    if isinstance(time_limit, bool) or not isinstance(time_limit, (int, float)) or not time_limit > 0:
-        raise InputError(f"time_limit={time_limit!r}: give a positive number of seconds, or None for no limit")
-    return float(time_limit)
 
 
 def first_lazy(model: torch.nn.Module) -> str:
@@ -40,10 +29,8 @@ def checked_module(model: torch.nn.Module) -> None:
         )
 
 
-def checked_call(
-    model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The sample as arguments; refuses what no plan can be made for, before anything runs."""
+def checked_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None) -> Call:
+    """The call that the sample stands for; refuses what no plan can be made for, before anything runs."""
     checked_module(model)
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(): plan outside of it")
@@ -55,8 +42,8 @@ def checked_call(
         )
     if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
         raise InputError(f"sample_kwargs is a {type(sample_kwargs).__name__}: give a dict of keyword arguments")
-    args, kwargs = call_of(sample, sample_kwargs)
-    inputs = tensors_of((args, kwargs))
+    call = call_of(sample, sample_kwargs)
+    inputs = call.tensors
     parameters = list(model.named_parameters())
     if not any(p.requires_grad for _, p in parameters) and not any(t.requires_grad for t in inputs):
         raise InputError(
@@ -70,4 +57,4 @@ def checked_call(
                 f"tensor {k} of the sample is on {t.device}, the model on {', '.join(sorted(map(str, devices)))}: "
                 f"move the sample with .to({str(next(iter(devices)))!r})"
             )
-    return args, kwargs
+    return call

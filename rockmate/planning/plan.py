@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +13,12 @@ from rkgb.Ktools import K_graph
 from rkgb.trace.guards import is_guard
 from rockmate.budget import show_bytes
 from rockmate.planning.artefact import write_plan
+from rockmate.planning.fields import PlanFields
 from rockmate.planning.kept import LOADED
 from rockmate.planning.plot import plot_memory
 from rockmate.planning.report import block_table
 from rockmate.planning.reserved import predict_reserved
-from rockmate.planning.room import Room, usual_problem
+from rockmate.planning.room import usual_problem
 from solvers import Problem, Run, Schedule, format_schedule, step_name, walk
 
 if TYPE_CHECKING:
@@ -26,31 +28,23 @@ if TYPE_CHECKING:
 PROVEN = 1e-4
 
 
-@dataclass(frozen=True, repr=False)
-class Plan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(PlanFields):
     """What will be kept and what computed again, with the figures promised for it.
 
-    ``room``: the bytes left for the loss, and which of them ``predicted_peak`` counts.
-    ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever runs
-    again (proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole.whole_graph``'s
-    class where that is higher); None for a plan that was loaded. ``reason``: what cut the search short, such as a time
-    limit; empty if nothing did.
+    ``predicted_peak``: bytes. ``predicted_overhead``: as a fraction of the step without recomputation.
+    ``setup_seconds``: of each phase that made the plan. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a
+    step takes at least within the budget, whatever runs again (proven for all schedules that ``solvers.walk`` accepts,
+    or for those of ``solvers.whole.whole_graph``'s class where that is higher); None for a plan that was loaded.
     """
 
-    budget: int
     predicted_peak: int
     predicted_overhead: float
     schedule: Schedule
     problem: Problem
     graph: K_graph
-    solver: str
     setup_seconds: dict[str, float]
-    room: Room
-    costs: str = "measured"
-    loss_memory: int | None = None
-    missing: frozenset[str] = frozenset()
     lower_bound: int | None = None
-    reason: str = ""
 
     @property
     def status(self) -> Literal["optimal", "feasible"]:
@@ -102,21 +96,9 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine."""
-        write_plan(
-            path,
-            self.graph,
-            self.problem,
-            self.schedule,
-            self.room,
-            budget=self.budget,
-            predicted_peak=self.predicted_peak,
-            predicted_overhead=self.predicted_overhead,
-            solver=self.solver.removesuffix(LOADED),
-            costs=self.costs,
-            loss_memory=self.loss_memory,
-            missing=self.missing,
-            reason=self.reason,
-        )
+        fields = dataclasses.replace(self, solver=self.solver.removesuffix(LOADED))
+        promised = {"predicted_peak": self.predicted_peak, "predicted_overhead": self.predicted_overhead}
+        write_plan(path, fields, self.graph, format_schedule(self.problem, self.schedule), promised)
 
     def program(self) -> str:
         """The schedule as a readable program."""

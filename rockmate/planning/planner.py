@@ -1,4 +1,4 @@
-"""From a module to a plan: graphs, problem, schedule. One short function a step; every intermediate kept."""
+"""From graphs to plans: the schedule of one problem for any budget, for other uses of the outputs, at other sizes."""
 
 from __future__ import annotations
 
@@ -7,42 +7,33 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
-from numbers import Integral
-from typing import Any
 
 import torch
 
-from rkgb.cost.measure import Known, check_costs
+from rkgb.cost.measure import Known
 from rkgb.cost.usage import Usage
 from rkgb.device import Cpu
-from rkgb.errors import GraphError, UnsupportedError
 from rkgb.graphs import S_graph
-from rkgb.pipeline import Graphs, make_all_graphs, make_K
+from rkgb.pipeline import Graphs, make_K
 from rkgb.probe.contexts import context_bytes
-from rkgb.sample import Sample, call_of
-from rkgb.trace.capture import drop_saved, preserved
-from rkgb.trees import tensors_of
 from rockmate.budget import show_bytes
-from rockmate.calls.state import module_key
-from rockmate.errors import CannotBeCalledError, InfeasibleBudgetError, InputError, PlanError
+from rockmate.calls.state import missing_gradients
+from rockmate.errors import InfeasibleBudgetError, PlanError
 from rockmate.planning.artefact import SavedPlan
-from rockmate.planning.disk import Disk
 from rockmate.planning.kept import LOADED, Bounded, device_of, kept_or_made
 from rockmate.planning.least import too_small
+from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
+from rockmate.planning.problem import problem_of
 from rockmate.planning.room import Room, bytes_of_outputs, grown, usual_problem, usual_room, wider
 from rockmate.progress import Report, silent
 from rockmate.run.undo import undo_bytes
 from solvers import (
-    Backward,
-    Block,
     Bwd,
     ChainPlan,
     ChainPlanner,
-    Data,
     Frontier,
     InfeasibleError,
-    Node,
     Problem,
     Schedule,
     ScheduleError,
@@ -53,7 +44,6 @@ from solvers import (
     lower_bound,
     solve,
     solve_chain,
-    solver_names,
     walk,
     with_deletes,
 )
@@ -74,59 +64,25 @@ LITTLE = 0.01
 CARRIED = "carried over from another size"
 """What a plan is found by whose schedule is that of another size of the graph."""
 
-NOTHING_COMPUTED = (
-    "the model returns no tensor that it computes from this sample, so there is nothing to plan: check what "
-    "its forward returns, and the mode that it is in"
-)
-
-_ON_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
-
-
-def problem_of(graphs: Graphs, room: Room) -> Problem:
-    """The solvers' problem of ``graphs``, with ``room`` for the loss but for what is kept of it."""
-    k = graphs.K
-    nodes = tuple(
-        Node(
-            n.name,
-            n.time,
-            n.reads,
-            n.makes,
-            n.peak,
-            Backward(b.time, b.reads, b.before, b.peak + b.extra, b.after) if (b := n.backward) else None,
-            n.rerun,
-            n.random_bytes,
-        )
-        for n in k.nodes
-    )
-    blocks = tuple(Block(a, b, kind) for (a, b), kind in zip(k.s.blocks, graphs.classes, strict=True))
-    data = tuple(Data(d.name, d.bytes, d.owner) for d in k.data)
-    problem = Problem(nodes, data, frozenset(k.held), room.between, blocks, frozenset(k.returned))
-    problem.verify()
-    return problem
-
 
 @dataclass(eq=False)
 class Planner:
     """Graphs and problem of one module on one sample; plans for any number of budgets.
 
-    ``time_limit``: seconds that the search for one plan, or for a frontier, may take. ``scaled``: costs are those of
-    another size, scaled, so that there is nothing to gain from a long search, and nothing to prove. ``solver``: by its
-    name in ``solvers.solver_names``. ``disk``: where schedules are kept, if anywhere.
+    ``room``: for the loss. ``missing``: parameters whose gradients the backward makes. ``saved``: the file that the
+    figures are from. ``seconds``: what each phase took. ``scaled``: costs are those of another size, scaled, so that
+    there is nothing to gain from a long search, and nothing to prove. ``solved``: views of blocks that were solved.
     """
 
     graphs: Graphs
     problem: Problem
     room: Room
-    costs: str
-    loss_memory: int | None
+    options: PlanOptions
     missing: frozenset[str]
     saved: SavedPlan | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     report: Report = silent
-    time_limit: float = inf
     scaled: bool = False
-    solver: str = "auto"
-    disk: Disk | None = None
     solved: SolvedViews = field(default_factory=dict)
     _chain: ChainPlanner | None = None
     _end: float = inf
@@ -173,7 +129,7 @@ class Planner:
         if not stopped:
             return ""
         each = SolverOptions().time_limit
-        limit = f"of {each:g} s a program" if self.time_limit == inf else f"of {self.time_limit:g} s"
+        limit = f"of {each:g} s a program" if self.options.time_limit == inf else f"of {self.options.time_limit:g} s"
         return f"at the time limit {limit}, with {stopped} integer programs not solved to the end"
 
     def solve(self, budget: int) -> ChainPlan:
@@ -183,7 +139,7 @@ class Planner:
     def bounded(self, budget: int, prove: bool = True) -> Bounded:
         """The cheapest schedule found within ``budget`` bytes, and, to ``prove`` it, what none can be below."""
         start = time.perf_counter()
-        self._end = start + self.time_limit
+        self._end = start + self.options.time_limit
         try:
             return self._bounded(budget, prove)
         finally:
@@ -198,7 +154,7 @@ class Planner:
         room = budget - self.reserved
         if self.eager_peak <= budget:
             return Bounded(solve_chain(self.problem, room), self.problem.eager_time)
-        if self.solver != "auto":
+        if self.options.solver != "auto":
             return self._by_name(budget, room)
         try:
             found = self.chain().solve(room)
@@ -206,7 +162,7 @@ class Planner:
             if self.scaled:
                 return Bounded(found, None, reason)
             seconds = min(IMPROVE_SECONDS, self._remaining())
-            if self.costs == "flops" or not seconds:
+            if self.options.costs == "flops" or not seconds:
                 return Bounded(found, lower_bound(self.problem, room) if prove else None, reason)
             self.report("solve whole", 0.0)
             return Bounded(*improve(self.problem, found, room, seconds), reason)
@@ -219,11 +175,12 @@ class Planner:
 
     def _by_name(self, budget: int, room: int) -> Bounded:
         """The plan of the solver that was asked for."""
-        found = solve(self.problem, max(0, room), self.solver, time_limit=min(self.time_limit, SOLVER_SECONDS))
+        seconds = min(self.options.time_limit, SOLVER_SECONDS)
+        found = solve(self.problem, max(0, room), self.options.solver, time_limit=seconds)
         if found.schedule is None:
             least = self.chain().frontier().min_budget + self.reserved
             message = (
-                f"solver={self.solver!r} has no plan for a budget of {show_bytes(budget)}: {found.reason}. The "
+                f"solver={self.options.solver!r} has no plan for a budget of {show_bytes(budget)}: {found.reason}. The "
                 f'smallest budget that solver="auto" plans for is {show_bytes(least)}.'
             )
             raise InfeasibleBudgetError(message, least)
@@ -231,7 +188,7 @@ class Planner:
 
     def frontier(self) -> Frontier:
         """Time against memory, with room for the loss in every budget."""
-        self._end = time.perf_counter() + self.time_limit
+        self._end = time.perf_counter() + self.options.time_limit
         found = self.chain().frontier()
         points = tuple((budget + self.reserved, overhead) for budget, overhead in found.points)
         return Frontier(found.min_budget + self.reserved, found.max_budget + self.reserved, points)
@@ -241,14 +198,14 @@ class Planner:
         saved = self.saved if self.saved and self.saved.budget == budget else None
         if saved is not None:
             return self._plan(budget, Bounded(self._from_file(saved), None, saved.reason))
-        if self.eager_peak <= budget or self.solver != "auto":  # solvers of the caller's may have changed
+        if self.eager_peak <= budget or self.options.solver != "auto":  # solvers of the caller's may have changed
             return self._plan(budget, self.bounded(budget))
-        asked = "solve", self.costs == "flops", self.scaled, self.time_limit
+        asked = "solve", self.options.costs == "flops", self.scaled, self.options.time_limit
         return self._plan(budget, self._kept_or_made(budget, asked, lambda: self.bounded(budget)))
 
     def _kept_or_made(self, budget: int, asked: tuple[object, ...], make: Callable[[], Bounded]) -> Bounded:
         start = time.perf_counter()
-        found = kept_or_made(self.disk, self.problem, budget - self.reserved, asked, make)
+        found = kept_or_made(self.options.disk, self.problem, budget - self.reserved, asked, make)
         if found.plan.source.endswith(LOADED):
             self.seconds.pop("solve", None)
             self.seconds["load"] = self.seconds.get("load", 0.0) + time.perf_counter() - start
@@ -257,20 +214,20 @@ class Planner:
     def _plan(self, budget: int, bounded: Bounded) -> Plan:
         found, bound, reason = bounded
         return Plan(
-            budget,
-            self.predicted_peak(found),
-            found.overhead,
-            found.schedule,
-            self.problem,
-            self.graphs.K,
-            found.source,
-            dict(self.seconds),
-            self.room,
-            self.costs,
-            self.loss_memory,
-            self.missing,
-            bound,
-            reason,
+            budget=budget,
+            costs=self.options.costs,
+            loss_memory=self.options.loss_memory,
+            missing=self.missing,
+            room=self.room,
+            solver=found.source,
+            reason=reason,
+            predicted_peak=self.predicted_peak(found),
+            predicted_overhead=found.overhead,
+            schedule=found.schedule,
+            problem=self.problem,
+            graph=self.graphs.K,
+            setup_seconds=dict(self.seconds),
+            lower_bound=bound,
         )
 
     def _from_file(self, saved: SavedPlan) -> ChainPlan:
@@ -303,11 +260,11 @@ class Planner:
         if usage != k.usage:
             start, before = time.perf_counter(), self.graphs.known.measurings
             self.report("measure", 0.0)
-            k = make_K(self.graphs.S, model, inputs, self.costs, usage, self.graphs.known, k.missing)
-            doing = _doing(self.graphs.known, before)
+            k = make_K(self.graphs.S, model, inputs, self.options.costs, usage, self.graphs.known, k.missing)
+            doing = phase_of(self.graphs.known, before)
             seconds[doing] = time.perf_counter() - start
         graphs = dataclasses.replace(self.graphs, K=k)
-        room = seen if seen and not unsure else wider(usual_room(k, self.loss_memory), seen)
+        room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
         problem = problem_of(graphs, room)
         return dataclasses.replace(
             self, graphs=graphs, problem=problem, room=room, saved=None, seconds=seconds, _chain=None
@@ -321,9 +278,9 @@ class Planner:
         """
         start = time.perf_counter()
         self.report("measure", 0.0)
-        k = make_K(s, model, inputs, self.costs, self.graphs.K.usage, known)
+        k = make_K(s, model, inputs, self.options.costs, self.graphs.K.usage, known)
         graphs = dataclasses.replace(self.graphs, D=s.d, S=s, K=k, known=known)
-        room = usual_room(k, self.loss_memory)
+        room = usual_room(k, self.options.loss_memory)
         if self.room.seen:
             room = grown(self.room, bytes_of_outputs(self.graphs.D), bytes_of_outputs(s.d))
         return dataclasses.replace(
@@ -333,7 +290,7 @@ class Planner:
             room=room,
             missing=missing_gradients(model),
             saved=None,
-            seconds={_doing(known): time.perf_counter() - start},
+            seconds={phase_of(known): time.perf_counter() - start},
             scaled=not known.own,
             solved={},
             _chain=None,
@@ -372,104 +329,6 @@ class Planner:
         return self._plan(plan.budget, self._kept_or_made(plan.budget, ("keep", schedule), proven))
 
 
-def make_planner(
-    model: torch.nn.Module,
-    sample: Sample,
-    sample_kwargs: dict[str, Any] | None,
-    costs: str,
-    loss_memory: int | None,
-    report: Report = silent,
-    saved: SavedPlan | None = None,
-    time_limit: float = inf,
-    known_of: Callable[[S_graph], Known] = lambda _: Known(),
-    disk: Disk | None = None,
-) -> Planner:
-    """Trace and measure ``model`` on ``sample``; with a ``saved`` plan, the figures are those of its file.
-
-    ``report``: who is told of the progress, then and when it solves. ``time_limit``: see ``Planner``. ``known_of``:
-    what is known of the costs of a graph. ``disk``: where schedules are kept.
-    """
-    check_costs(costs, InputError)
-    loss_memory = checked_loss(loss_memory)
-    seconds: dict[str, float] = {}
-    marks: list[tuple[str, float]] = []
-
-    def phase(name: str, part: float) -> None:
-        report(name, part)
-        if marks and marks[-1][0] == name:
-            return
-        now = time.perf_counter()
-        if marks:
-            seconds[marks[-1][0]] = now - marks[-1][1]
-        marks.append((name, now))
-
-    try:
-        if saved is None:
-            graphs = make_all_graphs(model, sample, sample_kwargs, costs=costs, report=phase, known_of=known_of)
-        else:
-            phase("load", 0.0)
-            graphs = saved.graphs(model, sample, sample_kwargs)
-    except (GraphError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
-            _check_call(model, sample, sample_kwargs, error)
-        if _ON_A_LEAF in str(error):
-            raise UnsupportedError(
-                "forward changes an input in place (as ReLU(inplace=True) on it would) where gradients pass, and "
-                "plans start from inputs as they are: let it work on a copy (x = x.clone()), or plan only the "
-                "submodules behind the change."
-            ) from error
-        raise
-    if not graphs.S.nodes:
-        raise InputError(NOTHING_COMPUTED)
-    phase("solve", 0.0)
-    if saved is None and "measure" in seconds:
-        seconds[_doing(graphs.known)] = seconds.pop("measure")
-    room = saved.room if saved else usual_room(graphs.K, loss_memory)
-    problem = problem_of(graphs, room)
-    missing = missing_gradients(model)
-    if saved is not None and not missing <= saved.missing:
-        raise PlanError(
-            f"the plan in {saved.path} was made when {', '.join(sorted(missing - saved.missing))} had gradients, which "
-            "now have none: their gradients would not fit. Make a plan anew, or zero_grad(set_to_none=False) first."
-        )
-    planned = saved.missing if saved else missing
-    return Planner(graphs, problem, room, costs, loss_memory, planned, saved, seconds, report, time_limit, disk=disk)
-
-
-def _doing(known: Known, before: int = 0) -> str:
+def phase_of(known: Known, before: int = 0) -> str:
     """What it is called that costs became ``known``, of which ``before`` were measured."""
     return "load" if known.own and known.measurings == before else "measure"
-
-
-def checked_loss(loss_memory: Any) -> int | None:
-    """Bytes; None for the usual room."""
-    if loss_memory is None:
-        return None
-    if isinstance(loss_memory, bool) or not isinstance(loss_memory, Integral) or loss_memory < 0:
-        raise InputError(f"loss_memory={loss_memory!r}: give whole bytes, 0 or more, or None for the usual room")
-    return int(loss_memory)
-
-
-def check_solver(solver: Any) -> None:
-    """Raise ``InputError`` if no solver has this name."""
-    names = solver_names(Problem)
-    if solver not in names:
-        raise InputError(f"solver={solver!r}: choose one of {', '.join(names)}, or register one (solvers.register)")
-
-
-def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
-    """Parameters whose gradients would be new memory that stays."""
-    return module_key(model)[1]
-
-
-def _check_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None, error: Exception) -> None:
-    """After tracing failed: ``InputError`` if the model itself cannot be called with the sample."""
-    args, kwargs = call_of(sample, sample_kwargs)
-    try:
-        with torch.enable_grad(), drop_saved(), preserved(model, tensors_of((args, kwargs))):
-            model(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as own:
-        raise CannotBeCalledError(
-            f"the model cannot be called with this sample: {type(own).__name__}: {own}. "
-            f"The sample was passed as {len(args)} positional and {len(kwargs)} keyword arguments."
-        ) from error

@@ -16,7 +16,8 @@ from rkgb.pipeline import make_all_graphs
 from rkgb.randomness import random_state, set_random_state
 from rockmate import Rockmate, measure_peak
 from rockmate.demo.gpt import GPT
-from rockmate.planning.planner import make_planner
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.prepare import make_planner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -49,7 +50,7 @@ def on_gpu(make: Make) -> tuple[nn.Module, torch.Tensor]:
 
 def under_budget(model: nn.Module, x: torch.Tensor) -> Rockmate:
     """Half-way between the least memory and keeping everything, for a loss that takes its gradient only."""
-    found = make_planner(model, (x,), None, "flops", 0).frontier()
+    found = make_planner(model, x, PlanOptions("flops", loss_memory=0)).frontier()
     return Rockmate(model, x, (found.min_budget + found.max_budget) // 2, costs="flops", loss_memory=0)
 
 

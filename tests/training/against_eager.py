@@ -13,8 +13,10 @@ import torch
 from models import Case, outputs_of, square_loss
 from torch import nn
 
+from rkgb.sample import Call
 from rockmate import Rockmate, measure_peak
-from rockmate.planning.planner import make_planner
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.prepare import make_planner
 from solvers import all_baselines, walk
 
 Train = Callable[[nn.Module, nn.Module], Iterable[Any]]
@@ -25,7 +27,7 @@ def tight_budget(model: nn.Module, args: Any, kwargs: dict[str, Any] | None = No
     """Between the least peak of what needs no optimiser (checkpoints, all recomputed) and that of no recomputation;
     where these are the same, as for a single block, between the least that can be planned and that.
     """
-    planner = make_planner(copy.deepcopy(model), args, kwargs, "flops", None)
+    planner = make_planner(copy.deepcopy(model), Call(args, kwargs), PlanOptions("flops"))
     peaks = [walk(planner.problem, schedule).peak for schedule in all_baselines(planner.problem).values()]
     least = planner.reserved + min(peaks) if min(peaks) < max(peaks) else planner.frontier().min_budget
     return least + round(fraction * (planner.reserved + max(peaks) - least))

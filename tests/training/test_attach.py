@@ -24,6 +24,7 @@ from models import randn, tokens
 from torch import nn
 
 import rockmate
+from rkgb.sample import Call
 from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, attach, attached, detach, measure_peak
 
 Train = Callable[[nn.Module], Iterator[Any]]
@@ -130,7 +131,7 @@ def test_within_the_budget_at_every_step() -> None:
     budget = int(0.6 * measure_peak(lambda: step(eager), "cpu"))
     handle = attach(model, budget, costs="flops")
     peaks = []
-    handle.plan_for((X,), {})
+    handle.plan_for(Call((X,), {}))
     for _ in range(3):
         step(model)
         peaks.append(measure_peak(lambda: step(model), "cpu"))

@@ -22,6 +22,7 @@ from rkgb.cost.scaled import scaled_costs
 from rkgb.cost.usage import supposed
 from rkgb.pipeline import make_S
 from rkgb.probe.resize import Point, _Fit, resized, sizes_of, skeleton
+from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rockmate import attach, measure_peak
 from rockmate.demo.gpt import GPT
@@ -242,7 +243,7 @@ def test_a_resized_graph_is_the_traced_one(name: str) -> None:
     here, there = pairs[0]
     _, _, s = make_S(model, call(here))
     expected = make_S(model, call(there))[2]
-    found = resized([Point(sizes_of(call(here)), s)], skeleton(s), model, (call(there), {}))
+    found = resized([Point(sizes_of(call(here)), s)], skeleton(s), model, Call(call(there), {}))
     assert found is not None
     assert str(found) == str(expected)
     assert found.d.values == expected.d.values

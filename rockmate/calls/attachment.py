@@ -1,0 +1,379 @@
+"""What stands in the place of an attached model's calls: each is captured by TorchDynamo, or traced as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rkgb.errors import GraphError, UnsupportedError
+from rkgb.sample import Call
+from rockmate.budget import parse_budget, show_bytes
+from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
+from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
+from rockmate.calls.dynamo import classes_of, new_entry, settings, unguarded
+from rockmate.calls.front import Front, Terms
+from rockmate.calls.held import check_effects, undone_if_it_fails
+from rockmate.calls.observe import end_look
+from rockmate.calls.surroundings import (
+    as_eager,
+    check_global_hooks,
+    is_recorded,
+    is_transformed,
+    keep_draws_of_other_threads,
+    leave_plan,
+    modes_again,
+    modes_suspended,
+    modules_that_ask,
+    put_back_if_it_fails,
+    warn_of_saved_hooks,
+    without_global_hooks,
+)
+from rockmate.calls.variants import Variant
+from rockmate.calls.watched import WatchedCalls
+from rockmate.errors import BudgetWarning, CannotBeCalledError, HookError, InputError, VariantLimitError
+from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.checks import first_lazy
+from rockmate.planning.plan import Plan
+from rockmate.planning.prepare import NOTHING_COMPUTED
+from rockmate.tell import LOG, described, warn_once
+from solvers import Frontier
+from solvers.interrupts import Heeded
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it."""
+
+    call: tuple[str, ...]
+    plan: Plan | None
+
+
+class Attachment(Front):
+    """What ``attach`` returns: the plans of a model."""
+
+    def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
+        super().__init__(type(model).__name__, terms)
+        self._model = weakref.ref(model)
+        self._graphs: list[CapturedCalls] = []
+        self._direct: WatchedCalls | None = None
+        self.reason = ""
+        self._compiled: Callable[..., Any] | None = None
+        self._settings: dict[str, Any] = {}
+        self._asking: list[Any] = []
+        self._classes: list[type] = []  # of the model's modules
+        self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
+        self._entry = new_entry()
+        self._signature: inspect.Signature | None = None
+        self._refused = False
+        self._lazy = any(hasattr(type(m), "cls_to_become") for m in model.modules())  # layers that have no sizes yet
+
+    # ----------------------------------------------------------------- what users ask
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model. Raises ``InputError`` when it is gone."""
+        model = self._model()
+        if model is None:
+            raise InputError("the model that this plan was for is gone")
+        return model
+
+    @property
+    def variant(self) -> Variant | None:
+        """The plan of the last call, ready to run."""
+        self._check_place()
+        return self.last.last if self.last is not None else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far."""
+        return self.variant.plan if self.variant is not None else None
+
+    @property
+    def plans_made(self) -> int:
+        """How many kinds of calls were planned."""
+        return self._made
+
+    @property
+    def plans_dropped(self) -> int:
+        """Plans that went because more than ``variants.MAX_PLANS`` kinds of calls came."""
+        return self.cache.dropped
+
+    @property
+    def plans(self) -> list[PlannedCall]:
+        """All kinds of calls so far, those of the last call first."""
+        self._check_place()
+        free = (call for calls in self._graphs for call, _ in calls.spacious.values())
+        return [*(PlannedCall(v.call, v.plan) for v in self.cache.variants()), *(PlannedCall(c, None) for c in free)]
+
+    @property
+    def budget(self) -> int:
+        """As in ``Front``."""
+        return super().budget
+
+    @budget.setter
+    def budget(self, budget: int | float | str) -> None:
+        self._check_place()
+        wanted = parse_budget(budget)
+        if self.last is None:
+            self.terms.budget = wanted
+        else:
+            self.last.set_budget(wanted)
+        for calls in self._graphs:
+            calls.spacious.clear()
+            calls.free = False
+            calls.binding.clear()
+
+    def _check_place(self) -> None:
+        """Say that ``model.compile()`` has put its code in the place of the plan, which torch tells nobody."""
+        model = self._model()
+        found = None if model is None else model.__dict__.get("_compiled_call_impl")
+        if not (found is None or isinstance(found, Attachment)):
+            warn_once(
+                f"{self.name}.compile() was called after attach, and took the place of the plan: no budget holds",
+                BudgetWarning,
+            )
+
+    def frontier(self) -> Frontier:
+        """Time against memory for the last kind of call that was planned, as ``rockmate.frontier``."""
+        if self.last is None or self.last.last is None:
+            raise InputError(
+                "no call was planned yet, or the budget does not bind, so there is no frontier: use "
+                "rockmate.frontier(model, sample)"
+            )
+        return self.last.frontier()
+
+    def detach(self) -> None:
+        """The model runs as it did before ``attach``."""
+        model = self._model()
+        if model is not None and model.__dict__.get("_compiled_call_impl") is self:
+            del model._compiled_call_impl
+        if self._compiled is not None:
+            torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
+        self._graphs.clear()
+        self.cache.clear()
+        self.families.clear()
+        self._direct = self._compiled = self.last = None
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles plan again at their first call."""
+        return Attachment, (self.model, self.terms)
+
+    def __repr__(self) -> str:
+        budget = self.terms.budget
+        size = show_bytes(budget) if isinstance(budget, int) else str(budget)
+        return f"<rockmate.attach: {self.name}, {size}, {len(self.plans)} plans>"
+
+    # -------------------------------------------------------------------------- calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; ``torch.nn.Module.__call__`` calls this."""
+        model = self.model
+        if not torch.is_grad_enabled() or is_recorded() or getattr(self.inside, "on", False):
+            return model._call_impl(*args, **kwargs)
+        if is_transformed():
+            leave_plan()
+            return model._call_impl(*args, **kwargs)
+        if self._refused:
+            return model._call_impl(*args, **kwargs)
+        check_global_hooks()
+        if self._lazy and self._gets_sizes(model):
+            return model._call_impl(*args, **kwargs)
+        warn_of_saved_hooks()
+        end_look()  # not within frames of TorchDynamo, which may record for the profiler themselves
+        with self._entered(), without_global_hooks(), modes_suspended() as self.inside.modes:
+            return self._run(model, Call(args, kwargs))
+
+    def _gets_sizes(self, model: torch.nn.Module) -> bool:
+        """Whether layers get their sizes in this call, so that there is nothing to plan yet."""
+        self._lazy = bool(first_lazy(model))
+        if self._lazy:
+            warnings.warn(
+                f"{self.name}: layers get their sizes in this call ({first_lazy(model)}), which runs with no budget. "
+                "The next one is planned",
+                BudgetWarning,
+                stacklevel=4,
+            )
+        return self._lazy
+
+    def plan_for(self, call: Call, saved: SavedPlan | None = None) -> None:
+        """Plan such calls; nothing runs. ``saved``: this plan is taken."""
+        model, self.saved = self.model, saved
+        with self._entered(), torch.enable_grad():
+            self.inside.planning = True
+            try:
+                self._run(model, call)
+            except Planned:
+                return
+            else:
+                raise InputError(NOTHING_COMPUTED)
+            finally:
+                self.inside.planning, self.saved = False, None
+
+    @property
+    def only_plans(self) -> bool:
+        """Whether this thread plans, and runs nothing."""
+        return getattr(self.inside, "planning", False)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        self.inside.on = True
+        try:
+            yield
+        finally:
+            self.inside.on = False
+
+    def _run(self, model: torch.nn.Module, call: Call) -> Any:
+        if self._direct is None:
+            import torch._dynamo
+
+            if self._compiled is not None and self._unguarded != unguarded(self._classes):
+                torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
+            if self._compiled is None:
+                self._settings, self._asking = settings(), modules_that_ask()
+                self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
+            try:
+                self.inside.ran = False  # whether the capture is over, and what it made runs
+                with (
+                    Heeded(),
+                    torch._dynamo.config.patch(self._settings),
+                    as_eager(self._asking),
+                    put_back_if_it_fails(),
+                ):
+                    return self._compiled(model, call.args, call.kwargs)
+            except Exception as error:
+                if self.inside.ran:
+                    raise
+                reason = error
+            return self._run_directly(model, call, reason)
+        return self._run_traced(model, self._direct, call)
+
+    def captured(self, program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        """The backend that TorchDynamo calls with what it has captured."""
+        self._classes = classes_of(self.model)
+        self._unguarded = unguarded(self._classes)
+        if line := line_of_derivatives(program):
+            raise UnsupportedError(f"derivatives are computed inside forward{line}")
+        check_effects()
+        if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
+            keep_draws_of_other_threads()
+        identity = identity_of(program)
+        calls = next((calls for calls in self._graphs if identity and calls.identity == identity), None)
+        if calls is None:
+            calls = CapturedCalls(program, identity, self)
+            self._graphs.append(calls)
+        found = weakref.ref(calls)  # what it makes of this, TorchDynamo keeps for ever
+
+        def call(*arguments: Any) -> Any:
+            calls = found()
+            assert calls is not None
+            calls.front.inside.ran = True
+            modes = getattr(calls.front.inside, "modes", None)
+            if not modes:
+                return calls.call(*arguments)
+            with modes_again(modes):
+                return calls.call(*arguments)
+
+        return torch._dynamo.disable(call)  # type: ignore[no-any-return]
+
+    def _run_directly(self, model: torch.nn.Module, call: Call, reason: Exception) -> Any:
+        """TorchDynamo cannot capture a call as one graph: trace the model as a whole, and watch its Python."""
+        direct, before = WatchedCalls(model, self), self.reason
+        self.reason = _first_line(reason)
+        try:
+            with undone_if_it_fails(model):
+                names = {name for name, _ in model.named_parameters()}
+                direct.last = direct.variants(call, self.saved)[0]
+                self._check_stale(model, names, direct.last)
+        except (GraphError, InputError, HookError) as error:
+            if isinstance(error, CannotBeCalledError) and not self.only_plans:
+                self.reason = before
+                return model._call_impl(*call.args, **call.kwargs)  # whose own error comes
+            self.cache.clear()
+            return self._run_unplanned(model, call, error, reason)
+        self._direct = self.last = direct
+        LOG.info("%s is traced as a whole, since it cannot be captured as one graph: %s", self.name, self.reason)
+        if self.only_plans:
+            raise Planned
+        return self._run_traced(model, direct, call)
+
+    def _run_traced(self, model: torch.nn.Module, direct: WatchedCalls, call: Call) -> Any:
+        try:
+            with modes_again(getattr(self.inside, "modes", None) or []):
+                result = direct.run(call)
+        except VariantLimitError as error:
+            return self._run_unplanned(model, call, error, None)
+        self.last = direct
+        return result
+
+    def _run_unplanned(self, model: torch.nn.Module, call: Call, error: Exception, reason: Exception | None) -> Any:
+        """No plan can be made: the model runs as it is from now on, if the terms allow that."""
+        if not self.terms.least or self.only_plans:
+            raise error from reason
+        self._refused = True
+        warnings.warn(
+            f"{self.name} cannot be planned, and runs as it is from now on, with no budget: {error}",
+            BudgetWarning,
+            stacklevel=6,
+        )
+        return model._call_impl(*call.args, **call.kwargs)
+
+    def _check_stale(self, model: torch.nn.Module, names: set[str], variant: Variant) -> None:
+        """Raise ``UnsupportedError`` where forward does what a plan of the whole trace would not do again.
+
+        ``names``: of the parameters before.
+        """
+        if made := sorted(dict(model.named_parameters()).keys() - names):
+            raise UnsupportedError(
+                f"forward makes parameters when it is first called ({made[0]}): call the model once before"
+            )
+        stale = variant.planner.graphs.D.structure.stale
+        if stale:
+            raise UnsupportedError(
+                f"forward sets the attribute {stale[0]} to something else in each call, which a plan would not do: the "
+                f"model cannot be captured as one graph ({self.reason}), only traced as a whole. Attach the submodules "
+                "beside that place (rockmate.attach(model.part, budget)), or let forward return what it sets."
+            )
+
+    # ----------------------------------------------------------------------- what is said
+
+    def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:
+        """A call in a few words."""
+        model = self.model
+        if self._signature is None:
+            self._signature = inspect.signature(type(model).forward)
+        parameters = list(self._signature.parameters)[1:]
+
+        def name_of(name: str) -> str:
+            match = re.match(r"args\.(\d+)(.*)", name)
+            if match and int(match[1]) < len(parameters):
+                return parameters[int(match[1])] + match[2]
+            return name.removeprefix("kwargs.").removeprefix("model.")
+
+        return described([name_of(name) for name in names], values, model.training)
+
+
+def _backend_of(attachment: weakref.ref[Attachment]) -> Callable[..., Any]:
+    """TorchDynamo keeps backends for ever, and must not keep models."""
+
+    def backend(program: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        found = attachment()
+        assert found is not None
+        return found.captured(program, examples)
+
+    return backend
+
+
+def _first_line(error: Exception) -> str:
+    error = getattr(error, "inner_exception", error)  # what the backend raised
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,119 @@
+"""What the graphs of one model share: what is asked of their plans, the plans, and what is said of them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rkgb.device import kind_of
+from rockmate.budget import Budget
+from rockmate.calls.families import Families
+from rockmate.calls.variants import PlanCache, Variant
+from rockmate.errors import InputError
+from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.planner import CARRIED, Planner
+from rockmate.tell import LOG, described, planned_line
+from solvers import Frontier
+
+
+@dataclass
+class Terms:
+    """What is asked of the plans of one model.
+
+    ``budget``: bytes, from the first plan on. ``least``: where no plan fits the budget, the one of least memory is
+    made. ``always``: plan also where the budget does not bind. ``progress``: as for ``Rockmate``.
+    """
+
+    budget: int | Budget
+    options: PlanOptions
+    progress: bool | None = None
+    least: bool = False
+    always: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be used when it is given, not at the first call that is planned."""
+        if not (self.progress is None or isinstance(self.progress, bool)):
+            raise InputError(f"progress={self.progress!r}: give True, False, or None for terminals only")
+
+    def settle(self, planner: Planner) -> int:
+        """The budget in bytes, the same for all kinds of calls from now on: shares are of the step of ``planner``."""
+        if isinstance(self.budget, Budget):
+            self.budget = self.budget.bytes(planner)
+        return self.budget
+
+    def bytes_known(self, device: torch.device) -> int | None:
+        """The budget in bytes, if that does not depend on the model."""
+        if isinstance(self.budget, Budget):
+            if self.budget.share is not None:
+                return None
+            self.budget = self.budget.size or kind_of(device).free_for_budgets(device)
+        return self.budget
+
+
+def is_least(on_infeasible: object) -> bool:
+    """What ``on_infeasible`` asks for: ``Terms.least``."""
+    if on_infeasible not in ("error", "least"):
+        raise InputError(f'on_infeasible={on_infeasible!r}: give "error" or "least"')
+    return on_infeasible == "least"
+
+
+class PlannedGraph(Protocol):
+    """What is asked of the graph whose plan ran last: see ``rockmate.calls.calls.Calls``."""
+
+    last: Variant | None
+
+    def set_budget(self, budget: Budget) -> None:
+        """Plan the last kind of call for another budget."""
+
+    def frontier(self) -> Frontier:
+        """Time against memory for the last kind of call."""
+
+
+class Front:
+    """What captured graphs have in common: the plans, and what is said of them.
+
+    ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: whose plan ran last. ``saved``: a plan
+    that is to be taken.
+    """
+
+    def __init__(self, name: str, terms: Terms) -> None:
+        self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
+        self.last: PlannedGraph | None = None
+        self.saved: SavedPlan | None = None
+        self._made = 0
+        self._before: tuple[str, ...] | None = None
+        self.inside = threading.local()  # what is known of the call that this thread is in
+
+    @property
+    def budget(self) -> int:
+        """Bytes that one forward and its backward may allocate. It is set as it is given to ``attach``: shares are of
+        the last call. When it is set, only the solver runs again.
+        """
+        if not isinstance(self.terms.budget, int):
+            raise InputError(
+                "the budget is a share, or what is free, whose bytes are known when a call was planned; a copy plans "
+                "at its first call"
+            )
+        return self.terms.budget
+
+    @property
+    def only_plans(self) -> bool:
+        """Whether this thread plans, and runs nothing."""
+        return False
+
+    def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:
+        """A call in a few words."""
+        return described(names, values, None)
+
+    def tell(self, variant: Variant) -> None:
+        """Say that a plan was made."""
+        if variant.planner.scaled and (variant.plan.solver == CARRIED or not variant.plan.recomputed):
+            LOG.debug("%s: the plan is carried over to %s", self.name, ", ".join(variant.call))
+            return
+        self._made += variant.planner.saved is None
+        LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before))
+        self._before = variant.call

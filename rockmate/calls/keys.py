@@ -1,0 +1,40 @@
+"""What of the arguments of a call decides which graph it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import torch
+
+from rkgb.trace.capture import current_mode
+from rockmate.calls.python_state import in_key
+from rockmate.calls.surroundings import settings
+
+
+def _value(x: Any) -> tuple[Hashable, ...]:
+    """What distinguishes a leaf that is no tensor; of objects more is seen by ``find``."""
+    if not in_key(x):
+        return ()
+    return (x.dtype.str, x.shape, x.tobytes()) if isinstance(x, (np.ndarray, np.generic)) else (x,)
+
+
+def _described(x: Any, sized: bool) -> tuple[Hashable, ...]:
+    if type(x) is int and not sized:
+        return (int,)
+    if not isinstance(x, torch.Tensor):
+        return (type(x), *_value(x))
+    if x.layout != torch.strided:
+        lies: Hashable = x.layout
+    else:
+        lies = x.stride() if sized else x.is_contiguous()
+    return tuple(x.shape) if sized else x.dim(), lies, x.dtype, x.device, x.requires_grad
+
+
+def call_key(leaves: list[Any], spec: Any, sized: bool = True) -> Hashable:
+    """Calls of a pure program with equal keys run the same graph; if not ``sized``, perhaps at other sizes."""
+    described = tuple(_described(x, sized) for x in leaves)
+    mode = current_mode()
+    cached = bool(mode.autocast) and torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
+    return spec, described, mode, cached, settings()
