@@ -140,11 +140,11 @@ class ChainPlanner:
         if found is None:  # small budgets, where peaks do not rise evenly: look everywhere
             self._partial().cheapest(budget)
             self._full().cheapest(budget)
-            self._everything()
+            self.walked()
         best = self.best_known(budget)
         if best:
             return best
-        least = min(self._everything(), key=lambda s: (s.peak, s.time))
+        least = min(self.walked(), key=lambda s: (s.peak, s.time))
         at = least.schedule[least.walk.peak_step]
         step = f"step {least.walk.peak_step} ({step_name(self.problem, at)})"
         raise InfeasibleError(
@@ -163,7 +163,8 @@ class ChainPlanner:
             walked += candidates.walked.values() if candidates else ()
         return min((s for s in walked if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
 
-    def _everything(self) -> list[ChainPlan]:
+    def walked(self) -> list[ChainPlan]:
+        """Plans of all kinds, from those that keep little to those that keep everything."""
         return [*self._known, *self._partial().all(), *self._full().all()]
 
     def lower_bound(self, budget: int) -> int:
@@ -173,7 +174,7 @@ class ChainPlanner:
 
     def frontier(self) -> Frontier:
         """The whole time-against-memory curve; no schedule of any class fits below its ``lower``."""
-        solutions = _cheapest_per_peak(self._everything())
+        solutions = _cheapest_per_peak(self.walked())
         keep = walk(self.problem, keep_everything(self.problem))
         points = tuple((s.peak, s.overhead) for s in solutions)
         return Frontier(solutions[0].peak, keep.peak, points, least_budget(self.problem)[0])
