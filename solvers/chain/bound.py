@@ -18,7 +18,7 @@ from math import ceil
 
 from solvers.milp.milp import Effort, run
 from solvers.problem import Problem
-from solvers.whole.relaxation import Relaxation
+from solvers.whole.relaxation import relax
 from solvers.whole.stages import Cell, Staged, peaks, staged_step, timeline
 from solvers.whole.whole_graph import least_step
 
@@ -52,7 +52,7 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
 
 def _reruns(staged: Staged, budget: int, positions: Sequence[Cell], name: str, seconds: float) -> int:
     """Least time of reruns, seen from ``positions`` only."""
-    model = Relaxation(staged, budget, positions)
+    model = relax(staged, budget, positions)
     outcome = run(model.program, Effort(name, gap=GAP, seconds=seconds))
     if outcome.bound >= 1e20:  # nothing fits, so that any bound holds
         return 0
