@@ -45,7 +45,8 @@ class Staged:
     """Operation t is that of step t. Data have ``sizes`` (bytes) and ``owners`` (operations).
 
     ``base[t]``: bytes besides data and ``own`` while step t runs; ``before[t]``: the same while operations run
-    again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted.
+    again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted. ``rises[t]``: for steps
+    that can delete several data, the bytes by which stage t+1 begins with more than step t takes besides data.
     """
 
     operations: tuple[Operation, ...]
@@ -56,9 +57,17 @@ class Staged:
     first: int = 0
     held: frozenset[int] = frozenset()
     reads: tuple[frozenset[int], ...] = field(init=False)
+    rises: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reads", tuple(frozenset(op.reads) for op in self.operations))
+        reads = tuple(frozenset(op.reads) for op in self.operations)
+        rises = {
+            t: self.before[t + 1] - self.base[t] - self.operations[t].own
+            for t in range(self.steps - 1)
+            if len(reads[t] - self.held) > 1
+        }
+        object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "rises", {t: rise for t, rise in rises.items() if rise > 0})
 
     @property
     def steps(self) -> int:
@@ -91,7 +100,12 @@ def staged_graph(problem: GraphProblem) -> Staged:
 
 
 def staged_step(problem: Problem) -> Staged:
-    """A training step: forward nodes, the loss, then backwards, which run once. Nothing runs again before the loss."""
+    """A training step: forward nodes, the loss, then backwards, which run once. Nothing runs again before the loss.
+
+    ``Staged.rises`` is empty where the loss has room for the gradients that it leaves, and each backward for those that
+    the next one begins with. Elsewhere a deletion between them may set the peak, which ``memory`` counts, and the
+    integer program of ``solvers.whole.relaxation`` does not.
+    """
     operations = [Operation(n.time, n.reads, n.makes, n.peak, n.rerun, n.rng) for n in problem.nodes]
     operations.append(Operation(0, tuple(sorted(problem.returned)), (), problem.loss, rerun=False))
     base, before = [0] * len(operations), [0] * len(operations)
@@ -200,7 +214,28 @@ def memory(staged: Staged, cells: Sequence[Cell]) -> npt.NDArray[np.int64]:
         if end >= 0 and d not in staged.held:
             change[end + 1] -= sizes[d]
     _add_generator_states(staged, cells, change)
-    return np.cumsum(np.array(change[:-1], np.int64))
+    used = np.cumsum(np.array(change[:-1], np.int64))
+    _count_deletions(staged, cells, used)
+    return used
+
+
+def _count_deletions(staged: Staged, cells: Sequence[Cell], used: npt.NDArray[np.int64]) -> None:
+    """Where gradients rise behind a step: it takes as much as is there when the first datum has been deleted.
+
+    Data are deleted one by one, in the order in which the step reads them (``solvers.liveness.with_deletes``).
+    """
+    if not staged.rises:
+        return
+    needed: set[int] = set()
+    for p in reversed(range(len(cells))):
+        t, i = cells[p]
+        operation = staged.operations[i]
+        if t == i and t in staged.rises:
+            first = next((d for d in operation.reads if d not in needed and d not in staged.held), None)
+            if first is not None:
+                used[p] += max(0, staged.rises[t] - staged.sizes[first])
+        needed.difference_update(operation.makes)
+        needed.update(operation.reads)
 
 
 def _add_generator_states(staged: Staged, cells: Sequence[Cell], change: list[int]) -> None:
