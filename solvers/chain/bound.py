@@ -13,14 +13,10 @@ budget most: the loss for deep networks, a late backward where gradients of para
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from math import ceil
 
-from solvers.milp.milp import Effort, run
+from solvers.milp.milp import Effort, Program, run
 from solvers.problem import Problem
-from solvers.whole.relaxation import relax
-from solvers.whole.stages import Cell, Staged, peaks, staged_step, timeline
-from solvers.whole.whole_graph import least_step
 
 GAP = 1e-3
 """Of the reruns' time; what is left open is taken off the bound."""
@@ -37,6 +33,10 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
 
     ``name``: a PuLP solver; ``seconds``: when to stop, which makes the bound lower at most.
     """
+    # Loaded here: `import solvers` is to be quick, and saved plans need no solver of whole graphs.
+    from solvers.whole.relaxation import relax
+    from solvers.whole.stages import peaks, staged_step, timeline
+
     staged = staged_step(problem)
     keep = timeline(staged, staged.none())
     loss = (len(problem.nodes),) * 2
@@ -46,22 +46,25 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
     for positions in ([loss], *([cell] for cell in worst), *([[loss, *worst]] if worst else ())):
         left = end - time.perf_counter()
         if left > 0:
-            best = max(best, _reruns(staged, budget, positions, name, left))
+            model = relax(staged, budget, positions)
+            best = max(best, _least(model.program, model.time_unit, Effort(name, gap=GAP, seconds=left)))
     return problem.eager_time + best
 
 
-def _reruns(staged: Staged, budget: int, positions: Sequence[Cell], name: str, seconds: float) -> int:
-    """Least time of reruns, seen from ``positions`` only."""
-    model = relax(staged, budget, positions)
-    outcome = run(model.program, Effort(name, gap=GAP, seconds=seconds))
+def _least(program: Program, time_unit: float, effort: Effort) -> int:
+    """A lower bound on the cost of ``program``, in nanoseconds."""
+    outcome = run(program, effort)
     if outcome.bound >= 1e20:  # nothing fits, so that any bound holds
         return 0
     # Tolerances of the solver: 1e-5 of the unit, which is 1e-9 of the time of all operations.
-    return max(0, ceil((outcome.bound - 1e-5) * model.time_unit))
+    return max(0, ceil((outcome.bound - 1e-5) * time_unit))
 
 
 def least_budget(problem: Problem) -> tuple[int, str]:
     """Bytes below which no schedule fits, and the step that needs them on its own."""
+    from solvers.whole.stages import staged_step  # loaded here for the same reason as above
+    from solvers.whole.whole_graph import least_step
+
     least, step = least_step(staged_step(problem))
     return least, _name(problem, step)
 

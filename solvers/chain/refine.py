@@ -7,6 +7,7 @@ the step as one and at few of its moments. Alone it has to find a schedule; from
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from solvers.chain.bound import lower_bound
 from solvers.chain.chain import ChainPlan
@@ -14,8 +15,9 @@ from solvers.problem import Problem
 from solvers.schedule import Bwd, Run, Schedule
 from solvers.solve import Request
 from solvers.walker import walk
-from solvers.whole.stages import Runs, schedule_step, staged_step, timeline, without_useless
-from solvers.whole.whole_graph import solve_staged
+
+if TYPE_CHECKING:
+    from solvers.whole.stages import Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,10 @@ class Refined:
 
 def refine(problem: Problem, start: Schedule | None, request: Request) -> Refined:
     """Improve ``start``, which fits ``request.budget``, for as long as ``request`` allows or until nothing is left."""
+    # Loaded here: `import solvers` is to be quick, and saved plans need no solver of whole graphs.
+    from solvers.whole.stages import schedule_step, staged_step, timeline
+    from solvers.whole.whole_graph import solve_staged
+
     staged = staged_step(problem)
     runs = None if start is None else runs_of(problem, start)
     if runs is not None and timeline(staged, runs).peak > request.budget:
@@ -66,6 +72,8 @@ def improve(problem: Problem, plan: ChainPlan, budget: int, seconds: float, gap:
 
 def runs_of(problem: Problem, schedule: Schedule) -> Runs:
     """The reruns of ``schedule`` per stage, in forward order and each once; what that makes useless is left out."""
+    from solvers.whole.stages import staged_step, without_useless  # loaded here for the same reason as above
+
     stages: list[set[int]] = [set() for _ in range(len(problem.nodes) + 1)]
     now: set[int] = set()
     first = len(problem.nodes)

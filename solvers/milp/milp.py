@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from solvers.errors import ProblemError
-from solvers.milp.highs import highspy
+from solvers.milp import highs
 from solvers.work import Work
 
 INFINITY = float("inf")
@@ -108,7 +108,9 @@ def run(
     return _run_pulp(program, effort)
 
 
-def _highs(program: Program, effort: Effort) -> Any:
+def _model(program: Program, effort: Effort) -> Any:
+    """A solver of HiGHS that has been given ``program``."""
+    highspy = highs.load()
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(program.cost), len(program.lower)
     lp.col_cost_ = np.array(program.cost)
@@ -120,7 +122,7 @@ def _highs(program: Program, effort: Effort) -> Any:
     lp.a_matrix_.start_ = np.array(program.starts, np.int32)
     lp.a_matrix_.index_ = np.array(program.columns, np.int32)
     lp.a_matrix_.value_ = np.array(program.values)
-    highs = highspy.Highs()
+    solver = highspy.Highs()
     options = {
         "output_flag": False,
         "threads": effort.threads,
@@ -128,9 +130,9 @@ def _highs(program: Program, effort: Effort) -> Any:
         "mip_rel_gap": effort.gap,
     }
     for name, value in (*options.items(), *effort.settings):
-        highs.setOptionValue(name, value)
-    highs.passModel(lp)
-    return highs
+        solver.setOptionValue(name, value)
+    solver.passModel(lp)
+    return solver
 
 
 def _run_highs(
@@ -139,46 +141,46 @@ def _run_highs(
     start: npt.NDArray[np.float64] | None,
     report: Callable[[float], None] | None,
 ) -> Outcome:
-    highs = _highs(program, effort)
+    solver = _model(program, effort)
     if start is not None:
-        solution = highspy.HighsSolution()
+        solution = highs.load().HighsSolution()
         solution.col_value = start.tolist()
-        highs.setSolution(solution)
-    interrupt = _wait(highs, report)
-    outcome = _outcome(highs, program)
+        solver.setSolution(solution)
+    interrupt = _wait(solver, report)
+    outcome = _outcome(solver, program)
     if interrupt is not None:
         raise Interrupted(outcome) from interrupt
     return outcome
 
 
-def _outcome(highs: Any, program: Program) -> Outcome:
-    status, info = highs.getModelStatus(), highs.getInfo()
+def _outcome(solver: Any, program: Program) -> Outcome:
+    highspy, status, info = highs.load(), solver.getModelStatus(), solver.getInfo()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return Outcome(None, INFINITY, True)
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    values = np.array(highs.getSolution().col_value) if found else None
+    values = np.array(solver.getSolution().col_value) if found else None
     bound = info.mip_dual_bound if any(program.integer) else info.objective_function_value
     optimal = status == highspy.HighsModelStatus.kOptimal
     return Outcome(values, max(0.0, bound) if np.isfinite(bound) else 0.0, optimal)
 
 
-def _wait(highs: Any, report: Callable[[float], None] | None) -> KeyboardInterrupt | None:
+def _wait(solver: Any, report: Callable[[float], None] | None) -> KeyboardInterrupt | None:
     """Run HiGHS, in the main thread so that Ctrl-C is heard, which only that thread does; Ctrl-C if it came.
 
     Not by highspy's ``startSolve`` and ``wait``: Ctrl-C within leaves their lock, which all instances share, taken, and
     no program is ever solved again.
     """
     if threading.current_thread() is not threading.main_thread():
-        highs.run()
+        solver.run()
         return None
-    highs.HandleUserInterrupt = True
+    solver.HandleUserInterrupt = True
     if report:
 
         def tell(event: Any) -> None:
             report(max(0.0, event.data_out.mip_dual_bound))
 
-        highs.cbMipLogging.subscribe(tell)
-    work = Work([lambda: _solve(highs)])
+        solver.cbMipLogging.subscribe(tell)
+    work = Work([lambda: _solve(solver)])
     interrupt: KeyboardInterrupt | None = None
     ended = False
     try:
@@ -188,16 +190,16 @@ def _wait(highs: Any, report: Callable[[float], None] | None) -> KeyboardInterru
                 ended = work.look()
             except KeyboardInterrupt as error:
                 interrupt = error
-                highs.cancelSolve()
+                solver.cancelSolve()
     finally:
-        highs.cancelSolve()  # a handler may raise something else, or Ctrl-C come at the start
+        solver.cancelSolve()  # a handler may raise something else, or Ctrl-C come at the start
     work.results()
     return interrupt
 
 
-def _solve(highs: Any) -> None:
-    highs.run()
-    highspy.Highs.resetGlobalScheduler(False)  # that of this thread, which ends
+def _solve(solver: Any) -> None:
+    solver.run()
+    highs.load().Highs.resetGlobalScheduler(False)  # that of this thread, which ends
 
 
 def _run_pulp(program: Program, effort: Effort) -> Outcome:
