@@ -14,7 +14,7 @@ from solvers.chain.chain import ChainPlan, ChainPlanner, solve_chain
 from solvers.chain.costs import SolvedViews
 from solvers.chain.refine import improve
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
-from solvers.files.files import read_problem, write_problem
+from solvers.files.files import format_problem, parse_problem, read_problem, write_problem
 from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.milp.memory_program import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
@@ -65,11 +65,13 @@ __all__ = [
     "chen_sqrt",
     "drop_useless_runs",
     "format_bytes",
+    "format_problem",
     "format_schedule",
     "frontier",
     "improve",
     "keep_everything",
     "lower_bound",
+    "parse_problem",
     "parse_schedule",
     "read_problem",
     "recompute_all",
