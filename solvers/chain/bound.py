@@ -1,13 +1,13 @@
-"""What no schedule of a training step can do better: a proven lower bound on time, for a given budget.
+"""A proven lower bound on the time of every schedule of a training step, for a given budget.
 
-At any one step, say the loss, what is live fits the budget together with what the step itself needs. What the
-backwards from then on read is live there or made by later reruns, which again read data that are live
-or made by reruns. The least time of such reruns, each counted once, is an integer program with one memory row:
-``solvers.whole.relaxation`` with that step as its only position. It bounds *every* schedule that the walker accepts,
-in any order of reruns, with persistent checkpoints or not. What it leaves out is memory at all other steps.
+At any one step, say the loss, the live data and what the step allocates fit the budget. The backwards behind it read
+data that are live there or made by later reruns, which read data that are live there or made by reruns. The least time
+of such reruns, each counted once, is an integer program with one memory row: ``solvers.whole.relaxation`` with that
+step as its only position. It bounds *every* schedule that the walker accepts, in any order of reruns, with persistent
+checkpoints or not. It ignores memory at all other steps.
 
-The steps that are looked at, one at a time and then all together, are those where keeping everything oversteps the
-budget most: the loss for deep networks, a late backward where gradients of parameters are what fills memory.
+The bound is the best of several programs. Their positions are the loss and the steps at which keeping everything
+exceeds the budget most (a late backward, if gradients of parameters fill memory): one at a time, then all together.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from __future__ import annotations
 import time
 from math import ceil
 
-from solvers.milp.milp import Effort, Program, run
+from solvers.milp.milp import Effort, IntegerProgram, run
 from solvers.problem import Problem
 
 GAP = 1e-3
-"""Of the reruns' time; what is left open is taken off the bound."""
+"""Relative gap at which a proof may stop; the bound is lower by what is left open."""
 
 SECONDS = 2.0
-"""Usually a tenth of one is enough."""
+"""Seconds for a bound at most; usually a tenth of a second is enough."""
 
 STEPS = 3
-"""Steps looked at beside the loss."""
+"""Positions beside the loss."""
 
 
 def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: float = SECONDS) -> int:
-    """Nanoseconds that every schedule with a peak of at most ``budget`` bytes takes, backwards included.
+    """Nanoseconds that every schedule with a peak of at most ``budget`` bytes takes at least, backwards included.
 
-    ``name``: a PuLP solver; ``seconds``: when to stop, which makes the bound lower at most.
+    ``name``: a PuLP solver. ``seconds``: when to stop; the bound may be lower then.
     """
     # Loaded here: `import solvers` is to be quick, and saved plans need no solver of whole graphs.
     from solvers.whole.relaxation import relax
@@ -51,7 +51,7 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
     return problem.eager_time + best
 
 
-def _least(program: Program, time_unit: float, effort: Effort) -> int:
+def _least(program: IntegerProgram, time_unit: float, effort: Effort) -> int:
     """A lower bound on the cost of ``program``, in nanoseconds."""
     outcome = run(program, effort)
     if outcome.bound >= 1e20:  # nothing fits, so that any bound holds
@@ -61,7 +61,7 @@ def _least(program: Program, time_unit: float, effort: Effort) -> int:
 
 
 def least_budget(problem: Problem) -> tuple[int, str]:
-    """Bytes below which no schedule fits, and the step that needs them on its own."""
+    """A budget in bytes that every schedule needs, since one step alone does; and the name of that step."""
     from solvers.whole.stages import staged_step  # loaded here for the same reason as above
     from solvers.whole.whole_graph import least_step
 

@@ -1,7 +1,7 @@
 """rotor's persistent dynamic program over a heterogeneous chain, vectorised over memory.
 
-``T[s,t](m)`` is the least time to run stages s..t forward and backward, stages behind t being done, with m slots
-beyond x_s, which is there and stays until B_s::
+``T[s,t](m)`` is the least time to run stages s..t forward and backward, when those behind t are done, with m slots
+beyond x_s, which is live until B_s::
 
     T[s,t](m) = min of
       (1)  u_f(s..k-1) + T[k,t](m - a_k) + T[s,k-1](m)              over s < k <= t: F_ck^s, F_∅^{s+1}.., then from k
@@ -11,14 +11,14 @@ beyond x_s, which is there and stays until B_s::
       (3)  u_f(s) - tail(s) + u_b(s)                                  for s = t
            if  m >= D_s + stop_peak(s)  and  m >= E_s + what B_s takes
 
-a_i: bytes of x_i; r(w): what way w runs again. D_t, E_s: what is there besides, gradients of x_{t+1} (x_{s+1}) and of
-the parameters of later stages, and x_L, which the caller holds. For t = L-1, the first forward phase, D is 0, (3) is
-a whole run in any way, and the loss has to fit behind it.
+a_i: bytes of x_i. r(w): time of the reruns of way w. D_t: bytes of the gradient of x_{t+1}, of the gradients of later
+stages' parameters, and of x_L, which the caller holds. E_s: the same with x_{s+1} and the stages behind s. In the first
+forward phase, t = L-1, D is 0, (3) is a whole run in any way, and the loss has to fit behind it.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how to train
 deep neural networks with limited memory", Inria RR-9302 (2019), Theorem 1; ways as the options of Rockmate (Zhao et
-al., ICML 2023). Known shortcoming: a value counts once for each of two neighbours that share its memory, and a_{s+1} in
-(2) even where no backward reads it; the walker counts exactly.
+al., ICML 2023). Known shortcoming: values that share memory count each, and a_{s+1} counts in (2) even if no backward
+reads it; the walker counts exactly.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Table:
         best, found = min(offers, default=(np.inf, 0))
         splits = self._splits(s, t, m)
         at = int(splits.argmin())
-        # Storing everything is preferred among equals: float32 cannot tell less than this.
+        # Among equals, up to float32's precision, keeping what the backward reads is preferred.
         if splits[at] < best - 1e-7 * max(1.0, best if np.isfinite(best) else 1.0):
             return None, s + 1 + at
         return found, s + 1

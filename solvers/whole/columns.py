@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from solvers.milp.milp import Program
+from solvers.milp.milp import IntegerProgram
 from solvers.whole.segments import Segments, Useful
 from solvers.whole.stages import Cell, Timeline
 
@@ -47,8 +47,10 @@ class Columns:
         return self.S.get((k + 1, i), ZERO), self.R.get((k, i), ZERO), at
 
 
-def add_columns(program: Program, segments: Segments, use: Useful, time_unit: float, fixed: Fixed | None) -> Columns:
-    """Add columns for all variables that are not known; what a rerun costs is its nanoseconds over ``time_unit``."""
+def add_columns(
+    program: IntegerProgram, segments: Segments, use: Useful, time_unit: float, fixed: Fixed | None
+) -> Columns:
+    """Add columns for all variables whose value is not known. A rerun costs its nanoseconds over ``time_unit``."""
     staged = segments.staged
     columns = Columns({}, {}, {}, {})
 
@@ -76,8 +78,8 @@ def add_columns(program: Program, segments: Segments, use: Useful, time_unit: fl
     return columns
 
 
-def _add_generator_states(program: Program, segments: Segments, columns: Columns) -> None:
-    """S[k,i], from the last position to the first run of i; continuous, since it is the most of other variables."""
+def _add_generator_states(program: IntegerProgram, segments: Segments, columns: Columns) -> None:
+    """S[k,i] for all positions behind the first run of i. Continuous will do: its lower bounds are 0/1."""
     for i, operation in enumerate(segments.staged.operations):
         if not (operation.rng and operation.rerun):
             continue

@@ -38,7 +38,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
 
-from solvers.milp.milp import INFINITY, Program, limit_in_units
+from solvers.milp.milp import INFINITY, IntegerProgram, limit_in_units
 from solvers.whole.columns import ONE, ZERO, Columns, Fixed, add_columns
 from solvers.whole.segments import Segments, Useful, cut, useful
 from solvers.whole.stages import Cell, Staged
@@ -60,7 +60,7 @@ class Relaxation:
     segments: Segments
     useful: Useful
     columns: Columns
-    program: Program
+    program: IntegerProgram
     time_unit: float
     budget: int
     fixed: Fixed | None
@@ -87,7 +87,7 @@ def relax(
     """The program that limits memory to ``budget`` bytes at ``positions``, with the rows that ``covers`` ask for."""
     segments = cut(staged, positions)
     use = useful(segments)
-    program = Program()
+    program = IntegerProgram()
     time_unit = max(1.0, sum(op.time for op in staged.operations) / 1e4)
     columns = add_columns(program, segments, use, time_unit, fixed)
     model = Relaxation(segments, use, columns, program, time_unit, budget, fixed)
@@ -135,7 +135,7 @@ def _available(model: Relaxation, k: int, d: int, step: int | None = None) -> _S
     return total
 
 
-def _at_most(program: Program, column: int, limit: _Sum) -> None:
+def _at_most(program: IntegerProgram, column: int, limit: _Sum) -> None:
     """Row: column <= limit."""
     if column == ZERO or limit.constant:
         return

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from solvers.whole.columns import ONE, ZERO
 from solvers.whole.relaxation import Cover, Relaxation
-from solvers.whole.stages import Cell, Runs, Timeline, without_useless
+from solvers.whole.stages import Cell, Reruns, Timeline, without_useless
 
 Values = npt.NDArray[np.float64]
 
@@ -23,7 +23,7 @@ Values = npt.NDArray[np.float64]
 class Spelled:
     """The reruns of a solution. ``conflicts``: positions to add, since no order of cells is the solution otherwise."""
 
-    runs: Runs
+    runs: Reruns
     conflicts: frozenset[Cell]
 
 

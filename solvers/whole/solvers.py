@@ -19,7 +19,7 @@ from solvers.whole.graph import GraphProblem
 from solvers.whole.walker import walk_graph
 
 if TYPE_CHECKING:
-    from solvers.whole.stages import Runs
+    from solvers.whole.stages import Reruns
 
 CLASS = "in the fixed order of first runs, frontier-advancing"
 
@@ -39,7 +39,7 @@ def _frontier(problem: GraphProblem, request: Request) -> Frontier:
 KINDS[GraphProblem] = Kind(_judge, lambda problem: problem.eager_time, _frontier)
 
 
-def _answer(problem: GraphProblem, runs: Runs) -> Answer:
+def _answer(problem: GraphProblem, runs: Reruns) -> Answer:
     from solvers.whole.stages import schedule_graph
 
     return Answer(schedule_graph(problem, runs))

@@ -1,10 +1,10 @@
-"""What the whole-graph solvers see of a problem: operations in the order of their first runs, and stages.
+"""Problems as the whole-graph solvers see them: operations in the order of their first runs, and stages.
 
-Both kinds of problem, a ``GraphProblem`` and a training step (``Problem``), are ``Staged``. Stage t consists of
-reruns, each operation at most once and in order, and ends with step t, the first run of operation t. Rerun i of
-stage t is the *cell* (t, i) with i < t, step t itself the cell (t, t); a schedule goes through its cells in
-lexicographic order. This is the class "fixed order of first runs, frontier-advancing" of Checkmate (Jain et al.,
-MLSys 2020); in it, what must be kept follows from the reruns by liveness, so ``Runs`` is all there is to decide.
+Both kinds of problem, a ``GraphProblem`` and a training step (``Problem``), become a ``Staged``. Stage t consists of
+reruns, each operation at most once and in order, and ends with step t, the first run of operation t. The rerun of i in
+stage t is the *cell* (t, i) with i < t, and step t is the cell (t, t). A schedule executes its cells in lexicographic
+order. This is the class "fixed order of first runs, frontier-advancing" of Checkmate (Jain et al., MLSys 2020). What
+must be kept follows from the reruns by liveness, so a solver decides on ``Reruns`` only.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from solvers.schedule import Bwd, Loss, Run, Schedule, Step
 from solvers.whole.graph import GraphProblem, graph_schedule
 
 Cell = tuple[int, int]
-Runs = tuple[tuple[int, ...], ...]
-"""Per stage, the operations that run again in it, in order."""
+Reruns = tuple[tuple[int, ...], ...]
+"""For each stage, the operations that run again in it, in order."""
 
 MOST_NEW = 12
-"""Cells that ``peaks`` returns at most."""
+"""Most cells that ``peaks`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """``own``: the most bytes that a run allocates, results included. ``rng``: bytes kept from first to last run."""
+    """One computation. ``own``: the most bytes that a run allocates, results included.
+
+    ``rng``: bytes of generator state, kept from the first run to the last.
+    """
 
     time: int
     reads: tuple[int, ...]
@@ -42,11 +45,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Staged:
-    """Operation t is that of step t. Data have ``sizes`` (bytes) and ``owners`` (operations).
+    """A problem in stages: operation t first runs in step t. Data have ``sizes`` (bytes) and ``owners`` (operations).
 
-    ``base[t]``: bytes besides data and ``own`` while step t runs; ``before[t]``: the same while operations run
-    again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted. ``rises[t]``: for steps
-    that can delete several data, the bytes by which stage t+1 begins with more than step t takes besides data.
+    ``base[t]``: bytes besides data and ``own`` while step t runs, those of gradients. ``before[t]``: the same while
+    operations run again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted.
+    ``rises[t]``: for steps that can delete several data, the bytes by which stage t+1 begins with more than step t
+    takes besides data.
     """
 
     operations: tuple[Operation, ...]
@@ -71,11 +75,11 @@ class Staged:
 
     @property
     def steps(self) -> int:
-        """How many steps, operations and stages there are."""
+        """The number of steps, which is that of operations and of stages."""
         return len(self.operations)
 
     def cells(self, runs: Sequence[Sequence[int]]) -> list[Cell]:
-        """All cells that execute, in order."""
+        """All cells that execute with ``runs``, in order."""
         return [(t, i) for t in range(self.steps) for i in (*runs[t], t)]
 
     def extra(self, cell: Cell) -> int:
@@ -83,7 +87,7 @@ class Staged:
         t, i = cell
         return self.base[t] if i == t else self.before[t]
 
-    def none(self) -> Runs:
+    def none(self) -> Reruns:
         """No reruns."""
         return ((),) * self.steps
 
@@ -93,7 +97,7 @@ class Staged:
 
 
 def staged_graph(problem: GraphProblem) -> Staged:
-    """A general graph: every node is an operation, its output a datum."""
+    """A general graph: each node is an operation, and its output is its datum."""
     nodes, count = problem.nodes, len(problem.nodes)
     operations = tuple(Operation(n.time, n.reads, (i,), n.size + n.transient) for i, n in enumerate(nodes))
     return Staged(operations, tuple(n.size for n in nodes), tuple(range(count)), (0,) * count, (0,) * count)
@@ -126,12 +130,12 @@ def staged_step(problem: Problem) -> Staged:
     )
 
 
-def schedule_graph(problem: GraphProblem, runs: Runs) -> Schedule:
+def schedule_graph(problem: GraphProblem, runs: Reruns) -> Schedule:
     """``runs`` as a schedule."""
     return graph_schedule(problem, (i for _, i in staged_graph(problem).cells(runs)))
 
 
-def schedule_step(problem: Problem, runs: Runs) -> Schedule:
+def schedule_step(problem: Problem, runs: Reruns) -> Schedule:
     """``runs`` of ``staged_step(problem)`` as a schedule."""
     count = len(problem.nodes)
     last: list[Step] = [*(Run(i) for i in range(count)), Loss(), *(Bwd(i) for i in problem.backward_order())]
@@ -142,8 +146,8 @@ def schedule_step(problem: Problem, runs: Runs) -> Schedule:
     return with_deletes(problem, order)
 
 
-def without_useless(staged: Staged, runs: Sequence[Sequence[int]]) -> Runs:
-    """``runs`` in order, without those whose results nobody reads before they are made again."""
+def without_useless(staged: Staged, runs: Sequence[Sequence[int]]) -> Reruns:
+    """``runs`` in order, without those whose results nothing reads before they are made again."""
     kept: list[tuple[int, ...]] = []
     needed: set[int] = set()
     for t in reversed(range(staged.steps)):
@@ -179,7 +183,7 @@ class Timeline:
 
 
 def timeline(staged: Staged, runs: Sequence[Sequence[int]]) -> Timeline:
-    """The memory of ``runs``, by liveness."""
+    """The memory of ``runs`` by liveness."""
     cells = staged.cells(runs)
     copies: list[list[list[int]]] = [[] for _ in staged.sizes]
     for p, (_, i) in enumerate(cells):
@@ -192,10 +196,10 @@ def timeline(staged: Staged, runs: Sequence[Sequence[int]]) -> Timeline:
 
 
 def memory(staged: Staged, cells: Sequence[Cell]) -> npt.NDArray[np.int64]:
-    """Bytes while each of ``cells`` executes; the same as a timeline's, without its copies."""
+    """Bytes while each of ``cells`` executes: ``Timeline.memory``, for callers that need no copies."""
     sizes, operations = staged.sizes, staged.operations
     change = [0] * (len(cells) + 1)
-    last: list[int] = [-1] * len(sizes)  # where the present copy was made, or read last
+    last: list[int] = [-1] * len(sizes)  # where the current copy was made, or read last
     for p, cell in enumerate(cells):
         operation = operations[cell[1]]
         own = operation.own + staged.extra(cell)
@@ -248,17 +252,17 @@ def _add_generator_states(staged: Staged, cells: Sequence[Cell], change: list[in
             change[last[i] + 1] -= staged.operations[i].rng
 
 
-def peaks(found: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
-    """Of each stretch of cells over ``budget``, the one with most memory; the ``most`` worst of them."""
-    over = found.memory > budget
+def peaks(spread: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
+    """For each stretch of cells above ``budget`` bytes, the cell with most memory; the ``most`` worst of these."""
+    above = spread.memory > budget
     worst: list[tuple[int, Cell]] = []
     start = None
-    for p in range(len(found.cells) + 1):
-        inside = p < len(found.cells) and over[p]
+    for p in range(len(spread.cells) + 1):
+        inside = p < len(spread.cells) and above[p]
         if inside and start is None:
             start = p
         if not inside and start is not None:
-            top = start + int(found.memory[start:p].argmax())
-            worst.append((int(found.memory[top]), found.cells[top]))
+            top = start + int(spread.memory[start:p].argmax())
+            worst.append((int(spread.memory[top]), spread.cells[top]))
             start = None
     return [cell for _, cell in sorted(worst, reverse=True)[:most]]

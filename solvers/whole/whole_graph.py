@@ -1,9 +1,9 @@
-"""The whole graph by lazily generated positions: relax, solve, look where the schedule oversteps, look there too.
+"""The whole-graph solver: relax, solve, find the cells over budget, and limit memory there too.
 
-``solve_staged`` is exact for the class of ``solvers.whole.stages``: it ends with a schedule and a lower bound that
-meet, or a proof that none fits, or at the time limit with the best of both so far. Each round solves a ``Relaxation``
-for the positions known; its bound holds for all schedules. The reruns of its solution, where they do not fit, are
-repaired by ``solvers.whole.repair``, which gives a schedule (an upper bound, and the next round's start).
+``solve_staged`` is exact for the class of ``solvers.whole.stages``. It ends with a schedule and a lower bound that
+meet, or with a proof that no schedule fits, or at the time limit with the best schedule and bound so far. Each round
+solves a ``Relaxation`` for the known positions, whose bound holds for all schedules of the class. If the reruns of its
+solution do not fit, ``solvers.whole.repair`` makes a schedule of them: an upper bound, and the start of the next round.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from solvers.whole.neighbourhood import Neighbourhoods
 from solvers.whole.relaxation import Cover, Relaxation, relax
 from solvers.whole.relaxation_runs import overstepped, spell, start_values
 from solvers.whole.repair import repair
-from solvers.whole.stages import Cell, Runs, Staged, peaks, timeline
+from solvers.whole.stages import Cell, Reruns, Staged, peaks, timeline
 
 CAP = 2.0
-"""Seconds of the first rounds at most; it doubles when a round does not end."""
+"""Least limit in seconds on the first rounds; the limit doubles when a round reaches it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """``runs``: the best found, if any; ``bound``: proven least time of reruns; ``infeasible``: why nothing fits."""
+class StagedSolution:
+    """The result of ``solve_staged``. ``runs``: the best reruns, or None. ``bound``: their least time, as proven.
 
-    runs: Runs | None
+    ``infeasible``: why no schedule of the class fits, if that is proven. ``positions``: cells whose memory decides.
+    """
+
+    runs: Reruns | None
     bound: int
     infeasible: str = ""
     interrupted: bool = False
@@ -37,7 +40,7 @@ class Found:
 
 
 def least_step(staged: Staged) -> tuple[int, int]:
-    """A bound on every budget: the bytes of the step that needs most, with what it reads and is held; and which."""
+    """Bytes that every budget needs: the most that one step takes with what it reads and held data; and that step."""
     held = least = at = 0
     for t, operation in enumerate(staged.operations):
         read = sum(staged.sizes[d] for d in staged.reads[t] if d not in staged.held)
@@ -52,11 +55,11 @@ def least_step(staged: Staged) -> tuple[int, int]:
 class _Best:
     """The cheapest schedule so far, as reruns that fit, and the proven lower bound; costs are times of reruns."""
 
-    runs: Runs | None
+    runs: Reruns | None
     cost: int
     bound: int = 0
 
-    def offer(self, staged: Staged, runs: Runs | None) -> None:
+    def offer(self, staged: Staged, runs: Reruns | None) -> None:
         """Take ``runs``, which fit, if they cost less than the best."""
         if runs is not None and (self.runs is None or staged.cost(runs) < self.cost):
             self.runs, self.cost = runs, staged.cost(runs)
@@ -182,7 +185,7 @@ class _Search:
             self.neighbourhoods = Neighbourhoods(self.staged, request, self.learned.positions)
         end = request.seconds() + min(seconds, request.remaining())
 
-        def found(runs: Runs) -> None:
+        def found(runs: Reruns) -> None:
             self.best.offer(self.staged, runs)
             self.report("neighbourhoods")
 
@@ -192,22 +195,22 @@ class _Search:
 def solve_staged(
     staged: Staged,
     request: Request,
-    start: Runs | None = None,
+    start: Reruns | None = None,
     positions: frozenset[Cell] = frozenset(),
     hierarchical: bool = False,
-) -> Found:
+) -> StagedSolution:
     """The cheapest reruns within ``request.budget``.
 
-    ``start``: a schedule that fits; ``positions``: cells worth looking at; both where known from another solve.
-    ``hierarchical``: neighbourhoods get three times as long as programs of the whole graph. Ctrl-C ends the search;
-    it is raised again only where there is no schedule to return.
+    ``start``: a schedule that fits, and ``positions``: cells whose memory decides, if known from another solve.
+    ``hierarchical``: neighbourhoods get three times as long as programs of the whole graph. Ctrl-C ends the search. It
+    is raised again only if there is no schedule to return.
     """
     least, step = least_step(staged)
     if least > request.budget:
-        return Found(None, 0, _too_large(least, step, request.budget))
+        return StagedSolution(None, 0, _too_large(least, step, request.budget))
     none = timeline(staged, staged.none())
     if none.peak <= request.budget:
-        return Found(staged.none(), 0)
+        return StagedSolution(staged.none(), 0)
     best = _Best(start, staged.cost(start) if start else 0)
     learned = _Learned(set(positions or peaks(none, request.budget)), [])
     search = _Search(staged, request, best, learned, hierarchical)
@@ -224,7 +227,7 @@ def solve_staged(
     end = search.end
     if end.interrupted and best.runs is None:
         raise KeyboardInterrupt
-    return Found(best.runs, best.bound, end.infeasible, end.interrupted, frozenset(learned.positions))
+    return StagedSolution(best.runs, best.bound, end.infeasible, end.interrupted, frozenset(learned.positions))
 
 
 def _too_large(least: int, step: int, budget: int) -> str:

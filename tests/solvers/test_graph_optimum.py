@@ -9,12 +9,12 @@ from hypothesis import example, given, settings
 from solver_strategies import problems
 
 from solvers import Backward, Block, Data, GraphProblem, Node, Problem, Request, frontier, solve, walk, walk_graph
-from solvers.whole.stages import Runs, schedule_graph, schedule_step, staged_graph, staged_step, timeline
+from solvers.whole.stages import Reruns, schedule_graph, schedule_step, staged_graph, staged_step, timeline
 from solvers.whole.whole_graph import solve_staged
 
 
 def graph_costs(problem: GraphProblem) -> list[tuple[int, int]]:
-    def judge(runs: Runs) -> tuple[int, int]:
+    def judge(runs: Reruns) -> tuple[int, int]:
         walked = walk_graph(problem, schedule_graph(problem, runs))
         assert timeline(staged, runs).peak == walked.peak
         return walked.peak, walked.time
@@ -71,7 +71,7 @@ def test_deletions_beside_more_gradients_than_the_loss_has_room_for_count() -> N
 @example(KEPT)
 @example(NO_ROOM)
 def test_training_steps_are_solved_to_the_optimum_of_the_class(problem: Problem) -> None:
-    def judge(runs: Runs) -> tuple[int, int]:
+    def judge(runs: Reruns) -> tuple[int, int]:
         walked = walk(problem, schedule_step(problem, runs))
         assert timeline(staged, runs).peak == walked.peak
         return walked.peak, walked.recompute
