@@ -74,15 +74,15 @@ class Option:
     bound: int
 
 
-def option(found: Figures, fresh: bool, optimal: bool, bound: int) -> Option:
-    """The option with the figures ``found``."""
+def option(costs: Figures, fresh: bool, optimal: bool, bound: int) -> Option:
+    """The option with the figures ``costs``."""
     return Option(
-        found.runs,
-        found.save,
-        found.forward_peak,
-        found.backward_peak,
-        found.time,
-        found.forward_time,
+        costs.runs,
+        costs.save,
+        costs.forward_peak,
+        costs.backward_peak,
+        costs.time,
+        costs.forward_time,
         fresh,
         optimal,
         bound,
@@ -170,7 +170,7 @@ class _Series:
 
     def points(self, saves: Sequence[int]) -> list[Point]:
         """The points for ``saves``, which fall; those that end at a time limit without a solution are missing."""
-        found: list[Point] = []
+        points: list[Point] = []
         for save in saves:
             start = time.process_time()
             try:
@@ -178,8 +178,8 @@ class _Series:
             except TimeoutError:
                 self.stopped += 1
                 continue
-            found.append(Point(self.fresh, save, self.peak, solved, time.process_time() - start))
-        return found
+            points.append(Point(self.fresh, save, self.peak, solved, time.process_time() - start))
+        return points
 
     def _at(self, save: int) -> Solved | None:
         """The best for ``save``, from an earlier solve if that decides it."""
@@ -217,21 +217,21 @@ def view_options(
 ) -> tuple[Option, ...]:
     """The Pareto set of options of ``view``. The other arguments are those of ``grid_points``."""
     keep = figures(view, keep_runs(view))
-    found = [option(keep, _is_fresh(keep), True, 0)]
+    options = [option(keep, _is_fresh(keep), True, 0)]
     for runs in (late_runs(view, range(len(view.nodes))), rerun_runs(view)):
         # With nothing saved, whatever is needed runs again at least once, which is all that these do.
         again = figures(view, runs)
-        found.append(option(again, _is_fresh(again), True, again.time if _is_fresh(again) else 0))
-    if any(found[1].runs):
+        options.append(option(again, _is_fresh(again), True, again.time if _is_fresh(again) else 0))
+    if any(options[1].runs):
         for point in grid_points(view, grid, report, limit):
             if point.solved:
                 s = point.solved
-                found.append(option(s.figures, point.fresh or _is_fresh(s.figures), s.optimal, s.bound))
-    return pareto(found)
+                options.append(option(s.figures, point.fresh or _is_fresh(s.figures), s.optimal, s.bound))
+    return pareto(options)
 
 
-def _is_fresh(found: Figures) -> bool:
-    return found.save == 0 and not found.uses_interface
+def _is_fresh(costs: Figures) -> bool:
+    return costs.save == 0 and not costs.uses_interface
 
 
 def pareto(options: Iterable[Option]) -> tuple[Option, ...]:
@@ -259,6 +259,6 @@ def member_options(view: BlockView, options: Sequence[Option]) -> tuple[Option, 
     """``options`` of another block of the same kind, with the figures they have in ``view``."""
     result = []
     for o in options:
-        found = figures(view, o.runs)
-        result.append(option(found, _is_fresh(found), False, 0))
+        here = figures(view, o.runs)
+        result.append(option(here, _is_fresh(here), False, 0))
     return pareto(result)

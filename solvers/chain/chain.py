@@ -136,10 +136,10 @@ class ChainPlanner:
 
     def solve(self, budget: int) -> ChainPlan:
         """The cheapest plan with a peak of at most ``budget`` bytes. ``InfeasibleError`` has the least budget known."""
-        found = None
+        plan = None
         if budget >= TIGHT_BELOW * _largest_need(self._partial().options):
-            found = self._partial().cheapest(budget)
-        if found is None:  # peaks do not rise evenly at small budgets, where bisection may miss the best
+            plan = self._partial().cheapest(budget)
+        if plan is None:  # peaks do not rise evenly at small budgets, where bisection may miss the best
             self._partial().cheapest(budget)
             self._full().cheapest(budget)
             self._everything()

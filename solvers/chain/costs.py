@@ -83,18 +83,18 @@ def kind_options(
     so far are returned. ``solved``: options of views solved before; those solved now are added.
     """
     views, limit, solved = kind_views(problem), limit or TimeLimit(), {} if solved is None else solved
-    found: dict[int, tuple[Option, ...]] = {}
+    options: dict[int, tuple[Option, ...]] = {}
     for done, (kind, view) in enumerate(views.items()):
 
         def of_all(part: float, done: int = done) -> None:
             report((done + part) / len(views))
 
         key, stopped = (view.key, grid), limit.stopped
-        found[kind] = solved.get(key) or view_options(view, grid, of_all, limit)
+        options[kind] = solved.get(key) or view_options(view, grid, of_all, limit)
         if limit.stopped == stopped:
-            solved[key] = found[kind]
+            solved[key] = options[kind]
         of_all(1.0)
-    return found
+    return options
 
 
 def chain_costs(problem: Problem, options: Options) -> ChainCosts:

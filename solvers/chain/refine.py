@@ -44,10 +44,10 @@ def refine(problem: Problem, start: Schedule | None, request: Request) -> Refine
     runs = None if start is None else runs_of(problem, start)
     if runs is not None and timeline(staged, runs).peak > request.budget:
         runs = None
-    found = solve_staged(staged, request, runs)
-    better = found.runs is not None and (runs is None or staged.cost(found.runs) < staged.cost(runs))
-    schedule = schedule_step(problem, found.runs) if better and found.runs is not None else None
-    return Refined(schedule, problem.eager_time + found.bound, found.infeasible, found.interrupted)
+    solution = solve_staged(staged, request, runs)
+    better = solution.runs is not None and (runs is None or staged.cost(solution.runs) < staged.cost(runs))
+    schedule = schedule_step(problem, solution.runs) if better and solution.runs is not None else None
+    return Refined(schedule, problem.eager_time + solution.bound, solution.infeasible, solution.interrupted)
 
 
 def improve(problem: Problem, plan: ChainPlan, budget: int, seconds: float, gap: float = 1e-4) -> tuple[ChainPlan, int]:
@@ -62,14 +62,14 @@ def improve(problem: Problem, plan: ChainPlan, budget: int, seconds: float, gap:
     bound = lower_bound(problem, budget, seconds=seconds / 4)
     if plan.time - bound <= gap * plan.time:
         return plan, bound
-    found = refine(problem, plan.schedule, request)
-    if found.interrupted:
+    refined = refine(problem, plan.schedule, request)
+    if refined.interrupted:
         raise KeyboardInterrupt
-    if found.schedule is not None:
-        walked = walk(problem, found.schedule)
+    if refined.schedule is not None:
+        walked = walk(problem, refined.schedule)
         if walked.peak <= budget and walked.time < plan.time:
-            plan = ChainPlan(found.schedule, walked, "chain, then whole graph")
-    return plan, max(bound, found.bound) if found.bound <= plan.time else bound
+            plan = ChainPlan(refined.schedule, walked, "chain, then whole graph")
+    return plan, max(bound, refined.bound) if refined.bound <= plan.time else bound
 
 
 def runs_of(problem: Problem, schedule: Schedule) -> Reruns:

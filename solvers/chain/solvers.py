@@ -140,10 +140,10 @@ def _rotor(problem: Problem, request: Request) -> Answer:
 @register(Problem, "checkmate")
 def _checkmate(problem: Problem, request: Request) -> Answer:
     """The whole step as one integer program, without a schedule to start from."""
-    found = refine(problem, None, request)
-    note = f"{STOPPED}; " if found.interrupted else ""
-    reason = f"{note}the bound holds for {WHOLE}" if found.schedule is not None or note else ""
-    return Answer(found.schedule, found.bound, reason, found.infeasible)
+    refined = refine(problem, None, request)
+    note = f"{STOPPED}; " if refined.interrupted else ""
+    reason = f"{note}the bound holds for {WHOLE}" if refined.schedule is not None or note else ""
+    return Answer(refined.schedule, refined.bound, reason, refined.infeasible)
 
 
 @register(Problem, "auto")
@@ -154,16 +154,16 @@ def _auto(problem: Problem, request: Request) -> Answer:
     done = cost is not None and cost - chain.bound <= request.gap * cost
     if done or chain.infeasible or chain.solver or STOPPED in chain.reason or request.remaining() <= 0:
         return chain
-    found = refine(problem, chain.schedule, request)
-    if chain.schedule is None and found.infeasible:
-        return Answer(None, found.bound, infeasible=found.infeasible)
-    note = f"{STOPPED}; " if found.interrupted else ""
-    if found.schedule is not None:
-        better = walk(problem, found.schedule)
+    refined = refine(problem, chain.schedule, request)
+    if chain.schedule is None and refined.infeasible:
+        return Answer(None, refined.bound, infeasible=refined.infeasible)
+    note = f"{STOPPED}; " if refined.interrupted else ""
+    if refined.schedule is not None:
+        better = walk(problem, refined.schedule)
         if better.peak <= request.budget and (cost is None or better.time < cost):
-            bound = max(chain.bound, found.bound)
-            return Answer(found.schedule, bound, f"{note}the bound holds for {WHOLE}", solver="checkmate")
+            bound = max(chain.bound, refined.bound)
+            return Answer(refined.schedule, bound, f"{note}the bound holds for {WHOLE}", solver="checkmate")
     # A chain's schedule may not be of the whole program's class, and then cost less than the bound of the class.
-    outside = cost is not None and found.bound > cost
+    outside = cost is not None and refined.bound > cost
     reason = chain.reason if outside else f"{note}the bound holds for {WHOLE}"
-    return Answer(chain.schedule, chain.bound if outside else max(chain.bound, found.bound), reason, solver="rotor")
+    return Answer(chain.schedule, chain.bound if outside else max(chain.bound, refined.bound), reason, solver="rotor")

@@ -113,12 +113,12 @@ class ChainTable:
         if low >= stop:
             return
         more = np.float32(time) if isinstance(time, float) else time[low:stop]
-        found = self._buffer[: len(out) * (stop - low)].reshape(len(out), stop - low)
-        np.add(rest[:, low - used : stop - used], more, out=found)
+        offers = self._buffer[: len(out) * (stop - low)].reshape(len(out), stop - low)
+        np.add(rest[:, low - used : stop - used], more, out=offers)
         high = min(stop, int(least.max()))
         if high > low:
-            found[:, : high - low][self._columns[low:high] < least[:, None]] = np.inf
-        np.minimum(out[:, low:], found, out=out[:, low:])
+            offers[:, : high - low][self._columns[low:high] < least[:, None]] = np.inf
+        np.minimum(out[:, low:], offers, out=out[:, low:])
 
     def _best(self, i: int) -> Times:
         """Per end, the time of i..j with unlimited memory, rounded up."""
@@ -237,5 +237,5 @@ def _cheapest(offers: Iterable[tuple[float, int | None, int, int]]) -> tuple[int
 def _first(rows: Times) -> Slots:
     """Per row, its first finite column; times are finite from there on."""
     finite = np.isfinite(rows)
-    found: Slots = np.where(finite[:, -1], finite.argmax(axis=1), rows.shape[1])
-    return found
+    first: Slots = np.where(finite[:, -1], finite.argmax(axis=1), rows.shape[1])
+    return first

@@ -112,19 +112,19 @@ class MemoryProgram:
                     program.row([(c, 1.0) for c in cover], -INFINITY, len(cover) - 1)
         finally:
             _truncate(program, *size)
-        raise TimeoutError("no solution passed the check in bytes")
+        raise TimeoutError(f"none of {MAX_CUTS} solutions is within the limits in bytes")
 
     def _bound(self, outcome: Outcome) -> int:
         """The bound in nanoseconds, less 1e-6 units (1e-9 of the time of all nodes) for the solver's tolerances."""
         return max(0, ceil((outcome.bound - 1e-6) * self.time_unit))
 
     def _overstepped(self, ones: frozenset[int], limits: Mapping[str, int]) -> list[list[int]]:
-        found = []
+        covers = []
         for name, limit in limits.items():
             taken = [c for c in self.memory[name] if c in ones]
             if taken and sum(self.memory[name][c] for c in taken) > limit:
-                found.append(taken)
-        return found
+                covers.append(taken)
+        return covers
 
 
 def _truncate(program: IntegerProgram, rows: int, terms: int) -> None:

@@ -164,8 +164,8 @@ def _outcome(solver: Any, program: IntegerProgram) -> Outcome:
     highspy, status, info = highs.load(), solver.getModelStatus(), solver.getInfo()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return Outcome(None, INFINITY, True)
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    values = np.array(solver.getSolution().col_value) if found else None
+    feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    values = np.array(solver.getSolution().col_value) if feasible else None
     bound = info.mip_dual_bound if any(program.integer) else info.objective_function_value
     optimal = status == highspy.HighsModelStatus.kOptimal
     return Outcome(values, max(0.0, bound) if np.isfinite(bound) else 0.0, optimal)

@@ -99,10 +99,10 @@ class Chain:
     @cached_property
     def parameter_gradients_after(self) -> tuple[int, ...]:
         """For each stage, the bytes of parameters' gradients that are live before its backward."""
-        found = [0]
+        bytes_after = [0]
         for stage in reversed(self.stages[1:]):
-            found.append(found[-1] + stage.parameter_gradients)
-        return tuple(reversed(found))
+            bytes_after.append(bytes_after[-1] + stage.parameter_gradients)
+        return tuple(reversed(bytes_after))
 
     @property
     def state(self) -> int:

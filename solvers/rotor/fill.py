@@ -133,8 +133,8 @@ def _fill_diagonal(part: _Part, distance: int) -> None:
 def _read(shift: _Shift, distance: int, s: int, t: int) -> Times:
     """What ``shift`` reads for cell [s, t] of all tiles of a diagonal."""
     first = shift.first.diagonals[distance][:, s, t]
-    found: Times = shift.times.take(first[:, None] + shift.places[: len(first), s])
-    return found
+    read: Times = shift.times.take(first[:, None] + shift.places[: len(first), s])
+    return read
 
 
 def _offer_leaves(part: _Part, s: int, rows: Times) -> None:

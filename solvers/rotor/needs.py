@@ -52,8 +52,8 @@ class Needs:
 
     def passes(self, s: int, t: int) -> npt.NDArray[np.int64]:
         """Bytes for (1), for k = s+1..t."""
-        found: npt.NDArray[np.int64] = self.pass_peaks[s][: t - s] + self.besides[t]
-        return found
+        peaks: npt.NDArray[np.int64] = self.pass_peaks[s][: t - s] + self.besides[t]
+        return peaks
 
     def _pass_peaks(self, s: int) -> npt.NDArray[np.int64]:
         """Bytes for (1) without D, for k = s+1..L; they grow with k."""

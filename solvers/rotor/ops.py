@@ -105,19 +105,19 @@ class Sequence:
     @classmethod
     def parse(cls, text: str) -> Sequence:
         """The sequence whose ``repr`` is ``text``. ``ScheduleError`` names the first word that is no operation."""
-        found: list[Operation] = []
+        operations: list[Operation] = []
         for word in text.strip().strip("[]").split(","):
             match = _PATTERN.fullmatch(word.strip())
             if not match or (match[3] and match[1] != "Fe"):
                 raise ScheduleError(f"{word.strip()!r} is no operation: Fn_i, Fck_i, Fe_i, Fe_i:w, B_i or Loss")
             if match[1] is None:
-                found.append(Loss())
+                operations.append(Loss())
             elif match[1] == "Fe":
-                found.append(Fe(int(match[2]), int(match[3] or 0)))
+                operations.append(Fe(int(match[2]), int(match[3] or 0)))
             else:
                 kinds: dict[str, type[Fn] | type[Fck] | type[B]] = {"Fn": Fn, "Fck": Fck, "B": B}
-                found.append(kinds[match[1]](int(match[2])))
-        return cls(tuple(found))
+                operations.append(kinds[match[1]](int(match[2])))
+        return cls(tuple(operations))
 
     @overload
     def __getitem__(self, index: int) -> Operation: ...

@@ -38,8 +38,8 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
         return everything
     fitting: list[Sequence] = []
     for nominal in _NOMINAL:
-        found, top = _from_table(chain, limit, slots, nominal, name)
-        fitting += found
+        sequences, top = _from_table(chain, limit, slots, nominal, name)
+        fitting += sequences
         if not top:
             break
     if fitting:
@@ -61,16 +61,16 @@ def _from_table(chain: Chain, limit: int, slots: int, nominal: float, name: str)
     """
     table = Table(chain, max(1.0, nominal * max(1, limit - chain.state) / slots), slots)
     steps = table.breakpoints()
-    found: list[Sequence] = []
+    fitting: list[Sequence] = []
     low, high = 0, len(steps)
     while low < high:
         middle = (low + high) // 2
         sequence = Sequence(table.sequence(steps[middle]), name)
         if walk_sequence(chain, sequence).peak <= limit:
-            found, low = [sequence], middle + 1
+            fitting, low = [sequence], middle + 1
         else:
             high = middle
-    return found, bool(steps) and low == len(steps)
+    return fitting, bool(steps) and low == len(steps)
 
 
 def no_checkpoint_sequence(chain: Chain) -> Sequence:

@@ -59,8 +59,8 @@ class Table:
 
     def _time(self, s: int | Slots, t: int | Slots, m: int | Slots) -> Times:
         width = self.times.shape[-1]
-        found: Times = self.times[m // width, s, t, m % width]
-        return found
+        times: Times = self.times[m // width, s, t, m % width]
+        return times
 
     def _choice(self, s: int, t: int, m: int) -> tuple[int | None, int]:
         """(way, s+1) for (2) and (3), (None, k) for (1)."""
@@ -72,13 +72,13 @@ class Table:
             for w, way in enumerate(terms.ways)
             if m >= way.least.whole[s, t]
         ]
-        best, found = min(offers, default=(np.inf, 0))
+        best, chosen = min(offers, default=(np.inf, 0))
         splits = self._splits(s, t, m)
         at = int(splits.argmin())
         # Among equals, up to float32's precision, keeping what the backward reads is preferred.
         if splits[at] < best - 1e-7 * max(1.0, best if np.isfinite(best) else 1.0):
             return None, s + 1 + at
-        return found, s + 1
+        return chosen, s + 1
 
     def _splits(self, s: int, t: int, m: int) -> Times:
         """(1) for each k in s+1..t."""

@@ -15,7 +15,7 @@ from solvers.rotor.needs import Needs
 from solvers.rotor.tiles import TILE, Cells, cells
 
 Times = npt.NDArray[np.float32]
-"""Float32 halves the memory traffic; the walker computes times again, exactly."""
+"""Times in float32, which halves the memory traffic. The walker computes times of sequences exactly."""
 
 Slots = npt.NDArray[np.int64]
 INF = np.float32(np.inf)

@@ -38,9 +38,9 @@ class _Curve:
         fitting = [s for s in self.schedules if s[0] <= budget]
         start = min(fitting, key=lambda s: s[1])[2] if fitting else None
         request = Request(budget, seconds, self.request.threads, self.request.gap, self.request.milp)
-        found = solve_staged(self.staged, request, start, self.positions)
-        self.positions |= found.positions
-        return found
+        solution = solve_staged(self.staged, request, start, self.positions)
+        self.positions |= solution.positions
+        return solution
 
     def smallest(self, until: float) -> int:
         """Bisect for the smallest feasible budget; return the largest budget proven to be too small, plus 1."""
@@ -48,13 +48,13 @@ class _Curve:
         high = min(peak for peak, _, _ in self.schedules)
         guess, doubtful = low, low  # budgets below ``doubtful`` are too small or were not decided
         while doubtful < high and self.request.seconds() < until:
-            found = self.solve(guess, max(0.5, (until - self.request.seconds()) / 6))
-            if found.runs is not None:
-                high = min(high, self.keep(found.runs))
+            solution = self.solve(guess, max(0.5, (until - self.request.seconds()) / 6))
+            if solution.runs is not None:
+                high = min(high, self.keep(solution.runs))
             else:
                 doubtful = guess + 1
-                low = guess + 1 if found.infeasible else low
-            if found.interrupted:
+                low = guess + 1 if solution.infeasible else low
+            if solution.interrupted:
                 raise KeyboardInterrupt
             guess = (doubtful + high) // 2
         return low
@@ -70,11 +70,11 @@ def frontier_staged(staged: Staged, request: Request) -> Frontier:
         start = min(peak for peak, _, _ in curve.schedules)
         budgets = [start + (keep - start) * k // POINTS for k in range(POINTS)]
         for left, budget in zip(range(POINTS, 0, -1), budgets, strict=True):
-            found = curve.solve(budget, max(0.2, request.remaining() / left))
-            if found.runs is not None:
-                curve.keep(found.runs)
+            solution = curve.solve(budget, max(0.2, request.remaining() / left))
+            if solution.runs is not None:
+                curve.keep(solution.runs)
             request.report(None, 0, f"budget {budget}")
-            if found.interrupted:
+            if solution.interrupted:
                 break
     except KeyboardInterrupt:
         pass

@@ -98,8 +98,8 @@ class Neighbourhoods:
             new = {*cells, *spelled.conflicts} - positions
             positions |= new
             self.positions |= new
-            found = overstepped(model, outcome.values, cells)
-            covers += found
-            if not new and not found:
+            over_budget = overstepped(model, outcome.values, cells)
+            covers += over_budget
+            if not new and not over_budget:
                 return None
         return None

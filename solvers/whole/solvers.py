@@ -75,19 +75,23 @@ def _greedy(problem: GraphProblem, request: Request) -> Answer:
 
     staged = staged_graph(problem)
     runs = repair(staged, request.budget, staged.none(), request.remaining)
-    return Answer(None, reason="greedy drops led nowhere") if runs is None else _answer(problem, runs)
+    return (
+        Answer(None, reason="no drop of the heuristic reduces what exceeds the budget, or its time is up")
+        if runs is None
+        else _answer(problem, runs)
+    )
 
 
 def _whole(problem: GraphProblem, request: Request, hierarchical: bool) -> Answer:
     from solvers.whole.stages import schedule_graph, staged_graph
     from solvers.whole.whole_graph import solve_staged
 
-    found = solve_staged(staged_graph(problem), request, hierarchical=hierarchical)
-    bound = problem.eager_time + found.bound
-    if found.runs is None:
-        return Answer(None, bound, infeasible=found.infeasible)
-    stopped = "stopped by Ctrl-C; the best so far " if found.interrupted else ""
-    return Answer(schedule_graph(problem, found.runs), bound, stopped + CLASS)
+    solution = solve_staged(staged_graph(problem), request, hierarchical=hierarchical)
+    bound = problem.eager_time + solution.bound
+    if solution.runs is None:
+        return Answer(None, bound, infeasible=solution.infeasible)
+    stopped = "stopped by Ctrl-C; the best so far " if solution.interrupted else ""
+    return Answer(schedule_graph(problem, solution.runs), bound, stopped + CLASS)
 
 
 @register(GraphProblem, "checkmate")

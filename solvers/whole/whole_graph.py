@@ -185,11 +185,11 @@ class _Search:
             self.neighbourhoods = Neighbourhoods(self.staged, request, self.learned.positions)
         end = request.seconds() + min(seconds, request.remaining())
 
-        def found(runs: Reruns) -> None:
+        def offer(runs: Reruns) -> None:
             self.best.offer(self.staged, runs)
             self.report("neighbourhoods")
 
-        self.neighbourhoods.improve(self.best.runs, lambda: end - request.seconds(), self.best.bound, found)
+        self.neighbourhoods.improve(self.best.runs, lambda: end - request.seconds(), self.best.bound, offer)
 
 
 def solve_staged(
@@ -240,5 +240,5 @@ def _too_large(least: int, step: int, budget: int) -> str:
 def _no_solution(positions: int, budget: int) -> str:
     return (
         f"no schedule in the fixed order of first runs fits {format_bytes(budget)} ({budget} bytes): "
-        f"an integer program that looks at {positions} of its cells only has no solution"
+        f"the integer program that limits memory in only {positions} of its cells has no solution"
     )
