@@ -17,7 +17,7 @@ from solvers.chain.refine import improve
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
 from solvers.files.files import format_problem, parse_problem, read_problem, write_problem
 from solvers.liveness import drop_useless_runs, with_deletes
-from solvers.milp.memory_program import SolverOptions
+from solvers.milp.options import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 from solvers.solution import Frontier, Solution

@@ -18,10 +18,10 @@ Its optimum is that of ``solvers.block.ilp_model`` without a limit on the peak. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from solvers.block.block import BlockView, Reruns, Solved, figures
-from solvers.milp.memory_program import MemoryProgram, SolverOptions
+from solvers.block.block import BlockView, Solved, figures
+from solvers.block.useful import ancestors, late_runs
+from solvers.milp.memory_program import MemoryProgram
+from solvers.milp.options import SolverOptions
 
 
 class ClosureModel:
@@ -48,29 +48,3 @@ class ClosureModel:
         chosen = {i for i, column in self.R.items() if column in found.ones}
         result = figures(self.view, late_runs(self.view, chosen))
         return Solved(result, min(found.bound, result.time), found.optimal)
-
-
-def ancestors(view: BlockView, last: int, data: set[int]) -> tuple[list[int], set[int]]:
-    """The nodes up to ``last`` that lead to ``data``, and ``data`` with all that these nodes read; ``data`` grows."""
-    nodes = []
-    for i in range(last, -1, -1):
-        if not data.isdisjoint(view.nodes[i].makes):
-            nodes.append(i)
-            data.update(view.nodes[i].reads)
-    return nodes[::-1], data
-
-
-def late_runs(view: BlockView, chosen: Iterable[int]) -> Reruns:
-    """The reruns in which each node of ``chosen`` runs once, in the first stage that needs it."""
-    left = set(chosen)
-    runs: list[tuple[int, ...]] = []
-    for stage in view.stages:
-        needed = set(stage.reads)
-        now: list[int] = []
-        for i in range(stage.node, -1, -1):
-            if i in left and not needed.isdisjoint(view.nodes[i].makes):
-                now.append(i)
-                needed.update(view.nodes[i].reads)
-        left.difference_update(now)
-        runs.append(tuple(reversed(now)))
-    return tuple(runs)

@@ -16,9 +16,8 @@ from functools import partial
 from math import inf
 
 from solvers.block.block import BlockView, Figures, Reruns, Solved, block_view, figures
-from solvers.block.closure import ClosureModel, late_runs
-from solvers.block.ilp_model import StagedModel, useful_nodes
-from solvers.milp.memory_program import SolverOptions
+from solvers.block.useful import late_runs, useful_nodes
+from solvers.milp.options import SolverOptions
 from solvers.problem import Block, Problem
 from solvers.work import Work
 
@@ -161,6 +160,10 @@ class _Series:
         peak: int | None,
         limit: TimeLimit,
     ) -> None:
+        # Loaded here: `import solvers` is to be quick, and saved plans need no integer program.
+        from solvers.block.closure import ClosureModel
+        from solvers.block.ilp_model import StagedModel
+
         self.fresh, self.peak, self.solver, self.limit = fresh, peak, solver, limit
         self.loose = None if fresh else ClosureModel(view)
         self.tight = None if peak is None else StagedModel(view, fresh)

@@ -32,21 +32,12 @@ Source: a staged formulation of this project, after Checkmate (Jain et al., 2020
 from __future__ import annotations
 
 from solvers.block.block import BlockView, Reruns, Solved, figures
-from solvers.block.closure import ancestors
 from solvers.block.contract import leaders
-from solvers.milp.memory_program import Choice, MemoryProgram, SolverOptions
+from solvers.block.useful import useful_nodes
+from solvers.milp.memory_program import Choice, MemoryProgram
+from solvers.milp.options import SolverOptions
 
 Terms = list[tuple[int, int]]
-
-
-def useful_nodes(view: BlockView) -> list[tuple[list[int], set[int]]]:
-    """For each stage, the nodes that lead to what its backward reads, and the data that it or a later stage can use."""
-    result: list[tuple[list[int], set[int]]] = []
-    for s, stage in enumerate(view.stages):
-        nodes, _ = ancestors(view, stage.node, set(stage.reads))
-        _, data = ancestors(view, stage.node, set().union(*(later.reads for later in view.stages[s:])))
-        result.append((nodes, data))
-    return result
 
 
 class StagedModel:

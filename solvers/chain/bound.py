@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from math import ceil
 
-from solvers.milp.milp import Effort, IntegerProgram, run
 from solvers.problem import Problem
 
 GAP = 1e-3
@@ -34,6 +33,7 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
     ``name``: a PuLP solver. ``seconds``: when to stop; the bound may be lower then.
     """
     # Loaded here: `import solvers` is to be quick, and saved plans need no solver of whole graphs.
+    from solvers.milp.milp import Effort, run
     from solvers.whole.relaxation import relax
     from solvers.whole.stages import peaks, staged_step, timeline
 
@@ -47,17 +47,11 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
         left = end - time.perf_counter()
         if left > 0:
             model = relax(staged, budget, positions)
-            best = max(best, _least(model.program, model.time_unit, Effort(name, gap=GAP, seconds=left)))
+            outcome = run(model.program, Effort(name, gap=GAP, seconds=left))
+            # If nothing fits, any bound holds. The solver's tolerances: 1e-5 units, 1e-9 of the time of all operations.
+            if outcome.bound < 1e20:
+                best = max(best, ceil((outcome.bound - 1e-5) * model.time_unit))
     return problem.eager_time + best
-
-
-def _least(program: IntegerProgram, time_unit: float, effort: Effort) -> int:
-    """A lower bound on the cost of ``program``, in nanoseconds."""
-    outcome = run(program, effort)
-    if outcome.bound >= 1e20:  # nothing fits, so that any bound holds
-        return 0
-    # Tolerances of the solver: 1e-5 of the unit, which is 1e-9 of the time of all operations.
-    return max(0, ceil((outcome.bound - 1e-5) * time_unit))
 
 
 def least_budget(problem: Problem) -> tuple[int, str]:

@@ -17,7 +17,7 @@ from solvers.chain.chain import ChainPlan, ChainPlanner
 from solvers.chain.refine import refine
 from solvers.chain.revolve import revolve_schedules
 from solvers.errors import InfeasibleError
-from solvers.milp.memory_program import SolverOptions
+from solvers.milp.options import SolverOptions
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 from solvers.solution import Frontier

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import ceil, gcd
 
 from solvers.milp.milp import INFINITY, Effort, IntegerProgram, Outcome, limit_in_units, run
+from solvers.milp.options import SolverOptions
 
 MAX_UNITS = 10**6
 """Largest sum of sizes in units; larger ones make rows fractions of a coarser unit."""
@@ -22,21 +23,6 @@ HIGHS_SETTINGS = (("mip_heuristic_effort", 0.0), ("mip_pscost_minreliable", 1))
 
 MAX_CUTS = 50
 """Most solves for one pair of limits; usually one is enough."""
-
-
-@dataclass(frozen=True, slots=True)
-class SolverOptions:
-    """How integer programs are solved.
-
-    ``name``: a PuLP solver name (``HiGHS`` is called directly). ``gap``: relative gap at which a proof may stop.
-    ``time_limit``: seconds of one solve, far more than it needs, so that plans do not depend on the machine's load.
-    ``threads``: of the solver.
-    """
-
-    name: str = "HiGHS"
-    gap: float = 1e-4
-    time_limit: float = 60.0
-    threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from solvers.rotor.terms import INF, Slots, Terms, Times
 from solvers.rotor.tiles import TILE, Cells, by_tile, cells
 
 PARTS, LONG = 3, 64
-"""Parts of the columns, from this length of the chain on."""
+"""Parts of the columns for chains of at least ``LONG`` stages. Shorter chains have one part."""
 
 LINE = 16
-"""Columns of a cache line; the width of a part is a multiple."""
+"""Columns of a cache line. The width of a part is a multiple of it."""
 
 
 def least_times(terms: Terms, size: int) -> Times:
@@ -65,10 +65,10 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Shift:
-    """Reads T[s,t](m - taken), or T[s+1,t], for all columns m of a part and of earlier ones; m < taken reads T(0).
+    """Reads T[s,t](m - taken), or T[s+1,t](m - taken), for all columns m of a part, also from earlier parts.
 
-    ``times``: those of all parts, flat. ``first``: where, by s and t, the values to read begin in the first part.
-    ``places[tile, stage, m]``: how far behind that beginning the value for m lies.
+    For m < taken it reads T(0), which the caller excludes. ``times``: those of all parts, flat. ``first``: by s and t,
+    where the values begin in the first part. ``places[tile, stage, m]``: how far behind it the value for m lies.
     """
 
     times: Times

@@ -1,4 +1,4 @@
-"""Tables over stages s and t, cut in square tiles, so that all tiles of a diagonal are looked at together."""
+"""Tables over stages s and t, cut in square tiles, so that all tiles of a diagonal are one view."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 TILE = 8
-"""Stages of a tile: the rows of a tile, about a kilobyte each, stay in the processor's cache."""
+"""Stages of a tile: so few that the rows that one tile reads stay in the processor's cache."""
 
 
 @dataclass(frozen=True)

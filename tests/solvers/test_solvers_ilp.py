@@ -29,7 +29,8 @@ from solvers import (
 from solvers.block.block import Reruns, block_view, figures
 from solvers.block.closure import ClosureModel
 from solvers.block.contract import leaders
-from solvers.block.ilp_model import StagedModel, useful_nodes
+from solvers.block.ilp_model import StagedModel
+from solvers.block.useful import useful_nodes
 
 EXACT = SolverOptions(gap=0.0)
 SMALL = Grid(saves=(0.5, 0.0), peaks=(0.5,), fresh_peaks=(0.3,), solver=EXACT)
