@@ -58,8 +58,8 @@ def step_name(problem: Problem, step: Step) -> str:
 def walk(problem: Problem, schedule: Schedule) -> Walk:
     """Check ``schedule`` and return its costs.
 
-    Raises ``ScheduleError``, which names the first step that is not allowed and says why, and ``ProblemError`` for what
-    is no ``Problem`` (``walk_graph`` is for a ``GraphProblem``).
+    Raises ``ScheduleError``, which names the first step that is not allowed and says why, and ``ProblemError`` if
+    ``problem`` is not a ``Problem`` (``walk_graph`` is for a ``GraphProblem``).
     """
     if not isinstance(problem, Problem):
         raise ProblemError(f"walk takes a Problem; for a {type(problem).__name__} there may be another: walk_graph")
@@ -166,7 +166,7 @@ class _State:
         return self.live_bytes + self.rng_bytes + backward.peak
 
     def _set_gradients(self, at_end: int) -> None:
-        """Gradients until the next backward: what it starts with; ``at_end`` if there is none."""
+        """Set the bytes of gradients until the next backward: its ``before``, or ``at_end`` if there is none."""
         if self.backwards_done == len(self.backwards):
             self.gradients = at_end
             return

@@ -18,7 +18,7 @@ from math import ceil
 from solvers.problem import Problem
 
 GAP = 1e-3
-"""Relative gap at which a proof may stop; the bound is lower by what is left open."""
+"""Relative gap at which a proof may stop; the bound is lower by this gap at most."""
 
 SECONDS = 2.0
 """Seconds for a bound at most; usually a tenth of a second is enough."""

@@ -38,7 +38,7 @@ KINDS: dict[str, type] = {"graph": GraphProblem, "step": Problem, "chain": Chain
 def format_problem(problem: Any) -> str:
     """``problem`` as text, a line for each node, datum, block or stage; ``parse_problem`` gives an equal one back.
 
-    ``ProblemError`` for what is no problem.
+    Raises ``ProblemError`` if ``problem`` is none.
     """
     fields = ",\n".join(f"{to_json(name)}: {_lines(value)}" for name, value in _content(problem).items())
     return f"{{\n{fields}\n}}\n"

@@ -23,7 +23,7 @@ INF = np.float32(np.inf)
 
 @dataclass(frozen=True)
 class WayTerms:
-    """Of (2), one way of every stage: least slots by s and t; by s, slots taken from what follows, and time."""
+    """Of (2), one way of every stage. ``least``: slots by s and t. By s, ``taken``: slots that it keeps; ``time``."""
 
     least: Cells
     taken: Slots

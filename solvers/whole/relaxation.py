@@ -52,7 +52,7 @@ MAX_UNITS = 10**6
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The program for some positions, and what its columns mean. ``time_unit``: nanoseconds per unit of its cost.
+    """The program for some positions, and the meaning of its columns. ``time_unit``: nanoseconds per unit of its cost.
 
     With ``fixed``, it decides on some operations only.
     """
@@ -71,7 +71,7 @@ class Relaxation:
         return self.segments.staged
 
     def room(self, k: int) -> int:
-        """Bytes of the budget at p_k for deletable data, generator states and what runs there."""
+        """Bytes of the budget at p_k for deletable data, generator states and the operation that runs there."""
         cell, staged = self.segments.limits[k], self.staged
         held = sum(staged.sizes[d] for d in staged.held if (staged.owners[d],) * 2 < cell)
         return self.budget - held - staged.extra(cell)
@@ -106,7 +106,7 @@ def relax(
 
 
 class _Sum:
-    """Terms and a constant."""
+    """A sum of columns times values, and a constant."""
 
     def __init__(self) -> None:
         self.terms: list[tuple[int, float]] = []
@@ -120,7 +120,7 @@ class _Sum:
 
 
 def _available(model: Relaxation, k: int, d: int, step: int | None = None) -> _Sum:
-    """avail(k,d) anywhere in segment k, or before ``step`` in it: then a rerun counts that has a cell before it."""
+    """avail(k,d) anywhere in segment k. For ``step`` in it, a rerun counts only if it has a cell before the step."""
     segments, columns = model.segments, model.columns
     total = _Sum()
     owner = segments.staged.owners[d]

@@ -85,7 +85,7 @@ class Useful:
 
 
 def useful(segments: Segments) -> Useful:
-    """Go back through the segments: what a step reads is wanted before it, and so is what its maker reads."""
+    """Backwards through the segments: data that a step reads are wanted before it, and so is what makes them."""
     staged, reads, makes = segments.staged, segments.reads, segments.makes
     alive: list[frozenset[int]] = [frozenset()] * (segments.count + 2)
     again: list[tuple[int, ...]] = [()] * (segments.count + 1)

@@ -34,8 +34,8 @@ class GraphWalk:
 def walk_graph(problem: GraphProblem, schedule: Schedule) -> GraphWalk:
     """Check ``schedule`` and return its costs.
 
-    Raises ``ScheduleError``, which names the first step that is not allowed, and ``ProblemError`` for what is no
-    ``GraphProblem`` (``walk`` is for a ``Problem``).
+    Raises ``ScheduleError``, which names the first step that is not allowed, and ``ProblemError`` if ``problem`` is not
+    a ``GraphProblem`` (``walk`` is for a ``Problem``).
     """
     if not isinstance(problem, GraphProblem):
         raise ProblemError(

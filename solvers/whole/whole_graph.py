@@ -27,7 +27,7 @@ CAP = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StagedSolution:
-    """The result of ``solve_staged``. ``runs``: the best reruns, or None. ``bound``: their least time, as proven.
+    """The result of ``solve_staged``. ``runs``: the best reruns, or None. ``bound``: proven least time of reruns.
 
     ``infeasible``: why no schedule of the class fits, if that is proven. ``positions``: cells whose memory decides.
     """
