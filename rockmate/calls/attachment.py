@@ -18,7 +18,7 @@ from rkgb.sample import Call
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
 from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
-from rockmate.calls.dynamo import classes_of, new_entry, settings, unguarded
+from rockmate.calls.dynamo import CONTAINERS_TOO, classes_of, new_entry, settings, unguarded
 from rockmate.calls.front import Front, Terms
 from rockmate.calls.held import check_effects, undone_if_it_fails
 from rockmate.calls.look import end_look
@@ -280,7 +280,7 @@ class Attachment(Front):
             torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
             self._compiled = None  # captures of inner functions are known by the backend
         if self._compiled is None:
-            self._settings, self._asking = settings(), modules_that_ask()
+            self._settings, self._asking = settings(whole), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
         with (
             Heeded(),
@@ -295,7 +295,7 @@ class Attachment(Front):
         forward = steps.forward()
         self.inside.forward = forward
         try:
-            with abandoned_if_it_fails(forward):
+            with abandoned_if_it_fails(forward), CONTAINERS_TOO:
                 result = self._run_captured(model, call, whole=False)
         finally:
             self.inside.forward = None

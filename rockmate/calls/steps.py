@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,6 +96,8 @@ class Steps:
         self.members: dict[Hashable, list[Member]] = {}
         self.latest: dict[Family, Member] = {}
         self.small: set[Hashable] = set()  # kinds of calls that run as they are
+        self.of_any_size: dict[Hashable, list[Member]] = {}  # by kinds of calls, sizes apart; the last one first
+        self.sizes: Counter[Hashable] = Counter()  # members of each kind of call, sizes apart
         self.known: list[GraphSequence] = []
         self.last: GraphSequence | None = None
         self.problem: InfeasibleBudgetError | None = None
@@ -104,7 +107,7 @@ class Steps:
     @property
     def every(self) -> list[Member]:
         """All members, in the order in which they came."""
-        return [member for members in self.members.values() for member in members]
+        return list(dict.fromkeys(member for members in self.members.values() for member in members))
 
     def forward(self) -> Forward:
         """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
@@ -265,6 +268,8 @@ class Forward:
             state = CallState(program, calls.module.values_of(program.s.d.sources, call.tensors, inputs))
             result = calls.returned(program.s.d.structure, state.forward())
         self.states.append(None if state is None else weakref.ref(state))
+        if state is not None:
+            state.backward.arrived = partial(self.reach, i)  # before anything runs again
         self.follow(i, result)
         self.mark("end", i)
         return result
@@ -277,12 +282,15 @@ class Forward:
 
     # ------------------------------------------------------------------------ backward
 
-    def reach(self, i: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def reach(self, i: int, gradients: tuple[torch.Tensor | None, ...] = ()) -> None:
         """The backward comes to member i: what graphs behind it have read goes where their backwards are over."""
-        if i in self.reached:
-            return
         came = {storage_key(g): storage_bytes(g) for g in gradients if g is not None}
+        if self.reached.get(i, 0):
+            return
+        first = i not in self.reached
         self.reached[i] = sum(came.values())
+        if not first:
+            return
         for j in self.reached:
             ref = self.states[j]
             state = ref() if ref is not None and j > i else None
