@@ -97,6 +97,7 @@ def block_graph(s: S_graph, b: int) -> S_graph:
             for k, x in enumerate(d.storages)
         ),
         facts=tuple(d.facts[op] for op in ops),
+        storage_names=d.storage_names,
     )
     moved = tuple(dataclasses.replace(node, ops=tuple(at[op] for op in node.ops)) for node in nodes)
     block = S_graph(own, moved, ((0, len(moved)),))

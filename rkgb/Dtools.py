@@ -19,6 +19,7 @@ from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
 from rkgb.probe.contexts import context_tensors, next_number
 from rkgb.probe.decompose import is_split, split
+from rkgb.probe.names import with_display_names
 from rkgb.program import run_node, same, source_values
 from rkgb.randomness import Drawn, draws_unseen, node_generators, random_state, watched_devices
 from rkgb.sample import Sample, call_of
@@ -54,7 +55,7 @@ def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Pro
         for index, node in enumerate(b.nodes):
             run.node(index, node)
         outputs = [run.env[v].detach() for v in b.outputs]
-    d = _without_dead(run.graph())
+    d = with_display_names(_without_dead(run.graph()))
     d.verify()
     return Probed(d, outputs, run.numbers_read)
 

@@ -135,11 +135,10 @@ def S_to_K(
     for i, node in enumerate(s.nodes):
         for storage in node.storages:
             of_storage[storage] = len(data)
-            data.append(K_data(s.d.names[s.d.first_value[storage]], s.d.storages[storage].bytes, i, storage))
+            data.append(K_data(s.d.storage_names[storage], s.d.storages[storage].bytes, i, storage))
         if node.saved.private and (costs[i].results or i in idle):
             private[i] = len(data)
-            name = s.d.names[node.makes[0]] if node.makes else node.name
-            data.append(K_data(f"{name}.saved", sum(node.saved.private), i, None))
+            data.append(K_data(f"{node.label}.saved", sum(node.saved.private), i, None))
     backwards = _backwards(s, costs, usage.root_values(s.d), missing, of_storage, private)
     nodes = []
     for i, node in enumerate(s.nodes):
@@ -149,8 +148,9 @@ def S_to_K(
         # A second run of a random node keeps the generators' present states meanwhile.
         peak = max(costs[i].forward_peak, sum(data[d].bytes for d in makes)) + random_bytes
         time = costs[i].forward_time
-        name = s.d.names[node.makes[0]] if node.makes else node.name
-        nodes.append(K_node(name, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes))
+        nodes.append(
+            K_node(node.label, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes)
+        )
     outputs = dict.fromkeys(s.d.values[v].storage for v in s.d.outputs)
     outputs = dict.fromkeys(of_storage[x] for x in outputs if x in of_storage)
     held = {of_storage[x] for x in usage.held_storages(s.d) | context_storages(s) if x in of_storage}

@@ -58,7 +58,7 @@ class Node:
 
     ``several``: the operation returns a list or tuple, whose elements are the outputs.
     ``line``: the user's source line, "file.py:12". ``path``: the qualified name of the submodule that runs it, empty
-    for the module itself.
+    for the module itself. ``label``: the display name, from D on (see ``rkgb/probe/names.py``).
     """
 
     op: Callable[..., Any]
@@ -70,6 +70,7 @@ class Node:
     mode: Mode
     line: str
     path: str = ""
+    label: str = field(default="", compare=False)
     _reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -206,7 +207,8 @@ class D_graph(Drawn):
 
     Invariants: those of B; every node makes an output, a value that a later node reads, changes a
     buffer, draws random numbers or is a guard; every tensor value has its ``Value``, every node its ``Facts``.
-    ``ran``: how often the module itself called each operator below autograd; empty if that is not known.
+    ``storage_names``: their display names. ``ran``: how often the module itself called each operator below
+    autograd; empty if that is not known.
     """
 
     names: tuple[str, ...]
@@ -218,11 +220,12 @@ class D_graph(Drawn):
     storages: tuple[Storage, ...]
     facts: tuple[Facts, ...]
     notes: tuple[str, ...] = ()
+    storage_names: tuple[str, ...] = ()
     ran: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @cached_property
     def first_value(self) -> dict[int, int]:
-        """The first value that lies in each storage: its name stands for the storage."""
+        """The first value that lies in each storage."""
         found: dict[int, int] = {}
         for v, info in sorted(self.values.items()):
             found.setdefault(info.storage, v)
@@ -250,6 +253,7 @@ class S_node:
     sources; ``makes``: values that other nodes read or that are outputs. ``storages``: those of
     ``makes`` that the node allocates. ``saved``: what its backward reads. ``fixed``: it runs once and
     is never run again (it changes a buffer, or needs no gradient and nothing with a gradient).
+    ``name``: of the operation; ``label``: its display name, that of one of its operations.
     """
 
     name: str
@@ -261,6 +265,7 @@ class S_node:
     requires_grad: bool
     random: bool
     fixed: bool
+    label: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -269,7 +274,7 @@ class S_graph(Drawn):
 
     Invariants: each D node is in exactly one S node; a node reads values of earlier nodes or of
     sources; no node changes memory of another's; ``blocks`` partition the nodes in order
-    (one block until ``cut``).
+    (one block until ``cut``); labels of nodes are unique.
     """
 
     d: D_graph
@@ -292,6 +297,18 @@ class S_graph(Drawn):
         ends = [0, *(stop for _, stop in self.blocks)]
         assert list(itertools.pairwise(ends)) == list(self.blocks)
         assert not self.blocks or ends[-1] == len(self.nodes)
+        assert len({node.label for node in self.nodes}) == len(self.nodes), "two nodes have one label"
+
+    @cached_property
+    def shown(self) -> dict[int, str]:
+        """The display names of sources and of what nodes make: the storage's where a node makes one value in it."""
+        names = {v: self.d.names[v] for v in self.d.sources}
+        for node in self.nodes:
+            of_storage = [self.d.values[v].storage for v in node.makes]
+            for v, storage in zip(node.makes, of_storage, strict=True):
+                alone = of_storage.count(storage) == 1 and storage in node.storages
+                names[v] = self.d.storage_names[storage] if alone else self.d.names[v]
+        return names
 
     def with_blocks(self, blocks: tuple[tuple[int, int], ...]) -> S_graph:
         """The same graph, cut into ``blocks``."""
@@ -303,17 +320,16 @@ class S_graph(Drawn):
         for i, node in enumerate(self.nodes):
             if i in starts:
                 lines.append(f"# block {starts[i]}")
-            names = self.d.names
             flags = "".join(f"  [{flag}]" for flag in ("random", "fixed") if getattr(node, flag)) + (
                 "" if node.requires_grad else "  [no grad]"
             )
-            saved = [names[self.d.first_value[s]] for s in node.saved.storages]
+            saved = [self.d.storage_names[s] for s in node.saved.storages]
             private = [f"{b} bytes" for b in node.saved.private]
-            makes, reads = (", ".join(names[v] for v in values) for values in (node.makes, node.reads))
+            makes, reads = (", ".join(self.shown[v] for v in values) for values in (node.makes, node.reads))
             lines.append(
                 f"{makes or '()'} = {node.name}({reads})  # saves {', '.join(saved + private) or 'nothing'}{flags}"
             )
-        return "\n".join([*lines, f"return {', '.join(self.d.names[v] for v in self.d.outputs)}"])
+        return "\n".join([*lines, f"return {', '.join(self.shown[v] for v in self.d.outputs)}"])
 
 
 def format_program(

@@ -197,4 +197,5 @@ def _node(
         or pure
         or (not mine and all(_is_view(d, op) for op in ops))
         or all(is_guard(d.nodes[op]) for op in ops),
+        label=d.nodes[main].label,
     )

@@ -62,9 +62,9 @@ def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
                 values[alias] = d.values[v]
                 operation = torch.ops.aten.alias.default
                 where = node.mode, node.line, node.path
-                nodes.append(Node(operation, "alias", (Ref(v),), (), (alias,), False, *where))
+                names.append(_new_name(names, f"{d.storage_names[d.values[v].storage]}.alias"))
+                nodes.append(Node(operation, "alias", (Ref(v),), (), (alias,), False, *where, names[-1]))
                 facts.append(Facts((), False, Saved((), ())))
-                names.append(_new_name(names, f"{d.names[v]}_alias"))
         number[k] = len(nodes)
         nodes.append(_reading(node, put) if put else node)
         facts.append(d.facts[k])

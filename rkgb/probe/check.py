@@ -222,5 +222,5 @@ def _first_difference(b: B_graph, model: torch.nn.Module, call: Any) -> str:
     for k, (mine, their) in enumerate(zip(ours.found, theirs.found, strict=False)):
         if mine != their:
             node = next(node for count, node in made if count > k)
-            return f"from {node.name} at {node.line} on"
+            return f"from {node.name}{f' in {node.path}' if node.path else ''} at {node.line} on"
     return "though no operation does"

@@ -100,7 +100,7 @@ def _overview(s: S_graph, numbers: Sequence[int]) -> Any:
         frame, background = parts.CLASSES[number % len(parts.CLASSES)]
         size = f"{format_bytes(sum(s.d.storages[x].bytes for x in passed))} to later blocks" if passed else ""
         text = parts.label(f"block {b}, class {number}", f"{stop - start} nodes", size)
-        tooltip = ", ".join(node.name for node in s.nodes[start:stop])
+        tooltip = ", ".join(node.label for node in s.nodes[start:stop])
         parts.add_box(chain, f"chain{b}", text, tooltip, background, color=frame, penwidth="1.5")
         if b:
             chain.edge(f"chain{b - 1}", f"chain{b}")

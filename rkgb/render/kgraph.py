@@ -61,7 +61,9 @@ def _add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str) -> Non
         program = parts.program_text(k.s.d, source.ops)
         with block.subgraph() as row:
             row.attr(rank="same")
-            text = parts.label(source.name, f"{format_time(node.time)} · peak {format_bytes(node.peak)}")
+            text = parts.label(
+                node.name, *_operation(k, i), f"{format_time(node.time)} · peak {format_bytes(node.peak)}"
+            )
             fill = parts.FORWARD if node.rerun else parts.CALM
             parts.add_box(row, f"{prefix}f{i}", text, f"forward\n{program}", fill, group=f"{prefix}forward")
             for d in node.makes:
@@ -70,6 +72,11 @@ def _add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str) -> Non
             order = [f"{prefix}f{i}", *(f"{prefix}d{d}" for d in node.makes), f"{prefix}b{i}"]
             for a, b in itertools.pairwise(order):
                 row.edge(a, b, style="invis")
+
+
+def _operation(k: K_graph, i: int) -> list[str]:
+    """The operation of a node whose name does not say it."""
+    return [name] if (name := k.s.nodes[i].name) != k.nodes[i].name else []
 
 
 def _add_backward(row: Any, k: K_graph, i: int, prefix: str, program: str) -> None:
@@ -81,7 +88,9 @@ def _add_backward(row: Any, k: K_graph, i: int, prefix: str, program: str) -> No
         f"{format_bytes(found.before)} before, {format_bytes(found.peak)} at most, {format_bytes(found.after)} after"
     )
     text = parts.label(
-        f"{k.s.nodes[i].name} backward", f"{format_time(found.time)} · gradients {format_bytes(found.peak)}"
+        f"{k.nodes[i].name} backward",
+        *_operation(k, i),
+        f"{format_time(found.time)} · gradients {format_bytes(found.peak)}",
     )
     tooltip = f"backward; gradients and its own temporary memory take {gradients}\n{program}"
     parts.add_box(row, key, text, tooltip, parts.BACKWARD, group=group)
@@ -163,7 +172,7 @@ def K_overview(k: K_graph, s: S_graph, numbers: Sequence[int]) -> Any:
         frame, background = parts.CLASSES[number % len(parts.CLASSES)]
         kept = sum(k.data[d].bytes for n in k.nodes[start:stop] for d in n.makes if d in saved)
         forward, backward = map(format_time, times_of(k, start, stop))
-        tooltip = ", ".join(node.name for node in s.nodes[start:stop])
+        tooltip = ", ".join(node.label for node in s.nodes[start:stop])
         look = {"color": frame, "penwidth": "1.5"}
         with chain.subgraph() as row:
             row.attr(rank="same")

@@ -203,12 +203,13 @@ def whole_program(g: B_graph | D_graph) -> Any:
 def node_box(node: Node, program: Program, index: int) -> Box:
     """The box of one B or D node."""
     g = program.g
-    results = ", ".join(g.names[v] for v in node.outputs if g.names[v] != node.name)
+    title = node.label or node.name
+    results = ", ".join(g.names[v] for v in node.outputs if g.names[v] != title)
     sizes = [program.size(v) for v in node.outputs[:1]]
     style = "filled,rounded" if node.mode.grad else "filled,rounded,dashed"
     more = f"{len(node.outputs)} × " if len(node.outputs) > 1 and any(sizes) else ""
     some = results if len(results) < 40 else f"{len(node.outputs)} results"
-    text = parts.label(node.name, some, *(more + s for s in sizes))
+    text = parts.label(title, node.name if node.name != title else "", some, *(more + s for s in sizes))
     return Box(text, parts.program_text(g, [index]), node.reads(), node.outputs, parts.FORWARD, style)
 
 
@@ -235,7 +236,8 @@ def S_box(s: S_graph, i: int, program: Program) -> Box:
     saved = sum(s.d.storages[x].bytes for x in node.saved.storages if s.d.storages[x].owner is not None)
     saved += sum(node.saved.private)
     text = parts.label(
-        node.name,
+        node.label,
+        node.name if node.name != node.label else "",
         f"+ {parts.counted(body)}" if body else "",
         f"makes {format_bytes(sum(own))}" if own else "",
         f"saves {format_bytes(saved)}" if saved else "",

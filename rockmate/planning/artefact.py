@@ -85,7 +85,7 @@ class SavedPlan:
         inputs = describe_inputs(s)
         if inputs != self.inputs:
             return f"it is called with {', '.join(self.inputs)}, the sample is {', '.join(inputs)}"
-        saved, now = [n.name for n in self.nodes], [s.d.names[n.makes[0]] if n.makes else n.name for n in s.nodes]
+        saved, now = [n.name for n in self.nodes], [n.label for n in s.nodes]
         if saved == now:
             return "operations have the same names, but other arguments, types, modes or parameters that require grad"
         at = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))

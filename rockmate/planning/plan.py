@@ -154,7 +154,9 @@ class Plan:
         names: dict[bool, list[str]] = {}
         for k, v in enumerate(d.outputs):
             if k not in usage.roots and v not in d.sources and d.values[v].bytes > 0:
-                names.setdefault(k in usage.held, []).append(f"{d.names[v]} ({show_bytes(d.values[v].bytes)})")
+                names.setdefault(k in usage.held, []).append(
+                    f"{self.graph.s.shown[v]} ({show_bytes(d.values[v].bytes)})"
+                )
         until = {
             False: "until forward has returned: what the caller keeps of them is beside the budget",
             True: "to the end of the backward, as the caller keeps them",
