@@ -98,9 +98,10 @@ def block_graph(s: S_graph, b: int) -> S_graph:
         ),
         facts=tuple(d.facts[op] for op in ops),
         storage_names=d.storage_names,
+        made_by=(*s.made_by, f"block_graph {b}"),
     )
     moved = tuple(dataclasses.replace(node, ops=tuple(at[op] for op in node.ops)) for node in nodes)
-    block = S_graph(own, moved, ((0, len(moved)),))
+    block = S_graph(own, moved, ((0, len(moved)),), own.made_by)
     own.verify()
     block.verify()
     return block

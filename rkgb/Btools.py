@@ -59,46 +59,85 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     no module.
     """
     check_module(model)
-    leaves, in_spec = flatten((args, kwargs))
-    inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    forward = _Forward(model, args, kwargs)
     own = _named_tensors(model)
-    if any(t.is_meta for t in (*inputs, *own.values())):
+    _refuse_meta([*forward.inputs, *own.values()])
+    graph, results, seen, captured = _recorded(forward, [*forward.inputs, *own.values()])
+    sources = [Source("input", k) for k in range(len(forward.inputs))] + [
+        Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
+    ]
+    held = _held(model, captured)
+    sources += [Source("buffer", held[id(t)]) if id(t) in held else Source("constant", t) for t in captured]
+    written = (*(name for name, t in own.items() if seen.written.changed(t)), *held.values())
+    structure = replace(forward.structure, written=written)
+    b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure, seen.reads, forward.notes)
+    made_by = ("trace of a captured graph" if is_pure(model) else "trace",)
+    return replace(b, made_by=made_by), [t.detach() for t in results]
+
+
+def _refuse_meta(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ``UnsupportedError`` if one of the tensors has no memory."""
+    if any(t.is_meta for t in tensors):
         raise UnsupportedError(
             "a parameter, buffer or input is on the meta device, where nothing can be run and measured: move the model "
             "to a device (model.to_empty(device=...)), give it its weights, and make the sample there"
         )
-    structure: list[Structure] = []
-    notes: list[str] = []
 
-    def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-        feed = iter(tensors[: len(inputs)])
-        filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        a, k = unflatten(filled, in_spec)
-        if is_pure(model):
-            results, out_spec = flatten(model(*a, **k))
-            structure.append(Structure(out_spec, _constants(results)))
+
+class _Forward:
+    """``model(*args, **kwargs)`` as a function from tensors to tensors, which is what a tracer records.
+
+    ``inputs``: the tensors among the arguments. Each call sets ``structure`` (what the module returned and assigned)
+    and ``notes`` (what a plan does not do again).
+    """
+
+    structure: Structure
+
+    def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model = model
+        self._leaves, self._spec = flatten((args, kwargs))
+        self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        self.notes: list[str] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The outputs for inputs that ``tensors`` begin with, then the buffers that the module has assigned anew."""
+        feed = iter(tensors[: len(self.inputs)])
+        filled = [next(feed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = unflatten(filled, self._spec)
+        if is_pure(self.model):
+            results, spec = flatten(self.model(*args, **kwargs))
+            self.structure = Structure(spec, _constants(results))
             return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
-        before = State(model)
+        before = State(self.model)
         with watched() as watch, other_draws(watch, refuse=True) as drawn:
-            returned = model(*a, **k)
+            returned = self.model(*args, **kwargs)
         if drawn:
             raise UnsupportedError(
                 f"the module draws from {drawn[0]} while it runs; a plan would repeat the sample's draw for ever. "
                 "Draw with torch instead (torch.rand(()) < p), or plan only the submodules that do not draw."
             )
-        results, out_spec = flatten(returned)
+        results, spec = flatten(returned)
         assigned, sets = before.assigned(), before.sets()
-        notes[:] = [left_as_it_is(name) for name in sets]
-        structure.append(Structure(out_spec, _constants(results), tuple(assigned), code=watch.code(), sets=sets))
+        self.notes = [left_as_it_is(name) for name in sets]
+        self.structure = Structure(spec, _constants(results), tuple(assigned), code=watch.code(), sets=sets)
         return [*(leaf for leaf in results if isinstance(leaf, torch.Tensor)), *assigned.values()]
 
-    known = [*inputs, *own.values()]
+
+def _recorded(
+    forward: _Forward, known: list[torch.Tensor]
+) -> tuple[Any, list[torch.Tensor], Recorder, list[torch.Tensor]]:
+    """The jit graph of ``forward``, its results, the recorder, and captured tensors, which are inputs after ``known``.
+
+    A tensor that is not known is known in the next recording. One that each run makes anew stays a constant.
+    """
     captured: list[torch.Tensor] = []
     while True:
-        seen = Recorder([*known, *captured], own_generators(model))
-        with preserved(model, [*inputs, *captured]):
+        seen = Recorder([*known, *captured], own_generators(forward.model))
+        graph: Any = None
+        results: list[torch.Tensor] = []
+        with preserved(forward.model, [*forward.inputs, *captured]):
             try:
-                graph, results = record(run, [*known, *captured], seen, model)
+                graph, results = record(forward, [*known, *captured], seen, forward.model)
             except UnsupportedError:
                 if not any(t.requires_grad for t in seen.captured):  # these the trace must know of beforehand
                     raise
@@ -106,17 +145,8 @@ def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 seen.written.put_back()
         more = [t for t in seen.captured if t.is_leaf and outside_vmap(t) is t]
         if not more or (captured and not any(t.requires_grad for t in more)):
-            break  # made anew in each run: constants
+            return graph, results, seen, captured
         captured += more
-    sources = [Source("input", k) for k in range(len(inputs))] + [
-        Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
-    ]
-    held = _held(model, captured)
-    sources += [Source("buffer", held[id(t)]) if id(t) in held else Source("constant", t) for t in captured]
-    written = (*(name for name, t in own.items() if seen.written.changed(t)), *held.values())
-    called = replace(structure[-1], written=written)
-    b = _Reader(graph, sources, list(seen.calls)).read(len(results), called, seen.reads, notes)
-    return b, [t.detach() for t in results]
 
 
 def is_pure(model: torch.nn.Module) -> bool:

@@ -225,6 +225,7 @@ class _Probe:
             tuple(self.storages),
             tuple(self.facts),
             b.notes,
+            made_by=(*b.made_by, "probe"),
         )
 
 

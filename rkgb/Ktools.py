@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,7 @@ from rkgb.cost.layouts import differentiated
 from rkgb.cost.measure import Cost, measure_nodes
 from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.graphs import S_graph
+from rkgb.listing import header
 from rkgb.notebook import Drawn
 from rkgb.probe.contexts import context_storages
 from rkgb.randomness import drawn_by, state_bytes
@@ -87,6 +88,7 @@ class K_graph(Drawn):
     usage: Usage
     missing: frozenset[int]
     idle: frozenset[int] = frozenset()
+    made_by: tuple[str, ...] = field(default=(), compare=False)
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -100,7 +102,7 @@ class K_graph(Drawn):
         assert all(a.after == b.before for a, b in itertools.pairwise(chain))
 
     def __str__(self) -> str:
-        lines = []
+        lines = [header("K", self.made_by)]
         for node in self.nodes:
             made = ", ".join(f"{self.data[d].name}:{self.data[d].bytes}" for d in node.makes)
             lines.append(f"fwd {node.name}({', '.join(self.data[d].name for d in node.reads)}) -> {made or '()'}")
@@ -172,6 +174,7 @@ def S_to_K(
         usage,
         missing,
         idle,
+        (*s.made_by, "S_to_K"),
     )
     k.verify()
     return k
@@ -189,7 +192,8 @@ def with_extra(k: K_graph, turned: K_graph) -> K_graph:
 
     both = zip(k.nodes, turned.nodes, strict=True)
     return dataclasses.replace(
-        k, nodes=tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both)
+        k,
+        nodes=tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both),
     )
 
 

@@ -1,105 +1,55 @@
 """The graphs: B (basic), D (data flow), S (simplified), as immutable values.
 
-A *value* is what one assignment of the traced program defines; it is referred to by its index,
-written ``Ref(i)``. Node arguments are constants, ``Ref``s, or lists and tuples of them.
+Each says in ``made_by`` which passes made it, in order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from rkgb.listing import annotation, format_program, header
+from rkgb.nodes import (
+    Facts,
+    Mode,
+    Node,
+    Ref,
+    S_node,
+    Saved,
+    Source,
+    Storage,
+    Value,
+    refs,
+    substitute,
+)
 from rkgb.notebook import Drawn
 from rkgb.trace.code import Code
 
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A use of value ``index``."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """The state of PyTorch that an operation runs in: grad mode, autocast per device type, kernels of attention.
-
-    ``autocast`` is a tuple of (device type, dtype) of the device types for which it is on. ``attention`` is what
-    ``torch.nn.attention.sdpa_kernel`` sets (see ``rkgb/trace/capture.py``), empty for what it was when rkgb was
-    imported.
-    """
-
-    grad: bool = True
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
-    attention: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a value comes from that no operation makes.
-
-    ``kind`` is "input" (``key``: position among the flattened tensor inputs), "parameter" or "buffer" (``key``:
-    qualified name; other attributes that hold a tensor count as buffers), or "constant" (``key``: the tensor itself).
-    """
-
-    kind: str
-    key: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One assignment: ``outputs = op(*args, **kwargs)``.
-
-    ``several``: the operation returns a list or tuple, whose elements are the outputs.
-    ``line``: the user's source line, "file.py:12". ``path``: the qualified name of the submodule that runs it, empty
-    for the module itself. ``label``: the display name, from D on (see ``rkgb/probe/names.py``).
-    """
-
-    op: Callable[..., Any]
-    name: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    outputs: tuple[int, ...]
-    several: bool
-    mode: Mode
-    line: str
-    path: str = ""
-    label: str = field(default="", compare=False)
-    _reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        found = refs(self.args)
-        for _, a in self.kwargs:
-            found += refs(a)
-        object.__setattr__(self, "_reads", tuple(dict.fromkeys(found)))
-
-    def reads(self) -> tuple[int, ...]:
-        """Indices of the values read, in order of first use."""
-        return self._reads
-
-
-def refs(arg: Any) -> list[int]:
-    """The values that an argument refers to."""
-    if isinstance(arg, Ref):
-        return [arg.index]
-    if isinstance(arg, (list, tuple)):
-        return [v for a in arg if isinstance(a, (Ref, list, tuple)) for v in refs(a)]
-    return []
-
-
-def substitute(arg: Any, put: Callable[[int], Any]) -> Any:
-    """``arg`` with every ``Ref(i)`` replaced by ``put(i)``."""
-    if isinstance(arg, Ref):
-        return put(arg.index)
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(substitute(a, put) for a in arg)
-    return arg
+__all__ = [
+    "B_graph",
+    "D_graph",
+    "Facts",
+    "Mode",
+    "Node",
+    "Ref",
+    "S_graph",
+    "S_node",
+    "Saved",
+    "Source",
+    "Storage",
+    "Structure",
+    "Value",
+    "format_program",
+    "refs",
+    "substitute",
+]
 
 
 @dataclass(frozen=True)
@@ -138,6 +88,7 @@ class B_graph(Drawn):
     structure: Structure
     notes: tuple[str, ...] = ()
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    made_by: tuple[str, ...] = field(default=(), compare=False)
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -150,55 +101,7 @@ class B_graph(Drawn):
         assert set(self.outputs) <= defined, "an output is never defined"
 
     def __str__(self) -> str:
-        return format_program(self.names, self.nodes, self.outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What is known of a tensor value after one run.
-
-    ``storage`` indexes the graph's storages; values with the same storage share memory.
-    ``requires_grad`` is the tensor's own answer. ``bytes`` is the tensor's, not the storage's.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    storage: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """One allocation. ``owner``: the node that allocates it, or None for inputs, parameters, buffers, constants."""
-
-    bytes: int
-    owner: int | None
-    source: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What autograd saves when a node runs: known storages, and those private to the node (bytes of each)."""
-
-    storages: tuple[int, ...]
-    private: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What one run of a D node showed. ``writes``: storages changed in place; ``random``: it drew random numbers;
-    ``unseen``: from a state that nobody can read or put back. ``context``: what an ``autograd.Function`` keeps as
-    attributes.
-    """
-
-    writes: tuple[int, ...]
-    random: bool
-    saved: Saved
-    unseen: bool = False
-    context: Saved = Saved((), ())
+        return f"{header('B', self.made_by)}\n{format_program(self.names, self.nodes, self.outputs)}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -222,6 +125,7 @@ class D_graph(Drawn):
     notes: tuple[str, ...] = ()
     storage_names: tuple[str, ...] = ()
     ran: Mapping[str, int] = field(default_factory=dict, compare=False)
+    made_by: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def first_value(self) -> dict[int, int]:
@@ -241,31 +145,7 @@ class D_graph(Drawn):
             assert used or node.name == "guard", f"{node.name} is dead"
 
     def __str__(self) -> str:
-        return format_program(self.names, self.nodes, self.outputs, self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class S_node:
-    """One real operation with its body: the views and in-place operations on its result; or a guard; or a view of
-    another node's result that is taken much later.
-
-    ``ops``: indices of D nodes, in the order of the program. ``reads``: values of other nodes or
-    sources; ``makes``: values that other nodes read or that are outputs. ``storages``: those of
-    ``makes`` that the node allocates. ``saved``: what its backward reads. ``fixed``: it runs once and
-    is never run again (it changes a buffer, or needs no gradient and nothing with a gradient).
-    ``name``: of the operation; ``label``: its display name, that of one of its operations.
-    """
-
-    name: str
-    ops: tuple[int, ...]
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    storages: tuple[int, ...]
-    saved: Saved
-    requires_grad: bool
-    random: bool
-    fixed: bool
-    label: str = ""
+        return f"{header('D', self.made_by)}\n{format_program(self.names, self.nodes, self.outputs, self.values)}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -280,6 +160,7 @@ class S_graph(Drawn):
     d: D_graph
     nodes: tuple[S_node, ...]
     blocks: tuple[tuple[int, int], ...] = ()
+    made_by: tuple[str, ...] = field(default=(), compare=False)
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -314,46 +195,69 @@ class S_graph(Drawn):
         """The same graph, cut into ``blocks``."""
         return dataclasses.replace(self, blocks=blocks)
 
+    def usual_label(self, i: int) -> str:
+        """The label that most nodes have: the name of what node i makes; empty if it makes nothing."""
+        node = self.nodes[i]
+        if node.storages:
+            return self.d.storage_names[node.storages[0]]
+        return self.shown[node.makes[0]] if node.makes else ""
+
+    def main(self, i: int) -> Node:
+        """The operation that node i is named after."""
+        ops = [self.d.nodes[op] for op in self.nodes[i].ops]
+        return next((op for op in ops if op.label == self.nodes[i].label), ops[0])
+
     def __str__(self) -> str:
-        starts = {a: k for k, (a, _) in enumerate(self.blocks)}
-        lines = []
-        for i, node in enumerate(self.nodes):
-            if i in starts:
-                lines.append(f"# block {starts[i]}")
-            flags = "".join(f"  [{flag}]" for flag in ("random", "fixed") if getattr(node, flag)) + (
-                "" if node.requires_grad else "  [no grad]"
-            )
-            saved = [self.d.storage_names[s] for s in node.saved.storages]
-            private = [f"{b} bytes" for b in node.saved.private]
-            makes, reads = (", ".join(self.shown[v] for v in values) for values in (node.makes, node.reads))
-            lines.append(
-                f"{makes or '()'} = {node.name}({reads})  # saves {', '.join(saved + private) or 'nothing'}{flags}"
-            )
-        return "\n".join([*lines, f"return {', '.join(self.shown[v] for v in self.d.outputs)}"])
+        """The graph as text, which ``rkgb.Stools.parse_S`` reads back."""
+        return "\n".join(_text_of_S(self))
 
 
-def format_program(
-    names: tuple[str, ...], nodes: tuple[Node, ...], outputs: tuple[int, ...], values: dict[int, Value] | None = None
-) -> str:
-    """The nodes as a readable program, one assignment a line, with the user's source line behind it."""
+def _text_of_S(s: S_graph) -> Iterator[str]:
+    devices = Counter(value.device for value in s.d.values.values())
+    device = devices.most_common(1)[0][0] if devices else torch.device("cpu")
+    yield header("S", s.made_by) + (f", on {device}" if device.type != "cpu" else "")
+    told: set[int] = set()  # storages that the text has named
 
-    def show(arg: Any) -> str:
-        if isinstance(arg, Ref):
-            return names[arg.index]
-        if isinstance(arg, (list, tuple)):
-            return "[" + ", ".join(show(a) for a in arg) + "]"
-        if isinstance(arg, torch.Tensor):
-            return f"tensor({arg.item()})" if arg.numel() == 1 else f"tensor{list(arg.shape)}"
-        return str(arg)
+    def defined(v: int, grad: bool) -> str:
+        value, name = s.d.values[v], s.shown[v]
+        storage, memory = s.d.storage_names[value.storage], s.d.storages[value.storage]
+        new = value.storage not in told
+        told.add(value.storage)
+        size = memory.bytes if new and memory.bytes != value.bytes else None
+        grad = grad and (value.dtype.is_floating_point or value.dtype.is_complex)
+        return f"{name}: {annotation(value, grad, storage if storage != name else '', size, device)}"
 
-    lines = []
-    for node in nodes:
-        arguments = [show(a) for a in node.args] + [f"{k}={show(a)}" for k, a in node.kwargs]
-        left = ", ".join(names[v] for v in node.outputs) or "()"
-        kind = ""
-        if values and node.outputs and node.outputs[0] in values:
-            v = values[node.outputs[0]]
-            kind = f": {str(v.dtype)[6:]}{list(v.shape)}"
-        name = str(node.op) if node.name == "guard" else node.name
-        lines.append(f"{left}{kind} = {name}({', '.join(arguments)})" + (f"  # {node.line}" if node.line else ""))
-    return "\n".join([*lines, f"return {', '.join(names[v] for v in outputs)}"])
+    for v, source in sorted(s.d.sources.items()):
+        given = f" {source.key}" if source.kind == "input" else ""
+        yield f"{defined(v, source.kind == 'parameter')} = {source.kind}{given}"
+    starts = {start: f"# block {b}" for b, (start, _) in enumerate(s.blocks)}
+    for i, node in enumerate(s.nodes):
+        if i in starts:
+            yield starts[i]
+        makes = ", ".join(defined(v, node.requires_grad) for v in node.makes) or "()"
+        label = "" if node.label == s.usual_label(i) else f"{node.label}: "
+        comment = "; ".join(_facts_of(s, i))
+        reads = ", ".join(s.shown[v] for v in node.reads)
+        yield f"{makes} = {label}{node.name}({reads})" + (f"  # {comment}" if comment else "")
+    yield f"return {', '.join(s.shown[v] for v in s.d.outputs)}"
+
+
+def _facts_of(s: S_graph, i: int) -> Iterator[str]:
+    """What the text says behind node i."""
+    node = s.nodes[i]
+    facts = [s.d.facts[op] for op in node.ops]
+
+    def memory(storages: Iterable[int], private: Iterable[int]) -> str:
+        return ", ".join([*(s.d.storage_names[x] for x in storages), *(f"{size} bytes" for size in private)])
+
+    yield from filter(None, [s.main(i).line])
+    if saved := memory(node.saved.storages, node.saved.private):
+        yield f"saves {saved}"
+    contexts = [f.context for f in facts]
+    if kept := memory((x for c in contexts for x in c.storages), (size for c in contexts for size in c.private)):
+        yield f"keeps {kept}"
+    written = dict.fromkeys(x for f in facts for x in f.writes if s.d.storages[x].owner is None)
+    if written:
+        yield f"writes {memory(written, ())}"
+    flags = {"random": node.random, "fixed": node.fixed, "no grad": not node.requires_grad}
+    yield from (flag for flag, holds in flags.items() if holds)

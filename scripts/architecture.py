@@ -77,7 +77,7 @@ def _program(plan: Plan, program: Program) -> Iterator[str]:
     names, data = [n.name for n in plan.graph.nodes], [d.name for d in plan.graph.data]
     for i, code in enumerate(program.nodes):
         kept = "autograd keeps what it saves" if code.native else "autograd keeps slots"
-        dropped = "".join(f", then drop {program.s.d.names[v]}" for v in code.gone)
+        dropped = "".join(f", then drop {program.s.shown[v]}" for v in code.gone)
         yield f"forward {names[i]}: {kept}{dropped}"
     given = set(program.given)
     if given:

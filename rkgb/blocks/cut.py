@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ def cut(s: S_graph, target: int = 12, largest: int = 24) -> S_graph:
     pieces = list(itertools.pairwise(points))
     number: dict[object, int] = {}
     kinds = [number.setdefault(key, len(number)) for key in block_keys(s.with_blocks(tuple(pieces)))]
-    return s.with_blocks(tuple(_Merger(count, bytes_at, target, largest).merge(pieces, kinds)))
+    blocks = tuple(_Merger(count, bytes_at, target, largest).merge(pieces, kinds))
+    return dataclasses.replace(s, blocks=blocks, made_by=(*s.made_by, "cut"))
 
 
 def _crossing(s: S_graph, count: list[int], largest: int) -> tuple[list[set[int]], set[int]]:

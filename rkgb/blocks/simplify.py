@@ -31,7 +31,7 @@ def D_to_S(d: D_graph) -> S_graph:
     changed = _changed_sources(d)
     for index, ops in enumerate(groups):
         nodes.append(_node(d, ops, index, uses, clean, changed))
-    s = S_graph(d, tuple(nodes), ((0, len(nodes)),) if nodes else ())
+    s = S_graph(d, tuple(nodes), ((0, len(nodes)),) if nodes else (), (*d.made_by, "D_to_S"))
     s.verify()
     return s
 

@@ -42,7 +42,7 @@ def other_draws(watch: Watch, *, refuse: bool = False) -> Iterator[list[str]]:
             found.append(PYTHON)
             if alone:
                 random.setstate(before[0])
-        if _numpy_state() != before[1]:
+        if before[1] and _numpy_state() != before[1]:  # its first import meanwhile is no draw
             found.append(NUMPY)
             _set_numpy_state(before[2])
 

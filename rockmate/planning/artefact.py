@@ -69,7 +69,7 @@ class SavedPlan:
             )
         missing = frozenset(v for v, x in s.d.sources.items() if x.key in self.missing)
         figures = self.outputs, self.output_bytes, self.held, self.returned, self.usage, missing, self.idle
-        k = K_graph(s, self.nodes, self.data, *figures)
+        k = K_graph(s, self.nodes, self.data, *figures, made_by=(*s.made_by, "read_plan"))
         k.verify()
         warm(s, model, tensors_of(call_of(sample, sample_kwargs)))
         return Graphs(b, d, s, tuple(classes(s)), k)

@@ -119,8 +119,13 @@ class Plan:
         )
 
     def program(self) -> str:
-        """The schedule as a readable program."""
-        return format_schedule(self.problem, self.schedule)
+        """The schedule as a program: one step a line, with its memory and the user's source line.
+
+        ``fwd`` and ``bwd`` run the forward and the backward of a node. ``del`` frees a tensor. "recompute" marks second
+        runs. ``solvers.parse_schedule(plan.problem, text)`` reads it back.
+        """
+        s = self.graph.s
+        return format_schedule(self.problem, self.schedule, [s.main(i).line for i in range(len(s.nodes))])
 
     def problem_with_usual_loss(self) -> Problem:
         """The problem whose walk has the predicted peak."""
