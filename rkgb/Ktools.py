@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -131,46 +132,17 @@ def S_to_K(
     if missing is None:
         missing = _without_grad(s, model)
     idle = _idle(s, usage)
-    data: list[K_data] = []
-    of_storage: dict[int, int] = {}
-    private: dict[int, int] = {}
-    for i, node in enumerate(s.nodes):
-        for storage in node.storages:
-            of_storage[storage] = len(data)
-            data.append(K_data(s.d.storage_names[storage], s.d.storages[storage].bytes, i, storage))
-        if node.saved.private and (costs[i].results or i in idle):
-            private[i] = len(data)
-            data.append(K_data(f"{node.label}.saved", sum(node.saved.private), i, None))
-    backwards = _backwards(s, costs, usage.root_values(s.d), missing, of_storage, private)
-    nodes = []
-    for i, node in enumerate(s.nodes):
-        reads = [of_storage[x] for x in dict.fromkeys(s.d.values[v].storage for v in node.reads) if x in of_storage]
-        makes = [of_storage[x] for x in node.storages] + ([private[i]] if i in private else [])
-        random_bytes = state_bytes(drawn_by(s, i))
-        # A second run of a random node keeps the generators' present states meanwhile.
-        peak = max(costs[i].forward_peak, sum(data[d].bytes for d in makes)) + random_bytes
-        time = costs[i].forward_time
-        nodes.append(
-            K_node(node.label, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes)
-        )
-    outputs = dict.fromkeys(s.d.values[v].storage for v in s.d.outputs)
-    outputs = dict.fromkeys(of_storage[x] for x in outputs if x in of_storage)
-    held = {of_storage[x] for x in usage.held_storages(s.d) | context_storages(s) if x in of_storage}
-    saved = {i: [of_storage[x] for x in s.nodes[i].saved.storages if x in of_storage] for i in idle}
-    for i in idle.intersection(private):
-        saved[i].append(private[i])
-    with_graph = [s.d.outputs[k] for k in differentiable(s.d) if k in usage.attached]
-    for i, results in enumerate(differentiated(s, with_graph)):
-        held.update(saved[i] if i in idle and results else ())
-    all_held = dict.fromkeys((*(d for d in outputs if d in held), *sorted(held)))
+    memory = _memory(s, costs, idle)
+    backwards = _backwards(s, costs, usage.root_values(s.d), missing, memory)
+    held, returned = _until_when(s, usage, idle, memory)
     k = K_graph(
         s,
-        tuple(nodes),
-        tuple(data),
-        tuple(outputs),
+        tuple(_node(s, i, costs[i], memory, backward) for i, backward in enumerate(backwards)),
+        tuple(memory.data),
+        memory.outputs(s),
         sum(s.d.values[v].bytes for v in usage.root_values(s.d)),
-        tuple(all_held),
-        tuple(d for d in dict.fromkeys((*outputs, *(d for i in sorted(idle) for d in saved[i]))) if d not in held),
+        held,
+        returned,
         usage,
         missing,
         idle,
@@ -178,6 +150,65 @@ def S_to_K(
     )
     k.verify()
     return k
+
+
+class _Memory(NamedTuple):
+    """The data, and which of them is a storage, by the storage, or what only a node's backward reads, by the node."""
+
+    data: list[K_data]
+    of_storage: dict[int, int]
+    private: dict[int, int]
+
+    def of(self, storages: Iterable[int]) -> tuple[int, ...]:
+        """The data of ``storages``, each once; sources' memory is no data."""
+        return tuple(self.of_storage[x] for x in dict.fromkeys(storages) if x in self.of_storage)
+
+    def private_to(self, i: int) -> tuple[int, ...]:
+        return (self.private[i],) if i in self.private else ()
+
+    def saved_by(self, s: S_graph, i: int) -> tuple[int, ...]:
+        """What the backward of node i reads."""
+        return (*self.of(s.nodes[i].saved.storages), *self.private_to(i))
+
+    def outputs(self, s: S_graph) -> tuple[int, ...]:
+        return self.of(s.d.values[v].storage for v in s.d.outputs)
+
+
+def _memory(s: S_graph, costs: Sequence[Cost], idle: frozenset[int]) -> _Memory:
+    """The data in the order in which nodes make them."""
+    memory = _Memory([], {}, {})
+    for i, node in enumerate(s.nodes):
+        for storage in node.storages:
+            memory.of_storage[storage] = len(memory.data)
+            memory.data.append(K_data(s.d.storage_names[storage], s.d.storages[storage].bytes, i, storage))
+        if node.saved.private and (costs[i].results or i in idle):
+            memory.private[i] = len(memory.data)
+            memory.data.append(K_data(f"{node.label}.saved", sum(node.saved.private), i, None))
+    return memory
+
+
+def _node(s: S_graph, i: int, cost: Cost, memory: _Memory, backward: K_backward | None) -> K_node:
+    """Node i. A second run of a random node keeps the generators' present states meanwhile."""
+    node = s.nodes[i]
+    reads = memory.of(s.d.values[v].storage for v in node.reads)
+    makes = (*memory.of(node.storages), *memory.private_to(i))
+    random_bytes = state_bytes(drawn_by(s, i))
+    peak = max(cost.forward_peak, sum(memory.data[d].bytes for d in makes)) + random_bytes
+    return K_node(node.label, reads, makes, cost.forward_time, peak, backward, not node.fixed, random_bytes)
+
+
+def _until_when(
+    s: S_graph, usage: Usage, idle: frozenset[int], memory: _Memory
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The data that stay until the backward ends, and of the others those that stay until the loss is computed."""
+    outputs = memory.outputs(s)
+    held = set(memory.of(usage.held_storages(s.d) | context_storages(s)))
+    with_graph = [s.d.outputs[k] for k in differentiable(s.d) if k in usage.attached]
+    for i, results in enumerate(differentiated(s, with_graph)):
+        held.update(memory.saved_by(s, i) if i in idle and results else ())
+    returned = dict.fromkeys((*outputs, *(d for i in sorted(idle) for d in memory.saved_by(s, i))))
+    all_held = dict.fromkeys((*(d for d in outputs if d in held), *sorted(held)))
+    return tuple(all_held), tuple(d for d in returned if d not in held)
 
 
 def with_extra(k: K_graph, turned: K_graph) -> K_graph:
@@ -224,18 +255,15 @@ def _backwards(
     costs: Sequence[Cost],
     roots: Sequence[int],
     missing: frozenset[int],
-    of_storage: dict[int, int],
-    private: dict[int, int],
+    memory: _Memory,
 ) -> list[K_backward | None]:
     """The backwards, with gradient memory as autograd's buffers take it."""
     buffers = _Buffers(s, costs, roots, missing)
     found: list[K_backward | None] = [None] * len(s.nodes)
     for i in reversed(range(len(s.nodes))):
         if costs[i].results:
-            saved = [of_storage[x] for x in s.nodes[i].saved.storages if x in of_storage]
-            reads = (*saved, *((private[i],) if i in private else ()))
             before, peak, after = buffers.backward(i)
-            found[i] = K_backward(reads, costs[i].backward_time, before, peak, after)
+            found[i] = K_backward(memory.saved_by(s, i), costs[i].backward_time, before, peak, after)
     return found
 
 

@@ -35,8 +35,6 @@ def print_graph(
         TypeError: ``g`` is no graph.
         ValueError: ``render_format`` is none of these.
     """
-    import graphviz
-
     if not isinstance(g, Graph | Graphs):
         raise TypeError(
             f"{type(g).__name__} is no graph: give one of the graphs B, D, S, K or what make_all_graphs made"
@@ -51,26 +49,40 @@ def print_graph(
     else:
         source = folder / f"{name}.gv"
         source.write_text(_picture(g).source, encoding="utf-8")
-        try:
-            graphviz.render("dot", render_format, source, outfile=path)
-        except (graphviz.ExecutableNotFound, graphviz.CalledProcessError) as error:
-            missing = isinstance(error, graphviz.ExecutableNotFound)
-            reason = "the program dot is not installed" if missing else f"the program dot failed: {error}"
-            remedy = (
-                "install Graphviz (for example: apt install graphviz) and call again" if missing else "open that file"
-            )
-            warnings.warn(
-                f"{reason}; {source} was written, but not {path.name}; {remedy}, or pass render_format='text'",
-                RenderWarning,
-                stacklevel=2,
-            )
+        if not _rendered(source, path, render_format):
             return source
     if open:
-        try:
-            graphviz.view(str(path))
-        except OSError as error:
-            warnings.warn(f"{path} was written, but there is no viewer: {error}", RenderWarning, stacklevel=2)
+        _view(path)
     return path
+
+
+def _rendered(source: Path, path: Path, render_format: str) -> bool:
+    """Whether the ``dot`` program made the picture; warns the caller of ``print_graph`` if not."""
+    import graphviz
+
+    try:
+        graphviz.render("dot", render_format, source, outfile=path)
+    except (graphviz.ExecutableNotFound, graphviz.CalledProcessError) as error:
+        missing = isinstance(error, graphviz.ExecutableNotFound)
+        reason = "the program dot is not installed" if missing else f"the program dot failed: {error}"
+        remedy = "install Graphviz (for example: apt install graphviz) and call again" if missing else "open that file"
+        warnings.warn(
+            f"{reason}; {source} was written, but not {path.name}; {remedy}, or pass render_format='text'",
+            RenderWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
+def _view(path: Path) -> None:
+    """Show the file; warns the caller of ``print_graph`` where there is no viewer."""
+    import graphviz
+
+    try:
+        graphviz.view(str(path))
+    except OSError as error:
+        warnings.warn(f"{path} was written, but there is no viewer: {error}", RenderWarning, stacklevel=3)
 
 
 def print_all_graphs(
