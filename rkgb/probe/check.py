@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.Btools import State, changed_again, left_as_it_is
 from rkgb.Dtools import Probed, probe
 from rkgb.errors import MismatchError
 from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.program import run_node, same, source_values
+from rkgb.trace.attributes import State, changed_again, left_as_it_is
 from rkgb.trace.capture import attributes_preserved, drop_saved, preserved
 from rkgb.trace.guards import GuardFailed
 from rkgb.trace.patches import traceable
