@@ -1,7 +1,7 @@
-"""B: the module as the program that torch.jit records, each assignment one node.
+"""B: the module as the program that torch.jit records, one node for each assignment.
 
-torch.jit.trace gives the same graph, but bakes parameters in as attributes and loses the grad mode;
-here parameters, buffers and captured tensors are inputs of the trace, so a tied weight is one value.
+``torch.jit.trace`` would make parameters attributes of the graph and lose the grad mode. Here parameters, buffers and
+captured tensors are inputs of the traced function, so that a tied weight is one value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rkgb.trace.record import record
 from rkgb.trace.respelled import constant, data_of
 from rkgb.trees import flatten, map_tensors, unflatten
 
-# Results that Python reads from a tensor's shape, not its data: their operations run when the graph is built.
+# Python reads these results from a tensor's shape, not from its data. D computes them once and keeps the numbers.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "NumToTensor": torch.tensor,
     "ScalarImplicit": lambda t: t.item(),
@@ -45,17 +45,20 @@ _UNPACK = ("prim::ListUnpack", "prim::TupleUnpack")
 
 
 def make_B(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> B_graph:
-    """Trace ``model`` on ``sample``; buffers, inputs and random state are as before afterwards. See ``trace``."""
+    """Trace ``model`` on ``sample``. Buffers, inputs and random state are restored. Errors: see ``trace``."""
     return trace(model, *call_of(sample, sample_kwargs))[0]
 
 
 def trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[B_graph, list[torch.Tensor]]:
     """The B graph of ``model(*args, **kwargs)``, and the outputs of the module itself on this sample.
 
-    The module runs once, traced, with gradients on but nothing saved for backward; a second time where
-    it uses tensors that are neither inputs nor its own, which the trace must know of. What its Python reads
-    from tensors becomes guards. Raises ``UnsupportedError`` where a trace cannot follow, ``TypeError`` if ``model`` is
-    no module.
+    The module runs once under the tracer, in grad mode, with no tensor saved for backward. It runs again if it uses
+    tensors that are neither inputs nor its own: these must be inputs of the trace. A value that its Python reads from a
+    tensor becomes a guard.
+
+    Raises:
+        UnsupportedError: the tracer cannot record what the module does.
+        TypeError: ``model`` is no module.
     """
     check_module(model)
     forward = _Forward(model, args, kwargs)
@@ -149,7 +152,7 @@ def _recorded(
 
 
 def is_pure(model: torch.nn.Module) -> bool:
-    """Whether ``model`` says that it is a program of tensors, so that nothing of its Python needs to be watched."""
+    """Whether the class of ``model`` says that its Python only calls operations on tensors, and needs no watching."""
     return bool(getattr(type(model), "pure", False))
 
 
@@ -176,7 +179,7 @@ class _Reader:
         self.graph, self.calls = graph, calls
         self.names: list[str] = []
         self.taken: dict[str, int] = {}
-        self.env: dict[str, Any] = {}  # what stands for each jit value: a constant, a Ref, or a list of them
+        self.env: dict[str, Any] = {}  # jit value -> constant, Ref, or list of these
         self.nodes: list[Node] = []
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.sources: dict[int, Source] = {}
@@ -240,10 +243,10 @@ class _Reader:
             self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line, path))
 
     def _put_guards(self, reads: Sequence[HostRead], marked: list[int]) -> None:
-        """The nodes that mark random draws go; those that mark what Python read become guards, each at its place."""
+        """Remove the nodes that mark random draws; replace those that mark a read by Python with guards."""
         maker = {v: n for n in self.nodes for v in n.outputs}
         draws = len(marked) - sum(len(r.markers()) for r in reads)
-        gone: dict[int, Node | None] = {id(maker[v]): None for v in marked[:draws]}  # or what takes its place
+        replaced: dict[int, Node | None] = {id(maker[v]): None for v in marked[:draws]}  # None: removed
         left = iter(marked[draws:])
         for read in reads:
             markers = [maker[next(left)] for _ in read.markers()]
@@ -251,14 +254,14 @@ class _Reader:
             args = map_tensors(read.args, lambda _: next(origin))  # noqa: B023 - called at once
             kwargs = map_tensors(read.kwargs, lambda _: next(origin))  # noqa: B023
             guard = Guard(read.function, read.name, read.value, read.line)
-            gone.update({id(m): None for m in markers})
+            replaced.update({id(m): None for m in markers})
             last = markers[-1]
             called = tuple(kwargs.items())
-            gone[id(last)] = Node(guard, "guard", args, called, (), False, last.mode, read.line, last.path)
-        self.nodes = [n for node in self.nodes if (n := gone.get(id(node), node)) is not None]
+            replaced[id(last)] = Node(guard, "guard", args, called, (), False, last.mode, read.line, last.path)
+        self.nodes = [n for node in self.nodes if (n := replaced.get(id(node), node)) is not None]
 
     def _unpack(self, ref: Ref, outputs: list[Any]) -> None:
-        """The operation that returned the list defines its elements instead."""
+        """Replace the list that an operation returned by its elements, which become the operation's outputs."""
         at = next(k for k in reversed(range(len(self.nodes))) if ref.index in self.nodes[k].outputs)
         node = self.nodes[at]
         if node.several:

@@ -1,8 +1,8 @@
-"""D: the data-flow graph. One run of the B program shows what each operation reads, shares, changes and saves.
+"""D: the data-flow graph. One run of B shows what each operation reads, shares, changes and saves.
 
-Schemas do not tell all of it (dropout returns its input when p is 0, batch_norm changes its statistics
-unannounced), so the run decides: storages, version counters, contents of buffers, generator states. What a schema
-announces counts as well: a fake quantization writes statistics that on one sample may come out as they were.
+An operator's schema does not say everything: dropout returns its input if p is 0, batch norm changes its statistics.
+So storages, version counters, contents of buffers and generator states are compared before and after each operation.
+The writes that a schema declares count, too: an observer of quantization may write the value that was there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rkgb.probe.contexts import context_tensors, next_number
 from rkgb.probe.decompose import is_split, split
 from rkgb.probe.names import with_display_names
 from rkgb.program import run_node, same, source_values
-from rkgb.randomness import Drawn, draws_unseen, node_generators, random_state, watched_devices
+from rkgb.randomness import RandomSource, draws_unseen, node_generators, random_state, watched_devices
 from rkgb.sample import Sample, call_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import drop_saved, preserved
@@ -31,12 +31,16 @@ _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", 
 
 
 def B_to_D(b: B_graph, model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> D_graph:
-    """Run ``b`` once on the sample and keep what it showed. Memory: that of inference."""
+    """Run ``b`` once on the sample, with no tensors saved, and record values, storages and facts of nodes.
+
+    Peak memory is that of inference. Raises ``TraceError`` for an operation that returns no tensor, and
+    ``UnsupportedError`` for sparse and nested tensors.
+    """
     return probe(b, model, tensors_of(call_of(sample, sample_kwargs))).graph
 
 
 class Probed(NamedTuple):
-    """What one run showed: D, the outputs, and whether torch itself read numbers from tensors, which D guards."""
+    """The result of a run: D, the outputs, and whether torch itself read numbers from tensors (D guards these)."""
 
     graph: D_graph
     outputs: list[torch.Tensor]
@@ -44,7 +48,7 @@ class Probed(NamedTuple):
 
 
 def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Probed:
-    """Run ``b`` on ``inputs``."""
+    """Run ``b`` on ``inputs``, and record what each node does. Buffers, inputs and random state are restored."""
     with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
         run = _Probe(b, source_values(b.sources, model, inputs))
         for index, node in enumerate(b.nodes):
@@ -92,14 +96,14 @@ class _Generators:
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self.devices = devices
-        self.states: dict[Drawn, torch.Tensor] = {}
+        self.states: dict[RandomSource, torch.Tensor] = {}
 
-    def of(self, node: Node) -> dict[Drawn, torch.Tensor]:
+    def of(self, node: Node) -> dict[RandomSource, torch.Tensor]:
         """The states before ``node`` runs."""
-        drawn: list[Drawn] = [*self.devices, *node_generators(node)]
+        drawn: list[RandomSource] = [*self.devices, *node_generators(node)]
         return {x: self.states[x] if x in self.states else random_state(x) for x in drawn}
 
-    def moved(self, before: dict[Drawn, torch.Tensor]) -> bool:
+    def moved(self, before: dict[RandomSource, torch.Tensor]) -> bool:
         """Whether a state is another one than ``before``."""
         self.states.update((x, random_state(x)) for x in before)
         return any(not torch.equal(state, self.states[x]) for x, state in before.items())
@@ -252,9 +256,10 @@ def _check_results(node: Node, results: tuple[Any, ...]) -> None:
 
 
 def announced_writes(node: Node) -> set[int]:
-    """The values that the operation writes to by its schema, unless it is in place, which version counters tell.
+    """The values that the operation writes to by its schema.
 
-    What returns nothing (``retain_grad``, ``record_stream``) changes no contents.
+    In-place operations are left out, since version counters show their writes. An operation that returns nothing
+    (``retain_grad``, ``record_stream``) changes no contents.
     """
     schema = getattr(node.op, "_schema", None)
     if schema is None or not schema.returns or node.name.endswith("_"):
@@ -269,7 +274,7 @@ def _refuse(_: None) -> torch.Tensor:
 
 
 def _without_dead(d: D_graph) -> D_graph:
-    """Drop nodes that nothing needs: no output, no change of a buffer or input, no random numbers."""
+    """Remove the nodes that neither make a needed value, nor change a buffer or an input, nor draw random numbers."""
     needed = set(d.outputs)
     written: set[int] = {d.values[v].storage for v in d.outputs} | {
         s for s, storage in enumerate(d.storages) if storage.owner is None

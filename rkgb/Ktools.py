@@ -1,7 +1,7 @@
-"""K: forward and backward computations with their costs, over the data that live between them.
+"""K: forward and backward computations with their costs, and the data that live between them.
 
-Gradient memory does not depend on which activations are kept: backwards run in the reverse of one
-order. It is therefore computed here once, by following autograd's rules for gradient buffers.
+The backwards run in one order, the reverse of the forwards. Gradient memory therefore does not depend on which
+activations are kept, and is computed here once (see ``rkgb/gradients.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.gradients import GradientBuffers
 from rkgb.graphs import S_graph
 from rkgb.listing import header
-from rkgb.notebook import Drawn
+from rkgb.notebook import Displayed
 from rkgb.probe.contexts import context_storages
 from rkgb.randomness import drawn_by, state_bytes
 from rkgb.sample import Sample, call_of
@@ -29,7 +29,11 @@ from rkgb.trees import tensors_of
 
 @dataclass(frozen=True, slots=True)
 class K_data:
-    """What a node makes and others may need: a result (``storage`` set) or all that only its backward reads."""
+    """Memory that a node makes and that can be freed on its own.
+
+    It is a result (``storage`` is set), or the saved tensors that only the node's own backward reads. ``owner``: the
+    node.
+    """
 
     name: str
     bytes: int
@@ -39,10 +43,11 @@ class K_data:
 
 @dataclass(frozen=True, slots=True)
 class K_backward:
-    """Backward of a node: what it reads, and gradient memory (bytes) before, at the worst moment, and after.
+    """The backward of a node: the data that it reads, its time (ns), and gradient memory (bytes).
 
-    ``peak`` is less than the gradients' by what the node has saved of its own and let go of by then. ``extra``: what
-    comes on top of it if the gradients of the outputs are not contiguous, where that is not known (``Usage.turned``).
+    ``before`` and ``after``: all gradients when it starts and ends. ``peak``: the most that gradients and its own
+    temporary memory take while it runs, less the node's private saved tensors that are freed by then. ``extra``: bytes
+    above ``peak`` if the gradients of the outputs are not contiguous, where that is not known (``Usage.turned``).
     """
 
     reads: tuple[int, ...]
@@ -55,7 +60,12 @@ class K_backward:
 
 @dataclass(frozen=True, slots=True)
 class K_node:
-    """Forward of S node ``i`` (its position) and its backward, if gradients reach it. Times in ns, memory in bytes."""
+    """The forward of an S node, and its backward if gradients reach it. Node i of K is node i of S.
+
+    ``reads``, ``makes``: data. ``time``: of the forward, ns. ``peak``: the most bytes that a forward allocates, its
+    results included. ``rerun``: whether it may be recomputed. ``random_bytes``: of the generators' states that a
+    second run puts back.
+    """
 
     name: str
     reads: tuple[int, ...]
@@ -68,16 +78,17 @@ class K_node:
 
 
 @dataclass(frozen=True, repr=False)
-class K_graph(Drawn):
+class K_graph(Displayed):
     """Forward and backward computations of a whole S graph.
 
-    Invariants: node i belongs to S node i; data are made by their owner and read later only; the
-    gradient bytes after a backward are those before the next. ``outputs``: data that the module returns. Of these, and
-    of what autograd saves for backwards of outputs that get no gradient, the caller holds ``held`` to the end, and
-    releases ``returned`` when the loss has been computed. Held are also data that an ``autograd.Function`` keeps as
-    attributes. ``output_bytes``: gradients from outside, of the roots of
-    ``usage``. ``missing``: sources without ``.grad``, whose gradients stay. ``idle``: nodes that lead only to outputs
-    without gradient.
+    Invariants: node i belongs to S node i; data are made by their owner and read later only; the gradient bytes after
+    a backward are those before the next.
+
+    ``outputs``: data that the module returns. ``held``: data that live until the backward ends: outputs that the caller
+    holds, and what an ``autograd.Function`` keeps as attributes. ``returned``: data that live until the loss is
+    computed: the other outputs, and what autograd saves for outputs without gradient. ``output_bytes``: the gradients
+    of the roots of ``usage``, which come from the caller. ``missing``: sources without ``.grad``; their gradients stay.
+    ``idle``: nodes that lead only to outputs without gradient.
     """
 
     s: S_graph
@@ -123,9 +134,10 @@ def S_to_K(
     usage: Usage | None = None,
     missing: frozenset[int] | None = None,
 ) -> K_graph:
-    """Differentiate ``s``; ``costs`` are measured on ``sample`` unless given, for the same ``usage`` of the outputs.
+    """Forward and backward computations of ``s``, with their costs.
 
-    ``missing``: sources without ``.grad``, by default those that have none now.
+    ``costs``: one for each node, for this ``usage`` of the outputs; by default measured on ``sample``. ``usage``: by
+    default what ``supposed`` says. ``missing``: sources without ``.grad``; by default those that have none now.
     """
     usage = usage or supposed(s.d)
     if costs is None:
@@ -213,7 +225,7 @@ def _until_when(
 
 
 def with_extra(k: K_graph, turned: K_graph) -> K_graph:
-    """``k``, for contiguous gradients, with what those of ``turned`` take beyond it."""
+    """``k``, which is for contiguous gradients, with the bytes that non-contiguous ones (``turned``) take above it."""
 
     def of(a: K_backward | None, b: K_backward | None) -> K_backward | None:
         if a is None or b is None:
@@ -230,7 +242,7 @@ def with_extra(k: K_graph, turned: K_graph) -> K_graph:
 
 
 def _idle(s: S_graph, usage: Usage) -> frozenset[int]:
-    """Nodes that lead only to outputs that get no gradient: autograd saves for their backwards, which do not come."""
+    """Nodes that lead only to outputs without gradient: autograd saves tensors for backwards that never run."""
     every = differentiated(s, [s.d.outputs[k] for k in differentiable(s.d)])
     fed = differentiated(s, usage.root_values(s.d))
     both = enumerate(zip(every, fed, strict=True))
@@ -258,11 +270,11 @@ def _backwards(
     missing: frozenset[int],
     memory: _Memory,
 ) -> list[K_backward | None]:
-    """The backwards, with gradient memory as autograd's buffers take it."""
+    """The backward of each node, None where no gradient arrives."""
     buffers = GradientBuffers(s, costs, roots, missing)
-    found: list[K_backward | None] = [None] * len(s.nodes)
+    backwards: list[K_backward | None] = [None] * len(s.nodes)
     for i in reversed(range(len(s.nodes))):
         if costs[i].results:
             before, peak, after = buffers.backward(i)
-            found[i] = K_backward(memory.saved_by(s, i), costs[i].backward_time, before, peak, after)
-    return found
+            backwards[i] = K_backward(memory.saved_by(s, i), costs[i].backward_time, before, peak, after)
+    return backwards

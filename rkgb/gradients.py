@@ -1,4 +1,7 @@
-"""How many bytes of gradients there are at each moment of the backward phase, by the rules of autograd's engine."""
+"""The bytes of gradients at each moment of the backward phase, by the rules of autograd's engine.
+
+Source of the rules: ``torch/csrc/autograd/input_buffer.cpp`` and ``functions/accumulate_grad.h``.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,29 @@ from rkgb.graphs import S_graph
 
 
 def _written_views(s: S_graph) -> set[int]:
-    """Views of what their own node writes into, beside another result in the same memory.
+    """Results that are views of memory into which their own node writes, beside another result in that memory.
 
-    Autograd makes their history anew where they are used first, so that its backward, which makes a gradient of all of
-    the memory, runs as soon as theirs is there, and not when that of the node does.
+    Autograd rebuilds the history of such a view at its first use. The backward of that history makes a gradient as
+    large as the whole memory, as soon as the view's own gradient is there.
     """
-    found: set[int] = set()
+    views: set[int] = set()
     for node in s.nodes:
         written = {x for op in node.ops for x in s.d.facts[op].writes}
         first: set[int] = set()
         for v in node.makes:
             storage = s.d.values[v].storage
             if storage in written and storage in first:
-                found.add(v)
+                views.add(v)
             first.add(storage)
-    return found
+    return views
 
 
 class GradientBuffers:
-    """Gradients on their way: for each value that awaits its backward, which memory holds its gradient so far.
+    """For each value whose backward has not run yet, the memory that holds its gradient so far.
 
-    The rules are those of autograd's engine: a second contribution is added in place if the first
-    is no view and lies in memory that nothing else refers to, else into new memory; a parameter's
-    contributions wait for each other, then go to ``.grad``, which stays if it was not there before.
+    A second contribution is added in place if the first is no view and nothing else refers to its memory; otherwise the
+    sum takes new memory. The contributions to a parameter are added up, then go to ``.grad``, whose memory stays if the
+    parameter had none before.
     """
 
     def __init__(self, s: S_graph, costs: Sequence[Cost], roots: Sequence[int], missing: frozenset[int]) -> None:
@@ -72,7 +75,7 @@ class GradientBuffers:
         return self.live + sum(self.size[m] for m in others if not self.holders.get(m))
 
     def _added(self, cost: Cost, incoming: list[int | None]) -> int:
-        """What the backward adds: memory of incoming gradients goes with the last of them, unless others hold it."""
+        """Bytes that the backward adds. The memory of incoming gradients is freed with the last of them."""
         known = [m for m in incoming if m is not None]
         different = len(set(known))
         if any(self.holders.get(m) for m in known):
@@ -118,7 +121,7 @@ class GradientBuffers:
         return before, max(peak, before, after), after
 
     def _parameters(self, reads: tuple[int, ...], views: frozenset[int], arrived: dict[int, int]) -> int:
-        """Contributions to parameters; returns the most bytes of gradients while they are added."""
+        """Add the contributions to parameters. Returns the peak of all gradients (bytes) meanwhile."""
         peak = 0
         for position, v in enumerate(reads):
             if v not in self.uses:

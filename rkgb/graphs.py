@@ -29,7 +29,7 @@ from rkgb.nodes import (
     refs,
     substitute,
 )
-from rkgb.notebook import Drawn
+from rkgb.notebook import Displayed
 from rkgb.trace.code import Code
 
 __all__ = [
@@ -54,13 +54,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Structure:
-    """What the module returns (a pytree spec; leaves that are no tensors are constants), and what it does beside.
+    """What the module returns, and what its forward does to the module.
 
-    ``assigned``: buffers, by qualified name, that forward assigns anew; their values follow the outputs'.
-    ``written``: parameters that forward changes, and attributes that hold tensors, which it may change.
-    ``code``: the Python that ran. ``sets``: what modules' attributes hold that forward has set, by qualified name; from
-    D on only numbers and text, which a plan sets too. ``stale``: those of them that another call sets otherwise, so
-    that a plan leaves them stale.
+    ``outputs``: a pytree spec. ``output_constants``: (position, value) of the leaves that are no tensors.
+    ``assigned``: qualified names of the buffers that forward replaces; their values follow the outputs.
+    ``written``: parameters that forward changes in place, and attributes with tensors, which it may change.
+    ``code``: the Python functions that ran. ``sets``: the attributes that forward sets, by qualified name, with their
+    values; from D on only numbers and text, which a plan sets, too. ``stale``: attributes that forward sets to another
+    value in each call; a plan leaves them as they are.
     """
 
     outputs: Any
@@ -73,12 +74,14 @@ class Structure:
 
 
 @dataclass(frozen=True, repr=False)
-class B_graph(Drawn):
+class B_graph(Displayed):
     """The traced program as it was recorded.
 
-    Invariants: run in order it reproduces the module; each value is defined once, by a source or by
-    one node before its first use; ``outputs`` lists the values returned. ``notes``: what people should
-    know of how the module was read. ``shapes``: of tensors that nodes make, on the sample.
+    Invariants: its nodes, run in order, give the module's outputs; each value is defined once, by a source or by one
+    node before its first use; ``outputs`` lists the values that the module returns.
+
+    ``notes``: sentences for the user about how the module was traced. ``shapes``: of the tensors that nodes make on the
+    sample.
     """
 
     names: tuple[str, ...]
@@ -105,13 +108,14 @@ class B_graph(Drawn):
 
 
 @dataclass(frozen=True, repr=False)
-class D_graph(Drawn):
-    """The data-flow graph: every node is needed, sizes are folded to numbers, facts are known.
+class D_graph(Displayed):
+    """The data-flow graph: B without dead nodes, with sizes as numbers, and with what one run showed.
 
-    Invariants: those of B; every node makes an output, a value that a later node reads, changes a
-    buffer, draws random numbers or is a guard; every tensor value has its ``Value``, every node its ``Facts``.
-    ``storage_names``: their display names. ``ran``: how often the module itself called each operator below
-    autograd; empty if that is not known.
+    Invariants: those of B. Every node makes an output or a value that a later node reads, or changes a buffer, draws
+    random numbers or is a guard. Every tensor has its ``Value``, every node its ``Facts``.
+
+    ``storage_names``: the display names of the storages. ``operator_counts``: how often the module called each operator
+    below autograd; empty if that is not known.
     """
 
     names: tuple[str, ...]
@@ -124,16 +128,16 @@ class D_graph(Drawn):
     facts: tuple[Facts, ...]
     notes: tuple[str, ...] = ()
     storage_names: tuple[str, ...] = ()
-    ran: Mapping[str, int] = field(default_factory=dict, compare=False)
+    operator_counts: Mapping[str, int] = field(default_factory=dict, compare=False)
     made_by: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def first_value(self) -> dict[int, int]:
         """The first value that lies in each storage."""
-        found: dict[int, int] = {}
+        first: dict[int, int] = {}
         for v, info in sorted(self.values.items()):
-            found.setdefault(info.storage, v)
-        return found
+            first.setdefault(info.storage, v)
+        return first
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -149,12 +153,12 @@ class D_graph(Drawn):
 
 
 @dataclass(frozen=True, repr=False)
-class S_graph(Drawn):
-    """The simplified graph, over the D graph that it groups.
+class S_graph(Displayed):
+    """The simplified graph: the nodes of D in groups that run, and are recomputed, together.
 
-    Invariants: each D node is in exactly one S node; a node reads values of earlier nodes or of
-    sources; no node changes memory of another's; ``blocks`` partition the nodes in order
-    (one block until ``cut``); labels of nodes are unique.
+    Invariants: each D node is in exactly one S node; a node reads values of earlier nodes or of sources; no node
+    changes memory that another node allocated; ``blocks``, as (first, behind the last), partition the nodes in order,
+    and are one block until ``cut``; labels of nodes are unique.
     """
 
     d: D_graph
@@ -243,7 +247,7 @@ def _text_of_S(s: S_graph) -> Iterator[str]:
 
 
 def _facts_of(s: S_graph, i: int) -> Iterator[str]:
-    """What the text says behind node i."""
+    """The comment on node i in the text."""
     node = s.nodes[i]
     facts = [s.d.facts[op] for op in node.ops]
 

@@ -22,11 +22,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """The state of PyTorch that an operation runs in: grad mode, autocast per device type, kernels of attention.
+    """The state of PyTorch in which an operation runs: grad mode, autocast, and which attention kernels are on.
 
-    ``autocast`` is a tuple of (device type, dtype) of the device types for which it is on. ``attention`` is what
-    ``torch.nn.attention.sdpa_kernel`` sets (see ``rkgb/trace/capture.py``), empty for what it was when rkgb was
-    imported.
+    ``autocast``: (device type, dtype) for each device type that has autocast on. ``attention``: what
+    ``torch.nn.attention.sdpa_kernel`` sets (see ``rkgb/trace/attention.py``); empty if it is as at the import of rkgb.
     """
 
     grad: bool = True
@@ -36,10 +35,11 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value comes from that no operation makes.
+    """The origin of a value that no operation makes.
 
-    ``kind`` is "input" (``key``: position among the flattened tensor inputs), "parameter" or "buffer" (``key``:
-    qualified name; other attributes that hold a tensor count as buffers), or "constant" (``key``: the tensor itself).
+    ``kind`` is "input", "parameter", "buffer" or "constant". ``key`` is the position among the flattened tensor inputs
+    for an input, the qualified name for a parameter or buffer, and the tensor for a constant. Other attributes that
+    hold a tensor count as buffers.
     """
 
     kind: str
@@ -50,9 +50,9 @@ class Source:
 class Node:
     """One assignment: ``outputs = op(*args, **kwargs)``.
 
-    ``several``: the operation returns a list or tuple, whose elements are the outputs.
-    ``line``: the user's source line, "file.py:12". ``path``: the qualified name of the submodule that runs it, empty
-    for the module itself. ``label``: the display name, from D on (see ``rkgb/probe/names.py``).
+    ``several``: the operation returns a list or tuple, whose elements are the outputs. ``line``: the user's source
+    line, "file.py:12". ``path``: the qualified name of the submodule that runs the operation; empty for the module
+    itself. ``label``: the display name; B has none (see ``rkgb/probe/names.py``).
     """
 
     op: Callable[..., Any]
@@ -68,10 +68,10 @@ class Node:
     _reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        found = refs(self.args)
+        reads = refs(self.args)
         for _, a in self.kwargs:
-            found += refs(a)
-        object.__setattr__(self, "_reads", tuple(dict.fromkeys(found)))
+            reads += refs(a)
+        object.__setattr__(self, "_reads", tuple(dict.fromkeys(reads)))
 
     def reads(self) -> tuple[int, ...]:
         """Indices of the values read, in order of first use."""
@@ -87,21 +87,21 @@ def refs(arg: Any) -> list[int]:
     return []
 
 
-def substitute(arg: Any, put: Callable[[int], Any]) -> Any:
-    """``arg`` with every ``Ref(i)`` replaced by ``put(i)``."""
+def substitute(arg: Any, replacement: Callable[[int], Any]) -> Any:
+    """``arg`` with every ``Ref(i)`` replaced by ``replacement(i)``."""
     if isinstance(arg, Ref):
-        return put(arg.index)
+        return replacement(arg.index)
     if isinstance(arg, (list, tuple)):
-        return type(arg)(substitute(a, put) for a in arg)
+        return type(arg)(substitute(a, replacement) for a in arg)
     return arg
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of a tensor value after one run.
+    """A tensor, as one run showed it.
 
-    ``storage`` indexes the graph's storages; values with the same storage share memory.
-    ``requires_grad`` is the tensor's own answer. ``bytes`` is the tensor's, not the storage's.
+    ``storage`` indexes the graph's storages: values with the same storage share memory. ``bytes`` is the size of the
+    tensor; its storage may be larger. ``requires_grad`` is the tensor's attribute.
     """
 
     shape: tuple[int, ...]
@@ -115,7 +115,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One allocation. ``owner``: the node that allocates it, or None for inputs, parameters, buffers, constants."""
+    """One allocation of ``bytes`` bytes.
+
+    ``owner``: the D node that allocates it; None for the memory of an input, parameter, buffer or constant, whose value
+    is ``source``.
+    """
 
     bytes: int
     owner: int | None
@@ -124,7 +128,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What autograd saves when a node runs: known storages, and those private to the node (bytes of each)."""
+    """The memory of saved tensors: storages of the graph, and the bytes of each allocation that only the node knows."""
 
     storages: tuple[int, ...]
     private: tuple[int, ...]
@@ -132,9 +136,11 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one run of a D node showed. ``writes``: storages changed in place; ``random``: it drew random numbers;
-    ``unseen``: from a state that nobody can read or put back. ``context``: what an ``autograd.Function`` keeps as
-    attributes.
+    """What one run of a D node showed.
+
+    ``writes``: the storages that it changed in place. ``random``: it drew random numbers; ``unseen``: from a state that
+    can neither be read nor restored. ``saved``: its saved tensors. ``context``: what an ``autograd.Function`` keeps as
+    attributes of its ``ctx``.
     """
 
     writes: tuple[int, ...]
@@ -146,14 +152,15 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class S_node:
-    """One real operation with its body: the views and in-place operations on its result; or a guard; or a view of
-    another node's result that is taken much later.
+    """One operation that allocates, with the views of its result and the in-place operations on it.
 
-    ``ops``: indices of D nodes, in the order of the program. ``reads``: values of other nodes or
-    sources; ``makes``: values that other nodes read or that are outputs. ``storages``: those of
-    ``makes`` that the node allocates. ``saved``: what its backward reads. ``fixed``: it runs once and
-    is never run again (it changes a buffer, or needs no gradient and nothing with a gradient).
-    ``name``: of the operation; ``label``: its display name, that of one of its operations.
+    Two other kinds have a node of their own: a guard, and a view that is taken much later than the result was made.
+
+    ``name``: of the operation. ``label``: its display name, unique in the graph. ``ops``: indices of D nodes, in the
+    order of the program. ``reads``: values of sources and of other nodes. ``makes``: values that other nodes or the
+    caller read. ``storages``: the memory of ``makes`` that this node allocates. ``saved``: the tensors that its
+    backward reads. ``fixed``: the node runs once and is never recomputed (it changes a buffer, or neither needs
+    gradients nor reads what does).
     """
 
     name: str

@@ -1,11 +1,11 @@
-"""How a graph shows itself in a notebook: as a picture, or as text where there is no ``dot`` program."""
+"""Display of graphs in a notebook: as a picture, or as text where Graphviz is not installed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class Drawn:
+class Displayed:
     """Base of the graph classes: ``print`` shows the program, a notebook the picture, ``repr`` one line."""
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""The forms in which the call of a module is given."""
+"""The forms in which users give the arguments of a module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Sample = torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 
 
 def call_of(sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments that a sample stands for."""
+    """The positional and keyword arguments of a sample."""
     if isinstance(sample, dict):
         return (), {**sample, **(sample_kwargs or {})}
     return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), dict(sample_kwargs or {})

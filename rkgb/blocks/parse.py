@@ -104,59 +104,59 @@ class _Reader:
             return
         if self.outputs is not None:
             raise ValueError("nothing comes behind the outputs")
-        if found := _HEADER.fullmatch(line):
-            self.made_by = (found["by"],)
-            self.device = torch.device(found["device"] or "cpu")
+        if match := _HEADER.fullmatch(line):
+            self.made_by = (match["by"],)
+            self.device = torch.device(match["device"] or "cpu")
         elif line == f"# block {len(self.starts)}":
             self.starts.append(len(self.nodes))
         elif line == "return" or line.startswith("return "):
             self.outputs = self._known(line.removeprefix("return"))
-        elif found := _SOURCE.fullmatch(line):
-            v = self._value(found, None, found["kind"] == "parameter")
-            kind = found["kind"].split()[0]
-            self.sources[v] = Source(kind, int(found["key"]) if kind == "input" else found["name"])
-        elif found := _NODE.fullmatch(line):
-            self._node(found)
+        elif match := _SOURCE.fullmatch(line):
+            v = self._value(match, None, match["kind"] == "parameter")
+            kind = match["kind"].split()[0]
+            self.sources[v] = Source(kind, int(match["key"]) if kind == "input" else match["name"])
+        elif match := _NODE.fullmatch(line):
+            self._node(match)
         else:
             raise ValueError("this is neither a source nor a node")
 
-    def _node(self, found: re.Match[str]) -> None:
-        said = list(filter(None, (found["comment"] or "").split("; ")))
+    def _node(self, match: re.Match[str]) -> None:
+        said = list(filter(None, (match["comment"] or "").split("; ")))
         flags, i = [part for part in said if part in _FLAGS], len(self.nodes)
-        reads, before = self._known(found["reads"]), len(self.storages)
+        reads, before = self._known(match["reads"]), len(self.storages)
         grad = "no grad" not in flags
-        makes = tuple(self._value(x, i, grad) for x in self._definitions(found["makes"]))
+        makes = tuple(self._value(x, i, grad) for x in self._definitions(match["makes"]))
         own = tuple(range(before, len(self.storages)))
         saved, kept, written = (self._memory(said, verb) for verb in ("saves", "keeps", "writes"))
         lines = [x for x in said if x not in flags and x.split()[0] not in ("saves", "keeps", "writes")]
         usual = self._storage_name(own[0]) if own else self._name(makes[0]) if makes else ""
-        label = found["label"] or usual
+        label = match["label"] or usual
         random, args = "random" in flags, tuple(map(Ref, reads))
         line = lines[0] if lines else ""
-        op = found["op"]
+        op = match["op"]
         self.ops.append(Node(Unknown(op), op, args, (), makes, len(makes) > 1, Mode(), line, label=label))
         self.facts.append(Facts(written.storages, random, saved, context=kept))
         self.nodes.append(S_node(op, (i,), reads, makes, own, saved, grad, random, "fixed" in flags, label))
 
     def _definitions(self, text: str) -> Iterator[re.Match[str]]:
-        found = list(_VALUE.finditer(text))
-        if ", ".join(x[0] for x in found) != text and text != "()":
+        matches = list(_VALUE.finditer(text))
+        if ", ".join(x[0] for x in matches) != text and text != "()":
             raise ValueError(f"{text!r} does not define values")
-        return iter(found)
+        return iter(matches)
 
-    def _value(self, found: re.Match[str], owner: int | None, grad: bool) -> int:
-        name, dtype = found["name"], getattr(torch, found["dtype"])
+    def _value(self, match: re.Match[str], owner: int | None, grad: bool) -> int:
+        name, dtype = match["name"], getattr(torch, match["dtype"])
         if name in self.names:
             raise ValueError(f"{name} is defined again")
-        v, shape = len(self.values), _numbers(found["shape"])
-        stride = torch.empty(shape, device="meta").stride() if found["strides"] is None else _numbers(found["strides"])
+        v, shape = len(self.values), _numbers(match["shape"])
+        stride = torch.empty(shape, device="meta").stride() if match["strides"] is None else _numbers(match["strides"])
         size = prod(shape) * dtype.itemsize
-        storage = found["storage"] or name
+        storage = match["storage"] or name
         if storage not in self.storage_names:
             self.storage_names[storage] = len(self.storages)
-            self.storages.append(Storage(int(found["bytes"] or size), owner, v if owner is None else None))
-        carries = found["grad"] == "grad" if found["grad"] else grad and (dtype.is_floating_point or dtype.is_complex)
-        device = torch.device(found["device"] or self.device)
+            self.storages.append(Storage(int(match["bytes"] or size), owner, v if owner is None else None))
+        carries = match["grad"] == "grad" if match["grad"] else grad and (dtype.is_floating_point or dtype.is_complex)
+        device = torch.device(match["device"] or self.device)
         self.values.append(Value(shape, tuple(stride), dtype, device, carries, self.storage_names[storage], size))
         self.names[name] = v
         return v

@@ -1,4 +1,4 @@
-"""Graphs as files to look at: pictures made by the ``dot`` program of Graphviz, or text."""
+"""Graphs as files: pictures made by Graphviz' ``dot``, or text."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def print_graph(
 ) -> Path:
     """Write the picture of ``g``, or of the chain of blocks of all ``Graphs``, and return the file's path.
 
-    ``<directory>/<name>.gv`` is the picture's source, ``<directory>/<name>.<render_format>`` the picture;
-    ``render_format`` is "svg" (whose boxes show the user's source line under the mouse), "pdf" or "png", or
-    "text" for ``str(g)`` in ``<name>.txt``. ``name``: without it, the graph's class. ``open``: show the file
-    with the system's viewer. Large graphs are drawn by their distinct blocks. Where the ``dot`` program is
-    not installed or fails, only the .gv file is written, with a ``RenderWarning``, and its path returned.
+    The source is ``<directory>/<name>.gv``, the picture ``<directory>/<name>.<render_format>``. ``render_format`` is
+    "svg" (its boxes show the user's source lines under the mouse), "pdf", "png", or "text" for ``str(g)`` in
+    ``<name>.txt``. ``name``: by default the graph's class. ``open``: show the file with the system's viewer. The
+    picture of a large graph has its distinct blocks only. If ``dot`` is not installed or fails, the .gv file alone is
+    written, with a ``RenderWarning``, and its path is returned.
 
     Raises:
         TypeError: ``g`` is no graph.

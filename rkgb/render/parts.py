@@ -55,7 +55,7 @@ def program_text(g: B_graph | D_graph, ops: Iterable[int]) -> str:
 
 
 def tip(text: str) -> str:
-    """``text`` as a tooltip: not more than can be looked at, which is also less than Graphviz accepts."""
+    """``text`` as a tooltip of at most 25 lines, each of at most 200 characters. Graphviz refuses long ones."""
     lines = [line if len(line) <= 200 else f"{line[:200]} …" for line in text.splitlines()]
     more = [f"… and {len(lines) - 25} more"] if len(lines) > 25 else []
     return escaped("\n".join(lines[:25] + more))
@@ -69,7 +69,7 @@ def escaped(text: str) -> str:
 
 
 def _wrapped(legend: str, width: int = 72) -> list[str]:
-    """The parts of a legend, which " · " separates, in lines: a small picture must not become as wide as its legend."""
+    """The parts of a legend, separated by " · ", in lines: a legend must not widen a small picture."""
     lines: list[str] = []
     for part in legend.split(" · "):
         if lines and len(lines[-1]) + len(part) < width:
@@ -124,6 +124,6 @@ def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more:
 
 
 def put_below(picture: Any, above: str, tops: Iterable[str]) -> None:
-    """Place ``tops``, and with them what hangs on them, below ``above``."""
+    """Place the boxes ``tops``, with all that follows them, below the box ``above``."""
     for key in tops:
         picture.edge(above, key, style="invis")

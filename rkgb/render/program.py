@@ -34,7 +34,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Boxes that are drawn together; in a frame if ``number``, the class of the block, is given."""
+    """Boxes that stand together; in a frame if ``number``, the class of the block, is given."""
 
     boxes: tuple[Box, ...]
     title: str = ""
@@ -51,8 +51,8 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """Draws sections of a B, D or S graph; ``g`` is the program whose values they read and make."""
+class Flowchart:
+    """The flowchart of sections of a B, D or S graph; ``g`` has the values that they read and make."""
 
     g: B_graph | D_graph
     picture: Any
@@ -60,7 +60,7 @@ class Program:
     values: dict[int, Value] = field(default_factory=dict)
 
     def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> tuple[list[str], str]:
-        """Draw ``sections`` below each other; ``leaving``: values that leave. Returns the top and the end."""
+        """Draw ``sections`` one below the other, then the values ``leaving``. Returns keys of the top and the end."""
         frames = [
             self.picture
             if section.number is None
@@ -137,7 +137,7 @@ class Program:
 
     def _source(self, where: Any, key: str, members: Sequence[int]) -> None:
         sources = [self.g.sources.get(v) for v in members]
-        kind = min((s.kind for s in sources if s), key=_rank, default="")
+        kind = min((s.kind for s in sources if s), key=_colour_order, default="")
         fill = parts.SOURCES[kind] if kind else parts.DATA
         more = (
             {"style": "filled,dashed"}
@@ -186,7 +186,7 @@ class Program:
         return f"{kind}{self.g.names[v]}{form}"
 
 
-def _rank(kind: str) -> int:
+def _colour_order(kind: str) -> int:
     """Several kinds together have the colour of the first of these."""
     return ("parameter", "buffer", "constant", "input").index(kind)
 
@@ -195,17 +195,17 @@ def whole_program(g: B_graph | D_graph) -> Any:
     """All operations of a B or D graph."""
     stage = "B" if isinstance(g, B_graph) else "D"
     picture = parts.new_picture(f"{stage} graph: {len(g.nodes)} operations", LEGEND)
-    program = Program(g, picture, values={} if isinstance(g, B_graph) else g.values)
-    program.draw([Section(tuple(node_box(n, program, k) for k, n in enumerate(g.nodes)))], g.outputs)
+    chart = Flowchart(g, picture, values={} if isinstance(g, B_graph) else g.values)
+    chart.draw([Section(tuple(node_box(n, chart, k) for k, n in enumerate(g.nodes)))], g.outputs)
     return picture
 
 
-def node_box(node: Node, program: Program, index: int) -> Box:
+def node_box(node: Node, chart: Flowchart, index: int) -> Box:
     """The box of one B or D node."""
-    g = program.g
+    g = chart.g
     title = node.label or node.name
     results = ", ".join(g.names[v] for v in node.outputs if g.names[v] != title)
-    sizes = [program.size(v) for v in node.outputs[:1]]
+    sizes = [chart.size(v) for v in node.outputs[:1]]
     style = "filled,rounded" if node.mode.grad else "filled,rounded,dashed"
     more = f"{len(node.outputs)} × " if len(node.outputs) > 1 and any(sizes) else ""
     some = results if len(results) < 40 else f"{len(node.outputs)} results"
@@ -217,16 +217,16 @@ def whole_S(s: S_graph) -> Any:
     """All nodes of an S graph, block below block."""
     blocks = s.blocks or ((0, len(s.nodes)),)
     picture = parts.new_picture(f"S graph: {len(s.nodes)} nodes, blocks: {len(blocks)}", LEGEND_S)
-    program = Program(s.d, picture, values=s.d.values)
+    chart = Flowchart(s.d, picture, values=s.d.values)
     sections = [
-        Section(tuple(S_box(s, i, program) for i in range(*block)), f"block {b}, class {number}", number)
+        Section(tuple(S_box(s, i, chart) for i in range(*block)), f"block {b}, class {number}", number)
         for b, (block, number) in enumerate(zip(blocks, classes(s.with_blocks(blocks)), strict=True))
     ]
-    program.draw(sections, s.d.outputs)
+    chart.draw(sections, s.d.outputs)
     return picture
 
 
-def S_box(s: S_graph, i: int, program: Program) -> Box:
+def S_box(s: S_graph, i: int, chart: Flowchart) -> Box:
     """The box of S node ``i``."""
     node = s.nodes[i]
     body = [s.d.nodes[op].name for op in node.ops]

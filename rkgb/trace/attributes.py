@@ -11,7 +11,7 @@ import torch
 
 
 class State:
-    """What a module's attributes hold, to see afterwards what its forward assigned."""
+    """A record of the attributes of a module and its submodules, to compare with after a forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.buffers = [(n, m, k, b) for n, m in model.named_modules() for k, b in m._buffers.items()]
@@ -19,12 +19,12 @@ class State:
         self.contents = {id(v): contents(v) for _, _, held in self.plain for v in held.values() if _changeable(v)}
 
     def assigned(self) -> dict[str, torch.Tensor]:
-        """Buffers that are other tensors now, by qualified name."""
+        """The buffers that forward replaced by other tensors, by qualified name."""
         now = [(f"{n}.{k}" if n else k, m._buffers.get(k), b) for n, m, k, b in self.buffers]
         return {name: t for name, t, before in now if t is not before and t is not None}
 
     def sets(self) -> dict[str, Any]:
-        """What attributes hold that forward has set or filled, by qualified name; containers as copies."""
+        """The attributes that forward set or filled, by qualified name, with their values; containers are copied."""
         return {
             f"{name}.{key}" if name else key: copy.copy(value) if _changeable(value) else value
             for name, module, before in self.plain
@@ -39,22 +39,22 @@ class State:
 
 
 def left_as_it_is(name: str) -> str:
-    """A note for the plan."""
+    """The plan's note about an attribute that forward sets and a plan does not."""
     return f"forward sets the attribute {name}; under a plan it is left as it is"
 
 
 def changed_again(model: torch.nn.Module, sets: Mapping[str, Any]) -> tuple[str, ...]:
-    """The attributes that hold something else now than in ``sets``: forward sets them otherwise in each call."""
-    found = []
+    """The names in ``sets`` whose attributes have another value now: forward sets them to another one in each call."""
+    changed = []
     for name, value in sets.items():
         module, _, key = name.rpartition(".")
         if not _alike(vars(model.get_submodule(module)).get(key, _NOTHING), value):
-            found.append(name)
-    return tuple(found)
+            changed.append(name)
+    return tuple(changed)
 
 
 def contents(v: Any) -> Any:
-    """Of a container, what it holds, by identity."""
+    """The elements of a container, by identity; keys as they are."""
     return [(k, id(x)) for k, x in v.items()] if isinstance(v, dict) else [id(x) for x in v]
 
 

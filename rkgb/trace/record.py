@@ -21,7 +21,7 @@ _C: Any = torch._C
 
 @contextlib.contextmanager
 def _functions_marked(seen: Recorder) -> Iterator[None]:
-    """``autograd.Function.apply`` is no torch function: name its call in the scopes, leave its inside alone."""
+    """Name calls of ``autograd.Function.apply`` in the scopes, as the recorder does not see them."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,10 @@ def _functions_marked(seen: Recorder) -> Iterator[None]:
 
 
 def _refuse_hidden_parameters(cls: type, args: tuple[Any, ...]) -> None:
-    """Modules that a function is given train, if their parameters are no arguments, by a backward inside its own."""
+    """Raise ``UnsupportedError`` for a module among the arguments whose parameters are no arguments.
+
+    Such parameters can only be trained by a backward inside the function's own.
+    """
     given = {id(t) for t in tensors_in(args)}
     held = (p for m in args if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad)
     if any(id(p) not in given for p in held):
@@ -55,7 +58,7 @@ def _refuse_hidden_parameters(cls: type, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _forward_untraced(cls: Any, tracing: Any) -> Iterator[None]:
-    """The forward of an ``autograd.Function`` leaves nothing in the trace: what it writes would be written twice."""
+    """The operations in the forward of an ``autograd.Function`` are not recorded: its writes would be made twice."""
     own = cls.__dict__.get("forward")
     forward = cls.forward
 
