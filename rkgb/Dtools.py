@@ -60,7 +60,7 @@ def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Pro
 
 
 class _Storages:
-    """The storages of the run, by the addresses of those that live."""
+    """The storages that the run has allocated or read; live ones are found by address."""
 
     def __init__(self) -> None:
         self.all: list[Storage] = []
@@ -80,7 +80,7 @@ class _Storages:
         return s
 
     def remove(self, v: int, t: torch.Tensor, s: int) -> None:
-        """Value ``v`` lies in storage ``s`` no more."""
+        """Forget value ``v``, the tensor ``t`` in storage ``s``."""
         self.holders[s].discard(v)
         if not self.holders[s]:
             del self.live[storage_key(t)]
@@ -104,13 +104,13 @@ class _Generators:
         return {x: self.states[x] if x in self.states else random_state(x) for x in drawn}
 
     def moved(self, before: dict[RandomSource, torch.Tensor]) -> bool:
-        """Whether a state is another one than ``before``."""
+        """Whether a generator's state differs from ``before``."""
         self.states.update((x, random_state(x)) for x in before)
         return any(not torch.equal(state, self.states[x]) for x, state in before.items())
 
 
 class _Ends:
-    """Which values nobody reads any more after each node of B."""
+    """The values that are freed after each node of B, because no later node reads them."""
 
     def __init__(self, b: B_graph) -> None:
         last = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
@@ -124,7 +124,7 @@ class _Ends:
 
 
 class _Probe:
-    """The run of ``b``: the tensors and numbers that are there, and what was learned of values and nodes."""
+    """The run of ``b``: its live tensors and folded numbers, and the record of values and nodes."""
 
     def __init__(self, b: B_graph, sources: dict[int, torch.Tensor]) -> None:
         self.b = b
@@ -172,7 +172,7 @@ class _Probe:
         return len(self.names) - 1
 
     def _is_number(self, node: Node, reads: tuple[int, ...]) -> bool:
-        """Whether the node computes with sizes only. Tensors made from sizes (arange, zeros) are real nodes."""
+        """Whether the node computes a number from sizes. A node that makes a tensor of sizes (arange) does not."""
         if node.name in _SHAPE_QUESTIONS:
             return True
         if not reads or not all(v in self.folded for v in reads):

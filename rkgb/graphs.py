@@ -186,7 +186,10 @@ class S_graph(Displayed):
 
     @cached_property
     def shown(self) -> dict[int, str]:
-        """The display names of sources and of what nodes make: the storage's where a node makes one value in it."""
+        """The display names of sources and of values that nodes make.
+
+        A value that is the only one that its node makes in a storage has the storage's name.
+        """
         names = {v: self.d.names[v] for v in self.d.sources}
         for node in self.nodes:
             of_storage = [self.d.values[v].storage for v in node.makes]

@@ -47,9 +47,10 @@ def form(value: Value) -> str:
 
 
 def annotation(value: Value, grad: bool, storage: str, size: int | None, device: torch.device) -> str:
-    """``form``, and what is not as a reader would suppose: contiguous, ``grad`` as told, on ``device``.
+    """``form``, followed by what differs from the default: contiguous strides, ``grad`` and ``device``.
 
-    ``storage``: the name of the memory it lies in, if that has another one; ``size``: its bytes, if these are more.
+    ``storage``: the name of the tensor's memory, empty if it is the tensor's own. ``size``: the bytes of that memory;
+    None if they are the tensor's, or were told before.
     """
     contiguous = torch.empty(value.shape, device="meta").stride()
     parts = [

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Displayed:
-    """Base of the graph classes: ``print`` shows the program, a notebook the picture, ``repr`` one line."""
+    """Base of the graph classes: ``str`` is the program, ``repr`` one line; a notebook shows the picture."""
 
     __slots__ = ()
     nodes: tuple[Any, ...]

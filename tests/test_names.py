@@ -12,6 +12,7 @@ from torch import nn
 
 from rkgb.graphs import S_graph
 from rkgb.pipeline import make_all_graphs
+from rkgb.render.drawing import draw
 from rockmate import Plan, Rockmate, attach, frontier
 from rockmate.demo.gpt import GPT
 
@@ -118,3 +119,22 @@ def test_other_values_of_a_storage_are_named_after_it() -> None:
         owned = d.storages[value.storage].owner is not None
         assert not owned or d.names[v] == name or d.names[v].startswith(f"{name}.")
     assert len({d.names[v] for v in d.values}) == len(d.values)
+
+
+class Flattened(nn.Module):
+    """The result is a view, in the memory of another value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.up(x)).flatten()
+
+
+def test_pictures_have_the_names_of_the_texts() -> None:
+    graphs = make_all_graphs(Flattened(), randn(4, 8, seed=1), costs="flops")
+    assert str(graphs.D).endswith("return relu.flatten") and str(graphs.S).endswith("return relu")
+    for graph, returned in ((graphs.D, "relu.flatten"), (graphs.S, "relu"), (graphs.K, "relu")):
+        assert f">{returned}<BR/>" in draw(graph).source
+    assert ">relu.flatten<" not in draw(graphs.S).source

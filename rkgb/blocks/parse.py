@@ -1,4 +1,4 @@
-"""``parse_S`` reads the text of an S graph back: passes can be tried on graphs that no model was traced for.
+"""``parse_S`` reads the text of an S graph back, so that passes can be tested without a model.
 
 A text has one line for each source, then one for each node, in order, and at its end the outputs::
 
@@ -10,12 +10,13 @@ A text has one line for each source, then one for each node, in order, and at it
     act: float32[4, 8] = relu(up)  # saves act, 16 bytes; random
     return act
 
-A value is followed by its type and shape, and where it is not as supposed, by ``strides [...]`` (contiguous), ``in``
-the name of its storage (its own) ``of ... bytes`` (the value's), ``on`` its device (the header's), ``grad`` or ``no
-grad`` (parameters, and what nodes make that need gradients). A node whose label is not the name of what it makes has it
-before the operation: ``() = bn.add: add_(...)``. Behind ``#`` stand, in any order, the source line, what autograd
-``saves``, what functions keep in their ``ctx`` (``keeps``), what sources the node ``writes``, and ``random``,
-``fixed``, ``no grad``.
+A value has its type and shape. Attributes follow if they differ from the default in parentheses: ``strides [...]``
+(contiguous), ``in`` a storage (the value's own name), ``of ... bytes`` (the value's), ``on`` a device (the header's),
+``grad`` or ``no grad`` (a parameter has ``grad``, as has a floating-point result of a node without ``no grad``).
+
+A node's label is the name of what it makes. Another label stands before the operation: ``() = bn.add: add_(...)``. The
+comment has, separated by semicolons, the source line, what autograd ``saves``, what an ``autograd.Function`` ``keeps``
+in its ``ctx``, the sources that the node ``writes``, and the flags ``random``, ``fixed`` and ``no grad``.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ _FLAGS = ("random", "fixed", "no grad")
 
 
 class TextError(GraphError):
-    """A text is not that of a graph; says which line, and why."""
+    """A text is not that of an S graph; the message has the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The operation of a node that was read from text, which says its name but not what it computes."""
+    """The operation of a node that was read from text. It has a name, and cannot be run."""
 
     name: str
 
@@ -82,7 +83,7 @@ def parse_S(text: str) -> S_graph:
 
 
 class _Reader:
-    """What was read so far."""
+    """Collects the graph, line by line."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}  # of values

@@ -20,9 +20,9 @@ from rkgb.probe.decompose import DRAWN, MASK
 def with_display_names(d: D_graph) -> D_graph:
     """``d`` with display names for its nodes (``Node.label``), storages and values; sources keep theirs.
 
-    The node that allocates a storage gives it its name, followed by the result's (``topk.values``) where it allocates
-    several. The first value in a storage has the storage's name, any other that and its operation's
-    (``h.0.attn.c_attn.view``). A number follows from the second of equal names on: ``linear``, ``linear_1``.
+    A storage has the label of the node that allocates it. A node that allocates several adds the name of the result:
+    ``topk.values``. The first value in a storage has the storage's name; the others add their operation:
+    ``h.0.attn.c_attn.view``. Equal names are numbered from the second on: ``linear``, ``linear_1``.
     """
     unique = _Unique(d.names[v] for v in d.sources)
     values = list(d.names)
@@ -45,7 +45,7 @@ def with_display_names(d: D_graph) -> D_graph:
 
 
 def _bases(d: D_graph) -> list[str]:
-    """The label of each node, but for a number."""
+    """The label of each node, without the number that makes it unique."""
     inner = {path[:k] for path in {n.path for n in d.nodes} for k, c in enumerate(path) if c == "."}
     words = [_word(node.name) for node in d.nodes]
     for k, (a, b) in enumerate(itertools.pairwise(node.name for node in d.nodes)):

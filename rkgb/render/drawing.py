@@ -82,7 +82,8 @@ def _others(count: int) -> str:
 def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
     """Add block ``b`` of class ``number`` as it looks in ``g``; returns the keys at its top and at its end."""
     start, stop = s.blocks[b]
-    chart = Flowchart(s.d, picture, prefix=f"block{b}_", values=s.d.values)
+    shown = s.shown if isinstance(g, S_graph) else {}
+    chart = Flowchart(s.d, picture, prefix=f"block{b}_", values=s.d.values, shown=shown)
     if isinstance(g, S_graph):
         boxes = [S_box(s, i, chart) for i in range(start, stop)]
     else:

@@ -43,13 +43,13 @@ def label(title: str, *lines: str) -> str:
 
 
 def data_label(name: str, *lines: str) -> str:
-    """The label of data: all small."""
+    """The label of a datum, in small letters."""
     text = "<BR/>".join(html.escape(line) for line in (name, *lines) if line)
     return f'<<FONT POINT-SIZE="9">{text}</FONT>>'
 
 
 def program_text(g: B_graph | D_graph, ops: Iterable[int]) -> str:
-    """The assignments ``ops`` of the program, each with the user's source line: what a tooltip shows."""
+    """The assignments ``ops`` of the program, each with the user's source line, for a tooltip."""
     values = g.values if isinstance(g, D_graph) else None
     return format_program(g.names, tuple(g.nodes[k] for k in ops), (), values).rpartition("\n")[0]
 
@@ -113,12 +113,12 @@ def new_block(name: str, title: str, number: int) -> Any:
 
 
 def add_box(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
-    """A computation."""
+    """Add the box of a computation."""
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **more)
 
 
 def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
-    """Data: an ellipse."""
+    """Add the ellipse of a datum."""
     form = {"shape": "ellipse", "style": "filled", "margin": "0.02"} | more
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **form)
 

@@ -43,7 +43,7 @@ class Section:
 
 @dataclass(slots=True)
 class _Places:
-    """Where values are: the key of what makes or shows each, the section that makes it, the boxes that read it."""
+    """The places of values: the key of each one's box or ellipse, its maker's section, and the boxes that read it."""
 
     keys: dict[int, str] = field(default_factory=dict)
     home: dict[int, int] = field(default_factory=dict)
@@ -52,12 +52,16 @@ class _Places:
 
 @dataclass(frozen=True, slots=True)
 class Flowchart:
-    """The flowchart of sections of a B, D or S graph; ``g`` has the values that they read and make."""
+    """The flowchart of sections of a B, D or S graph; ``g`` has the values that they read and make.
+
+    ``shown``: names of values in S, where these differ from those in D.
+    """
 
     g: B_graph | D_graph
     picture: Any
     prefix: str = ""
     values: dict[int, Value] = field(default_factory=dict)
+    shown: dict[int, str] = field(default_factory=dict)
 
     def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> tuple[list[str], str]:
         """Draw ``sections`` one below the other, then the values ``leaving``. Returns keys of the top and the end."""
@@ -94,7 +98,7 @@ class Flowchart:
         return f"{self.prefix}n{k}_{j}"
 
     def _enter(self, frames: Sequence[Any], leaving: Sequence[int], at: _Places) -> None:
-        """What no box makes; parameters and buffers that only one box reads stand together."""
+        """Add an ellipse for each value that no box makes; parameters and buffers of one box share a cylinder."""
         groups: dict[object, list[int]] = {}
         for v in [v for v in dict.fromkeys((*at.readers, *leaving)) if v not in at.keys]:
             boxes, source = at.readers.get(v, []), self.g.sources.get(v)
@@ -107,7 +111,7 @@ class Flowchart:
             self._source(frames[where.pop()] if len(where) == 1 else self.picture, key, members)
 
     def _edges(self, sections: Sequence[Section], at: _Places) -> None:
-        """Edges to each box from what it reads, named where the maker has several results."""
+        """Add an edge to each box from what it reads, with the value's name if its maker has several results."""
         several = {v for s in sections for box in s.boxes if len(box.makes) > 1 for v in box.makes}
         for k, section in enumerate(sections):
             for j, box in enumerate(section.boxes):
@@ -117,8 +121,8 @@ class Flowchart:
                         continue
                     seen.add(at.keys[v])
                     tip = parts.tip(self.describe(v))
-                    more = {"label": parts.escaped(f" {self.g.names[v]}")} if v in several else {}
-                    # What flows from box to box is kept straight; blocks do not move aside for each other.
+                    more = {"label": parts.escaped(f" {self.name(v)}")} if v in several else {}
+                    # Edges within a section are kept straight; those between sections do not move them.
                     more["weight"] = "1" if v not in at.home else "8" if at.home[v] == k else "0"
                     self.picture.edge(at.keys[v], self._key(k, j), tooltip=tip, labeltooltip=tip, **more)
                 alone = not any(v in at.home for v in box.reads) and not any(v in at.readers for v in box.makes)
@@ -126,7 +130,7 @@ class Flowchart:
                     parts.put_below(self.picture, self._key(k, j - 1), [self._key(k, j)])
 
     def _tops(self, sections: Sequence[Section], k: int, at: _Places) -> list[str]:
-        """What stands at the top of section k, as far as nothing in the picture points to it."""
+        """The keys at the top of section k to which no edge of the picture leads."""
         before = {v for section in sections[:k] for box in section.boxes for v in box.reads}
         tops = []
         for j, box in enumerate(sections[k].boxes[:3]):  # what is further down follows by itself
@@ -150,14 +154,14 @@ class Flowchart:
         parts.add_data(where, key, parts.data_label(*self._names(members)), tooltip, fill, **more)
 
     def _names(self, members: Sequence[int]) -> list[str]:
-        """The label's lines: of one value its name, form and size; of several what they have in common first."""
+        """The lines of a label: name, form and size of one value; of several first the module they share."""
         if len(members) == 1:
-            return [self.g.names[members[0]], self.size(members[0])]
-        split = [self.g.names[v].rpartition(".") for v in members]
+            return [self.name(members[0]), self.size(members[0])]
+        split = [self.name(v).rpartition(".") for v in members]
         if len({module for module, _, _ in split}) == 1 and split[0][0]:
             first, names = [split[0][0]], [name for _, _, name in split]
         else:
-            first, names = [], [self.g.names[v] for v in members]
+            first, names = [], [self.name(v) for v in members]
         known = [self.values[v] for v in members if v in self.values]
         if known:
             names = [f"{name} {list(value.shape)}" for name, value in zip(names, known, strict=True)]
@@ -169,9 +173,13 @@ class Flowchart:
 
     def _leave(self, where: Any, key: str, v: int) -> None:
         returned = v in self.g.outputs
-        text = parts.data_label(self.g.names[v], self.size(v), "returned" if returned else "read later")
+        text = parts.data_label(self.name(v), self.size(v), "returned" if returned else "read later")
         more = {"peripheries": "2"} if returned else {"style": "filled,dashed"}
         parts.add_data(where, key, text, self.describe(v), parts.OUTPUT, **more)
+
+    def name(self, v: int) -> str:
+        """The display name of a value."""
+        return self.shown.get(v, self.g.names[v])
 
     def size(self, v: int) -> str:
         """Form and size of a value, "[2, 16, 32] 4.0 KiB", if known."""
@@ -183,11 +191,11 @@ class Flowchart:
         known, source = self.values.get(v), self.g.sources.get(v)
         kind = f"{source.kind} " if source else ""
         form = f": {str(known.dtype)[6:]}{list(known.shape)}, {format_bytes(known.bytes)}" if known else ""
-        return f"{kind}{self.g.names[v]}{form}"
+        return f"{kind}{self.name(v)}{form}"
 
 
 def _colour_order(kind: str) -> int:
-    """Several kinds together have the colour of the first of these."""
+    """The place of a kind of source in the order that decides the colour of several together."""
     return ("parameter", "buffer", "constant", "input").index(kind)
 
 
@@ -217,7 +225,7 @@ def whole_S(s: S_graph) -> Any:
     """All nodes of an S graph, block below block."""
     blocks = s.blocks or ((0, len(s.nodes)),)
     picture = parts.new_picture(f"S graph: {len(s.nodes)} nodes, blocks: {len(blocks)}", LEGEND_S)
-    chart = Flowchart(s.d, picture, values=s.d.values)
+    chart = Flowchart(s.d, picture, values=s.d.values, shown=s.shown)
     sections = [
         Section(tuple(S_box(s, i, chart) for i in range(*block)), f"block {b}, class {number}", number)
         for b, (block, number) in enumerate(zip(blocks, classes(s.with_blocks(blocks)), strict=True))
