@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from solvers.errors import ScheduleError
 from solvers.problem import Node, Problem
@@ -26,7 +26,7 @@ from solvers.whole.graph import GraphProblem
 from solvers.whole.walker import GraphWalk, walk_graph
 
 _CALL = re.compile(r"(?:(?P<makes>[^=()]*?) = )?(?P<verb>fwd|bwd)\.(?P<node>[^\s()=,]+)\((?P<reads>[^()]*)\)")
-_WIDTH = 48
+_WIDTH, _WIDEST = 48, 80  # columns before the comments
 
 
 def format_bytes(size: int) -> str:
@@ -97,8 +97,12 @@ def _walk_or_error(problem: Problem | GraphProblem, schedule: Schedule) -> Walk 
         return str(error)
 
 
-def format_schedule(problem: Problem | GraphProblem, schedule: Schedule) -> str:
-    """``schedule`` as text, with the memory of each step. One that the walker rejects prints too, with the reason."""
+def format_schedule(problem: Problem | GraphProblem, schedule: Schedule, places: Sequence[str] = ()) -> str:
+    """``schedule`` as a program, with the memory of each step; a forbidden one prints, with the reason.
+
+    ``places``: the user's source line of each node, to be shown beside its forward and its backward. The program then
+    also says where each block begins, forward and backward.
+    """
     names = _Names(problem)
     lines = [_line(problem, names, step) for step in schedule]
     walked = _walk_or_error(problem, schedule)
@@ -108,15 +112,44 @@ def format_schedule(problem: Problem | GraphProblem, schedule: Schedule) -> str:
         at = lines[walked.peak_step] if lines else "nothing"
         head = f"peak {format_bytes(walked.peak)} at {at}, time {100 * walked.overhead:+.1f} %"
         memory = [format_bytes(size) for size in walked.timeline]
-    text = [f"{'def step():':<{_WIDTH}}  # {head}"]
+    width = min(max([_WIDTH, *(len(line) + 4 for line in lines)]), _WIDEST)
+    longest = max(map(len, memory), default=0) if places else 0
+    text = [f"{'def step():':<{width}}  # {head}"]
+    headings = _headings(problem, schedule) if places and isinstance(problem, Problem) else {}
     seen: set[int] = set()
-    for step, line, used in zip(schedule, lines, memory, strict=True):
+    for k, (step, line, used) in enumerate(zip(schedule, lines, memory, strict=True)):
+        text += [f"    # {headings[k]}"] if k in headings else []
         again = isinstance(step, Run) and step.node in seen
         if isinstance(step, Run):
             seen.add(step.node)
-        comment = "  ".join(part for part in (used, "recompute" if again else "") if part)
-        text.append(f"    {line:<{_WIDTH - 4}}  # {comment}" if comment else f"    {line}")
+        place = places[step.node] if places and isinstance(step, Run | Bwd) else ""
+        comment = "  ".join(
+            part for part in (used.ljust(longest), place, "recompute" if again else "") if part
+        ).rstrip()
+        text.append(f"    {line:<{width - 4}}  # {comment}" if comment else f"    {line}")
     return "\n".join(text) + "\n"
+
+
+def _headings(problem: Problem, schedule: Schedule) -> dict[int, str]:
+    """Where in the schedule each block begins, as a line; what runs again belongs to the next backward."""
+    names = unique_names(node.name for node in problem.nodes)
+    block_of = {i: b for b, block in enumerate(problem.blocks) for i in range(block.start, block.stop)}
+    places: list[tuple[int, bool] | None] = []  # of each step: block, and whether in the backward phase
+    following: int | None = None  # the next backward
+    for step in reversed(schedule):
+        following = step.node if isinstance(step, Bwd) else None if isinstance(step, Loss) else following
+        node = step.node if isinstance(step, Run | Bwd) else None
+        places.append(
+            None if node is None else (block_of[node if following is None else following], following is not None)
+        )
+    found: dict[int, str] = {}
+    current: tuple[int, bool] | None = None
+    for k, place in enumerate(reversed(places)):
+        if place is not None and place != current:
+            current = b, in_backward = place
+            ends = " … ".join(dict.fromkeys((names[problem.blocks[b].start], names[problem.blocks[b].stop - 1])))
+            found[k] = f"block {b}{', backward' if in_backward else ''}: {ends}"
+    return found
 
 
 def parse_schedule(problem: Problem | GraphProblem, text: str) -> Schedule:

@@ -1,7 +1,6 @@
-"""The kinds of devices: generators, clock, memory, workspaces, and what of torch's settings is theirs.
+"""The kinds of devices: their generators, clock, memory, workspaces and settings of torch.
 
-Everything that is done otherwise on one of them is a method of ``Kind``; another kind would be another class in
-``KINDS``.
+Whatever differs between kinds is a method of ``Kind``. A new kind is a new class in ``KINDS``.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ __all__ = [
 ]
 
 KINDS: dict[str, Kind] = {kind.type: kind for kind in (Cpu(), Cuda())}
-"""By the name that torch has for them; autocast is set for each."""
+"""The kinds by torch's names. Autocast has a setting for each."""
 
 SETTINGS = tuple(read for kind in KINDS.values() for read in kind.settings_read)
-"""Functions that read the settings of torch which change results, or what kernels allocate, on some device."""
+"""Functions that read the settings of torch on which results or kernels' memory depend, on any device."""
 
 
 def kind_of(device: torch.device) -> Kind:
-    """The kind of ``device``; what has no memory (meta) counts as the CPU's."""
+    """The kind of ``device``; the CPU for a device without memory (meta)."""
     return KINDS.get(device.type, KINDS["cpu"])
 
 
@@ -45,8 +44,8 @@ def default_device() -> str:
 
 
 def device_in_use() -> torch.device:
-    """The device that the program works on. Raises ``MeasureError`` where there are several."""
-    used = next(found for kind in reversed(KINDS.values()) if (found := kind.in_use()))
+    """The device whose memory is in use. Raises ``MeasureError`` if there are several."""
+    used = next(devices for kind in reversed(KINDS.values()) if (devices := kind.in_use()))
     if len(used) > 1:
         raise MeasureError(f"there is memory on {', '.join(map(str, used))}: say which of them to measure (device=…)")
     return used[0]
@@ -55,13 +54,13 @@ def device_in_use() -> torch.device:
 def one_device(
     parameters: Iterable[tuple[str, torch.device]], others: Iterable[tuple[str, torch.device]] = ()
 ) -> torch.device:
-    """The device of all ``parameters`` (names and devices) and of ``others``, which may lie on the CPU as well.
+    """The device of all ``parameters``, as (name, device), and of ``others``, which may also be on the CPU.
 
-    Raises ``UnsupportedError``, by name, where there are two, or one of an unknown kind.
+    Raises ``UnsupportedError``, with the name, for a second device or one of an unknown kind.
     """
     home: tuple[str, torch.device] | None = None
-    for required, found in ((True, parameters), (False, others)):
-        for name, device in found:
+    for required, named in ((True, parameters), (False, others)):
+        for name, device in named:
             elsewhere = not required and device.type == "cpu"
             if device.type == "meta" or elsewhere or (home and device == home[1]):
                 continue

@@ -1,4 +1,4 @@
-"""A simulator of torch's caching allocator for CUDA: what it holds, not only what is in use.
+"""A simulator of torch's caching allocator for CUDA, which also counts the bytes that are reserved and not in use.
 
 An out-of-memory error depends on the bytes that the allocator holds (*reserved*), and these on the order of all
 allocations and releases. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, whose functions and constants
@@ -6,8 +6,8 @@ are named beside them, as they were in torch 2.6 and after 2.10; the constants a
 graph capture, no private pools, and torch's defaults: ``max_split_size_mb`` unlimited,
 ``roundup_power2_divisions`` off, ``garbage_collection_threshold`` 0, ``large_segment_size_mb`` 20.
 
-Where the driver puts a segment is not known: here each lies behind the one before. That decides only between free
-blocks of equal size, of which the lowest is taken.
+The addresses that the driver gives are not known; here each segment lies behind the one before. Addresses only decide
+between free blocks of equal size, of which the lowest is taken.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Allocator:
         return block.address if block else None
 
     def malloc(self, size: int) -> int:
-        """A handle to ``size`` bytes. ``OutOfMemory`` if they cannot be had after all that is free was given back."""
+        """A handle to ``size`` bytes. Raises ``OutOfMemory`` if they do not fit even after ``empty_cache``."""
         if size < 0:
             raise AllocatorError(f"{size} bytes cannot be allocated")
         if not size:  # NativeCachingAllocator::allocate returns a null pointer
@@ -118,7 +118,7 @@ class Allocator:
                     self._unmap(block)
 
     def adopt(self, segments: Iterable[Segment]) -> dict[int, int]:
-        """Begin with ``segments``, as they are; the handles of their blocks in use, by address.
+        """Begin with ``segments``. Returns the handles of their blocks in use, by address.
 
         Expandable ones of a pool are taken for parts of one, whose addresses begin with the first.
         """
@@ -234,11 +234,11 @@ class Allocator:
             block = self._blocks.at[address]
             at: Block | None
             start = at = block.before if block.before and not block.before.requested else block
-            found = 0
-            while at and found < size and not at.requested:
-                found += at.size
+            room = 0
+            while at and room < size and not at.requested:
+                room += at.size
                 at = at.after
-            if found >= size:
+            if room >= size:
                 return start
         size = self._addresses(pool)
         base = self._place(size)

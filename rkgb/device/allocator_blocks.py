@@ -66,7 +66,7 @@ class Block:
 
 
 class Blocks:
-    """Every block, by its address. Each is in use, or in a list of its pool, or held by whoever took it out."""
+    """Every block, by its address. A block is in use, in a list of its pool, or with the caller that took it out."""
 
     def __init__(self) -> None:
         self.at: dict[int, Block] = {}
@@ -81,21 +81,21 @@ class Blocks:
         del self.at[block.address]
 
     def put(self, block: Block) -> None:
-        """Among the free blocks, or those that are only addresses."""
+        """Add ``block`` to the free blocks of its pool, or to its unmapped ones."""
         if block.mapped:
             insort(block.pool.free, (block.size, block.address))
         else:
             insort(block.pool.unmapped, block.address)
 
     def take(self, block: Block) -> None:
-        """Out of the list that ``put`` put it into."""
+        """Remove ``block`` from the list to which ``put`` added it."""
         if block.mapped:
             del block.pool.free[bisect_left(block.pool.free, (block.size, block.address))]
         else:
             del block.pool.unmapped[bisect_left(block.pool.unmapped, block.address)]
 
     def cut(self, block: Block, size: int) -> Block:
-        """Shorten ``block`` to ``size`` bytes; the other part."""
+        """Shorten ``block`` to ``size`` bytes, and return the rest as a block."""
         rest = Block(block.address + size, block.size - size, block.pool, block.base, block.mapped)
         rest.before, rest.after = block, block.after
         if rest.after:
@@ -124,7 +124,7 @@ class Blocks:
 
     def segments(self) -> tuple[Segment, ...]:
         """Stretches of mapped blocks, by address."""
-        found = []
+        segments = []
         for block in sorted(self.at.values(), key=lambda b: b.address):
             if not block.mapped or (block.before and block.before.mapped):
                 continue
@@ -133,8 +133,8 @@ class Blocks:
             while at and at.mapped:
                 blocks.append((at.address, at.size, at.requested))
                 at = at.after
-            found.append(Segment(block.address, sum(b[1] for b in blocks), block.pool.small, tuple(blocks)))
-        return tuple(found)
+            segments.append(Segment(block.address, sum(b[1] for b in blocks), block.pool.small, tuple(blocks)))
+        return tuple(segments)
 
 
 def reach(block: Block) -> int:

@@ -1,4 +1,4 @@
-"""Allocations and releases as events: replayed by the simulated allocator, read from what torch recorded.
+"""Allocations and releases as events: reading torch's recordings, and replaying them with the simulated allocator.
 
 On CUDA a step is recorded and replayed thus:
 
@@ -23,7 +23,7 @@ from rkgb.errors import AllocatorError
 
 @dataclass(frozen=True, slots=True)
 class Alloc:
-    """``size`` bytes are taken; ``name`` tells them from all others that are in use at that time."""
+    """``size`` bytes are allocated; ``name`` is unique among those in use at that time."""
 
     size: int
     name: Hashable
@@ -31,14 +31,14 @@ class Alloc:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """What ``name`` stands for is given back."""
+    """The bytes called ``name`` are freed."""
 
     name: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyCache:
-    """What is free is given back to the device, by ``torch.cuda.empty_cache()`` or as memory was short."""
+    """Free segments go back to the device, by ``torch.cuda.empty_cache()`` or because memory is short."""
 
 
 Event = Alloc | Free | EmptyCache
@@ -46,7 +46,7 @@ Event = Alloc | Free | EmptyCache
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording: what was held at its ``start``, ``events`` to replay, and the ``actions`` that they must cause."""
+    """A recording: segments at its ``start``, the ``events`` to replay, and the ``actions`` that they must cause."""
 
     start: tuple[Segment, ...]
 
@@ -88,15 +88,15 @@ _DRIVER = ("segment_alloc", "segment_map", *_GIVES_BACK)
 
 def read_segments(segments: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:
     """What is held, as in ``torch.cuda.memory._snapshot()["segments"]`` of one device and one stream."""
-    found = []
+    read = []
     for segment in segments:
         blocks = []
         for block in segment["blocks"]:
             used = block["requested_size"] if block["state"] != "inactive" else 0
             blocks.append((block["address"], block["size"], used))
         small = segment["segment_type"] == "small"
-        found.append(Segment(segment["address"], segment["total_size"], small, tuple(blocks)))
-    return tuple(found)
+        read.append(Segment(segment["address"], segment["total_size"], small, tuple(blocks)))
+    return tuple(read)
 
 
 def read_trace(entries: Iterable[Mapping[str, Any]], start: Iterable[Mapping[str, Any]] = ()) -> Trace:

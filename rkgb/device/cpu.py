@@ -23,13 +23,13 @@ _GROUP = "/sys/fs/cgroup"  # of a container: Linux's control groups, whose memor
 
 
 def _figures(path: str) -> dict[str, int]:
-    """The second word of each line by the first."""
+    """The second word of each line, as a number, by the first word."""
     with open(path, encoding="ascii") as lines:
         return {words[0]: int(words[1]) for words in map(str.split, lines)}
 
 
 class Cpu(Kind):
-    """The machine itself. Its allocator counts what was asked for."""
+    """The CPU. Its allocator reports the bytes that were requested."""
 
     type = "cpu"
     scalars = 64
@@ -79,33 +79,33 @@ class Cpu(Kind):
         return None if torch._C._autograd._profiler_enabled() else ProfiledTimeline()
 
     def free(self, device: torch.device) -> int:
-        """What the machine has, or the container if that has less."""
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        """Available bytes of the machine, or of its container if these are fewer."""
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         with contextlib.suppress(OSError, LookupError):
-            found = 1024 * _figures("/proc/meminfo")["MemAvailable:"]
+            available = 1024 * _figures("/proc/meminfo")["MemAvailable:"]
         with contextlib.suppress(OSError, ValueError, LookupError):
             limit, used = (int(Path(_GROUP, f"memory.{what}").read_text("ascii")) for what in ("max", "current"))
-            found = min(found, max(0, limit - used + _figures(f"{_GROUP}/memory.stat")["inactive_file"]))
-        return found
+            available = min(available, max(0, limit - used + _figures(f"{_GROUP}/memory.stat")["inactive_file"]))
+        return available
 
     def in_use(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
     def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Parameters that fill a processor's cache, or all that there are: a step reads them, too."""
-        found: list[torch.Tensor] = []
+        """Parameters that fill a processor's cache, or all of them if they are fewer."""
+        tensors: list[torch.Tensor] = []
         left = self._cache
         for p in parameters:
             if left <= 0:
                 break
             if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.is_contiguous():
                 count = min(p.numel(), left // p.element_size())
-                found.append(p.detach().view(-1)[:count])
-                left -= found[-1].nbytes
-        return found
+                tensors.append(p.detach().view(-1)[:count])
+                left -= tensors[-1].nbytes
+        return tensors
 
     def model(self, device: torch.device) -> str:
-        """The processor, and the instructions that torch's kernels use of it."""
+        """The processor, and the instruction set that torch's kernels use."""
         name = platform.processor() or platform.machine()
         with contextlib.suppress(OSError):
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

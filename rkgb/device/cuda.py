@@ -18,9 +18,9 @@ _RNNS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 class Cuda(Kind):
     """NVIDIA's and AMD's GPUs.
 
-    Memory is what was *requested* of the caching allocator. What it has allocated for it depends on what was there
-    before: blocks are rounded up to 512 bytes, and one above 1 MiB comes whole with up to 1 MiB more. Only the requests
-    follow from the program, so only they can be planned to the byte.
+    Memory means the bytes *requested* of the caching allocator. The bytes that it allocates for them depend on earlier
+    requests: blocks are multiples of 512 bytes, and one above 1 MiB may have up to 1 MiB more. Only the requests follow
+    from the program, so only they can be planned to the byte.
     """
 
     type = "cuda"
@@ -70,8 +70,10 @@ class Cuda(Kind):
         return round(1e6 * float(start.elapsed_time(end)))
 
     def hold(self, device: torch.device, at_least: int = 0) -> None:
-        """The queue waits meanwhile, a millisecond if not more: on an empty one, events around kernels that take less
-        time than their launches (10 to 50 µs) tell when Python launched them. A nanosecond is two cycles at most.
+        """Make the queue wait, for a millisecond at least.
+
+        On an empty queue, events around kernels that are shorter than their launches (10 to 50 µs) would show when
+        Python launched them. A nanosecond is two cycles at most.
         """
         with torch.cuda.device(device):
             torch.cuda._sleep(2 * max(at_least, 1_000_000))
@@ -117,13 +119,13 @@ class Cuda(Kind):
         return _StatisticsTimeline(self, device)
 
     def _begin(self, what: str, device: torch.device) -> int:
-        """The level. The allocator knows one peak for everybody: the caller's is lost, as ``measure_peak`` says."""
+        """The level, in bytes. Resets the allocator's peak, of which the process has only one."""
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return int(torch.cuda.memory_stats(device).get(f"{what}.all.current", 0))
 
     def _counted(self) -> str:
-        """CUDA's own asynchronous allocator counts no requests."""
+        """The statistic that counts. CUDA's own asynchronous allocator has none of requests."""
         native = torch.cuda.get_allocator_backend() == "native"
         return "requested_bytes" if native else "allocated_bytes"
 
@@ -135,12 +137,13 @@ class Cuda(Kind):
         """Those that hold memory, or else the current one."""
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return []
-        found = [k for k in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(k) > 0]
-        return [torch.device("cuda", k) for k in found or [torch.cuda.current_device()]]
+        used = [k for k in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(k) > 0]
+        return [torch.device("cuda", k) for k in used or [torch.cuda.current_device()]]
 
     def first_use(self, function: Callable[[], Any], device: torch.device) -> None:
-        """Here, where forwards run, and in autograd's thread for the device, where backwards and second runs do: cuBLAS
-        has a workspace for each thread's stream, and cuDNN's benchmark remembers for each thread.
+        """Run ``function`` in this thread, where forwards run, and in autograd's, where backwards and second runs do.
+
+        cuBLAS has a workspace, and cuDNN's benchmark a memory, for each thread.
         """
         function()
         anchor = torch.ones((), device=device, requires_grad=True)
@@ -159,7 +162,7 @@ class Cuda(Kind):
 
 
 class _StatisticsWindow(Window):
-    """By the allocator's statistics, whose peak it resets."""
+    """A window that reads the allocator's statistics, and resets their peak."""
 
     def __init__(self, kind: Cuda, device: torch.device) -> None:
         self.kind, self.device, self.what = kind, device, kind._counted()
@@ -207,7 +210,7 @@ class _StatisticsTimeline(Timeline):
 
 
 class _InBackward(torch.autograd.Function):
-    """Calls a function when its backward runs, in the thread where it does."""
+    """Calls a function in its backward, in autograd's thread."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[], Any], anchor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the packages need of a kind of device; ``rkgb/device/cpu.py`` and ``rkgb/device/cuda.py`` are the kinds."""
+"""The interface of a kind of device, which ``rkgb/device/cpu.py`` and ``rkgb/device/cuda.py`` implement."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from rkgb.device.roofline import Roofline
 
 PRECISE = ("all", "matmul", "conv", "rnn")
-"""What torch has a precision of float32 for, on each kind of device."""
+"""The operations for which torch has a setting of float32 precision."""
 
 precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 
 class Window(ABC):
-    """What other people's code allocates and releases between two moments, ``begin`` and ``mark``.
+    """Measures what the caller's code allocates and frees between two moments, ``begin`` and ``mark``.
 
-    It is opened before what may be released meanwhile is allocated. ``close`` must follow in the thread that opened it,
-    and outside of a backward.
+    Open it before anything is allocated that may be freed meanwhile. Call ``close`` in the same thread, and not within
+    a backward.
     """
 
     @abstractmethod
@@ -34,9 +34,10 @@ class Window(ABC):
 
     @abstractmethod
     def close(self) -> tuple[int, int, int] | None:
-        """(peak, new, left): the most bytes above the level of the first moment; those allocated since that are there
-        at the second moment; the same now. Where the last two are not known, the change of the level. None if there was
-        no second moment.
+        """(peak, new, left) in bytes; None if ``mark`` was not called.
+
+        ``peak``: the most above the level of the first moment. ``new``: allocated since, and there at the second
+        moment; ``left``: allocated since, and there now. A kind that does not know these returns changes of the level.
         """
 
 
@@ -65,10 +66,10 @@ class Timeline(ABC):
 class Kind(ABC):
     """One kind of device.
 
-    ``scalars``: bytes of a budget that are for the numbers of the loss itself (its value, its gradient, counts).
-    ``counts_states``: whether states of generators lie in the memory that budgets are of. ``keeps_workspaces``: whether
-    the first use of a kernel in a thread may allocate what stays. ``settings_read``: functions that read the settings
-    of torch on which results of this kind depend, or what its kernels allocate.
+    ``scalars``: bytes of each budget for the numbers of the loss (its value, its gradient, counts). ``counts_states``:
+    whether states of generators are in device memory. ``keeps_workspaces``: whether the first use of a kernel in a
+    thread may allocate memory that stays. ``settings_read``: functions that read the settings of torch on which
+    results, or the memory of kernels, depend.
     """
 
     type: ClassVar[str]
@@ -87,21 +88,21 @@ class Kind(ABC):
 
     @abstractmethod
     def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
-        """(result, peak, net) of ``function``: bytes above the level at the call."""
+        """(result, peak, net) of ``function()``: the most bytes above the level at the call, and those at its end."""
 
     @abstractmethod
     def measured_after(
         self, prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device
     ) -> tuple[Any, int]:
-        """(result, peak) of ``function(prepare())``: bytes above the level between the two."""
+        """(result, peak) of ``function(prepare())``: the most bytes above the level between the two."""
 
     @abstractmethod
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
-        """Bytes that the allocator takes for ``function``."""
+        """Bytes that the allocator reserves for ``function()``."""
 
     @abstractmethod
     def window(self, device: torch.device) -> Window | None:
-        """A window that is open; None where none can be."""
+        """An open window; None if none can be opened."""
 
     @abstractmethod
     def timeline(self, device: torch.device) -> Timeline | None:
@@ -112,8 +113,9 @@ class Kind(ABC):
         """Bytes that can be allocated."""
 
     def free_for_budgets(self, device: torch.device) -> int:
-        """What a budget may have of ``free``: a tenth is left for what lies beside it, such as unused parts of blocks,
-        and the numbers that an optimizer computes with.
+        """The part of ``free`` that a budget may have, in bytes.
+
+        A tenth is left for unused parts of blocks, and for the temporary memory of the optimizer.
         """
         return self.free(device) * 9 // 10
 
@@ -123,34 +125,34 @@ class Kind(ABC):
 
     @abstractmethod
     def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors to read before a timed run, for what it reads to lie in memory and in no cache."""
+        """Tensors to read before a timed run, so that its own inputs are in no cache."""
 
     @abstractmethod
     def model(self, device: torch.device) -> str:
-        """The name that times of kernels go by: devices of one name are alike."""
+        """The name of the device. Kernels take equal times on devices of one name."""
 
     @abstractmethod
     def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
-        """That of an operation with results of ``dtype``."""
+        """The roofline of an operation with results of ``dtype``."""
 
     def available(self) -> bool:
         """Whether the machine has one."""
         return True
 
     def hides_draws(self, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Whether the operation draws from a state that can neither be read nor put back."""
+        """Whether the operation draws from a state that can neither be read nor restored."""
         return False
 
     def before_measuring(self) -> None:
-        """Say what measuring memory disturbs."""
+        """Warn of what measuring memory disturbs."""
         return
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait for what was begun."""
+        """Wait for all kernels that were launched."""
         return
 
     def mark(self, device: torch.device) -> Any:
-        """This moment of the device."""
+        """A time stamp of the device, for ``between``."""
         return time.perf_counter_ns()
 
     def between(self, start: Any, end: Any) -> int:
@@ -158,13 +160,13 @@ class Kind(ABC):
         return int(end - start)
 
     def hold(self, device: torch.device, at_least: int = 0) -> None:
-        """What is begun next waits until all of it is begun; ``at_least``: nanoseconds that this takes."""
+        """Delay the kernels that are launched next until all are launched; ``at_least``: for so many nanoseconds."""
         return
 
     def first_use(self, function: Callable[[], Any], device: torch.device) -> None:
-        """Run ``function`` wherever plans run: first uses of its kernels are then over."""
+        """Run ``function`` in each thread in which plans run kernels, for these to allocate what stays."""
         function()
 
     def warm_up(self, device: torch.device) -> None:
-        """Allocate what stays, before any memory is measured."""
+        """Make kernels allocate what stays, before any memory is measured."""
         return

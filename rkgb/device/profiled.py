@@ -17,7 +17,7 @@ from rkgb.device.kind import Moment, Timeline, Window
 # The profiler announces every session on stderr unless it is told not to before its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-# Bytes of a block that marks a moment among the events: nothing else is likely to have this size.
+# Bytes of a block whose allocation marks a moment among the events. No other block is likely to have this size.
 _MARK = 1_000_003
 
 
@@ -34,10 +34,10 @@ def profiled_after(prepare: Callable[[], Any], function: Callable[[Any], Any]) -
         made = prepare()
         torch.empty(_MARK, dtype=torch.uint8)
         result = function(made)
-    found = events(prof)
-    mark = next(k for k, event in enumerate(found) if event[2] == _MARK)
-    _, before = replay(found[:mark])
-    peak, _ = replay(found[:mark] + found[mark + 2 :], mark)
+    recorded = events(prof)
+    mark = next(k for k, event in enumerate(recorded) if event[2] == _MARK)
+    _, before = replay(recorded[:mark])
+    peak, _ = replay(recorded[:mark] + recorded[mark + 2 :], mark)
     return result, max(0, peak - before)
 
 
@@ -101,37 +101,37 @@ def _moments(found: list[tuple[int, int, int]]) -> list[Moment]:
     return [Moment(level - first, peak - first) for level, peak in moments]
 
 
-def _between_marks(found: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
-    sizes = [size for _, _, size in found]
+def _between_marks(recorded: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
+    sizes = [size for _, _, size in recorded]
     if _MARK not in sizes or _MARK + 1 not in sizes:
         return None
     start, end = sizes.index(_MARK), sizes.index(_MARK + 1)
-    between = found[start + 2 : end]  # without the mark and its release
-    _, before = replay(found[:start])
-    peak, _ = replay(found[:start] + between, start)
-    later = found[end + 2 :]
+    between = recorded[start + 2 : end]  # without the mark and its release
+    _, before = replay(recorded[:start])
+    peak, _ = replay(recorded[:start] + between, start)
+    later = recorded[end + 2 :]
     return max(0, peak - before), replay(between)[1], replay(between + later)[1]
 
 
 def events(prof: profile) -> list[tuple[int, int, int]]:
     """(time, address, signed bytes) of every allocation and release on the CPU."""
-    found: list[tuple[int, int, int]] = []
+    recorded: list[tuple[int, int, int]] = []
     results: Any = prof.kineto_results
     stack = list(results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    found.sort(key=lambda e: e[0])
-    return found
+            recorded.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    recorded.sort(key=lambda e: e[0])
+    return recorded
 
 
-def replay(found: list[tuple[int, int, int]], start: int = 0) -> tuple[int, int]:
+def replay(recorded: list[tuple[int, int, int]], start: int = 0) -> tuple[int, int]:
     """(peak, level at the end); the peak from event ``start`` on."""
     blocks: dict[int, int] = {}
     level = peak = 0
-    for k, (_, address, size) in enumerate(found):
+    for k, (_, address, size) in enumerate(recorded):
         level -= blocks.pop(address, 0)
         if size > 0:
             blocks[address] = size

@@ -1,4 +1,4 @@
-"""How long an operation takes at least: what a device moves and computes in a nanosecond, by its maker's figures."""
+"""Lower bounds on the time of operations, from the bandwidth and the peak rate that a device's maker states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Bytes that a device moves in a nanosecond, and operations of matrix products that it computes in one."""
+    """A device's bandwidth (bytes a nanosecond) and its peak rate in matrix products (operations a nanosecond)."""
 
     bytes_per_ns: int
     flops_per_ns: int
@@ -44,7 +44,7 @@ _LISTED: tuple[tuple[str, int, dict[str, float]], ...] = (
 
 
 def roofline_of(name: str, dtype: torch.dtype, tf32: bool) -> Roofline:
-    """That of the device called ``name``, for results of ``dtype``; ``tf32``: whether float32 is computed in TF32."""
+    """The roofline of the device called ``name``, for results of ``dtype``; ``tf32``: float32 is computed in TF32."""
     kind = "half" if dtype.itemsize <= 2 else "tf32" if tf32 else "single"
     if dtype in (torch.float64, torch.complex128):
         kind = "double"

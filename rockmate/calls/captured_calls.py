@@ -219,7 +219,7 @@ class CapturedCalls(Calls):
         said = self.front.described(self.names(call), call.leaves)
         free = like is not None and same_constants(planner.graphs.S, like.planner.graphs.S)
         shapes = tuple(tuple(t.shape) for t in call.tensors)
-        return Member(self, planner, said, family, schedules, choices, shapes, free)
+        return Member(planner, said, family, schedules, choices, shapes, free)
 
     @contextmanager
     def _in_call(self, inputs: Sequence[Any]) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rkgb.cost.usage import Usage, all_used
 from rkgb.graphs import D_graph, S_graph
@@ -18,9 +17,6 @@ from rockmate.run.compiled import compile_schedule
 from rockmate.run.program import Program
 from solvers import ChainPlan, ChainPlanner, Loss, Problem, keep_everything, walk
 from solvers.sequence import Choice
-
-if TYPE_CHECKING:
-    from rockmate.calls.captured_calls import CapturedCalls
 
 MOST_CHOICES = 32
 """Schedules that a graph offers."""
@@ -41,7 +37,6 @@ class Member:
     given; ``of_any_size``: no constant of its program depends on them.
     """
 
-    calls: CapturedCalls
     planner: Planner
     call: tuple[str, ...]
     family: Family

@@ -14,15 +14,18 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import fx
 
 from rkgb.cost.memory import storage_bytes
 from rkgb.device.kind import Moment
+from rkgb.graphs import Structure
 from rkgb.sample import Call
 from rkgb.storages import storage_key
 from rockmate.budget import Budget, show_bytes
+from rockmate.calls.captured import Captured
 from rockmate.calls.families import Family
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Member
@@ -34,7 +37,6 @@ from solvers import Frontier, InfeasibleError
 from solvers.sequence import Choice, Stage, choose
 
 if TYPE_CHECKING:
-    from rockmate.calls.captured_calls import CapturedCalls
     from rockmate.calls.front import Front
 
 MOST_LOOKS = 16
@@ -42,6 +44,17 @@ MOST_LOOKS = 16
 
 MOST_SEQUENCES = 16
 """Sequences of graphs that are remembered."""
+
+
+class Graph(Protocol):
+    """A captured graph: see ``rockmate.calls.captured_calls.CapturedCalls``."""
+
+    tensors: fx.GraphModule
+    module: Captured
+
+    def returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
+        """What the graph returns, from its program's outputs."""
+
 
 _NOTHING = Choice(0, 0, 0, 0)
 
@@ -255,18 +268,18 @@ class Forward:
                 return member.least
         return self.chosen[at]
 
-    def run(self, calls: CapturedCalls, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
+    def run(self, graph: Graph, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
         """Run a graph; what it returns."""
         k, i = self.choice(member), len(self.ran)
         self.ran.append((member, k))
         self.mark("begin", i)
         state = None
         if member.is_plain(k):
-            result = calls.tensors.forward(*inputs)
+            result = graph.tensors.forward(*inputs)
         else:
             program = member.program(k)
-            state = CallState(program, calls.module.values_of(program.s.d.sources, call.tensors, inputs))
-            result = calls.returned(program.s.d.structure, state.forward())
+            state = CallState(program, graph.module.values_of(program.s.d.sources, call.tensors, inputs))
+            result = graph.returned(program.s.d.structure, state.forward())
         self.states.append(None if state is None else weakref.ref(state))
         if state is not None:
             state.backward.arrived = partial(self.reach, i)  # before anything runs again
