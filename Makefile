@@ -9,7 +9,7 @@ JOBS ?= 2
 OMP_NUM_THREADS ?= 1
 
 BIN := .venv/bin
-SOURCES := rockmate rkgb solvers tests benchmarks scripts notebooks
+SOURCES := rockmate rkgb solvers tests benchmarks scripts notebooks examples
 EXISTING = $(wildcard $(SOURCES))
 
 .DEFAULT_GOAL := help
