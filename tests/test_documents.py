@@ -131,6 +131,15 @@ def test_examples_of_the_documentation(document: str) -> None:
         KINDS[Problem].solvers.update(known)
 
 
+@pytest.mark.parametrize("document", ["docs/plan.md", "docs/estimate.md"])
+def test_pages_show_what_their_example_prints(document: str) -> None:
+    shown = re.search(r"```text\n(.*?)```", read(document), re.DOTALL)
+    assert shown
+    printed = run_examples(document)
+    timed = re.compile(r"^set-up .*$", re.MULTILINE)
+    assert timed.sub("", shown[1]).split() == timed.sub("", printed).split()
+
+
 def run_examples(document: str) -> str:
     """What the blocks of a page print, one after the other. Those that need a library, a GPU or a file of the reader's
     are marked ``py`` instead of ``python``, and do not run.
