@@ -36,7 +36,7 @@ check: .venv/.installed-dev
 	$(BIN)/ruff format --check $(EXISTING)
 	$(BIN)/ruff check $(EXISTING)
 	$(BIN)/mypy
-	$(BIN)/mkdocs build --strict --quiet --site-dir site
+	$(BIN)/mkdocs build --strict --site-dir site
 
 docs: .venv/.installed-docs
 	$(BIN)/mkdocs build --strict --site-dir site

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -159,6 +160,23 @@ def test_every_error_has_an_entry() -> None:
         classes = inspect.getmembers(module, inspect.isclass)
         raised |= {name for name, c in classes if issubclass(c, Exception) and c.__module__ == module.__name__}
     assert documented == raised
+
+
+def test_messages_are_those_of_the_code() -> None:
+    """Between words in italics, which stand for names and numbers, each is a part of a text in the sources."""
+    texts: set[str] = set()
+    for path in (p for package in ("rockmate", "rkgb", "solvers") for p in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                texts.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    page = read("docs/errors.md").split("\n## When there is no error\n")[0]
+    rows = [row for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) if row != "message"]
+    assert len(rows) > 40
+    said = [(row, part.strip(' :,"')) for row in rows for part in re.split(r"\*[^*]*\*|…|/", row)]
+    assert [row for row, part in said if len(part) > 7 and not any(part in text for text in texts)] == []
 
 
 @pytest.mark.parametrize("package", ["rockmate", "rkgb", "solvers"])
