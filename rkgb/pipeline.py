@@ -114,13 +114,14 @@ def make_all_graphs(
     costs: str = "measured",
     report: Callable[[str, float], None] = lambda phase, part: None,
     known_of: Callable[[S_graph], Known] = lambda _: Known(),
+    usage_of: Callable[[D_graph], Usage] = supposed,
 ) -> Graphs:
     """Trace ``model`` on ``sample`` and build all graphs.
 
     ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
     ``costs``: "measured", or "flops" for times from a model of the operations, the same on every run.
     ``report`` is told the phase as it starts, and now and then which part of it is done (0 to 1).
-    ``known_of``: what is known of the costs of a graph.
+    ``known_of``: what is known of the costs of a graph. ``usage_of``: what the caller does with the outputs.
     Raises ``TraceError`` if the module cannot be traced.
     """
     check_costs(costs)
@@ -129,5 +130,5 @@ def make_all_graphs(
         b, d, s = make_S(model, call, report=report)
         report("measure", 0.0)
         known = known_of(s)
-        k = make_K(s, model, call.tensors, costs, supposed(d), known, report=partial(report, "measure"))
+        k = make_K(s, model, call.tensors, costs, usage_of(d), known, report=partial(report, "measure"))
     return Graphs(b, d, s, tuple(classes(s)), k, known)

@@ -1,6 +1,6 @@
-"""Schedules as programs: ``format_schedule`` prints one, ``parse_schedule`` reads it back.
+"""Schedules as text: ``format_schedule`` prints one, ``parse_schedule`` reads it back.
 
-One line per step; comments carry what the walker says and are ignored when parsing::
+Each step has a line. Its comment has the walker's figures, and is ignored by the parser::
 
     def step():                          # peak 6.0 MiB in bwd.relu, time +21.0 %
         h1, s1 = fwd.lin1(x)             # 2.0 MiB
@@ -8,7 +8,8 @@ One line per step; comments carry what the walker says and are ignored when pars
         loss()                           # 2.5 MiB
         bwd.lin1(s1)                     # 3.0 MiB
 
-The schedule of a ``GraphProblem`` has ``fwd`` and ``del`` lines only; what a node makes has the node's name.
+The schedule of a ``GraphProblem`` has ``fwd`` and ``del`` lines only. The output of a node has the node's name.
+``solvers.files.files`` prints and parses problems.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WIDTH = 48
 
 
 def format_bytes(size: int) -> str:
-    """``size`` bytes for people: exact below one KiB, one decimal above."""
+    """``size`` bytes as text, such as ``1.5 MiB``: exact below one KiB, with one decimal above."""
     if abs(size) < 1024:
         return f"{size} B"
     for unit, scale in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
@@ -39,7 +40,7 @@ def format_bytes(size: int) -> str:
 
 
 def unique_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Printable names, one per input and all different: repeated ones get their index as suffix."""
+    """Printable names, one for each of ``names``, all different: repeated names get their index as a suffix."""
     clean = [re.sub(r"[^\w.]", "_", name) or "_" for name in names]
     count = Counter(clean)
     taken = {name for name, n in count.items() if n == 1}
@@ -55,7 +56,7 @@ def unique_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class _Names:
-    """How nodes and data of one problem are written."""
+    """The printed names of the nodes and data of one problem."""
 
     def __init__(self, problem: Problem | GraphProblem) -> None:
         self.nodes = unique_names(n.name for n in problem.nodes)
@@ -97,7 +98,7 @@ def _walk_or_error(problem: Problem | GraphProblem, schedule: Schedule) -> Walk 
 
 
 def format_schedule(problem: Problem | GraphProblem, schedule: Schedule) -> str:
-    """``schedule`` as a program, with the memory of each step; a forbidden one prints, with the reason."""
+    """``schedule`` as text, with the memory of each step. One that the walker rejects prints too, with the reason."""
     names = _Names(problem)
     lines = [_line(problem, names, step) for step in schedule]
     walked = _walk_or_error(problem, schedule)
@@ -119,7 +120,7 @@ def format_schedule(problem: Problem | GraphProblem, schedule: Schedule) -> str:
 
 
 def parse_schedule(problem: Problem | GraphProblem, text: str) -> Schedule:
-    """The schedule that ``format_schedule`` printed as ``text``; ``ScheduleError`` names the line it cannot read."""
+    """The schedule that ``format_schedule`` printed as ``text``. ``ScheduleError`` names a line that is no step."""
     names = _Names(problem)
     nodes = {name: i for i, name in enumerate(names.nodes)}
     data = {name: d for d, name in enumerate(names.data)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rkgb.device import device_in_use, kind_of
-from rkgb.device.kind import Window
+from rkgb.device.kind import Timeline, Window
 from rkgb.errors import MeasureError
 
 
@@ -77,6 +77,11 @@ def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], de
 def window(device: torch.device) -> Window | None:
     """What other people's code allocates on ``device`` from now on; None while something is measured, or profiled."""
     return None if _measurers else kind_of(device).window(device)
+
+
+def timeline(device: torch.device) -> Timeline | None:
+    """As ``window``, for any number of moments."""
+    return None if _measurers else kind_of(device).timeline(device)
 
 
 def measure_peak(

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from rkgb.device.kind import PRECISE, Kind, Window, precision
-from rkgb.device.profiled import ProfiledWindow, profiled, profiled_after
+from rkgb.device.kind import PRECISE, Kind, Timeline, Window, precision
+from rkgb.device.profiled import ProfiledTimeline, ProfiledWindow, profiled, profiled_after
 from rkgb.device.roofline import UNKNOWN, Roofline
 from rkgb.errors import MeasureError
 
@@ -74,6 +74,9 @@ class Cpu(Kind):
 
     def window(self, device: torch.device) -> Window | None:
         return None if torch._C._autograd._profiler_enabled() else ProfiledWindow()
+
+    def timeline(self, device: torch.device) -> Timeline | None:
+        return None if torch._C._autograd._profiler_enabled() else ProfiledTimeline()
 
     def free(self, device: torch.device) -> int:
         """What the machine has, or the container if that has less."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rkgb.device.kind import PRECISE, Kind, Window, precision
+from rkgb.device.kind import PRECISE, Kind, Moment, Timeline, Window, precision
 from rkgb.device.roofline import Roofline, roofline_of
 
 _C: Any = torch._C
@@ -113,6 +113,9 @@ class Cuda(Kind):
     def window(self, device: torch.device) -> Window:
         return _StatisticsWindow(self, device)
 
+    def timeline(self, device: torch.device) -> Timeline:
+        return _StatisticsTimeline(self, device)
+
     def _begin(self, what: str, device: torch.device) -> int:
         """The level. The allocator knows one peak for everybody: the caller's is lost, as ``measure_peak`` says."""
         torch.cuda.synchronize(device)
@@ -176,6 +179,31 @@ class _StatisticsWindow(Window):
             return None
         now = torch.cuda.memory_stats(self.device).get(f"{self.what}.all.current", 0)
         return *self.seen, max(0, now - self.before)
+
+
+class _StatisticsTimeline(Timeline):
+    """By the allocator's statistics, whose peak it resets at each moment."""
+
+    def __init__(self, kind: Cuda, device: torch.device) -> None:
+        self.kind, self.device, self.what = kind, device, kind._counted()
+        self.levels: list[int] = []
+        self.peaks: list[int] = []
+
+    def _peak(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get(f"{self.what}.all.peak", 0))
+
+    def mark(self) -> None:
+        torch.cuda.synchronize(self.device)
+        if self.levels:
+            self.peaks.append(self._peak())
+        self.levels.append(self.kind._begin(self.what, self.device))
+
+    def close(self) -> list[Moment] | None:
+        if not self.levels:
+            return []
+        self.peaks.append(self._peak())
+        first = self.levels[0]
+        return [Moment(level - first, peak - first) for level, peak in zip(self.levels, self.peaks, strict=True)]
 
 
 class _InBackward(torch.autograd.Function):

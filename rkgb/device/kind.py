@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -38,6 +38,28 @@ class Window(ABC):
         at the second moment; the same now. Where the last two are not known, the change of the level. None if there was
         no second moment.
         """
+
+
+class Moment(NamedTuple):
+    """``level``: bytes above the first moment's. ``peak``: the most, likewise, from here to the next moment."""
+
+    level: int
+    peak: int
+
+
+class Timeline(ABC):
+    """What other people's code has allocated at any number of moments. It is opened before the first of them.
+
+    ``close`` must follow in the thread that opened it, and outside of a backward.
+    """
+
+    @abstractmethod
+    def mark(self) -> None:
+        """A moment is now."""
+
+    @abstractmethod
+    def close(self) -> list[Moment] | None:
+        """All moments, in order; None if they cannot be told."""
 
 
 class Kind(ABC):
@@ -80,6 +102,10 @@ class Kind(ABC):
     @abstractmethod
     def window(self, device: torch.device) -> Window | None:
         """A window that is open; None where none can be."""
+
+    @abstractmethod
+    def timeline(self, device: torch.device) -> Timeline | None:
+        """What other people's code allocates, from now on; None where that cannot be seen."""
 
     @abstractmethod
     def free(self, device: torch.device) -> int:

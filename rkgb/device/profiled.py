@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-from rkgb.device.kind import Window
+from rkgb.device.kind import Moment, Timeline, Window
 
 # The profiler announces every session on stderr unless it is told not to before its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -62,6 +62,43 @@ class ProfiledWindow(Window):
     def close(self) -> tuple[int, int, int] | None:
         self.session.__exit__(None, None, None)
         return _between_marks(events(self.session)) if self.marked else None
+
+
+class ProfiledTimeline(Timeline):
+    """By a profiler session, as ``ProfiledWindow``. A moment is an allocation of ``_MARK`` bytes."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self.session = profile(use_cpu=True, profile_memory=True)
+        self.session.__enter__()
+
+    def mark(self) -> None:
+        self.marks += 1
+        torch.empty(_MARK, dtype=torch.uint8)
+
+    def close(self) -> list[Moment] | None:
+        self.session.__exit__(None, None, None)
+        found = _moments(events(self.session))
+        return found if len(found) == self.marks else None
+
+
+def _moments(found: list[tuple[int, int, int]]) -> list[Moment]:
+    """The moments among events; an event of a mark, and that of its release, are no memory."""
+    blocks: dict[int, int] = {}
+    moments: list[list[int]] = []
+    level = 0
+    for _, address, size in found:
+        if size == _MARK:
+            moments.append([level, level])
+        elif size > 0:
+            level += size - blocks.pop(address, 0)
+            blocks[address] = size
+        else:
+            level -= blocks.pop(address, 0)
+        if moments:
+            moments[-1][1] = max(moments[-1][1], level)
+    first = moments[0][0] if moments else 0
+    return [Moment(level - first, peak - first) for level, peak in moments]
 
 
 def _between_marks(found: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:

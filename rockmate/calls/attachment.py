@@ -21,7 +21,8 @@ from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
 from rockmate.calls.dynamo import classes_of, new_entry, settings, unguarded
 from rockmate.calls.front import Front, Terms
 from rockmate.calls.held import check_effects, undone_if_it_fails
-from rockmate.calls.observe import end_look
+from rockmate.calls.look import end_look
+from rockmate.calls.steps import Steps, abandoned_if_it_fails
 from rockmate.calls.surroundings import (
     as_eager,
     check_global_hooks,
@@ -43,6 +44,7 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import first_lazy
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import NOTHING_COMPUTED
+from rockmate.planning.step import StepPlan
 from rockmate.tell import LOG, described, warn_once
 from solvers import Frontier
 from solvers.interrupts import Heeded
@@ -67,6 +69,9 @@ class Attachment(Front):
         self._model = weakref.ref(model)
         self._graphs: list[CapturedCalls] = []
         self._direct: WatchedCalls | None = None
+        self._steps: Steps | None = None  # where a call is several graphs
+        self._why: Exception | None = None  # a call cannot be captured as one graph
+        self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         self.reason = ""
         self._compiled: Callable[..., Any] | None = None
         self._settings: dict[str, Any] = {}
@@ -95,14 +100,19 @@ class Attachment(Front):
         return self.last.last if self.last is not None else None
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far."""
+    def plan(self) -> Plan | StepPlan | None:
+        """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far.
+
+        Where the forward is several graphs, it is that of the whole step, from the second or third step on.
+        """
+        if self._steps is not None:
+            return None if self._steps.last is None else self._steps.last.plan
         return self.variant.plan if self.variant is not None else None
 
     @property
     def plans_made(self) -> int:
-        """How many kinds of calls were planned."""
-        return self._made
+        """How many kinds of calls were planned; of steps of several graphs, how many graphs."""
+        return self._made if self._steps is None else len(self._steps.every)
 
     @property
     def plans_dropped(self) -> int:
@@ -113,6 +123,9 @@ class Attachment(Front):
     def plans(self) -> list[PlannedCall]:
         """All kinds of calls so far, those of the last call first."""
         self._check_place()
+        if self._steps is not None:
+            budget = self.terms.budget if isinstance(self.terms.budget, int) else 0
+            return [PlannedCall(m.call, m.plan(m.least, budget)) for m in self._steps.every]
         free = (call for calls in self._graphs for call, _ in calls.spacious.values())
         return [*(PlannedCall(v.call, v.plan) for v in self.cache.variants()), *(PlannedCall(c, None) for c in free)]
 
@@ -125,7 +138,10 @@ class Attachment(Front):
     def budget(self, budget: int | float | str) -> None:
         self._check_place()
         wanted = parse_budget(budget)
-        if self.last is None:
+        if self._steps is not None:
+            self.terms.budget = wanted
+            self._steps.set_budget()
+        elif self.last is None:
             self.terms.budget = wanted
         else:
             self.last.set_budget(wanted)
@@ -146,6 +162,8 @@ class Attachment(Front):
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call that was planned, as ``rockmate.frontier``."""
+        if self._steps is not None and self._steps.last is not None:
+            return self._steps.frontier()
         if self.last is None or self.last.last is None:
             raise InputError(
                 "no call was planned yet, or the budget does not bind, so there is no frontier: use "
@@ -163,7 +181,7 @@ class Attachment(Front):
         self._graphs.clear()
         self.cache.clear()
         self.families.clear()
-        self._direct = self._compiled = self.last = None
+        self._direct = self._steps = self._compiled = self._why = self.last = None
 
     def __reduce__(self) -> Any:
         """Copies and pickles plan again at their first call."""
@@ -234,29 +252,62 @@ class Attachment(Front):
             self.inside.on = False
 
     def _run(self, model: torch.nn.Module, call: Call) -> Any:
-        if self._direct is None:
-            import torch._dynamo
+        if self._direct is not None:
+            return self._run_traced(model, self._direct, call)
+        if self._why is not None and (self._steps is None or self.only_plans):
+            return self._run_directly(model, call, self._why)
+        if self._steps is not None:
+            return self._run_in_steps(model, call, self._steps)
+        try:
+            self.inside.ran = False  # whether the capture is over, and what it made runs
+            return self._run_captured(model, call, whole=True)
+        except Exception as error:
+            if self.inside.ran:
+                raise
+            self._why = error
+        if self.only_plans or self.terms.always:
+            return self._run_directly(model, call, self._why)
+        self.reason = _first_line(self._why)
+        self._compiled, self._steps = None, Steps(self)
+        self._graphs.clear()
+        return self._run_in_steps(model, call, self._steps)
 
-            if self._compiled is not None and self._unguarded != unguarded(self._classes):
-                torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
-            if self._compiled is None:
-                self._settings, self._asking = settings(), modules_that_ask()
-                self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
-            try:
-                self.inside.ran = False  # whether the capture is over, and what it made runs
-                with (
-                    Heeded(),
-                    torch._dynamo.config.patch(self._settings),
-                    as_eager(self._asking),
-                    put_back_if_it_fails(),
-                ):
-                    return self._compiled(model, call.args, call.kwargs)
-            except Exception as error:
-                if self.inside.ran:
-                    raise
-                reason = error
-            return self._run_directly(model, call, reason)
-        return self._run_traced(model, self._direct, call)
+    def _run_captured(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
+        """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
+        import torch._dynamo
+
+        if self._compiled is not None and self._unguarded != unguarded(self._classes):
+            torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
+            self._compiled = None  # captures of inner functions are known by the backend
+        if self._compiled is None:
+            self._settings, self._asking = settings(), modules_that_ask()
+            self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
+        with (
+            Heeded(),
+            torch._dynamo.config.patch(self._settings),
+            as_eager(self._asking),
+            put_back_if_it_fails(),
+        ):
+            return self._compiled(model, call.args, call.kwargs)
+
+    def _run_in_steps(self, model: torch.nn.Module, call: Call, steps: Steps) -> Any:
+        """TorchDynamo captures a call as several graphs, which are planned together."""
+        forward = steps.forward()
+        self.inside.forward = forward
+        try:
+            with abandoned_if_it_fails(forward):
+                result = self._run_captured(model, call, whole=False)
+        finally:
+            self.inside.forward = None
+        if not forward.ran:
+            self._steps = None
+            warnings.warn(
+                f"{self.name}: nothing of this call could be captured, and it ran with no plan. The next call is "
+                f"traced as a whole ({self.reason})",
+                BudgetWarning,
+                stacklevel=6,
+            )
+        return result
 
     def captured(self, program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         """The backend that TorchDynamo calls with what it has captured."""

@@ -22,6 +22,12 @@ def rough_peak(program: fx.GraphModule, arguments: Sequence[Any]) -> float:
     """Bytes that a training step of ``program`` hardly exceeds: ``SPARE`` times what all of its results take together,
     and gradients of parameters that have none. Infinite where sizes follow from values (x[mask]).
     """
+    missing = {id(p): p for p in arguments if isinstance(p, torch.nn.Parameter) and p.requires_grad and p.grad is None}
+    return SPARE * rough_bytes(program, arguments) + sum(p.nbytes for p in missing.values())
+
+
+def rough_bytes(program: fx.GraphModule, arguments: Sequence[Any]) -> float:
+    """Bytes of all results of ``program`` together; infinite where sizes follow from values."""
     numbers: dict[Any, int] = {}
     known: set[int] = set()
     for node, value in zip(program.graph.find_nodes(op="placeholder"), arguments, strict=True):
@@ -40,8 +46,7 @@ def rough_peak(program: fx.GraphModule, arguments: Sequence[Any]) -> float:
                     if size is None:
                         return inf
                     total += size
-    missing = {id(p): p for p in arguments if isinstance(p, torch.nn.Parameter) and p.requires_grad and p.grad is None}
-    return SPARE * total + sum(p.nbytes for p in missing.values())
+    return total
 
 
 def _storage(t: torch.Tensor) -> int:

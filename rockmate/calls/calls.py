@@ -24,7 +24,7 @@ from rkgb.trees import unflatten
 from rockmate.budget import Budget
 from rockmate.calls.families import Family
 from rockmate.calls.front import Front
-from rockmate.calls.observe import abandoned
+from rockmate.calls.look import abandoned
 from rockmate.calls.python_state import PythonState
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import Variant, adapted, as_before, carried_variant, make_first, make_variant, reads_more
@@ -129,7 +129,7 @@ class Calls(ABC):
         """What the module returns; the outputs of the program; what the plan keeps of the call."""
         state = CallState(variant.program, self.sources(variant, call.tensors))
         outputs = state.forward()
-        return self._returned(variant.structure, outputs), outputs, state
+        return self.returned(variant.structure, outputs), outputs, state
 
     def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:
         """The variant for what earlier calls have shown."""
@@ -155,7 +155,7 @@ class Calls(ABC):
         if self.last is variant:
             self.last = new
 
-    def _returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
+    def returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
         """What forward returns, from the program's outputs; buffers and attributes that it assigns are assigned."""
         results = iter(outputs)
         constants = dict(structure.output_constants)

@@ -6,26 +6,42 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from rkgb.cost.measure import Known
+from rkgb.cost.memory import refuse_within_measurements
 from rkgb.errors import GraphError
+from rkgb.graphs import S_graph
+from rkgb.probe.resize import Point, resized, sizes_of
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rockmate.budget import show_bytes
-from rockmate.calls.bound import rough_peak
+from rockmate.calls.bound import rough_bytes, rough_peak
 from rockmate.calls.calls import Calls
 from rockmate.calls.captured import Captured, captured_sources
+from rockmate.calls.families import Family
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
+from rockmate.calls.look import WholeLook
+from rockmate.calls.member import NO_ROOM, Member, carried_schedules, choice_of, outside, schedules_of
 from rockmate.calls.numbers import split
-from rockmate.calls.observe import WholeLook
+from rockmate.calls.steps import Forward, Steps
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
+from rockmate.planning.planner import Planner
+from rockmate.planning.prepare import make_planner
+from rockmate.planning.problem import problem_of
+from rockmate.progress import Progress, Report
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
+from solvers.interrupts import Heeded
+
+SMALL = 256
+"""A graph all of whose results take no more than this part of the budget runs as it is, where others are planned."""
 
 
 class Planned(Exception):
@@ -71,6 +87,9 @@ class CapturedCalls(Calls):
                 self.ready = True
         with self._in_call(inputs):
             call = Call(tuple(inputs[k] for k in self.module.given), {})
+            forward: Forward | None = getattr(self.front.inside, "forward", None)
+            if forward is not None:
+                return self._run_in_step(forward, call, inputs, numbers, arguments)
             fits = False
             if not self.terms.always:
                 kind, missing = self.kind(call)
@@ -99,6 +118,87 @@ class CapturedCalls(Calls):
                 return self.program.forward(*arguments)
             self.front.last = self
             return self.split.joined(results, numbers) if self.split else results
+
+    # -------------------------------------------------------------- one of several graphs of a step
+
+    def _run_in_step(
+        self, forward: Forward, call: Call, inputs: Sequence[Any], numbers: Any, arguments: tuple[Any, ...]
+    ) -> Any:
+        """Run this graph as its step's plan says; small ones run as they are."""
+        key, missing = self.kind(call)
+        steps = forward.steps
+        member = next((m for m in steps.members.get(key, ()) if missing <= m.planner.missing), None)
+        if member is None and key not in steps.small:
+            if self._is_small(arguments):
+                steps.small.add(key)
+            else:
+                if forward.look is not None:
+                    forward.look.abandon()  # planning measures memory itself
+                member = self._member(steps, call, key)
+        if member is None:
+            forward.small += 1
+            return self.program.forward(*arguments)
+        results = forward.run(self, call, member, inputs)
+        return self.split.joined(results, numbers) if self.split else results
+
+    def _is_small(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether planning this graph would gain next to nothing."""
+        known = self.terms.bytes_known(_device_of(arguments)) or self.front.parameter_bytes
+        return rough_bytes(self.program, arguments) * SMALL <= known
+
+    def _member(self, steps: Steps, call: Call, key: Hashable) -> Member | None:
+        """Plan this graph as a part of longer steps; None if that cannot be done."""
+        refuse_within_measurements()
+        try:
+            with TRACING, Heeded(), Progress(self.terms.progress) as report:
+                kind = self.kind(call, sized=False)[0]
+                member = self._resized_member(steps, call, kind, report) or self._traced_member(call, kind, report)
+        except (GraphError, CannotBeCalledError) as error:
+            LOG.info("%s: a graph of the step runs as it is, since it cannot be planned: %s", self.front.name, error)
+            steps.small.add(key)
+            return None
+        steps.members.setdefault(key, []).append(member)
+        steps.latest[member.family] = member
+        steps.news = True
+        return member
+
+    def _resized_member(self, steps: Steps, call: Call, kind: Hashable, report: Report) -> Member | None:
+        for family in self.front.families.running(kind):
+            like = steps.latest.get(family)
+            if like is None:
+                continue
+            report("resize", 0.0)
+            with self.planning(call), self.module_ready():
+                s = resized(family.points, family.skeleton, self.module, call)
+                if s is None:
+                    continue
+                planner = like.planner.at_other_sizes(s, self._known_of(s, family), self.module, call.tensors)
+            return self._made_member(planner, call, family, like)
+        return None
+
+    def _traced_member(self, call: Call, kind: Hashable, report: Report) -> Member:
+        families = self.front.families
+
+        def known_of(s: S_graph) -> Known:
+            return self._known_of(s, families.of(s))
+
+        with self.planning(call), self.module_ready():
+            planner = make_planner(self.module, call, self.terms.options, report, None, known_of, outside)
+        point = Point(sizes_of(call.tensors), planner.graphs.S)
+        family = families.of(planner.graphs.S)
+        if family is None:
+            family = families.new(planner, point)
+        else:
+            family.add(point)
+        family.kinds.add(kind)
+        return self._made_member(planner, call, family, None)
+
+    def _made_member(self, planner: Planner, call: Call, family: Family, like: Member | None) -> Member:
+        planner = replace(planner, room=NO_ROOM, problem=problem_of(planner.graphs, NO_ROOM))
+        schedules = schedules_of(planner) if like is None else carried_schedules(planner, like.schedules)
+        choices = tuple(choice_of(planner.problem, plan, planner.beside) for plan in schedules)
+        said = self.front.described(self.names(call), call.leaves)
+        return Member(self, planner, said, family, schedules, choices)
 
     @contextmanager
     def _in_call(self, inputs: Sequence[Any]) -> Iterator[None]:

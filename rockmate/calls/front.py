@@ -86,6 +86,7 @@ class Front:
         self.saved: SavedPlan | None = None
         self._made = 0
         self._before: tuple[str, ...] | None = None
+        self.parameter_bytes = 0
         self.inside = threading.local()  # what is known of the call that this thread is in
 
     @property

@@ -12,25 +12,23 @@ engine (``torch.compiler`` replaces the same function for its tracers).
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import profiler
-from torch.autograd import profiler_legacy as legacy
 
 from rkgb.cost.memory import window
 from rkgb.cost.usage import Usage, assigned, differentiable, turned_strides
 from rkgb.device import kind_of
+from rkgb.device.kind import Window
 from rkgb.Ktools import K_graph
+from rockmate.calls.look import Look
 from rockmate.planning.room import Room, device_of_outputs, seen_room
 from rockmate.run.program import Program
 
@@ -91,14 +89,16 @@ class Observer:
         if room.seen:
             self._peak, self._kept = room.between + room.kept + room.scalars, room.kept + room.scalars
 
-    def look(self) -> Look | None:
+    def look(self) -> CallLook | None:
         """A close look at the call whose forward is about to run, if it is worth one."""
-        if not self._look or self._looks >= _LOOKS or not self.places or not Look.possible():
+        if not self._look or self._looks >= _LOOKS or not self.places or not CallLook.possible():
             return None
         self._looks += 1
-        return Look(self.device if self.measures else None)
+        return CallLook(self.device if self.measures else None)
 
-    def watch(self, program: Program, outputs: Sequence[torch.Tensor], look: Look | None) -> Callable[[], None] | None:
+    def watch(
+        self, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None
+    ) -> Callable[[], None] | None:
         """Follow the call that returns ``outputs``; what is to be called when its first backward has come to the
         module, where hooks of the module's own may come before those of its outputs.
         """
@@ -147,7 +147,7 @@ class _Call:
     """One call until its first backward is over. The hooks in its graph own it, so it must not own the graph."""
 
     def __init__(
-        self, observer: Observer, program: Program, outputs: Sequence[torch.Tensor], look: Look | None
+        self, observer: Observer, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None
     ) -> None:
         self.observer = observer
         self.thread, self.task = threading.get_ident(), -1
@@ -256,28 +256,16 @@ def _has_owner(ref: weakref.ref[torch.Tensor]) -> bool:
     return bool(_references(ref) >= _ONE_OWNER + shared)
 
 
-class Look:
-    """Close observation of one call: the next backward from its outputs is intercepted, memory until then recorded.
+class CallLook(Look):
+    """Of one call that is planned: the memory between its phases, and the ends that its backward starts from."""
 
-    There is at most one in a process. It ends with that backward, before the next forward under a plan, when the graph
-    is released, or when other code starts a profiler, since two cannot run.
-    """
-
-    current: Look | None = None
+    window: Window | None
 
     def __init__(self, device: torch.device | None) -> None:
         """``device``: whose memory is to be recorded, None for none."""
-        Look.current = self
-        self.thread = threading.get_ident()
+        super().__init__(None if device is None else window(device))
         self.call: weakref.ref[_Call] | None = None
         self.then: Callable[[], None] | None = None  # is called when the backward is over and was noted
-        self.replaced: list[tuple[Any, str, Any, Any]] = []
-        starts = [(profiler, "_prepare_profiler"), (profiler, "_enable_profiler"), (legacy, "_enable_profiler_legacy")]
-        self.window = None if device is None else window(device)
-        self.replace(torch.autograd, "_engine_run_backward", self.run_backward)
-        if self.window is not None:
-            for module, name in starts:
-                self.replace(module, name, partial(self.give_way, getattr(module, name)))
 
     def begin(self, call: _Call) -> None:
         """Forward returns now."""
@@ -285,15 +273,16 @@ class Look:
         if self.window is not None:
             self.window.begin()
 
-    @staticmethod
-    def possible() -> bool:
-        """Whether a call can be looked at: this is the main thread, no other call is, torch has what is intercepted."""
-        main = threading.current_thread() is threading.main_thread()  # which ends last
-        return main and Look.current is None and hasattr(torch.autograd, "_engine_run_backward")
+    def mark(self) -> None:
+        """The backward has come to the outputs."""
+        if self.window is not None:
+            self.window.mark()
 
-    def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
-        self.replaced.append((owner, name, getattr(owner, name), new))
-        setattr(owner, name, new)
+    def close(self) -> tuple[int, int, int] | None:
+        """As in ``Look``; see ``Window.close``."""
+        self.then = None
+        seen: tuple[int, int, int] | None = super().close()
+        return seen
 
     def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of ``torch.autograd._engine_run_backward``."""
@@ -319,82 +308,3 @@ class Look:
                 call.note(roots, seen)
                 if then is not None:
                     then()
-
-    def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of what starts a profiler."""
-        self.abandon()
-        return original(*args, **kwargs)
-
-    def abandon(self) -> None:
-        """Close, unless this is the wrong place for it: a later forward then does."""
-        if self.thread == threading.get_ident() and torch._C._current_graph_task_id() == -1:
-            self.close()
-
-    def mark(self) -> None:
-        """The backward has come to the outputs."""
-        if self.window is not None:
-            self.window.mark()
-
-    def close(self) -> tuple[int, int, int] | None:
-        """Put back what was replaced; what the window has seen."""
-        if Look.current is self:
-            Look.current = None
-            for owner, name, original, new in self.replaced:
-                if getattr(owner, name) == new:
-                    setattr(owner, name, original)
-        opened, self.window, self.then = self.window, None, None
-        return opened.close() if opened is not None else None
-
-
-class WholeLook(Look):
-    """The memory of a whole step: from now to the end of the next backward in this thread, if that reaches the call."""
-
-    def __init__(self, device: torch.device, then: Callable[[int], None]) -> None:
-        """``then`` is called with the peak, in bytes above the level at the beginning."""
-        super().__init__(device)
-        self.then_measured = then
-        self.reached = False
-        if self.window is not None:
-            self.window.begin()
-
-    def follow(self, outputs: Sequence[Any]) -> None:
-        """These are what the call returns."""
-        for t in outputs:
-            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                t.grad_fn.register_prehook(self._reach)
-
-    def _reach(self, _: Any) -> None:
-        self.reached = True
-
-    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``torch.autograd._engine_run_backward``."""
-        original = self.replaced[0][2]
-        if self.thread != threading.get_ident():
-            return original(ends, *args, **kwargs)
-        try:
-            return original(ends, *args, **kwargs)
-        finally:
-            self.mark()
-            seen = self.close()
-            if self.reached and seen is not None:
-                self.then_measured(seen[0])
-
-
-@contextlib.contextmanager
-def abandoned(look: Look | None) -> Iterator[None]:
-    """Where forward fails nothing is looked at."""
-    try:
-        yield
-    except BaseException:
-        if look is not None:
-            look.abandon()
-        raise
-
-
-def end_look() -> None:
-    """End a look that is open: another forward begins, and what it does is no loss."""
-    if Look.current is not None:
-        Look.current.abandon()
-
-
-atexit.register(end_look)  # torch crashes where a profiler that is open outlives the interpreter

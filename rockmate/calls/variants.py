@@ -17,7 +17,7 @@ from rkgb.errors import MeasureError
 from rkgb.graphs import Structure
 from rkgb.trace.code import Code
 from rockmate.calls.families import Family
-from rockmate.calls.observe import Look, Observer
+from rockmate.calls.observe import CallLook, Observer
 from rockmate.calls.python_state import PythonState
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
 from rockmate.planning.plan import Plan
@@ -59,7 +59,7 @@ class Variant:
         watched = self.program.exceeding or self.program.undo.last >= 0
         return not self.plan.recomputed and not watched and order == sorted(order)
 
-    def look(self) -> Look | None:
+    def look(self) -> CallLook | None:
         """A close look at the call that begins now, if there is to be one."""
         return None if self.observer is None else self.observer.look()
 

@@ -230,6 +230,10 @@ class Planner:
             lower_bound=bound,
         )
 
+    def described(self, budget: int, found: ChainPlan) -> Plan:
+        """A schedule that was found elsewhere, as a plan."""
+        return self._plan(budget, Bounded(found, None))
+
     def _from_file(self, saved: SavedPlan) -> ChainPlan:
         """The saved schedule, walked here. Raises ``PlanError`` if it does not keep what the file promises."""
         schedule = saved.schedule(self.problem)

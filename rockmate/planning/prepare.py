@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from rkgb.cost.measure import Known
+from rkgb.cost.usage import Usage, supposed
 from rkgb.errors import GraphError, UnsupportedError
-from rkgb.graphs import S_graph
-from rkgb.pipeline import Graphs, make_all_graphs
+from rkgb.graphs import D_graph, S_graph
+from rkgb.pipeline import make_all_graphs
 from rkgb.sample import Call, Sample, call_of
 from rkgb.trace.capture import drop_saved, preserved
 from rockmate.calls.state import missing_gradients
@@ -57,15 +59,26 @@ def make_planner(
     report: Report = silent,
     saved: SavedPlan | None = None,
     known_of: Callable[[S_graph], Known] = lambda _: Known(),
+    usage_of: Callable[[D_graph], Usage] = supposed,
 ) -> Planner:
     """Trace and measure ``model`` on ``sample``; with a ``saved`` plan, the figures are those of its file.
 
     ``report``: who is told of the progress, then and when it solves. ``known_of``: what is known of the costs of a
-    graph. Raises what ``rkgb.make_all_graphs`` raises, ``InputError`` where the model cannot be called with the sample
-    or computes nothing, and ``PlanError`` where ``saved`` is not for this model.
+    graph. ``usage_of``: what the caller does with the outputs.
+    Raises what ``rkgb.make_all_graphs`` raises, ``InputError`` where the model cannot be called with the sample or
+    computes nothing, and ``PlanError`` where ``saved`` is not for this model.
     """
     call, clock = call_of(sample), _Clock(report)
-    graphs = _graphs(model, call, options, clock, saved, known_of)
+    with _told_in_terms_of(model, call):
+        if saved is None:
+            graphs = make_all_graphs(
+                model, call, costs=options.costs, report=clock, known_of=known_of, usage_of=usage_of
+            )
+        else:
+            clock("load", 0.0)
+            graphs = saved.graphs(model, call)
+    if not graphs.S.nodes:
+        raise InputError(NOTHING_COMPUTED)
     clock("solve", 0.0)
     seconds = clock.seconds
     if saved is None and "measure" in seconds:
@@ -78,21 +91,11 @@ def make_planner(
     return Planner(graphs, problem_of(graphs, room), room, options, missing, saved, seconds, report)
 
 
-def _graphs(
-    model: torch.nn.Module,
-    call: Call,
-    options: PlanOptions,
-    clock: _Clock,
-    saved: SavedPlan | None,
-    known_of: Callable[[S_graph], Known],
-) -> Graphs:
-    """All graphs of the model; what goes wrong is told in terms of the model and its call."""
+@contextmanager
+def _told_in_terms_of(model: torch.nn.Module, call: Call) -> Iterator[None]:
+    """What goes wrong is told in terms of the model and its call."""
     try:
-        if saved is None:
-            graphs = make_all_graphs(model, call, costs=options.costs, report=clock, known_of=known_of)
-        else:
-            clock("load", 0.0)
-            graphs = saved.graphs(model, call)
+        yield
     except (GraphError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
             _check_call(model, call, error)
@@ -103,9 +106,6 @@ def _graphs(
                 "submodules behind the change."
             ) from error
         raise
-    if not graphs.S.nodes:
-        raise InputError(NOTHING_COMPUTED)
-    return graphs
 
 
 def _check_gradients(saved: SavedPlan, missing: frozenset[str]) -> None:

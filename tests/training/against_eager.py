@@ -13,7 +13,7 @@ import torch
 from models import Case, outputs_of, square_loss
 from torch import nn
 
-from rkgb.sample import Call
+from rkgb.sample import call_of
 from rockmate import Rockmate, measure_peak
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
@@ -27,7 +27,7 @@ def tight_budget(model: nn.Module, args: Any, kwargs: dict[str, Any] | None = No
     """Between the least peak of what needs no optimiser (checkpoints, all recomputed) and that of no recomputation;
     where these are the same, as for a single block, between the least that can be planned and that.
     """
-    planner = make_planner(copy.deepcopy(model), Call(args, kwargs), PlanOptions("flops"))
+    planner = make_planner(copy.deepcopy(model), call_of(args, kwargs), PlanOptions("flops"))
     peaks = [walk(planner.problem, schedule).peak for schedule in all_baselines(planner.problem).values()]
     least = planner.reserved + min(peaks) if min(peaks) < max(peaks) else planner.frontier().min_budget
     return least + round(fraction * (planner.reserved + max(peaks) - least))

@@ -1,0 +1,166 @@
+"""Close observation of a step: what is allocated until its backward, or to the end of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+from torch.autograd import profiler_legacy as legacy
+
+from rkgb.cost.memory import timeline, window
+from rkgb.device.kind import Moment, Timeline, Window
+
+
+class Look:
+    """Close observation of one call: the next backward in its thread is intercepted, memory until then recorded.
+
+    There is at most one in a process. It ends with that backward, before the next forward under a plan, when the graph
+    is released, or when other code starts a profiler, since two cannot run.
+    """
+
+    current: Look | None = None
+
+    def __init__(self, opened: Window | Timeline | None) -> None:
+        """``opened``: what records memory, None if nothing does."""
+        Look.current = self
+        self.thread = threading.get_ident()
+        self.replaced: list[tuple[Any, str, Any, Any]] = []
+        starts = [(profiler, "_prepare_profiler"), (profiler, "_enable_profiler"), (legacy, "_enable_profiler_legacy")]
+        self.window = opened
+        self.replace(torch.autograd, "_engine_run_backward", self.run_backward)
+        if self.window is not None:
+            for module, name in starts:
+                self.replace(module, name, partial(self.give_way, getattr(module, name)))
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether a call can be looked at: this is the main thread, no other call is, torch has what is intercepted."""
+        main = threading.current_thread() is threading.main_thread()  # which ends last
+        return main and Look.current is None and hasattr(torch.autograd, "_engine_run_backward")
+
+    def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
+        self.replaced.append((owner, name, getattr(owner, name), new))
+        setattr(owner, name, new)
+
+    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``torch.autograd._engine_run_backward``."""
+        raise NotImplementedError
+
+    def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of what starts a profiler."""
+        self.abandon()
+        return original(*args, **kwargs)
+
+    def abandon(self) -> None:
+        """Close, unless this is the wrong place for it: a later forward then does."""
+        if self.thread == threading.get_ident() and torch._C._current_graph_task_id() == -1:
+            self.close()
+
+    def close(self) -> Any:
+        """Put back what was replaced; what ``close`` of the window returns, None if there was none."""
+        if Look.current is self:
+            Look.current = None
+            for owner, name, original, new in self.replaced:
+                if getattr(owner, name) == new:
+                    setattr(owner, name, original)
+        opened, self.window = self.window, None
+        return opened.close() if opened is not None else None
+
+
+class WholeLook(Look):
+    """The peak of a whole step: from now to the end of the next backward in this thread, if that reaches the call."""
+
+    window: Window | None
+
+    def __init__(self, device: torch.device, then: Callable[[int], None]) -> None:
+        """``then`` is called with the peak, in bytes above the level at the beginning."""
+        super().__init__(window(device))
+        self.then = then
+        self.reached = False
+        if self.window is not None:
+            self.window.begin()
+
+    def follow(self, outputs: Sequence[Any]) -> None:
+        """These are what the call returns."""
+        for t in outputs:
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                t.grad_fn.register_prehook(self._reach)
+
+    def _reach(self, _: Any) -> None:
+        self.reached = True
+
+    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``torch.autograd._engine_run_backward``."""
+        original = self.replaced[0][2]
+        if self.thread != threading.get_ident():
+            return original(ends, *args, **kwargs)
+        try:
+            return original(ends, *args, **kwargs)
+        finally:
+            if self.window is not None:
+                self.window.mark()
+            seen = self.close()
+            if self.reached and seen is not None:
+                self.then(seen[0])
+
+
+class StepLook(Look):
+    """The memory of a whole step at the moments that the caller marks, to the end of the next backward in this thread.
+
+    ``then`` is called with the moments, the last of which is that end.
+    """
+
+    window: Timeline | None
+
+    def __init__(self, device: torch.device, then: Callable[[list[Moment]], None]) -> None:
+        super().__init__(timeline(device))
+        self.then = then
+
+    def mark(self) -> bool:
+        """A moment is now; whether it was marked."""
+        if self.window is None or self.thread != threading.get_ident():
+            return False
+        self.window.mark()
+        return True
+
+    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``torch.autograd._engine_run_backward``."""
+        original = self.replaced[0][2]
+        if self.thread != threading.get_ident():
+            return original(ends, *args, **kwargs)
+        done = False
+        try:
+            result = original(ends, *args, **kwargs)
+            done = True
+            return result
+        finally:
+            self.mark()
+            seen = self.close()
+            if done and seen is not None and not any(args[1:3]):  # retain_graph, create_graph: what stays is no step's
+                self.then(seen)
+
+
+@contextlib.contextmanager
+def abandoned(look: Look | None) -> Iterator[None]:
+    """Where forward fails nothing is looked at."""
+    try:
+        yield
+    except BaseException:
+        if look is not None:
+            look.abandon()
+        raise
+
+
+def end_look() -> None:
+    """End a look that is open: another forward begins, and what it does is no loss."""
+    if Look.current is not None:
+        Look.current.abandon()
+
+
+atexit.register(end_look)  # torch crashes where a profiler that is open outlives the interpreter

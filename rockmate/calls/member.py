@@ -1,0 +1,129 @@
+"""One kind of call of a graph that is part of a longer step, with the schedules that it can run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rkgb.cost.usage import Usage, all_used
+from rkgb.graphs import D_graph
+from rockmate.calls.families import Family
+from rockmate.planning.plan import Plan
+from rockmate.planning.planner import CARRIED, Planner
+from rockmate.planning.problem import problem_of
+from rockmate.planning.room import Room
+from rockmate.run.compiled import compile_schedule
+from rockmate.run.program import Program
+from solvers import ChainPlan, ChainPlanner, Loss, Problem, keep_everything, walk
+from solvers.sequence import Choice
+
+if TYPE_CHECKING:
+    from rockmate.calls.captured_calls import CapturedCalls
+
+MOST_CHOICES = 32
+"""Schedules that a graph offers."""
+
+NO_ROOM = Room(0, 0, 0, 0)
+"""What happens between forward and backward is other graphs' and the step's."""
+
+
+def outside(d: D_graph) -> Usage:
+    """What the step does with the outputs of a graph: all may get gradients, which may lie in any way, and all stay."""
+    return dataclasses.replace(all_used(d), turned=None)
+
+
+@dataclass(eq=False)
+class Member:
+    """``planner``: of the graph at these sizes. ``schedules``: what it can run, with the ``choices`` that they are to
+    the step. ``call``: the call in a few words. ``family``: calls of other sizes.
+    """
+
+    calls: CapturedCalls
+    planner: Planner
+    call: tuple[str, ...]
+    family: Family
+    schedules: list[ChainPlan]
+    choices: tuple[Choice, ...]
+    programs: dict[int, Program] = field(default_factory=dict)
+
+    @property
+    def least(self) -> int:
+        """The choice for a step that nothing is known of."""
+        return min(range(len(self.choices)), key=lambda k: _need(self.choices[k]))
+
+    @property
+    def everything(self) -> int:
+        """The choice that runs nothing again."""
+        return min(range(len(self.choices)), key=lambda k: (self.choices[k].time, self.choices[k].kept))
+
+    def program(self, k: int) -> Program:
+        """The program of choice ``k``."""
+        if k not in self.programs:
+            self.programs[k] = compile_schedule(self.planner.graphs.K, self.schedules[k].schedule)
+        return self.programs[k]
+
+    def is_plain(self, k: int) -> bool:
+        """Whether choice ``k`` is the captured program: nothing runs again, or in another order."""
+        order = [op for node in self.planner.graphs.S.nodes for op in node.ops]
+        return not self.schedules[k].walk.recompute and self.program(k).undo.last < 0 and order == sorted(order)
+
+    def plan(self, k: int, budget: int) -> Plan:
+        """Choice ``k`` as a plan, for people."""
+        return self.planner.described(budget, self.schedules[k])
+
+
+def _need(choice: Choice) -> tuple[int, int]:
+    return max(choice.forward, choice.backward) + choice.kept, choice.time
+
+
+def schedules_of(planner: Planner) -> list[ChainPlan]:
+    """Schedules of the planner's graph that no other beats: in what it keeps, the peaks of both phases, and time.
+
+    They are looked for twice: with nothing between forward and backward, for small peaks of the graph itself, and with
+    as much as the graph keeps at most, for small memory between the two.
+    """
+    problem = planner.problem
+    keep = walk(problem, keep_everything(problem))
+    found: list[ChainPlan] = []
+    for room in (0, 2 * keep.peak):
+        between = problem_of(planner.graphs, dataclasses.replace(NO_ROOM, between=room))
+        chain = ChainPlanner(between, solved=planner.solved)
+        found += [ChainPlan(p.schedule, walk(problem, p.schedule), p.source) for p in chain.walked()]
+    found.append(ChainPlan(keep_everything(problem), keep, "keep everything"))
+    return _selected(problem, found, planner.beside)
+
+
+def carried_schedules(planner: Planner, schedules: list[ChainPlan]) -> list[ChainPlan]:
+    """The schedules of another size of the graph."""
+    return [ChainPlan(p.schedule, walk(planner.problem, p.schedule), CARRIED) for p in schedules]
+
+
+def choice_of(problem: Problem, plan: ChainPlan, beside: int) -> Choice:
+    """What ``plan`` is to the step; ``beside``: bytes beside the problem."""
+    at = plan.schedule.index(Loss())
+    levels = plan.walk.timeline
+    return Choice(
+        levels[at] - problem.loss + beside, max(levels[: at + 1]) + beside, max(levels[at:]) + beside, plan.walk.time
+    )
+
+
+def _selected(problem: Problem, plans: list[ChainPlan], beside: int) -> list[ChainPlan]:
+    """Those that no other beats, evenly taken by what they keep if there are many."""
+    measured = sorted(
+        ((choice_of(problem, plan, beside), plan) for plan in plans), key=lambda x: (x[0].kept, x[0].time)
+    )
+    found: list[tuple[Choice, ChainPlan]] = []
+    for choice, plan in measured:
+        if not any(_beats(other, choice) for other, _ in found):
+            found = [(c, p) for c, p in found if not _beats(choice, c)] + [(choice, plan)]
+    if len(found) > MOST_CHOICES:
+        least = min(range(len(found)), key=lambda k: _need(found[k][0]))
+        fastest = min(range(len(found)), key=lambda k: found[k][0].time)
+        evenly = {k * (len(found) - 1) // (MOST_CHOICES - 1) for k in range(MOST_CHOICES)}
+        found = [found[k] for k in sorted(evenly | {least, fastest})]
+    return [plan for _, plan in found]
+
+
+def _beats(a: Choice, b: Choice) -> bool:
+    return a.kept <= b.kept and a.forward <= b.forward and a.backward <= b.backward and a.time <= b.time

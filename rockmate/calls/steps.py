@@ -1,0 +1,330 @@
+"""Steps whose forward is several captured graphs, with other code between them, under one budget.
+
+The first step of a sequence of graphs plans each of them and runs it with its least memory. The next one is observed:
+what the code between the graphs, the loss and the gradients take at each moment. From then on every graph runs the
+schedule that ``solvers.sequence.choose`` gives it. A step that leaves out some of the graphs runs under the same plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rkgb.cost.memory import storage_bytes
+from rkgb.device.kind import Moment
+from rkgb.sample import Call
+from rkgb.storages import storage_key
+from rockmate.budget import Budget, show_bytes
+from rockmate.calls.families import Family
+from rockmate.calls.look import StepLook, end_look
+from rockmate.calls.member import Member
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError
+from rockmate.planning.step import StepPlan
+from rockmate.run.executor import CallState
+from rockmate.tell import LOG
+from solvers import Frontier, InfeasibleError
+from solvers.sequence import Choice, Stage, choose
+
+if TYPE_CHECKING:
+    from rockmate.calls.captured_calls import CapturedCalls
+    from rockmate.calls.front import Front
+
+MOST_LOOKS = 16
+"""Steps of a model that are observed: those of one whose steps are never alike are not slowed down for ever."""
+
+MOST_SEQUENCES = 16
+"""Sequences of graphs that are remembered."""
+
+_NOTHING = Choice(0, 0, 0, 0)
+
+
+@dataclass(eq=False)
+class GraphSequence:
+    """The graphs of one step. ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run."""
+
+    members: tuple[Member, ...]
+    stages: tuple[Stage, ...]
+    options: tuple[tuple[int, ...], ...]
+    chosen: tuple[int, ...]
+    budget: int
+    small: int
+
+    def place(self, member: Member, start: int) -> int | None:
+        """Where ``member`` comes next."""
+        return next((k for k in range(start, len(self.members)) if self.members[k] is member), None)
+
+    def choose(self, budget: int, done: dict[int, int] | None = None, at: int = 0) -> tuple[int, ...]:
+        """A choice for each member; before place ``at``, members of ``done`` have made theirs and others are left out.
+
+        Raises ``InfeasibleError``.
+        """
+        stages, options = list(self.stages), list(self.options)
+        for k in range(at):
+            made = (done or {}).get(k)
+            options[k] = () if made is None else (made,)
+            one = _NOTHING if made is None else self.members[k].choices[made]
+            stages[k] = replace(stages[k], choices=(one,))
+        found = choose(stages, budget)
+        return tuple(of[k] if of else -1 for of, k in zip(options, found, strict=True))
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan of such steps."""
+        return StepPlan(
+            self.budget,
+            tuple(", ".join(m.call) for m in self.members),
+            tuple(m.plan(k, self.budget) for m, k in zip(self.members, self.chosen, strict=True)),
+            self.stages,
+            tuple(of.index(k) for of, k in zip(self.options, self.chosen, strict=True)),
+            self.small,
+        )
+
+
+class Steps:
+    """The steps of one model. ``known``: sequences of graphs, the longest first. ``problem``: why no plan fits."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.members: dict[Hashable, list[Member]] = {}
+        self.latest: dict[Family, Member] = {}
+        self.small: set[Hashable] = set()  # kinds of calls that run as they are
+        self.known: list[GraphSequence] = []
+        self.last: GraphSequence | None = None
+        self.problem: InfeasibleBudgetError | None = None
+        self.news = True  # the next step is to be observed
+        self.looks = 0
+
+    @property
+    def every(self) -> list[Member]:
+        """All members, in the order in which they came."""
+        return [member for members in self.members.values() for member in members]
+
+    def forward(self) -> Forward:
+        """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
+        if self.problem is not None:
+            raise self.problem
+        look = None
+        end_look()
+        if self.news and self.every and self.looks < MOST_LOOKS and StepLook.possible():
+            look = StepLook(_device(self.every[0]), lambda moments: None)
+        return Forward(self, look)
+
+    def learn(self, forward: Forward, moments: list[Moment]) -> None:
+        """A step was observed: plan such steps."""
+        self.looks += 1
+        found = forward.observed(moments)
+        if found is None:
+            return
+        self.news = False
+        members, stages, options = found
+        every = tuple(m.everything if m.everything in of else of[0] for m, of in zip(members, options, strict=True))
+        sequence = GraphSequence(members, stages, options, every, 0, forward.small)
+        self.solve(sequence)
+        self.known = sorted([sequence, *self.known], key=lambda s: -len(s.members))[:MOST_SEQUENCES]
+        self.last = sequence
+        if self.problem is None:
+            LOG.info("%s: %s", self.front.name, _said(sequence.plan))
+
+    def solve(self, sequence: GraphSequence) -> None:
+        """Choose for the budget of now."""
+        terms = self.front.terms
+        if isinstance(terms.budget, Budget):
+            terms.budget = terms.budget.bytes(_Settled(sequence.plan.predicted_peak, _device(sequence.members[0])))
+        sequence.budget = terms.budget
+        try:
+            sequence.chosen = sequence.choose(terms.budget)
+        except InfeasibleError as error:
+            eager = show_bytes(sequence.plan.predicted_peak)
+            message = (
+                f"no plan fits a budget of {show_bytes(terms.budget)}: the forward of {self.front.name} is "
+                f"{len(sequence.members)} graphs with other code between them, for which the smallest that can be "
+                f"planned is {show_bytes(error.min_budget)}; without recomputation the step takes {eager}. Raise the "
+                "budget or make the batch smaller."
+            )
+            if not terms.least:
+                self.problem = InfeasibleBudgetError(message, error.min_budget)
+                return
+            warnings.warn(f"{message} The plan of least memory runs instead.", BudgetWarning, stacklevel=4)
+            sequence.chosen = sequence.choose(error.min_budget)
+
+    def set_budget(self) -> None:
+        """The budget is another one: choose anew."""
+        self.problem = None
+        for sequence in self.known:
+            self.solve(sequence)
+
+    def frontier(self) -> Frontier:
+        """Time against memory for the last sequence of graphs."""
+        assert self.last is not None
+        sequence = self.last
+        low = 0
+        with contextlib.suppress(InfeasibleError):
+            choose(sequence.stages, low)
+        try:
+            choose(sequence.stages, 0)
+        except InfeasibleError as error:
+            low = error.min_budget
+        every = tuple(min(range(len(s.choices)), key=lambda k: s.choices[k].time) for s in sequence.stages)
+        high = replace(sequence.plan, chosen=every).predicted_peak
+        points = []
+        for k in range(_POINTS):
+            budget = low + (high - low) * k // (_POINTS - 1)
+            points.append((budget, replace(sequence.plan, chosen=choose(sequence.stages, budget)).predicted_overhead))
+        return Frontier(low, high, tuple(points))
+
+
+_POINTS = 16
+
+
+def _said(plan: StepPlan) -> str:
+    return (
+        f"planned a step of {len(plan.parts)} graphs: {show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
+        f"{100 * plan.predicted_overhead:.1f} % more time"
+    )
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """What a share of memory is of."""
+
+    eager_peak: int
+    device: torch.device
+
+
+def _device(member: Member) -> torch.device:
+    return member.planner.device
+
+
+class Forward:
+    """One forward pass, and its backward. Hooks in its graph own it.
+
+    ``ran``: the members and their choices so far. ``living``: sequences that these are a part of, and the places of the
+    members in them. ``reached``: members, in the order in which the backward came to them, with the bytes of the
+    gradients that came. ``small``: graphs that ran as they are.
+    """
+
+    def __init__(self, steps: Steps, look: StepLook | None) -> None:
+        self.steps, self.look = steps, look
+        self.ran: list[tuple[Member, int]] = []
+        self.living: list[tuple[GraphSequence, dict[int, int]]] = [(sequence, {}) for sequence in steps.known]
+        self.chosen = self.living[0][0].chosen if self.living else ()
+        self.states: list[weakref.ref[CallState] | None] = []
+        self.reached: dict[int, int] = {}
+        self.marks: list[tuple[str, int]] = []
+        self.small = 0
+        if look is not None:
+            look.then = partial(steps.learn, self)
+
+    def mark(self, what: str, i: int) -> None:
+        """Note the memory of now."""
+        if self.look is not None and self.look.mark():
+            self.marks.append((what, i))
+
+    # ------------------------------------------------------------------------- forward
+
+    def choice(self, member: Member) -> int:
+        """The choice of ``member``, whose call comes now."""
+        before = self.living[0][0] if self.living else None
+        living = []
+        for sequence, places in self.living:
+            place = sequence.place(member, max(places, default=-1) + 1)
+            if place is not None:
+                living.append((sequence, {**places, place: len(self.ran)}))
+        self.living = living
+        if not living:
+            self.steps.news = True
+            return member.least
+        sequence, places = living[0]
+        at = max(places)
+        if sequence is not before:
+            try:
+                done = {place: self.ran[n][1] for place, n in places.items() if place != at}
+                self.chosen = sequence.choose(sequence.budget, done, at)
+            except InfeasibleError:
+                self.living = []
+                return member.least
+        return self.chosen[at]
+
+    def run(self, calls: CapturedCalls, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
+        """Run a graph; what it returns."""
+        k, i = self.choice(member), len(self.ran)
+        self.ran.append((member, k))
+        self.mark("begin", i)
+        state = None
+        if member.is_plain(k):
+            result = calls.tensors.forward(*inputs)
+        else:
+            program = member.program(k)
+            state = CallState(program, calls.module.values_of(program.s.d.sources, call.tensors, inputs))
+            result = calls.returned(program.s.d.structure, state.forward())
+        self.states.append(None if state is None else weakref.ref(state))
+        self.follow(i, result)
+        self.mark("end", i)
+        return result
+
+    def follow(self, i: int, result: Any) -> None:
+        """Be called when the backward comes to an output of member i."""
+        functions = {t.grad_fn: None for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+        for function in functions:
+            function.register_prehook(partial(self.reach, i))
+
+    # ------------------------------------------------------------------------ backward
+
+    def reach(self, i: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """The backward comes to member i: what graphs behind it have read goes where their backwards are over."""
+        if i in self.reached:
+            return
+        came = {storage_key(g): storage_bytes(g) for g in gradients if g is not None}
+        self.reached[i] = sum(came.values())
+        for j in self.reached:
+            ref = self.states[j]
+            state = ref() if ref is not None and j > i else None
+            if state is not None and not state.backward.retained and state.store.spent:
+                state.store.clear()
+                self.states[j] = None
+        self.mark("reach", i)
+
+    def observed(
+        self, moments: list[Moment]
+    ) -> tuple[tuple[Member, ...], tuple[Stage, ...], tuple[tuple[int, ...], ...]] | None:
+        """The members, the problem of the step and the choices in it; None where moments are missing."""
+        if len(moments) != len(self.marks) + 1 or not self.ran:
+            return None
+        at = {mark: k for k, mark in enumerate(self.marks)}
+        expected = [i for i in reversed(range(len(self.ran))) if i in self.reached]
+        in_order = list(self.reached) == expected
+        stages, options, kept = [], [], 0
+        for i, (member, k) in enumerate(self.ran):
+            begin, end = moments[at["begin", i]], moments[at["end", i]]
+            own = member.choices[k]
+            before = max(begin.level - kept, begin.peak - kept - own.forward)
+            after = end.peak - kept - own.kept
+            beside, rest = 0, 0
+            free = in_order and i in self.reached
+            if i in self.reached:
+                reach = moments[at["reach", i]]
+                beside = reach.level - kept - own.kept - self.reached[i]
+                if reach.peak > kept + beside + own.backward:
+                    rest = reach.peak - kept
+            options.append(tuple(range(len(member.choices))) if free else (k,))
+            stages.append(Stage(member.choices if free else (own,), before, after, beside, rest))
+            kept += own.kept
+        return tuple(member for member, _ in self.ran), tuple(stages), tuple(options)
+
+
+@contextlib.contextmanager
+def abandoned_if_it_fails(forward: Forward) -> Iterator[None]:
+    """Where forward fails nothing is observed."""
+    try:
+        yield
+    except BaseException:
+        if forward.look is not None:
+            forward.look.abandon()
+        raise

@@ -1,0 +1,140 @@
+"""Several graphs of one step under one budget: which of its schedules each of them runs.
+
+In the forward, graph 1, ..., graph n run one after the other, with other code between them; in the backward, graph n,
+..., graph 1. Graph i runs one of its choices, x_i. With k, f, b and t of a choice (see ``Choice``) and K_i the sum of
+k(x_j) over j < i,
+
+    minimise    t(x_1) + ... + t(x_n)
+    such that   before_i + K_i + f(x_i) <= budget          (forward)
+                after_i + K_i + k(x_i) <= budget           (after)
+                beside_i + K_i + b(x_i) <= budget          (backward)
+                rest_i + K_i <= budget                     (rest)
+
+for every i. ``before_i``, ``after_i``, ``beside_i`` and ``rest_i`` (see ``Stage``) do not depend on the choices.
+
+K_i is all that the rows of graph i know of the graphs before it, so of two partial solutions the one with less kept and
+less time is as good as the other in every completion: dynamic programming over partial solutions that no other
+dominates is exact. Where there are more than ``MOST`` of these, an even selection is
+followed: the result is then feasible, and perhaps not the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from solvers.errors import InfeasibleError
+from solvers.text import format_bytes
+
+MOST = 4000
+"""Partial solutions that are followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one schedule of a graph takes.
+
+    Bytes above what is there without the graph: ``kept`` from the end of its forward to the beginning of its backward,
+    ``forward`` and ``backward`` at most while these run. ``time``: nanoseconds of both.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One graph of the sequence, and bytes beside what graphs keep.
+
+    ``before``: when its forward begins. ``after``: the most from the end of its forward to the next graph's; of the
+    last graph, to the beginning of the backward. ``beside``: when its backward begins. ``rest``: the most from the end
+    of its backward to the beginning of the backward of the graph before it, or to the end of the step. They may be
+    negative, where less is there than the choices count.
+    """
+
+    choices: tuple[Choice, ...]
+    before: int = 0
+    after: int = 0
+    beside: int = 0
+    rest: int = 0
+
+    def highest(self, choice: Choice) -> int:
+        """Bytes at the worst moment of this graph, above what the graphs before it keep."""
+        return max(self.before + choice.forward, self.after + choice.kept, self.beside + choice.backward, self.rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    kept: int
+    time: int
+    choice: int
+    before: _Partial | None
+
+
+def choose(stages: Sequence[Stage], budget: int) -> tuple[int, ...]:
+    """The position of the choice of each stage, with the least time within ``budget`` bytes.
+
+    Raises ``InfeasibleError``, whose ``min_budget`` is a budget that suffices, if there is none.
+    """
+    found = _cheapest(stages, budget)
+    if found is None:
+        least = _least_budget(stages, budget)
+        raise InfeasibleError(
+            f"a budget of {format_bytes(budget)} is too small for this sequence of graphs: the least is "
+            f"{format_bytes(least)} ({least} bytes)",
+            least,
+            "a sequence of graphs",
+            None,
+        )
+    return found
+
+
+def _cheapest(stages: Sequence[Stage], budget: int) -> tuple[int, ...] | None:
+    partials: list[_Partial | None] = [None]
+    for stage in stages:
+        reached: list[_Partial] = []
+        for partial in partials:
+            kept, time = (partial.kept, partial.time) if partial else (0, 0)
+            reached += [
+                _Partial(kept + c.kept, time + c.time, k, partial)
+                for k, c in enumerate(stage.choices)
+                if kept + stage.highest(c) <= budget
+            ]
+        partials = list(_thinned(_undominated(reached)))
+        if not partials:
+            return None
+    last = min(partials, key=lambda p: (p.time, p.kept) if p else (0, 0), default=None)
+    chosen: list[int] = []
+    while last is not None:
+        chosen.append(last.choice)
+        last = last.before
+    return tuple(reversed(chosen))
+
+
+def _undominated(partials: list[_Partial]) -> list[_Partial]:
+    """By rising memory, each faster than all before it."""
+    found: list[_Partial] = []
+    for p in sorted(partials, key=lambda p: (p.kept, p.time)):
+        if not found or p.time < found[-1].time:
+            found.append(p)
+    return found
+
+
+def _thinned(partials: list[_Partial]) -> list[_Partial]:
+    """At most ``MOST``, the ends among them."""
+    if len(partials) <= MOST:
+        return partials
+    return [partials[k * (len(partials) - 1) // (MOST - 1)] for k in range(MOST)]
+
+
+def _least_budget(stages: Sequence[Stage], budget: int) -> int:
+    """The smallest budget for which ``_cheapest`` finds something, by bisection."""
+    low, high = budget, max(1, budget)
+    while _cheapest(stages, high) is None:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _cheapest(stages, middle) is not None else (middle, high)
+    return high
