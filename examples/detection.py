@@ -1,24 +1,26 @@
-"""Detection with torchvision: attach the backbone, which keeps most of the memory.
+"""Detection with torchvision: attach the whole model.
 
-The model as a whole resizes images to sizes that it draws and reads, so that each step would be planned anew.
+It draws the sizes of images and reads them, so that it is captured as several graphs. One plan is made for all.
 
     python examples/detection.py
 """
 
 import torch
-from torchvision.models.detection import fcos_resnet50_fpn
+from torchvision.models.detection import FCOS
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 import rockmate
 
 
 def main() -> None:
     torch.manual_seed(0)
-    model = fcos_resnet50_fpn(weights=None, weights_backbone=None, num_classes=5, min_size=128, max_size=160)
+    backbone = resnet_fpn_backbone(backbone_name="resnet18", weights=None, trainable_layers=5)
+    model = FCOS(backbone, num_classes=5, min_size=128, max_size=160)
     model.train()
-    rockmate.attach(model.backbone, "150 MiB")  # the heads run inside this budget, too
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    rockmate.attach(model, "90%")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     boxes = torch.tensor([[10.0, 10.0, 60.0, 60.0], [30.0, 30.0, 100.0, 110.0]])
-    for _ in range(3):
+    for _ in range(4):
         images = [torch.rand(3, 128, 128), torch.rand(3, 120, 150)]
         targets = [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in images]
         loss = sum(model(images, targets).values())
@@ -26,7 +28,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         print("loss", loss.item())
-    print(rockmate.attached(model.backbone).plan)
+    print(rockmate.attached(model).plan)
 
 
 if __name__ == "__main__":

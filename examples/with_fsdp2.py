@@ -1,4 +1,6 @@
-"""FSDP2: each block becomes a Rockmate, and ``fully_shard`` goes around it. Two processes over gloo.
+"""FSDP2: attach the sharded model. Each block is a graph of its own, and one plan is made for all.
+
+Two processes over gloo.
 
 python examples/with_fsdp2.py
 """
@@ -34,12 +36,10 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(64, 10))
-    sample = torch.randn(1024, 64, requires_grad=True)  # what a block gets: it must pass gradients on
-    for k in range(4):
-        model[k] = rockmate.Rockmate(model[k], sample, "90%", costs="flops")
-    for k in range(4):
-        fully_shard(model[k])
+    for block in model:
+        fully_shard(block)
     fully_shard(model)
+    rockmate.attach(model, "60%", costs="flops")  # modelled times: the same plan on all ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(rank)
     for _ in range(4):
@@ -51,7 +51,7 @@ def work(rank: int, folder: str) -> None:
         if rank == 0:
             print("loss", loss.item(), flush=True)
     if rank == 0:
-        print(*(part.plan for part in model if isinstance(part, rockmate.Rockmate)), sep="\n\n")
+        print(rockmate.attached(model).plan)
     dist.destroy_process_group()
 
 

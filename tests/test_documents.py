@@ -187,7 +187,7 @@ def test_every_exported_name_is_in_the_reference(package: str) -> None:
 
 def test_equations_of_the_solver_guide_are_those_of_the_architecture() -> None:
     written = re.findall(r"^ *(\(\d+\) .*|minimise .*)$", read("docs/solvers.md"), re.MULTILINE)
-    assert len(written) == 24
+    assert len(written) > 20
     assert written == [
         line
         for title in (

@@ -68,6 +68,7 @@ def run_apart(source: str, path: Path, folder: Path) -> str:
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # asked by peft
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",  # TorchDynamo hides it, but not where it is an error
     "ignore:The 'train_dataloader' does not have many workers",
 )
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -89,4 +90,5 @@ def test_example(path: Path, tmp_path: Path) -> None:
     assert len(losses[0]) > 2
     assert losses[0] == losses[1]
     assert "predicted peak" not in printed[1]
-    assert any(int(found) for found in re.findall(r"runs again: (\d+)", printed[0])), "the budget forces nothing"
+    overheads = re.findall(r"^predicted overhead +([\d.]+) %", printed[0], re.MULTILINE)
+    assert any(float(found) for found in overheads), "the budget forces nothing"
