@@ -138,9 +138,9 @@ class CapturedCalls(Calls):
             if self._is_small(steps, call, arguments):
                 steps.small.add(key)
             else:
-                if forward.look is not None:
-                    forward.look.abandon()  # planning measures memory itself
+                forward.mark("plan", len(forward.ran))
                 member = self._member(steps, call, key)
+                forward.mark("planned", len(forward.ran))
         if member is None:
             forward.small += 1
             return self.program.forward(*arguments)
@@ -173,12 +173,15 @@ class CapturedCalls(Calls):
             LOG.info("%s: a graph of the step runs as it is, since it cannot be planned: %s", self.front.name, error)
             steps.small.add(key)
             return None
-        steps.members.setdefault(key, []).append(member)
         steps.latest[member.family] = member
         steps.sizes[kind] += 1
         if member.of_any_size:
             steps.of_any_size.setdefault(kind, []).insert(0, member)
-        steps.news = True
+        member.base = next(
+            (m for m in steps.every if m.family is member.family and m.base is m and m.covers(call)), member
+        )
+        steps.members.setdefault(key, []).append(member)
+        steps.news = steps.news or member.base is member
         return member
 
     def _resized_member(self, steps: Steps, call: Call, kind: Hashable, report: Report) -> Member | None:

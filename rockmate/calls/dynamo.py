@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import threading
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -48,6 +50,18 @@ def settings(whole: bool) -> dict[str, Any]:
         "ignore_logging_functions": getattr(config, "ignore_logging_functions", set()) | once,
     }
     return {name: value for name, value in found.items() if hasattr(config, name)}
+
+
+def hide_own_warnings() -> None:
+    """What TorchDynamo's own code is warned of while it captures is no user's concern, nor a reason to fail where
+    warnings are errors.
+    """
+    if _OF_DYNAMO not in warnings.filters:
+        warnings.filterwarnings("ignore", module=_MODULES)
+
+
+_MODULES = r"torch\.(_dynamo|_subclasses|_higher_order_ops|fx)\."
+_OF_DYNAMO = ("ignore", None, Warning, re.compile(_MODULES), 0)
 
 
 def classes_of(model: torch.nn.Module) -> list[type]:

@@ -34,7 +34,8 @@ def outside(d: D_graph) -> Usage:
 class Member:
     """``planner``: of the graph at these sizes. ``schedules``: what it can run, with the ``choices`` that they are to
     the step. ``call``: the call in a few words. ``family``: calls of other sizes. ``shapes``: of the tensors that it is
-    given; ``of_any_size``: no constant of its program depends on them.
+    given; ``of_any_size``: no constant of its program depends on them. ``base``: a member of larger sizes, whose
+    schedules these are and for which steps are planned, or the member itself.
     """
 
     planner: Planner
@@ -45,6 +46,9 @@ class Member:
     shapes: tuple[tuple[int, ...], ...]
     of_any_size: bool
     programs: dict[int, Program] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.base = self
 
     @property
     def least(self) -> int:

@@ -32,7 +32,7 @@ from rockmate.calls.member import Member
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.step import StepPlan
 from rockmate.run.executor import CallState
-from rockmate.tell import LOG
+from rockmate.tell import LOG, warn_once
 from solvers import Frontier, InfeasibleError
 from solvers.sequence import Choice, Stage, choose
 
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 MOST_LOOKS = 16
 """Steps of a model that are observed: those of one whose steps are never alike are not slowed down for ever."""
+
+SEEN = 4
+"""Steps of one sequence that are observed, where sizes follow from values, so that no step is like another."""
 
 MOST_SEQUENCES = 16
 """Sequences of graphs that are remembered."""
@@ -61,7 +64,11 @@ _NOTHING = Choice(0, 0, 0, 0)
 
 @dataclass(eq=False)
 class GraphSequence:
-    """The graphs of one step. ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run."""
+    """The graphs of one step.
+
+    ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run. ``small``: how many graphs
+    run as they are. ``seen``: the stages as they were in each step that was observed.
+    """
 
     members: tuple[Member, ...]
     stages: tuple[Stage, ...]
@@ -69,10 +76,11 @@ class GraphSequence:
     chosen: tuple[int, ...]
     budget: int
     small: int
+    seen: list[tuple[Stage, ...]]
 
     def place(self, member: Member, start: int) -> int | None:
         """Where ``member`` comes next."""
-        return next((k for k in range(start, len(self.members)) if self.members[k] is member), None)
+        return next((k for k in range(start, len(self.members)) if self.members[k] is member.base), None)
 
     def choose(self, budget: int, done: dict[int, int] | None = None, at: int = 0) -> tuple[int, ...]:
         """A choice for each member; before place ``at``, members of ``done`` have made theirs and others are left out.
@@ -138,12 +146,16 @@ class Steps:
         found = forward.observed(moments)
         if found is None:
             return
-        self.news = False
         members, stages, options = found
+        before = next((s for s in self.known if s.members == members and s.options == options), None)
+        seen = [*(before.seen if before is not None else ()), stages]
+        self.news = forward.varies and len(seen) < SEEN
+        stages = _bounds(seen)
         every = tuple(m.everything if m.everything in of else of[0] for m, of in zip(members, options, strict=True))
-        sequence = GraphSequence(members, stages, options, every, 0, forward.small)
+        sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen)
         self.solve(sequence)
-        self.known = sorted([sequence, *self.known], key=lambda s: -len(s.members))[:MOST_SEQUENCES]
+        others = [s for s in self.known if s is not before]
+        self.known = sorted([sequence, *others], key=lambda s: -len(s.members))[:MOST_SEQUENCES]
         self.last = sequence
         if self.problem is None:
             LOG.info("%s: %s", self.front.name, _said(sequence.plan))
@@ -199,6 +211,19 @@ class Steps:
 _POINTS = 16
 
 
+def _bounds(seen: list[tuple[Stage, ...]]) -> tuple[Stage, ...]:
+    """Stages with what the code between graphs took in any of some steps, and as much more as these steps differ."""
+
+    def bound(stages: tuple[Stage, ...], name: str) -> int:
+        values: list[int] = [getattr(stage, name) for stage in stages]
+        return 2 * max(values) - min(values)
+
+    names = ("before", "after", "beside", "rest")
+    return tuple(
+        replace(stages[0], **{name: bound(stages, name) for name in names}) for stages in zip(*seen, strict=True)
+    )
+
+
 def _said(plan: StepPlan) -> str:
     return (
         f"planned a step of {len(plan.parts)} graphs: {show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
@@ -243,6 +268,11 @@ class Forward:
         if self.look is not None and self.look.mark():
             self.marks.append((what, i))
 
+    @property
+    def varies(self) -> bool:
+        """Whether graphs ran at other sizes than those that they are planned for."""
+        return any(member.base is not member or member.of_any_size for member, _ in self.ran)
+
     # ------------------------------------------------------------------------- forward
 
     def choice(self, member: Member) -> int:
@@ -256,6 +286,12 @@ class Forward:
         self.living = living
         if not living:
             self.steps.news = True
+            if before is not None:
+                warn_once(
+                    f"the forward of {self.steps.front.name} runs other graphs than those that were planned together: "
+                    "such steps are planned from the next one on, and this one may exceed the budget",
+                    BudgetWarning,
+                )
             return member.least
         sequence, places = living[0]
         at = max(places)
@@ -286,6 +322,11 @@ class Forward:
         self.follow(i, result)
         self.mark("end", i)
         return result
+
+    def over(self) -> None:
+        """Forward has returned."""
+        if self.living:
+            self.steps.last = self.living[0][0]
 
     def follow(self, i: int, result: Any) -> None:
         """Be called when the backward comes to an output of member i."""
@@ -324,9 +365,11 @@ class Forward:
         stages, options, kept = [], [], 0
         for i, (member, k) in enumerate(self.ran):
             begin, end = moments[at["begin", i]], moments[at["end", i]]
+            member = member.base
             own = member.choices[k]
             before = max(begin.level - kept, begin.peak - kept - own.forward)
-            after = end.peak - kept - own.kept
+            peak = max(end.peak, moments[at["planned", i + 1]].peak) if ("planned", i + 1) in at else end.peak
+            after = peak - kept - own.kept
             beside, rest = 0, 0
             free = in_order and i in self.reached
             if i in self.reached:
@@ -337,7 +380,7 @@ class Forward:
             options.append(tuple(range(len(member.choices))) if free else (k,))
             stages.append(Stage(member.choices if free else (own,), before, after, beside, rest))
             kept += own.kept
-        return tuple(member for member, _ in self.ran), tuple(stages), tuple(options)
+        return tuple(member.base for member, _ in self.ran), tuple(stages), tuple(options)
 
 
 @contextlib.contextmanager
