@@ -262,6 +262,7 @@ class Forward:
         self.small = 0
         if look is not None:
             look.then = partial(steps.learn, self)
+            self.mark("start", 0)  # levels are above this one
 
     def mark(self, what: str, i: int) -> None:
         """Note the memory of now."""
@@ -276,33 +277,35 @@ class Forward:
     # ------------------------------------------------------------------------- forward
 
     def choice(self, member: Member) -> int:
-        """The choice of ``member``, whose call comes now."""
+        """The choice of ``member``, whose call comes now: that of the sequence which fits the calls so far best."""
         before = self.living[0][0] if self.living else None
-        living = []
-        for sequence, places in self.living:
-            place = sequence.place(member, max(places, default=-1) + 1)
-            if place is not None:
-                living.append((sequence, {**places, place: len(self.ran)}))
-        self.living = living
-        if not living:
-            self.steps.news = True
-            if before is not None:
-                warn_once(
-                    f"the forward of {self.steps.front.name} runs other graphs than those that were planned together: "
-                    "such steps are planned from the next one on, and this one may exceed the budget",
-                    BudgetWarning,
-                )
-            return member.least
-        sequence, places = living[0]
-        at = max(places)
-        if sequence is not before:
+        self.living = sorted(self._with(member), key=lambda found: (_skipped(found[1]), -len(found[0].members)))
+        while self.living:
+            sequence, places = self.living[0]
+            at = max(places)
+            if sequence is before:
+                return self.chosen[at]
             try:
                 done = {place: self.ran[n][1] for place, n in places.items() if place != at}
                 self.chosen = sequence.choose(sequence.budget, done, at)
+                return self.chosen[at]
             except InfeasibleError:
-                self.living = []
-                return member.least
-        return self.chosen[at]
+                del self.living[0]
+        self.steps.news = True
+        if before is not None:
+            warn_once(
+                f"the forward of {self.steps.front.name} runs other graphs than those that were planned together: such "
+                "steps are planned from the next one on, and this one may exceed the budget",
+                BudgetWarning,
+            )
+        return member.least
+
+    def _with(self, member: Member) -> Iterator[tuple[GraphSequence, dict[int, int]]]:
+        """The living sequences that ``member`` continues."""
+        for sequence, places in self.living:
+            place = sequence.place(member, max(places, default=-1) + 1)
+            if place is not None:
+                yield sequence, {**places, place: len(self.ran)}
 
     def run(self, graph: Graph, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
         """Run a graph; what it returns."""
@@ -381,6 +384,11 @@ class Forward:
             stages.append(Stage(member.choices if free else (own,), before, after, beside, rest))
             kept += own.kept
         return tuple(member.base for member, _ in self.ran), tuple(stages), tuple(options)
+
+
+def _skipped(places: dict[int, int]) -> int:
+    """How many graphs of a sequence were left out so far."""
+    return max(places) + 1 - len(places)
 
 
 @contextlib.contextmanager
