@@ -1,11 +1,13 @@
-"""Training scripts whose batches differ in length: seconds plain, and with one line more.
+"""Training scripts whose batches differ in length, or whose models are several graphs: plain, and with one line more.
 
     python benchmarks/scripts.py [NAME …] [--repeat 1] [--out FILE] [--short]
 
 Each script runs plain and attached, in turns, each time in a fresh process of one thread. Seconds are of the processor,
 from the first step to the last, everything that planning needs included. Losses must be equal, bit for bit, and the
 largest peak of a step within the budget, a share of the largest plain one. The first step of each size is compared and
-planned for, so peaks are of a second pass over all sizes.
+planned for, so peaks are of a second pass over all sizes, in which each step ran twice before, with the same random
+numbers.
+``later``: the median of the steps after the third, as a multiple of the plain one.
 Exit status 1 if a check fails. Needs transformers, but for ``--short``.
 """
 
@@ -26,19 +28,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import rockmate
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Script:
     """``batches``: in the order of the steps. ``loss``: of the model on a batch. ``goal``: seconds more than plain.
-    ``percent``: of the largest plain peak, the budget.
+    ``percent``: of the largest plain peak, the budget. ``most``: of ``later``.
     """
 
     model: Callable[[], nn.Module]
@@ -46,11 +49,14 @@ class Script:
     loss: Callable[[nn.Module, Batch], torch.Tensor]
     goal: float | None = None
     percent: int = 60
+    most: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """``steps``, ``sizes``: how many; ``plans``: graphs that were traced or solved for. Seconds of the processor."""
+    """``steps``, ``sizes``: how many; ``plans``: graphs that were traced or solved for. Seconds of the processor.
+    ``later``, ``most``: see ``Script``.
+    """
 
     name: str
     steps: int
@@ -62,6 +68,8 @@ class Row:
     equal: bool
     budget: int
     peak: int
+    later: float
+    most: float | None
 
 
 def text(steps: int, sizes: int, shortest: int, longest: int, vocabulary: int) -> list[Batch]:
@@ -170,16 +178,150 @@ def transformer() -> nn.Module:
     return nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
 
 
+def detector(name: str) -> nn.Module:
+    transformers()  # makes torchvision's import possible
+    detection = importlib.import_module("torchvision.models.detection")
+    model: nn.Module = getattr(detection, name)(
+        weights=None, weights_backbone=None, num_classes=5, min_size=224, max_size=256
+    )
+    return model
+
+
+def pictures() -> list[Batch]:
+    """Two images a batch, with four boxes each."""
+    found: list[Batch] = []
+    for k in range(STEPS):
+        made = torch.Generator().manual_seed(k)
+        images = [torch.rand(3, 224, 256, generator=made) for _ in range(2)]
+        corners = [torch.rand(4, 2, generator=made) * 100 for _ in range(2)]
+        boxes = [torch.cat([c, c + torch.rand(4, 2, generator=made) * 80 + 20], 1) for c in corners]
+        found.append({"images": images, "targets": [{"boxes": b, "labels": torch.arange(1, 5)} for b in boxes]})
+    return found
+
+
+def sum_of_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    total: torch.Tensor = torch.stack(list(model(**batch).values())).sum()
+    return total
+
+
+class Experts(nn.Module):
+    """Blocks of four experts, each of which gets the tokens that its gate chooses."""
+
+    def __init__(self, width: int = 128, blocks: int = 3) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(blocks))
+        self.gates = nn.ModuleList(nn.Linear(width, 4) for _ in range(blocks))
+        self.experts = nn.ModuleList(
+            nn.ModuleList(
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)
+            )
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, gate, experts in zip(self.norms, self.gates, self.experts, strict=True):
+            tokens = norm(x).flatten(0, 1)
+            best, chosen = gate(tokens).softmax(-1).topk(2, -1)
+            y = torch.zeros_like(tokens)
+            for k, expert in enumerate(experts):  # type: ignore[arg-type]
+                rows, which = torch.where(chosen == k)
+                if len(rows):
+                    y = y.index_add(0, rows, expert(tokens[rows]) * best[rows, which, None])
+            x = x + y.view_as(x)
+        return x
+
+
+def hugging(name: str, config: str, **sizes: Any) -> nn.Module:
+    found = transformers()
+    model: nn.Module = getattr(found, name)(getattr(found, config)(**sizes))
+    return model
+
+
+def encoder_decoder(name: str, config: str, **sizes: Any) -> nn.Module:
+    """Three layers each, of which some are dropped in every step."""
+    return hugging(
+        name, config, vocab_size=256, d_model=96, encoder_layers=3, decoder_layers=3, encoder_ffn_dim=256,
+        decoder_ffn_dim=256, encoder_attention_heads=4, decoder_attention_heads=4, encoder_layerdrop=0.2, **sizes,
+    )  # fmt: skip
+
+
+def sounds(length: tuple[int, ...], labels: int, name: str) -> list[Batch]:
+    found: list[Batch] = []
+    for k in range(STEPS):
+        made = torch.Generator().manual_seed(k)
+        batch = {name: torch.randn(8, *length, generator=made)}
+        found.append({**batch, "labels": torch.randint(3, 32, (8, labels), generator=made)})
+    return found
+
+
+class Recurrent(nn.Module):
+    """A language model of an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(512, 96), nn.LSTM(96, 192, 2, batch_first=True, dropout=0.1)
+        self.body = nn.Sequential(nn.Linear(192, 768), nn.GELU(), nn.Linear(768, 192), nn.GELU())
+        self.head = nn.Linear(192, 512)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.body(self.lstm(self.embedding(input_ids))[0]))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+STEPS = 10
+
+
 SCRIPTS = {
     "gpt2, 26 lengths": Script(gpt2, lambda: text(40, 26, 20, 200, 512), language_loss, 5),
     "llama, 53 lengths": Script(llama, lambda: text(80, 53, 20, 200, 512), language_loss, 8),
     "transformer, 17 lengths": Script(transformer, lambda: pairs(40, 17, 64), square, 5, 85),
     "resnet, smaller last batch": Script(Residual, lambda: images(4), itself),
-}
+    "fcos": Script(lambda: detector("fcos_resnet50_fpn"), pictures, sum_of_losses, None, 80, 1.3),
+    "retinanet": Script(lambda: detector("retinanet_resnet50_fpn"), pictures, sum_of_losses, None, 80, 1.3),
+    "experts": Script(
+        Experts,
+        lambda: [{"x": torch.randn(16, 64, 128, generator=torch.Generator().manual_seed(k))} for k in range(STEPS)],
+        square, None, 80, 1.3,
+    ),
+    "opt, layers dropped": Script(
+        lambda: hugging(
+            "OPTForCausalLM", "OPTConfig", hidden_size=96, num_hidden_layers=4, ffn_dim=384, num_attention_heads=4,
+            vocab_size=512, max_position_embeddings=128, word_embed_proj_dim=96, layerdrop=0.2,
+        ),
+        lambda: text(STEPS, 1, 95, 97, 512), language_loss, None, 70, 1.3,
+    ),
+    "bart, layers dropped": Script(
+        lambda: encoder_decoder("BartForConditionalGeneration", "BartConfig", max_position_embeddings=128),
+        lambda: text(STEPS, 1, 95, 97, 256), language_loss, None, 70, 1.3,
+    ),
+    "whisper, layers dropped": Script(
+        lambda: encoder_decoder(
+            "WhisperForConditionalGeneration", "WhisperConfig", max_source_positions=100, max_target_positions=64,
+            num_mel_bins=40, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        ),
+        lambda: sounds((40, 200), 32, "input_features"), language_loss, None, 70, 1.3,
+    ),
+    "wav2vec2": Script(
+        lambda: hugging(
+            "Wav2Vec2ForCTC", "Wav2Vec2Config", vocab_size=32, hidden_size=96, num_hidden_layers=3,
+            num_attention_heads=4, intermediate_size=256, conv_dim=(64, 64, 64), conv_stride=(5, 2, 2),
+            conv_kernel=(10, 3, 3), num_feat_extract_layers=3, num_conv_pos_embeddings=16,
+            num_conv_pos_embedding_groups=4, mask_time_length=4,
+        ),
+        lambda: sounds((8000,), 10, "input_values"), language_loss, None, 70, 1.3,
+    ),
+    "transformer": Script(transformer, lambda: pairs(STEPS, 1, 64), square, None, 85, 1.3),
+    "lstm": Script(Recurrent, lambda: text(STEPS, 1, 95, 97, 512), itself, None, 85, 1.3),
+}  # fmt: skip
 SHORT = {
     "transformer": Script(lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True), lambda: pairs(4, 3, 16), square),
     "resnet": Script(Residual, lambda: images(1), itself),
-}
+    "experts": Script(
+        lambda: Experts(16, 1),
+        lambda: [{"x": torch.randn(8, 64, 16, generator=torch.Generator().manual_seed(k))} for k in range(4)],
+        square, None, 80,
+    ),
+}  # fmt: skip
 
 
 def run(script: Script, budget: int | None) -> dict[str, Any]:
@@ -190,34 +332,43 @@ def run(script: Script, budget: int | None) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.zero_grad()
     torch.manual_seed(1)
-    start, losses = time.process_time(), []
+    random.seed(1)
+    numpy.random.seed(1)
+    start, losses, times = time.process_time(), [], []
     handle = None if budget is None else rockmate.attach(model, budget, cache=False)
     for batch in batches:
+        begun = time.process_time()
         loss = script.loss(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()).hex())
+        times.append(time.process_time() - begun)
     seconds = time.process_time() - start
     del loss
     peaks = []
     for batch in distinct(batches):
+        states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
 
-        def step(batch: Batch = batch) -> None:
+        def step(batch: Batch = batch, states: Any = states) -> None:
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            numpy.random.set_state(states[2])
             script.loss(model, batch).backward()
             optimizer.zero_grad()
 
-        step()  # a plan cannot be made while memory is measured
+        step()  # a plan cannot be made while memory is measured,
+        step()  # nor a step observed
         peaks.append(rockmate.measure_peak(step))
     plans = 0 if handle is None else handle.plans_made
-    return {"seconds": seconds, "losses": losses, "peak": max(peaks), "plans": plans}
+    return {"seconds": seconds, "losses": losses, "peak": max(peaks), "plans": plans, "times": times}
 
 
 def distinct(batches: list[Batch]) -> Iterator[Batch]:
     """One batch of each size."""
     seen = set()
     for batch in batches:
-        sizes = tuple(t.shape for t in batch.values())
+        sizes = tuple(t.shape if isinstance(t, torch.Tensor) else None for t in batch.values())
         if sizes not in seen:
             seen.add(sizes)
             yield batch
@@ -254,7 +405,14 @@ def measured(name: str, script: Script, repeat: int, short: bool) -> Row:
         all(x["losses"] == plain[0]["losses"] for x in attached),
         budget,
         max(x["peak"] for x in attached),
+        round(_later(attached) / _later(plain), 3),
+        script.most,
     )
+
+
+def _later(runs: list[dict[str, Any]]) -> float:
+    """Seconds of a step after the third."""
+    return statistics.median(seconds for run in runs for seconds in run["times"][3:])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -272,7 +430,10 @@ def main(argv: list[str] | None = None) -> int:
         budget = None if options.one == "plain" else int(options.one)
         print(json.dumps(run(scripts[options.names[0]], budget)))
         return 0
-    print("script                      steps  sizes  plans   plain  attached    more    goal  equal  peak of budget")
+    print(
+        "script                      steps  sizes  plans   plain  attached    more    goal  equal  peak of budget"
+        "   later    goal"
+    )
     rows = []
     for name in options.names or scripts:
         row = measured(name, scripts[name], options.repeat, options.short)
@@ -281,7 +442,7 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"{row.name:<28}{row.steps:>5}  {row.sizes:>5}  {row.plans:>5}  {row.plain:>4.1f} s  {row.attached:>6.1f} s"
             f"  {row.attached - row.plain:>4.1f} s  {goal:>6}  {'yes' if row.equal else 'NO':>5}"
-            f"  {100 * row.peak / row.budget:>6.1f} %",
+            f"  {100 * row.peak / row.budget:>12.1f} %  {row.later:>4.2f} x  {'' if row.most is None else row.most:>6}",
             flush=True,
         )
     if options.out:
