@@ -263,7 +263,7 @@ class Attachment(Front):
         except Exception as error:
             if self.inside.ran:
                 raise
-            self._why = error
+            self._why = _only_said(error)
         if self.only_plans or self.terms.always:
             return self._run_directly(model, call, self._why)
         self.reason = _first_line(self._why)
@@ -424,6 +424,11 @@ def _backend_of(attachment: weakref.ref[Attachment]) -> Callable[..., Any]:
         return found.captured(program, examples)
 
     return backend
+
+
+def _only_said(error: Exception) -> Exception:
+    """What ``error`` says, and nothing that it holds: frames, and TorchDynamo's record of them, have tensors."""
+    return RuntimeError(str(getattr(error, "inner_exception", error)) or type(error).__name__)
 
 
 def _first_line(error: Exception) -> str:

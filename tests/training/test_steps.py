@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -324,6 +326,20 @@ def test_nothing_stays_allocated_and_copies_are_plain() -> None:
     ours = [one(model, x), *snapshot(model)]
     seeded()
     assert_same([one(copied, x), *snapshot(copied)], ours)
+
+
+def test_no_input_is_held() -> None:
+    """Not by the error that says why the call is no single graph, nor by what is known of the step."""
+    model = always_the_same()
+    attach(model, "70%", costs="flops")
+    for k in range(3):
+        x = randn(512, WIDTH, seed=k)
+        one(model, x)
+        model.zero_grad()
+        gone = weakref.ref(x)
+        del x
+        gc.collect()
+        assert gone() is None, k
 
 
 def test_other_sizes_carry_the_schedules_over() -> None:
