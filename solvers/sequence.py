@@ -80,7 +80,7 @@ def choose(stages: Sequence[Stage], budget: int) -> tuple[int, ...]:
     """
     found = _cheapest(stages, budget)
     if found is None:
-        least = _least_budget(stages, budget)
+        least = least_budget(stages, budget)
         raise InfeasibleError(
             f"a budget of {format_bytes(budget)} is too small for this sequence of graphs: the least is "
             f"{format_bytes(least)} ({least} bytes)",
@@ -129,9 +129,9 @@ def _thinned(partials: list[_Partial]) -> list[_Partial]:
     return [partials[k * (len(partials) - 1) // (MOST - 1)] for k in range(MOST)]
 
 
-def _least_budget(stages: Sequence[Stage], budget: int) -> int:
-    """The smallest budget for which ``_cheapest`` finds something, by bisection."""
-    low, high = budget, max(1, budget)
+def least_budget(stages: Sequence[Stage], above: int = 0) -> int:
+    """The smallest budget, from ``above`` bytes on, that some choices fit: by bisection."""
+    low, high = above - 1, max(1, above)
     while _cheapest(stages, high) is None:
         low, high = high, 2 * high
     while high - low > 1:

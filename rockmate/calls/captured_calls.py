@@ -136,7 +136,7 @@ class CapturedCalls(Calls):
             member = self._larger_member(steps, call, key, missing)
         if member is None and key not in steps.small:
             if self._is_small(steps, call, arguments):
-                steps.small.add(key)
+                steps.run_as_it_is(key)
             else:
                 forward.mark("plan", len(forward.ran))
                 member = self._member(steps, call, key)
@@ -152,7 +152,6 @@ class CapturedCalls(Calls):
         kind = self.kind(call, sized=False)[0]
         for member in steps.of_any_size.get(kind, ()):
             if missing <= member.planner.missing and member.covers(call):
-                steps.members.setdefault(key, []).append(member)
                 return member
         return None
 
@@ -171,16 +170,15 @@ class CapturedCalls(Calls):
                 member = self._resized_member(steps, call, kind, report) or self._traced_member(call, kind, report)
         except (GraphError, CannotBeCalledError) as error:
             LOG.info("%s: a graph of the step runs as it is, since it cannot be planned: %s", self.front.name, error)
-            steps.small.add(key)
+            steps.run_as_it_is(key)
             return None
-        steps.latest[member.family] = member
         steps.sizes[kind] += 1
         if member.of_any_size:
             steps.of_any_size.setdefault(kind, []).insert(0, member)
         member.base = next(
             (m for m in steps.every if m.family is member.family and m.base is m and m.covers(call)), member
         )
-        steps.members.setdefault(key, []).append(member)
+        steps.remember(key, member)
         steps.news = steps.news or member.base is member
         return member
 

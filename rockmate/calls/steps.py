@@ -8,6 +8,7 @@ schedule that ``solvers.sequence.choose`` gives it. A step that leaves out some 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 import weakref
 from collections import Counter
@@ -34,7 +35,7 @@ from rockmate.planning.step import StepPlan
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG, warn_once
 from solvers import Frontier, InfeasibleError
-from solvers.sequence import Choice, Stage, choose
+from solvers.sequence import Choice, Stage, choose, least_budget
 
 if TYPE_CHECKING:
     from rockmate.calls.front import Front
@@ -44,6 +45,9 @@ MOST_LOOKS = 16
 
 SEEN = 4
 """Steps of one sequence that are observed, where sizes follow from values, so that no step is like another."""
+
+MOST_KINDS = 256
+"""Kinds of calls that are remembered, unless no other can stand for them."""
 
 MOST_SEQUENCES = 16
 """Sequences of graphs that are remembered."""
@@ -191,21 +195,27 @@ class Steps:
     def frontier(self) -> Frontier:
         """Time against memory for the last sequence of graphs."""
         assert self.last is not None
-        sequence = self.last
-        low = 0
-        with contextlib.suppress(InfeasibleError):
-            choose(sequence.stages, low)
-        try:
-            choose(sequence.stages, 0)
-        except InfeasibleError as error:
-            low = error.min_budget
-        every = tuple(min(range(len(s.choices)), key=lambda k: s.choices[k].time) for s in sequence.stages)
-        high = replace(sequence.plan, chosen=every).predicted_peak
-        points = []
-        for k in range(_POINTS):
-            budget = low + (high - low) * k // (_POINTS - 1)
-            points.append((budget, replace(sequence.plan, chosen=choose(sequence.stages, budget)).predicted_overhead))
+        stages, plan = self.last.stages, self.last.plan
+        fastest = tuple(min(range(len(s.choices)), key=lambda k: s.choices[k].time) for s in stages)
+        low, high = least_budget(stages), replace(plan, chosen=fastest).predicted_peak
+        budgets = [low + (high - low) * k // (_POINTS - 1) for k in range(_POINTS)]
+        points = ((budget, replace(plan, chosen=choose(stages, budget)).predicted_overhead) for budget in budgets)
         return Frontier(low, high, tuple(points))
+
+    def remember(self, key: Hashable, member: Member) -> None:
+        """``member`` is for calls of this kind. Of many kinds, the oldest ones go that a larger member stands for."""
+        self.members.setdefault(key, []).append(member)
+        self.latest[member.family] = member
+        if len(self.members) > MOST_KINDS:
+            spare = (k for k, found in self.members.items() if k != key and all(m.base is not m for m in found))
+            for oldest in list(itertools.islice(spare, 1)):
+                del self.members[oldest]
+
+    def run_as_it_is(self, key: Hashable) -> None:
+        """Calls of this kind need no plan."""
+        if len(self.small) > MOST_KINDS:
+            self.small.clear()
+        self.small.add(key)
 
 
 _POINTS = 16
