@@ -133,7 +133,7 @@ class CapturedCalls(Calls):
         steps = forward.steps
         member = next((m for m in steps.members.get(key, ()) if missing <= m.planner.missing), None)
         if member is None and key not in steps.small:
-            member = self._larger_member(steps, call, key, missing)
+            member = self._larger_member(steps, call, missing)
         if member is None and key not in steps.small:
             if self._is_small(steps, call, arguments):
                 steps.run_as_it_is(key)
@@ -147,7 +147,7 @@ class CapturedCalls(Calls):
         results = forward.run(self, call, member, inputs)
         return self.split.joined(results, numbers) if self.split else results
 
-    def _larger_member(self, steps: Steps, call: Call, key: Hashable, missing: frozenset[str]) -> Member | None:
+    def _larger_member(self, steps: Steps, call: Call, missing: frozenset[str]) -> Member | None:
         """A member of larger sizes whose program is the same at these."""
         kind = self.kind(call, sized=False)[0]
         for member in steps.of_any_size.get(kind, ()):
