@@ -1,85 +1,19 @@
-"""One S node, run alone under autograd, between two small functions.
-
-A tap before it collects the gradients of its inputs; a feed behind it makes the gradients of its results inside the
-backward, so that autograd is their only owner, as in a whole step.
-"""
+"""One S node, run alone under autograd on given values (``Piece`` in ``rkgb/cost/gradients.py``)."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
+from rkgb.cost.gradients import Gradients, Layouts, Tap, gradient, ignore
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
 from rkgb.graphs import D_graph, S_node
 from rkgb.program import run_node, same
 from rkgb.trace.guards import GuardFailed, is_guard
 
 _NOTHING = contextlib.nullcontext()
-
-Layouts = tuple[tuple[int, ...] | None, ...]
-"""The strides of some gradients; None: contiguous."""
-
-
-class _Tap(torch.autograd.Function):
-    """Identity; its backward hands the gradients over to ``collect`` and stops."""
-
-    @staticmethod
-    def forward(ctx: Any, collect: Callable[[Any], None], anchor: torch.Tensor, *xs: torch.Tensor) -> Any:
-        ctx.collect = collect
-        ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.collect(grads)
-        return (None,) * (len(grads) + 2)
-
-
-class _Feed(torch.autograd.Function):
-    """Ends the graph; its backward makes one gradient for each result."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, note: Callable[[Any], None], layouts: Layouts, together: bool, *ys: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.note, ctx.like = note, [(y.shape, x, y.dtype, y.device) for y, x in zip(ys, layouts, strict=True)]
-        ctx.together = together
-        return torch.empty((), device=ys[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        grads = tuple(gradients_together(ctx.like) if ctx.together else (gradient(*form) for form in ctx.like))
-        ctx.note(grads)
-        return (None, None, None, *grads)
-
-
-def gradients_together(
-    forms: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype, torch.device]],
-) -> list[torch.Tensor]:
-    """Gradients of one type that are views of one memory, as are the gradients of what ``cat`` reads."""
-    like = [gradient(shape, stride, dtype, torch.device("meta")) for shape, stride, dtype, _ in forms]
-    counts = [t.untyped_storage().nbytes() // t.element_size() for t in like]
-    starts = itertools.accumulate(counts, initial=0)
-    memory = torch.ones(sum(counts), dtype=like[0].dtype, device=forms[0][3])
-    return [memory.as_strided(t.shape, t.stride(), start) for t, start in zip(like, starts, strict=False)]
-
-
-def gradient(
-    shape: torch.Size, stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A gradient of ones, contiguous or with the strides given."""
-    if stride is None:
-        return torch.ones(shape, dtype=dtype, device=device)
-    dense = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if 0 not in stride:
-        return dense.fill_(1)
-    return torch.ones(dense.untyped_storage().nbytes() // dtype.itemsize, dtype=dtype, device=device).as_strided(
-        shape, stride
-    )
 
 
 class NodeRun:
@@ -109,12 +43,12 @@ class NodeRun:
         self.device = next((d.values[v].device for v in (*node.makes, *node.reads)), torch.device("cpu"))
         self.anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, collect: Callable[[Any], None] = lambda _: None) -> list[torch.Tensor]:
+    def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
         """The results (``makes``) of one run under autograd."""
         self.drop_gradients()
         env = {v: self.values[v].detach() for v in self.inputs} | self.leaves
         if self.tapped:
-            env |= zip(self.tapped, _Tap.apply(collect, self.anchor, *[env[v] for v in self.tapped]), strict=True)
+            env |= zip(self.tapped, Tap.apply(collect, self.anchor, *[env[v] for v in self.tapped]), strict=True)
         for op in self.ops:
             with _NOTHING if self.guarded or not is_guard(op) else contextlib.suppress(GuardFailed):
                 env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
@@ -150,17 +84,6 @@ def gradients_watched(model: torch.nn.Module, d: D_graph, node: S_node) -> Itera
             p.grad = g if g is None or copy is None else g.copy_(copy)
     if changed:
         raise UnsupportedError(BACKWARD_INSIDE.format(what=functions[0].name, line=functions[0].line))
-
-
-def feed(
-    note: Callable[[Any], None], run: NodeRun, results: list[torch.Tensor], *, together: bool = False
-) -> torch.Tensor:
-    """A tensor whose ``backward()`` gives every result that needs one its gradient; ``note`` is told of them.
-
-    ``together``: as views of one memory.
-    """
-    end: torch.Tensor = _Feed.apply(note, run.layouts, together, *run.ends(results))
-    return end
 
 
 def is_parameter(d: D_graph, v: int) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from rkgb.cost.measure import Cost
+from rkgb.cost.costs import Cost
 from rkgb.cost.usage import Usage
 from rkgb.graphs import Facts, S_graph, Saved, Storage
 from rkgb.probe.resize import skeleton

@@ -9,7 +9,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from rkgb.cost.alone import Layouts, NodeRun, feed, gradients_watched, is_parameter
+from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
+from rkgb.cost.gradients import Layouts, feed, ignore
 from rkgb.graphs import S_graph, S_node, Value
 from rkgb.program import source_values
 from rkgb.trace.capture import preserved
@@ -75,7 +76,7 @@ def _outgoing(
     came: list[tuple[torch.Tensor | None, ...]] = []
     run = NodeRun(s.d, node, values, fed, layouts)
     try:
-        feed(lambda _: None, run, run.forward(came.append)).backward()
+        feed(ignore, run, run.forward(came.append)).backward()
     except Exception:  # noqa: BLE001 - an operation may refuse zeros: take its gradients for contiguous
         return {node.reads.index(v): None for v in run.tapped}
     gradients = zip(run.tapped, came[0] if came else (), strict=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from rkgb.device import device_in_use, kind_of
 from rkgb.device.kind import Timeline, Window
 from rkgb.errors import MeasureError
+from rkgb.storages import storage_key
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -23,6 +24,11 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     if tensor.layout == torch.sparse_coo:
         return storage_bytes(tensor._indices()) + storage_bytes(tensor._values())
     return tensor.untyped_storage().nbytes()
+
+
+def bytes_by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Storage (``storage_key``) -> bytes, for the distinct memories that ``tensors`` lie in."""
+    return {storage_key(t): storage_bytes(t) for t in tensors}
 
 
 _MEASURING = threading.Lock()

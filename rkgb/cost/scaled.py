@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from math import ceil
 
-from rkgb.cost.measure import Cost, InputGradient
+from rkgb.cost.costs import Cost, InputGradient
 from rkgb.graphs import S_graph
 
 

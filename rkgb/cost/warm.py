@@ -7,7 +7,8 @@ from collections.abc import Hashable
 import torch
 
 from rkgb.blocks.classes import nodes_key
-from rkgb.cost.alone import NodeRun, feed, gradients_watched, is_parameter
+from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
+from rkgb.cost.gradients import feed, ignore
 from rkgb.cost.layouts import differentiated
 from rkgb.cost.usage import differentiable
 from rkgb.device import kind_of
@@ -37,7 +38,7 @@ def _run(run: NodeRun) -> None:
     try:
         kind_of(run.device).first_use(run.forward, run.device)
         if run.fed:
-            feed(lambda _: None, run, run.forward()).backward()
+            feed(ignore, run, run.forward()).backward()
     except Exception:  # noqa: BLE001 - an operation may refuse zeros, each in its own way: its first use is later
         return
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
 
-from rockmate.rotor.stages import Function, Held, Stage, versions_of
+from rockmate.rotor.stages import Stage
+from rockmate.rotor.values import Function, Held, in_place_message, versions_of
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 
@@ -158,11 +159,3 @@ class Call:
         if self.names:
             index = getattr(operation, "index", None)
             sys.stderr.write(f"{operation!r} {'' if index is None else self.names[index]}\n")
-
-
-def in_place_message(i: int, name: str) -> str:
-    """What is wrong with a layer that writes into its input, and what to do."""
-    return (
-        f"layer {i} ({name}) changes its input in place, so it cannot run again from it. Make it out of place, or "
-        "join it with the layer before: rotor.models.utils.ReLUAtEnd(layer) is layer and an in-place ReLU in one"
-    )

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
-from rkgb.randomness import Drawn, own_generators, random_state, set_random_state
+from rkgb.randomness import Drawn, random_state, set_random_state
 from rkgb.storages import storage_key
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import Buffers, statistics_of
 from rockmate.rotor.selective import Keep, Kept, Replay
+from rockmate.rotor.values import Fixed, Function, Held, detached, generator_states, owned_by, version_of
 
-Function = Callable[[Any], Any]
 Prepare = Callable[[int], None]
 
 
@@ -54,55 +53,6 @@ class Slot:
             raise RuntimeError(f"{stage.name} saved fewer tensors for backward when it ran again")
         stage.slots[index], stage.given[index] = None, weakref.ref(t)
         return t
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A saved parameter or buffer, which is there anyway, and its version."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """A value from which a stage runs again, and its versions: a change in place would make another value of it."""
-
-    value: Any
-    versions: list[int]
-
-    @classmethod
-    def of(cls, x: Any) -> Held:
-        """``x`` without its history, as it is now."""
-        value = detached(x)
-        return cls(value, versions_of(value))
-
-    def read(self, name: str) -> Any:
-        """The value; ``name`` is the stage's. Raises ``RuntimeError`` if it was changed."""
-        if versions_of(self.value) != self.versions:
-            raise RuntimeError(
-                f"the input of {name} was changed in place between forward and backward, and the layer has to run "
-                "again from it: change a copy of it, or call backward first"
-            )
-        return self.value
-
-
-def versions_of(value: Any) -> list[int]:
-    """The version counters of the tensors in ``value``; those of inference mode have none."""
-    return [_version(t) for t in tensor_leaves(value)]
-
-
-def _version(t: torch.Tensor) -> int:
-    return 0 if t.is_inference() else t._version
-
-
-def detached(value: Any) -> Any:
-    """The same memory without history, requiring grad where the original does."""
-
-    def leaf(t: Any) -> Any:
-        return t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
-
-    return pytree.tree_map(leaf, value)
 
 
 @dataclass
@@ -237,7 +187,7 @@ class Stage:
 
     def _check_owned(self, scratch: dict[str, torch.Tensor]) -> None:
         for name, (t, version) in self.owned.items():
-            if _version(t) != version and name not in scratch:
+            if version_of(t) != version and name not in scratch:
                 raise RuntimeError(
                     f"{name} of {self.name} was changed in place between forward and backward, and the layer has to "
                     "run again: call backward before optimizer.step()"
@@ -262,7 +212,7 @@ class Stage:
         kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensor_leaves(x))])
         self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.owned = {name: (t, _version(t)) for name, t in owned_by(self.function).items()}
+        self.owned = {name: (t, version_of(t)) for name, t in owned_by(self.function).items()}
 
     @contextmanager
     def _modes(self, x: Any) -> Iterator[None]:
@@ -293,31 +243,8 @@ class Stage:
                 raise RuntimeError(self._gone())
 
 
-def owned_by(function: Function) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a function, by name."""
-    if not isinstance(function, torch.nn.Module):
-        return {}
-    return {**dict(function.named_parameters()), **dict(function.named_buffers())}
-
-
-def generator_states(function: Function, x: Any) -> dict[Drawn, torch.Tensor]:
-    """The states of the default generators of the CPU and of all other devices in reach, and of the function's own."""
-    module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
-    devices = {t.device for t in (*tensor_leaves(x), *module.parameters())} | {torch.device("cpu")}
-    sources: list[Drawn] = [*devices, *own_generators(module)]
-    return {source: random_state(source) for source in sources}
-
-
 def _unpack(packed: Slot | Fixed) -> torch.Tensor:
-    if isinstance(packed, Fixed):
-        if packed.tensor._version != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter or buffer of shape {tuple(packed.tensor.shape)} is at version {packed.tensor._version}, "
-                f"expected {packed.version}"
-            )
-        return packed.tensor
-    return packed.take()
+    return packed.read() if isinstance(packed, Fixed) else packed.take()
 
 
 def _lost(_: None) -> torch.Tensor:
