@@ -14,8 +14,9 @@ from rkgb.trees import tensor_leaves
 from rockmate.budget import parse_bytes, show_bytes
 from rockmate.calls.surroundings import is_transformed, leave_plan, without_saved_hooks
 from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.rotor.checks import check_tensors
 from rockmate.rotor.execution import Call
-from rockmate.rotor.inspection import Measured, check_tensors, measure_chain
+from rockmate.rotor.inspection import Measured, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
 from rockmate.rotor.situation import Situation
 from solvers.errors import InfeasibleError
@@ -49,8 +50,10 @@ class Checkpointable(nn.Module):
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
     then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
     that may need more is measured and planned anew: with larger inputs than those measured, under another autocast,
-    with other layers, with more that requires grad; a few such situations are remembered. In ``eval()`` mode, without
-    gradients, and under ``torch.func``'s transforms (with a ``BudgetWarning``) the model itself runs.
+    with other layers, with more that requires grad, or after a call in which a layer changed a buffer in place for the
+    first time; a few such situations are remembered. That call itself may exceed the limit by copies of these buffers,
+    and by tables that a layer makes for a longer input. In ``eval()`` mode, without gradients, and under
+    ``torch.func``'s transforms (with a ``BudgetWarning``) the model itself runs.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
     https://hiepacs.gitlabpages.inria.fr/rotor). Raises ``InputError`` for arguments that cannot be used and for a layer

@@ -12,8 +12,9 @@ from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
 
+from rockmate.rotor.checks import in_place_message
 from rockmate.rotor.stages import Stage
-from rockmate.rotor.values import Function, Held, in_place_message, versions_of
+from rockmate.rotor.values import Function, Held, versions_of
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 

@@ -14,11 +14,13 @@ from rkgb.device import kind_of, one_device
 from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.probe import Probe, check_tensors
+from rockmate.rotor.buffers import attributes_kept
+from rockmate.rotor.checks import warm_up
+from rockmate.rotor.probe import Probe
 from rockmate.rotor.values import Function, owned_by
 from solvers.rotor.chain import Chain, Stage
 
-__all__ = ["Chain", "Measured", "check_tensors", "measure_chain"]
+__all__ = ["Chain", "Measured", "measure_chain"]
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,10 @@ def measure_chain(
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
     clock = None if costs == "flops" else Clock.of(modules, repeat)
-    with preserved(modules, tensor_leaves(sample)), torch.enable_grad():
+    with attributes_kept(modules), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
-            probe = Probe(function, x, clock, preserve_rng_state)
-            probe.warm_up(i, name)
-            stage, x, kept = probe.measure(name)
+            warm_up(function, x, (i, name), preserve_rng_state)
+            stage, x, kept = Probe(function, x, clock, preserve_rng_state).measure(name)
             stages.append(stage)
             keeps.append(kept)
             identities = _identities(function, x, identities, len(functions) + i * 1000)

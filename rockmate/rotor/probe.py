@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +14,14 @@ from rkgb.cost.counted import counted_tail, modelled_times
 from rkgb.cost.gradients import backward_memory
 from rkgb.cost.memory import bytes_by_storage, measure_after, measure_memory
 from rkgb.cost.saved import each_saved
-from rkgb.device import kind_of
-from rkgb.randomness import refuse_unseen_draws
 from rkgb.storages import storage_key
-from rkgb.trace.code import watched
-from rkgb.trace.other_draws import other_draws
+from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
-from rockmate.errors import InputError
+from rockmate.rotor.buffers import attributes_kept
 from rockmate.rotor.selective import Expensive, Survey, nested_choices
-from rockmate.rotor.stage_run import StageRun, device_of, mapped
+from rockmate.rotor.stage_run import StageRun
 from rockmate.rotor.stages import Stage
-from rockmate.rotor.values import Function, in_place_message, owned_by, versions_of
+from rockmate.rotor.values import Function, device_of, mapped, owned_by
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Way
 
@@ -32,14 +30,6 @@ _WAYS = 5
 
 # With costs="flops" operations decide; bytes decide between plans with equally many operations.
 _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
-
-
-def check_tensors(value: Any, where: str) -> None:
-    """Raise ``InputError`` for tensors in ``value`` whose bytes cannot be counted; ``where`` begins the sentence."""
-    for t in tensor_leaves(value):
-        if t.is_meta or t.layout != torch.strided:
-            kind = "a tensor on the meta device" if t.is_meta else f"a tensor of the layout {t.layout}"
-            raise InputError(f"{where} {kind}, whose memory cannot be measured: use dense tensors with values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,39 +82,10 @@ class Probe:
         self.x = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), x)
         self.device = device_of(self.x)
 
-    def warm_up(self, i: int, name: str) -> None:
-        """Run the stage for the first time, and check that it can run again with the same result.
-
-        Raises ``InputError`` if it changes its input in place, draws from generators that are not torch's, or returns
-        what ``check_tensors`` refuses.
-        """
-        kind = kind_of(self.device)
-        x = mapped(lambda t: t.detach(), self.x)
-        versions = versions_of(x)
-        outputs: list[Any] = []
-
-        def run() -> None:
-            with torch.no_grad():
-                outputs.append(self.function(x))
-
-        with watched() as watch, other_draws(watch) as drawn:
-            run()
-        if kind.keeps_workspaces and not drawn:
-            kind.first_use(run, self.device)
-        if versions != versions_of(x):
-            raise InputError(in_place_message(i, name))
-        if drawn and self.preserve_rng_state:
-            raise InputError(
-                f"layer {i} ({name}) draws from {drawn[0]}, where it would draw other numbers when it runs again: draw "
-                "with torch instead (torch.rand(()) < p)"
-            )
-        if self.preserve_rng_state and isinstance(self.function, torch.nn.Module):
-            refuse_unseen_draws(self.function, self.device, f"layer {i} ({name})")
-        check_tensors(outputs[0], f"layer {i} ({name}) returns")
-
     def measure(self, name: str) -> tuple[rotor_chain.Stage, Any, tuple[frozenset[int], ...]]:
         """The figures of the stage, its output for the next one, and the operations whose results each way keeps."""
-        self._stage().first(self.x, _no_backward)  # learns which buffers change
+        with self._untouched():
+            self._stage().first(self.x, _no_backward)  # learns which buffers change
         stage = self._stage()
         output, pass_peak, state = self._memory(lambda: stage.first(self.x, _no_backward))
         state = max(0, state - self._allocated(output))  # generators, buffers, and what no slot can hold
@@ -135,7 +96,8 @@ class Probe:
         kept_peak = max(kept_peak, self._fill_peak(stage, wanted=True))
         piece = StageRun(self.function, self.x)
         backward = self._backward(piece, output)
-        times = self._times(piece, saved, output)
+        with self._untouched():
+            times = self._times(piece, saved, output)
         ways, keeps = [Way(saved.private, kept_peak, saved.private)], [frozenset[int]()]
         for keep, way in self._partial_ways(times.forward - times.tail, saved, state):
             ways.append(way)
@@ -162,6 +124,13 @@ class Probe:
     def _stage(self) -> Stage:
         return Stage(self.function, self.preserve_rng_state)
 
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Afterwards buffers, attributes and generators are as before, so that all runs are alike."""
+        module = self.function if isinstance(self.function, torch.nn.Module) else torch.nn.Module()
+        with attributes_kept(module), preserved(module, []):
+            yield
+
     def _run(self) -> Any:
         return self.function(self.x)
 
@@ -171,8 +140,9 @@ class Probe:
         The net includes the low-precision copies of weights that autocast caches, and tensors that a custom
         ``autograd.Function`` keeps in its ``ctx``: both stay, and neither is a saved tensor that can be dropped.
         """
-        torch.clear_autocast_cache()
-        return measure_memory(function, self.device)
+        with self._untouched():
+            torch.clear_autocast_cache()
+            return measure_memory(function, self.device)
 
     def _allocated(self, output: Any) -> int:
         """Bytes of ``output`` that the run allocated: not those of input, parameters or buffers."""
@@ -190,7 +160,7 @@ class Probe:
     def _saved(self, stays: int = 0) -> _Saved:
         """What a run leaves, of which ``stays`` bytes beside its output were measured."""
         tensors: list[torch.Tensor] = []
-        with each_saved(tensors.append):
+        with self._untouched(), each_saved(tensors.append):
             output = self._run()
         sizes = bytes_by_storage(tensors)
         inputs = {storage_key(t) for t in tensor_leaves(self.x)}
@@ -203,7 +173,8 @@ class Probe:
     def _backward(self, piece: StageRun, output: Any) -> _Backward:
         if not piece.ends(tensor_leaves(output)):
             return _Backward()
-        memory = backward_memory(piece)
+        with self._untouched():
+            memory = backward_memory(piece)
         passed = bytes_by_storage(g for g in memory.inputs if g is not None)
         made = piece.parameter_gradients()
         piece.drop_gradients()
@@ -238,7 +209,8 @@ class Probe:
 
     def _partial_ways(self, rerun_time: int, saved: _Saved, state: int) -> list[tuple[frozenset[int], Way]]:
         """Ways that keep results of expensive operations, and these operations; only ways that hold less than way 0."""
-        surveyed = self._survey()
+        with self._untouched():
+            surveyed = self._survey()
         size = {k: sum(o.results.values()) for k, o in enumerate(surveyed.operations)}
         cost = dict(enumerate(surveyed.times))
         ends = {storage_key(t) for t in (*tensor_leaves(self.x), *tensor_leaves(surveyed.output))}

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from rkgb.cost.gradients import Gradients, Layouts, Tap, gradient, ignore
 from rkgb.cost.memory import storage_bytes
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.values import Function
+from rockmate.rotor.values import Function, device_of, mapped
 
 
 class StageRun:
@@ -60,13 +59,3 @@ class StageRun:
     def parameter_gradients(self) -> int:
         """Bytes of the gradients of parameters that a backward has made."""
         return sum(storage_bytes(leaf.grad) for leaf in self.leaves.values() if leaf.grad is not None)
-
-
-def device_of(x: Any) -> torch.device:
-    """The device of the first tensor in ``x``; the CPU where there is none."""
-    return next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
-
-
-def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``change(t)`` for each tensor t in it."""
-    return pytree.tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, value)

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from rkgb.randomness import Drawn, random_state, set_random_state
 from rkgb.storages import storage_key
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.buffers import Buffers, statistics_of
+from rockmate.rotor.buffers import Attributes, Buffers, statistics_of
 from rockmate.rotor.selective import Keep, Kept, Replay
 from rockmate.rotor.values import Fixed, Function, Held, detached, generator_states, owned_by, version_of
 
@@ -67,6 +67,7 @@ class Stage:
     autocasts: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     autocast_cache: bool = True
     owned: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    attributes: Attributes | None = None
     saved_by_autograd: bool = False
     finished: bool = False
     kept: Kept = field(default_factory=Kept)
@@ -97,7 +98,10 @@ class Stage:
         """The output, with history; autograd itself saves what the backward reads."""
         self._remember(x)
         self.saved_by_autograd = True
-        return self.function(x)
+        buffers = Buffers(self.function, copied=False)
+        output = self.function(x)
+        buffers.learn()
+        return output
 
     def fill(self, x: Any, wanted: bool) -> Any:
         """Run again from the detached input ``x`` into the slots. The detached output if ``wanted``, else None."""
@@ -159,6 +163,11 @@ class Stage:
     def _again(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
         if self.finished:
             raise RuntimeError(self._gone())
+        assert self.attributes is not None
+        with self.attributes.restored():
+            return self._run_again(x, pack)
+
+    def _run_again(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
         instead = self._scratch()
         self._check_owned(instead)
         instead = self._replaced() | instead
@@ -213,6 +222,7 @@ class Stage:
         self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.owned = {name: (t, version_of(t)) for name, t in owned_by(self.function).items()}
+        self.attributes = Attributes(self.function)
 
     @contextmanager
     def _modes(self, x: Any) -> Iterator[None]:

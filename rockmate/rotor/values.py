@@ -95,9 +95,11 @@ def generator_states(function: Function, x: Any) -> dict[Drawn, torch.Tensor]:
     return {source: random_state(source) for source in sources}
 
 
-def in_place_message(i: int, name: str) -> str:
-    """The error of layer ``i``, called ``name``, that changes its input in place, and what to do."""
-    return (
-        f"layer {i} ({name}) changes its input in place, so it cannot run again from it. Make it out of place, or "
-        "join it with the layer before: rotor.models.utils.ReLUAtEnd(layer) is layer and an in-place ReLU in one"
-    )
+def device_of(x: Any) -> torch.device:
+    """The device of the first tensor in ``x``; the CPU where there is none."""
+    return next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
+
+
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with ``change(t)`` for each tensor t in it."""
+    return pytree.tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, value)
