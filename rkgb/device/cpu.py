@@ -1,4 +1,4 @@
-"""The machine itself as a kind of device."""
+"""The CPU and the machine's memory as a kind of device."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rkgb.device.roofline import UNKNOWN, Roofline
 from rkgb.errors import MeasureError
 
 _C: Any = torch._C
-_GROUP = "/sys/fs/cgroup"  # of a container: Linux's control groups, whose memory.max is a number or "max"
+_GROUP = "/sys/fs/cgroup"  # Linux's control group of a container; its memory.max is a number or "max"
 
 
 def _figures(path: str) -> dict[str, int]:
-    """The second word of each line by the first."""
+    """A file of lines such as "name 12": first word -> second."""
     with open(path, encoding="ascii") as lines:
         return {words[0]: int(words[1]) for words in map(str.split, lines)}
 
 
 class Cpu(Kind):
-    """The machine itself. Its allocator counts what was asked for."""
+    """The CPU. Its allocator reports the bytes that were requested, to torch's profiler."""
 
     type = "cpu"
     scalars = 64
@@ -41,7 +41,7 @@ class Cpu(Kind):
         partial(precision, "generic", "all"),
         *(partial(precision, "mkldnn", op) for op in PRECISE),
     )
-    _cache = 64 * 2**20  # bytes, more than a processor's
+    _cache = 64 * 2**20  # bytes, more than a processor's cache
 
     def random_state(self, device: torch.device) -> torch.Tensor:
         return torch.default_generator.get_state()
@@ -79,33 +79,33 @@ class Cpu(Kind):
         return None if torch._C._autograd._profiler_enabled() else ProfiledTimeline()
 
     def free(self, device: torch.device) -> int:
-        """What the machine has, or the container if that has less."""
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        """Bytes available in the machine, or in the container if these are fewer."""
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         with contextlib.suppress(OSError, LookupError):
-            found = 1024 * _figures("/proc/meminfo")["MemAvailable:"]
+            available = 1024 * _figures("/proc/meminfo")["MemAvailable:"]
         with contextlib.suppress(OSError, ValueError, LookupError):
             limit, used = (int(Path(_GROUP, f"memory.{what}").read_text("ascii")) for what in ("max", "current"))
-            found = min(found, max(0, limit - used + _figures(f"{_GROUP}/memory.stat")["inactive_file"]))
-        return found
+            available = min(available, max(0, limit - used + _figures(f"{_GROUP}/memory.stat")["inactive_file"]))
+        return available
 
     def in_use(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
     def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Parameters that fill a processor's cache, or all that there are: a step reads them, too."""
-        found: list[torch.Tensor] = []
+        """Parameters that together fill a processor's cache, or all of them: a whole step reads them, too."""
+        read: list[torch.Tensor] = []
         left = self._cache
         for p in parameters:
             if left <= 0:
                 break
             if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.is_contiguous():
                 count = min(p.numel(), left // p.element_size())
-                found.append(p.detach().view(-1)[:count])
-                left -= found[-1].nbytes
-        return found
+                read.append(p.detach().view(-1)[:count])
+                left -= read[-1].nbytes
+        return read
 
     def model(self, device: torch.device) -> str:
-        """The processor, and the instructions that torch's kernels use of it."""
+        """The processor's name, and the instruction set that torch's kernels use."""
         name = platform.processor() or platform.machine()
         with contextlib.suppress(OSError):
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

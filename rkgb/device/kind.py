@@ -1,4 +1,4 @@
-"""What the packages need of a kind of device; ``rkgb/device/cpu.py`` and ``rkgb/device/cuda.py`` are the kinds."""
+"""What the packages need of a kind of device. The kinds are in ``rkgb/device/cpu.py`` and ``rkgb/device/cuda.py``."""
 
 from __future__ import annotations
 
@@ -12,63 +12,66 @@ import torch
 from rkgb.device.roofline import Roofline
 
 PRECISE = ("all", "matmul", "conv", "rnn")
-"""What torch has a precision of float32 for, on each kind of device."""
+"""The groups of operations for which torch has a precision of float32, on each kind of device."""
 
 precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 
 class Window(ABC):
-    """What other people's code allocates and releases between two moments, ``begin`` and ``mark``.
+    """Measures what any code allocates and releases between two moments, ``begin`` and ``mark``.
 
-    It is opened before what may be released meanwhile is allocated. ``close`` must follow in the thread that opened it,
-    and outside of a backward.
+    Open it before any memory is allocated that may be released between the moments. Call ``close`` in the thread that
+    opened it, and not within a backward.
     """
 
     @abstractmethod
     def begin(self) -> None:
-        """The first moment is now."""
+        """Mark the first moment."""
 
     @abstractmethod
     def mark(self) -> None:
-        """The second moment is now."""
+        """Mark the second moment."""
 
     @abstractmethod
     def close(self) -> tuple[int, int, int] | None:
-        """(peak, new, left): the most bytes above the level of the first moment; those allocated since that are there
-        at the second moment; the same now. Where the last two are not known, the change of the level. None if there was
-        no second moment.
+        """(peak, new, left) in bytes, or None if ``mark`` was never called.
+
+        ``peak``: the most above the level of the first moment. ``new``: allocated since the first moment and still
+        there at the second. ``left``: the same, still there now. A kind that cannot tell the last two gives the change
+        of the level instead.
         """
 
 
 class Moment(NamedTuple):
-    """``level``: bytes above the first moment's. ``peak``: the most, likewise, from here to the next moment."""
+    """``level``: bytes above the level of the first moment. ``peak``: the most above it until the next moment."""
 
     level: int
     peak: int
 
 
 class Timeline(ABC):
-    """What other people's code has allocated at any number of moments. It is opened before the first of them.
+    """Measures how much any code has allocated at each of several moments. Open it before the first of them.
 
-    ``close`` must follow in the thread that opened it, and outside of a backward.
+    Call ``close`` in the thread that opened it, and not within a backward.
     """
 
     @abstractmethod
     def mark(self) -> None:
-        """A moment is now."""
+        """Mark a moment."""
 
     @abstractmethod
     def close(self) -> list[Moment] | None:
-        """All moments, in order; None if they cannot be told."""
+        """All moments, in order; None if some are missing from the recording."""
 
 
 class Kind(ABC):
     """One kind of device.
 
-    ``scalars``: bytes of a budget that are for the numbers of the loss itself (its value, its gradient, counts).
-    ``counts_states``: whether states of generators lie in the memory that budgets are of. ``keeps_workspaces``: whether
-    the first use of a kernel in a thread may allocate what stays. ``settings_read``: functions that read the settings
-    of torch on which results of this kind depend, or what its kernels allocate.
+    ``scalars``: bytes that a budget reserves for the numbers of the loss (its value, its gradient, counts).
+    ``counts_states``: whether the states of generators lie in the device's memory, and so count in a budget.
+    ``keeps_workspaces``: whether the first use of a kernel in a thread may allocate a workspace that stays.
+    ``settings_read``: functions that each read one setting of torch on which results of this kind, or the memory of its
+    kernels, depend.
     """
 
     type: ClassVar[str]
@@ -79,7 +82,7 @@ class Kind(ABC):
 
     @abstractmethod
     def random_state(self, device: torch.device) -> torch.Tensor:
-        """The state of the default generator, as bytes in host memory."""
+        """The state of the default generator: a uint8 tensor in host memory."""
 
     @abstractmethod
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
@@ -87,70 +90,70 @@ class Kind(ABC):
 
     @abstractmethod
     def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
-        """(result, peak, net) of ``function``: bytes above the level at the call."""
+        """(result, peak, net) of ``function``: bytes above the level at the call, at the peak and at the end."""
 
     @abstractmethod
     def measured_after(
         self, prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device
     ) -> tuple[Any, int]:
-        """(result, peak) of ``function(prepare())``: bytes above the level between the two."""
+        """(result, peak) of ``function(prepare())``: the most bytes above the level between the two."""
 
     @abstractmethod
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
-        """Bytes that the allocator takes for ``function``."""
+        """The most bytes that the allocator reserves for ``function``. Raises ``MeasureError`` if it reserves none."""
 
     @abstractmethod
     def window(self, device: torch.device) -> Window | None:
-        """A window that is open; None where none can be."""
+        """An open window; None if the allocator cannot be watched now."""
 
     @abstractmethod
     def timeline(self, device: torch.device) -> Timeline | None:
-        """What other people's code allocates, from now on; None where that cannot be seen."""
+        """An open timeline; None if the allocator cannot be watched now."""
 
     @abstractmethod
     def free(self, device: torch.device) -> int:
-        """Bytes that can be allocated."""
+        """Bytes that the program can still allocate."""
 
     def free_for_budgets(self, device: torch.device) -> int:
-        """What a budget may have of ``free``: a tenth is left for what lies beside it, such as unused parts of blocks,
-        and the numbers that an optimizer computes with.
+        """Nine tenths of ``free``, in bytes. The rest is for what budgets do not count: unused parts of the allocator's
+        blocks, and temporaries of the optimizer.
         """
         return self.free(device) * 9 // 10
 
     @abstractmethod
     def in_use(self) -> list[torch.device]:
-        """The devices of this kind that a program works on."""
+        """The devices of this kind on which the program holds memory."""
 
     @abstractmethod
     def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors to read before a timed run, for what it reads to lie in memory and in no cache."""
+        """Tensors to read before a timed run, which push its inputs out of the caches."""
 
     @abstractmethod
     def model(self, device: torch.device) -> str:
-        """The name that times of kernels go by: devices of one name are alike."""
+        """The name of the hardware. Devices of one name run kernels in the same time."""
 
     @abstractmethod
     def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
-        """That of an operation with results of ``dtype``."""
+        """The roofline of operations with results of ``dtype``; ``convolution``: whether they are convolutions."""
 
     def available(self) -> bool:
-        """Whether the machine has one."""
+        """Whether the machine has such a device."""
         return True
 
     def hides_draws(self, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Whether the operation draws from a state that can neither be read nor put back."""
+        """Whether the operation ``name`` draws random numbers from a state that can be neither read nor restored."""
         return False
 
     def before_measuring(self) -> None:
-        """Say what measuring memory disturbs."""
+        """Warn of what a measurement of memory interrupts."""
         return
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait for what was begun."""
+        """Wait until all kernels that were launched are done."""
         return
 
     def mark(self, device: torch.device) -> Any:
-        """This moment of the device."""
+        """A mark of this moment in the device's order of execution."""
         return time.perf_counter_ns()
 
     def between(self, start: Any, end: Any) -> int:
@@ -158,13 +161,13 @@ class Kind(ABC):
         return int(end - start)
 
     def hold(self, device: torch.device, at_least: int = 0) -> None:
-        """What is begun next waits until all of it is begun; ``at_least``: nanoseconds that this takes."""
+        """Delay the kernels that are launched next for ``at_least`` nanoseconds, so that none waits for its launch."""
         return
 
     def first_use(self, function: Callable[[], Any], device: torch.device) -> None:
-        """Run ``function`` wherever plans run: first uses of its kernels are then over."""
+        """Run ``function`` once in every thread that runs plans, so that its kernels allocate their workspaces."""
         function()
 
     def warm_up(self, device: torch.device) -> None:
-        """Allocate what stays, before any memory is measured."""
+        """Allocate the workspaces of matrix products, before any memory is measured."""
         return

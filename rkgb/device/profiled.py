@@ -1,6 +1,6 @@
-"""The CPU allocator's events in a profiler session, replayed in time order.
+"""Memory on the CPU: the allocator's events in a session of torch's profiler, replayed in the order of their times.
 
-Releases of blocks older than the session are left out.
+The profiler does not report the release of a block that was allocated before the session.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from torch.autograd.profiler import profile
 
 from rkgb.device.kind import Moment, Timeline, Window
 
-# The profiler announces every session on stderr unless it is told not to before its first use.
+# The profiler announces each session on stderr; it reads this level at its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-# Bytes of a block that marks a moment among the events: nothing else is likely to have this size.
+# A block of this many bytes marks a moment among the events; no other block is likely to have this size.
 _MARK = 1_000_003
 
 
 def profiled(function: Callable[[], Any]) -> tuple[Any, int, int]:
-    """(result, peak, net): bytes above the level at the call, at the worst moment and at the end."""
+    """(result, peak, net) of ``function``: bytes above the level at the call, at the peak and at the end."""
     with profile(use_cpu=True, profile_memory=True) as prof:
         result = function()
     return result, *replay(events(prof))
 
 
 def profiled_after(prepare: Callable[[], Any], function: Callable[[Any], Any]) -> tuple[Any, int]:
-    """(result, peak) of ``function(prepare())``, above the level between the two."""
+    """(result, peak) of ``function(prepare())``: the most bytes above the level between the two."""
     with profile(use_cpu=True, profile_memory=True) as prof:
         made = prepare()
         torch.empty(_MARK, dtype=torch.uint8)
         result = function(made)
-    found = events(prof)
-    mark = next(k for k, event in enumerate(found) if event[2] == _MARK)
-    _, before = replay(found[:mark])
-    peak, _ = replay(found[:mark] + found[mark + 2 :], mark)
+    recorded = events(prof)
+    mark = next(k for k, event in enumerate(recorded) if event[2] == _MARK)
+    _, before = replay(recorded[:mark])
+    peak, _ = replay(recorded[:mark] + recorded[mark + 2 :], mark)
     return result, max(0, peak - before)
 
 
 class ProfiledWindow(Window):
-    """By a profiler session. The allocator reports the release of a block only if it reported the allocation.
+    """A window by a profiler session.
 
-    Ended inside a backward, the session would be restored when the backward ends.
+    The session must not end inside a backward: autograd would start it again when the backward ends.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ProfiledWindow(Window):
 
 
 class ProfiledTimeline(Timeline):
-    """By a profiler session, as ``ProfiledWindow``. A moment is an allocation of ``_MARK`` bytes."""
+    """A timeline by a profiler session. An allocation of ``_MARK`` bytes marks each moment."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -78,16 +78,16 @@ class ProfiledTimeline(Timeline):
 
     def close(self) -> list[Moment] | None:
         self.session.__exit__(None, None, None)
-        found = _moments(events(self.session))
-        return found if len(found) == self.marks else None
+        moments = _moments(events(self.session))
+        return moments if len(moments) == self.marks else None
 
 
-def _moments(found: list[tuple[int, int, int]]) -> list[Moment]:
-    """The moments among events; an event of a mark, and that of its release, are no memory."""
+def _moments(recorded: list[tuple[int, int, int]]) -> list[Moment]:
+    """The moments that marks stand for among ``recorded`` events. Marks and their releases do not count as memory."""
     blocks: dict[int, int] = {}
     moments: list[list[int]] = []
     level = 0
-    for _, address, size in found:
+    for _, address, size in recorded:
         if size == _MARK:
             moments.append([level, level])
         elif size > 0:
@@ -101,37 +101,38 @@ def _moments(found: list[tuple[int, int, int]]) -> list[Moment]:
     return [Moment(level - first, peak - first) for level, peak in moments]
 
 
-def _between_marks(found: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
-    sizes = [size for _, _, size in found]
+def _between_marks(recorded: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
+    """What ``Window.close`` returns, from the ``recorded`` events."""
+    sizes = [size for _, _, size in recorded]
     if _MARK not in sizes or _MARK + 1 not in sizes:
         return None
     start, end = sizes.index(_MARK), sizes.index(_MARK + 1)
-    between = found[start + 2 : end]  # without the mark and its release
-    _, before = replay(found[:start])
-    peak, _ = replay(found[:start] + between, start)
-    later = found[end + 2 :]
+    between = recorded[start + 2 : end]  # without the mark and its release
+    _, before = replay(recorded[:start])
+    peak, _ = replay(recorded[:start] + between, start)
+    later = recorded[end + 2 :]
     return max(0, peak - before), replay(between)[1], replay(between + later)[1]
 
 
 def events(prof: profile) -> list[tuple[int, int, int]]:
-    """(time, address, signed bytes) of every allocation and release on the CPU."""
-    found: list[tuple[int, int, int]] = []
+    """(time, address, bytes) of every allocation and release on the CPU, by time; bytes of a release are negative."""
+    recorded: list[tuple[int, int, int]] = []
     results: Any = prof.kineto_results
     stack = list(results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    found.sort(key=lambda e: e[0])
-    return found
+            recorded.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    recorded.sort(key=lambda e: e[0])
+    return recorded
 
 
-def replay(found: list[tuple[int, int, int]], start: int = 0) -> tuple[int, int]:
-    """(peak, level at the end); the peak from event ``start`` on."""
+def replay(recorded: list[tuple[int, int, int]], start: int = 0) -> tuple[int, int]:
+    """(peak, level at the end) in bytes; the peak counts from event ``start`` on."""
     blocks: dict[int, int] = {}
     level = peak = 0
-    for k, (_, address, size) in enumerate(found):
+    for k, (_, address, size) in enumerate(recorded):
         level -= blocks.pop(address, 0)
         if size > 0:
             blocks[address] = size
