@@ -27,8 +27,8 @@ class CheckpointOptim(torch.autograd.Function):
     ``torch.autograd.grad`` and ``retain_graph`` work too.
 
     Raises ``ValueError`` for a backward operation in the forward phase or ``Loss`` in the backward phase,
-    ``AttributeError`` for what is no operation, ``InputError`` if no ``arg`` requires grad: then autograd would never
-    call the backward.
+    ``AttributeError`` for an object that is no operation, ``InputError`` if no ``arg`` requires grad: autograd would
+    then never call the backward.
     """
 
     @staticmethod

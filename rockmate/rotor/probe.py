@@ -25,7 +25,7 @@ from rockmate.rotor.values import Function, device_of, mapped, owned_by
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Way
 
-# Sets of kept results that are measured for each stage; each takes three runs of it.
+# How many sets of kept results are measured for each stage. Each set takes three runs.
 _WAYS = 5
 
 # With costs="flops" operations decide; bytes decide between plans with equally many operations.
@@ -237,11 +237,11 @@ class Probe:
 
             def note(_: torch.Tensor) -> None:
                 nonlocal last
-                last = len(survey.found)
+                last = len(survey.operations)
 
             with each_saved(note), survey:
                 output = self._run()
-            operations = survey.found[:last]  # the others come after the last saved tensor
+            operations = survey.operations[:last]  # the others come after the last saved tensor
             return [o.span for o in operations]
 
         if self.clock is None:

@@ -1,4 +1,4 @@
-"""What the memory of a call follows from, so that another call can be compared with the one that was measured."""
+"""What decides the memory of a call, to tell whether a plan for one call fits another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Situation:
 
     @classmethod
     def of(cls, functions: tuple[nn.Module, ...], x: Any) -> Situation:
-        """That of a call of ``functions`` with ``x``."""
+        """The situation of a call of ``functions`` with ``x``."""
         inputs = tensor_leaves(x)
         tensors = [*(p for f in functions for p in f.parameters()), *inputs]
         return cls(
@@ -44,7 +44,11 @@ class Situation:
         )
 
     def covers(self, other: Situation) -> bool:
-        """Whether ``other`` needs no more memory: the same, or a smaller batch, or less that wants grad or changes."""
+        """Whether a call in ``other`` needs at most the memory of one in this situation.
+
+        Layers, modes, dtypes and devices must be equal. Sizes of the input may be smaller, fewer tensors may require
+        grad, and fewer buffers may change.
+        """
         return (
             (self.layers, self.mode, self.kinds) == (other.layers, other.mode, other.kinds)
             and all(a or not b for a, b in zip(self.wants, other.wants, strict=True))
