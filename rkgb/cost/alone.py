@@ -17,10 +17,11 @@ _NOTHING = contextlib.nullcontext()
 
 
 class NodeRun:
-    """One S node, ready to run alone on given values of what it reads.
+    """One S node, ready to run alone on ``values`` of what it reads.
 
-    ``fed``: positions in ``makes`` whose gradients its backward gets, with the strides ``layouts``. ``given``: leaves
-    that have a ``.grad`` already. ``guarded``: guards must hold; numbers that are drawn again are others.
+    ``fed``: positions in ``makes`` of the results that get gradients; ``layouts``: the strides of these gradients.
+    ``with_grad``: parameters that have a ``.grad`` already. ``guarded``: whether a guard that fails is an error; after
+    random numbers were drawn again it may fail.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class NodeRun:
         values: dict[int, torch.Tensor],
         fed: tuple[int, ...],
         layouts: Layouts,
-        given: frozenset[int] = frozenset(),
+        with_grad: frozenset[int] = frozenset(),
         guarded: bool = True,
     ) -> None:
         self.d, self.node, self.fed, self.layouts, self.guarded = d, node, fed, layouts, guarded
@@ -38,13 +39,13 @@ class NodeRun:
         self.inputs = [v for v in node.reads if not is_parameter(d, v)]
         self.tapped = [v for v in self.inputs if d.values[v].requires_grad]
         self.values = values
-        self.leaves = {v: _leaf(values[v], v in given) for v in node.reads if is_parameter(d, v)}
+        self.leaves = {v: _leaf(values[v], v in with_grad) for v in node.reads if is_parameter(d, v)}
         self.without_grad = [leaf for leaf in self.leaves.values() if leaf.grad is None]
         self.device = next((d.values[v].device for v in (*node.makes, *node.reads)), torch.device("cpu"))
         self.anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
-        """The results (``makes``) of one run under autograd."""
+        """The results (``makes``) of one run, with history. ``collect`` gets the gradients of the inputs."""
         self.drop_gradients()
         env = {v: self.values[v].detach() for v in self.inputs} | self.leaves
         if self.tapped:
@@ -55,22 +56,25 @@ class NodeRun:
         return [env[v] for v in self.node.makes]
 
     def drop_gradients(self) -> None:
-        """Leaves without a ``.grad`` are again without one."""
+        """Remove the ``.grad`` of the parameters that had none at first."""
         for leaf in self.without_grad:
             leaf.grad = None
 
     def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The results whose gradients go in."""
+        """The results that get gradients."""
         return [results[k] for k in self.fed]
 
     def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients for ``ends(results)``."""
+        """New gradients of ones for ``ends(results)``, with the strides ``layouts``."""
         return [gradient(t.shape, x, t.dtype, t.device) for t, x in zip(self.ends(results), self.layouts, strict=True)]
 
 
 @contextlib.contextmanager
 def gradients_watched(model: torch.nn.Module, d: D_graph, node: S_node) -> Iterator[None]:
-    """Raise ``UnsupportedError`` if the backward of ``node`` gives parameters of ``model`` gradients by itself."""
+    """Raise ``UnsupportedError`` if a backward within the body changes the ``.grad`` of parameters of ``model``.
+
+    Only an ``autograd.Function`` that calls backward inside its own can do so. The gradients are put back.
+    """
     functions = [d.nodes[op] for op in node.ops if not isinstance(d.nodes[op].op, torch._ops.OpOverload)]
     if not functions:
         yield
@@ -87,13 +91,13 @@ def gradients_watched(model: torch.nn.Module, d: D_graph, node: S_node) -> Itera
 
 
 def is_parameter(d: D_graph, v: int) -> bool:
-    """Sources that require grad end in autograd's accumulation into ``.grad``."""
+    """Whether ``v`` is a source that requires grad: autograd accumulates its gradient into ``.grad``."""
     return v in d.sources and d.values[v].requires_grad
 
 
-def _leaf(t: torch.Tensor, given: bool) -> torch.Tensor:
-    """The same memory with a ``.grad`` of its own, present if ``given``."""
+def _leaf(t: torch.Tensor, with_grad: bool) -> torch.Tensor:
+    """A leaf in the memory of ``t`` with a ``.grad`` of its own: zeros if ``with_grad``, else None."""
     leaf = t.detach().requires_grad_(t.requires_grad)
-    if t.requires_grad and given:
+    if t.requires_grad and with_grad:
         leaf.grad = torch.zeros_like(t)
     return leaf
