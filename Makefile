@@ -8,17 +8,21 @@ ARGS ?=
 JOBS ?= 2
 OMP_NUM_THREADS ?= 1
 
+# Material for MkDocs would print a notice of its own at every build.
+export NO_MKDOCS_2_WARNING := 1
+
 BIN := .venv/bin
-SOURCES := rockmate rkgb solvers tests benchmarks scripts notebooks
+SOURCES := rockmate rkgb solvers tests benchmarks scripts notebooks examples
 EXISTING = $(wildcard $(SOURCES))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test check docs clean
 
 help:
 	@echo "make demo   train a small model under a memory budget; ARGS='...' is passed on (try ARGS=--help)"
 	@echo "make test   run the tests; ARGS='...' goes to pytest, JOBS=1 runs them in one process"
-	@echo "make check  formatting, lint and types"
+	@echo "make check  formatting, lint, types, and the documentation"
+	@echo "make docs   build the documentation in site/"
 	@echo "make clean  remove the virtual environment, caches and outputs"
 	@echo "PYTHON=...  the interpreter of the virtual environment, 3.11 or later (now: $(PYTHON))"
 
@@ -32,9 +36,13 @@ check: .venv/.installed-dev
 	$(BIN)/ruff format --check $(EXISTING)
 	$(BIN)/ruff check $(EXISTING)
 	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --site-dir site
+
+docs: .venv/.installed-docs
+	$(BIN)/mkdocs build --strict --site-dir site
 
 clean:
-	rm -rf .venv build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist out site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find $(EXISTING) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

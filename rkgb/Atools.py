@@ -1,6 +1,6 @@
-"""The distinct blocks of a graph: each on its own, differentiated once.
+"""The distinct blocks of a graph, each as a graph of its own, differentiated once.
 
-``classes`` numbers blocks that are alike; ``block_keys`` and ``nodes_key`` say what that is.
+``classes`` gives equal blocks one number. ``block_keys`` and ``nodes_key`` define which blocks are equal.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ __all__ = ["Blocks", "S_list_to_K_list_eco", "block_graph", "block_keys", "class
 
 
 class Blocks(NamedTuple):
-    """The blocks of a module: ``classes`` lists the blocks of each class, ``K`` has one graph a block, and the same
-    one for blocks that are equal, ``S`` one graph a class: its first block, on its own."""
+    """The blocks of a module.
+
+    ``classes``: the blocks of each class. ``K``: one graph for each block; equal blocks share it. ``S``: one graph for
+    each class, its first block.
+    """
 
     classes: list[list[int]]
     K: list[K_graph]
@@ -36,8 +39,8 @@ def S_list_to_K_list_eco(
 ) -> Blocks:
     """Differentiate the blocks of ``s`` (see ``Stools.cut``), each on its own and equal ones once.
 
-    Bytes and times are those of the block alone: its outputs have their gradients when its backward begins,
-    and the gradients of what it reads stay. ``costs``, one a node of ``s``, are measured on ``sample`` unless given.
+    Bytes and nanoseconds are those of the block alone: the gradients of its outputs are there when its backward begins,
+    and the gradients of its inputs stay. ``costs``: one for each node of ``s``; by default measured on ``sample``.
     """
     if costs is None:
         costs = measure_nodes(s, model, call_of(sample).tensors)
@@ -57,7 +60,7 @@ def S_list_to_K_list_eco(
 
 
 def _surroundings(s: S_graph, b: int, model: torch.nn.Module) -> Hashable:
-    """What the K graph of a block depends on beside its class: what leaves it, which gradients are there already."""
+    """What the K graph of a block depends on beside its class: its outputs, and which parameters have a gradient."""
     start, stop = s.blocks[b]
     nodes, after = s.nodes[start:stop], _read_from(s, stop)
     leaving = tuple((i, k) for i, n in enumerate(nodes) for k, v in enumerate(n.makes) if v in after)
@@ -72,7 +75,10 @@ def _read_from(s: S_graph, position: int) -> set[int]:
 
 
 def block_graph(s: S_graph, b: int) -> S_graph:
-    """Block ``b`` as a graph of its own: what it reads of earlier blocks are inputs, what later ones read, outputs."""
+    """Block ``b`` as a graph of its own.
+
+    Its inputs are the values that it reads of earlier blocks, its outputs those that later blocks read.
+    """
     d, (start, stop) = s.d, s.blocks[b]
     nodes, after = s.nodes[start:stop], _read_from(s, stop)
     ops = sorted(op for node in nodes for op in node.ops)
@@ -96,9 +102,11 @@ def block_graph(s: S_graph, b: int) -> S_graph:
             for k, x in enumerate(d.storages)
         ),
         facts=tuple(d.facts[op] for op in ops),
+        storage_names=d.storage_names,
+        made_by=(*s.made_by, f"block_graph {b}"),
     )
     moved = tuple(dataclasses.replace(node, ops=tuple(at[op] for op in node.ops)) for node in nodes)
-    block = S_graph(own, moved, ((0, len(moved)),))
+    block = S_graph(own, moved, ((0, len(moved)),), own.made_by)
     own.verify()
     block.verify()
     return block

@@ -1,15 +1,13 @@
-"""B: the module as the program that torch.jit records, each assignment one node.
+"""B: the module as the program that torch.jit records, one node for each assignment.
 
-torch.jit.trace gives the same graph, but bakes parameters in as attributes and loses the grad mode;
-here parameters, buffers and captured tensors are inputs of the trace, so a tied weight is one value.
+``torch.jit.trace`` would make parameters attributes of the graph and lose the grad mode. Here parameters, buffers and
+captured tensors are inputs of the traced function, so that a tied weight is one value.
 """
 
 from __future__ import annotations
 
-import collections
-import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +17,7 @@ from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.randomness import own_generators
 from rkgb.sample import Call, Sample, call_of, check_module
+from rkgb.trace.attributes import State, left_as_it_is
 from rkgb.trace.capture import HostRead, RecordedCall, Recorder, call_in, module_in, outside_vmap, preserved
 from rkgb.trace.code import watched
 from rkgb.trace.guards import Guard
@@ -27,7 +26,7 @@ from rkgb.trace.record import record
 from rkgb.trace.respelled import constant, data_of
 from rkgb.trees import flatten, map_tensors
 
-# Results that Python reads from a tensor's shape, not its data: their operations run when the graph is built.
+# Python reads these results from a tensor's shape, not from its data. D computes them once and keeps the numbers.
 PRIMITIVES: dict[str, Callable[..., Any]] = {
     "NumToTensor": torch.tensor,
     "ScalarImplicit": lambda t: t.item(),
@@ -46,57 +45,98 @@ _UNPACK = ("prim::ListUnpack", "prim::TupleUnpack")
 
 
 def make_B(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> B_graph:
-    """Trace ``model`` on ``sample``; buffers, inputs and random state are as before afterwards. See ``trace``."""
+    """Trace ``model`` on ``sample``. Buffers, inputs and random state are restored. Errors: see ``trace``."""
     return trace(model, call_of(sample, sample_kwargs))[0]
 
 
 def trace(model: torch.nn.Module, call: Call) -> tuple[B_graph, list[torch.Tensor]]:
     """The B graph of ``call``, and the outputs of the module itself on this sample.
 
-    The module runs once, traced, with gradients on but nothing saved for backward; a second time where
-    it uses tensors that are neither inputs nor its own, which the trace must know of. What its Python reads
-    from tensors becomes guards. Raises ``UnsupportedError`` where a trace cannot follow, ``TypeError`` if ``model`` is
-    no module.
+    The module runs once under the tracer, in grad mode, with no tensor saved for backward. It runs again if it uses
+    tensors that are neither inputs nor its own: these must be inputs of the trace. A value that its Python reads from a
+    tensor becomes a guard.
+
+    Raises:
+        UnsupportedError: the tracer cannot record what the module does.
+        TypeError: ``model`` is no module.
     """
     check_module(model)
-    inputs = call.tensors
+    forward = _Forward(model, call)
     own = _named_tensors(model)
-    if any(t.is_meta for t in (*inputs, *own.values())):
+    _refuse_meta([*forward.inputs, *own.values()])
+    graph, results, seen, captured = _recorded(forward, [*forward.inputs, *own.values()])
+    sources = [Source("input", k) for k in range(len(forward.inputs))] + [
+        Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
+    ]
+    held = _held(model, captured)
+    sources += [Source("buffer", held[id(t)]) if id(t) in held else Source("constant", t) for t in captured]
+    written = (*(name for name, t in own.items() if seen.written.changed(t)), *held.values())
+    structure = replace(forward.structure, written=written)
+    b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure, seen.reads, forward.notes)
+    made_by = ("trace of a captured graph" if is_pure(model) else "trace",)
+    return replace(b, made_by=made_by), [t.detach() for t in results]
+
+
+def _refuse_meta(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ``UnsupportedError`` if one of the tensors has no memory."""
+    if any(t.is_meta for t in tensors):
         raise UnsupportedError(
             "a parameter, buffer or input is on the meta device, where nothing can be run and measured: move the model "
             "to a device (model.to_empty(device=...)), give it its weights, and make the sample there"
         )
-    structure: list[Structure] = []
-    notes: list[str] = []
 
-    def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-        feed = iter(tensors[: len(inputs)])
-        now = call.with_tensors(lambda _: next(feed))
-        if is_pure(model):
-            results, out_spec = flatten(model(*now.args, **now.kwargs))
-            structure.append(Structure(out_spec, _constants(results)))
+
+class _Forward:
+    """``call`` of ``model`` as a function from tensors to tensors, which is what a tracer records.
+
+    ``inputs``: the tensors among the arguments. Each call sets ``structure`` (what the module returned and assigned)
+    and ``notes`` (what a plan does not do again).
+    """
+
+    structure: Structure
+
+    def __init__(self, model: torch.nn.Module, call: Call) -> None:
+        self.model, self.call, self.inputs = model, call, call.tensors
+        self.notes: list[str] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The outputs for inputs that ``tensors`` begin with, then the buffers that the module has assigned anew."""
+        feed = iter(tensors[: len(self.inputs)])
+        call = self.call.with_tensors(lambda _: next(feed))
+        if is_pure(self.model):
+            results, spec = flatten(self.model(*call.args, **call.kwargs))
+            self.structure = Structure(spec, _constants(results))
             return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
-        before = State(model)
+        before = State(self.model)
         with watched() as watch, other_draws(watch, refuse=True) as drawn:
-            returned = model(*now.args, **now.kwargs)
+            returned = self.model(*call.args, **call.kwargs)
         if drawn:
             raise UnsupportedError(
                 f"the module draws from {drawn[0]} while it runs; a plan would repeat the sample's draw for ever. "
                 "Draw with torch instead (torch.rand(()) < p), or plan only the submodules that do not draw."
             )
-        results, out_spec = flatten(returned)
+        results, spec = flatten(returned)
         assigned, sets = before.assigned(), before.sets()
-        notes[:] = [left_as_it_is(name) for name in sets]
-        structure.append(Structure(out_spec, _constants(results), tuple(assigned), code=watch.code(), sets=sets))
+        self.notes = [left_as_it_is(name) for name in sets]
+        self.structure = Structure(spec, _constants(results), tuple(assigned), code=watch.code(), sets=sets)
         return [*(leaf for leaf in results if isinstance(leaf, torch.Tensor)), *assigned.values()]
 
-    known = [*inputs, *own.values()]
+
+def _recorded(
+    forward: _Forward, known: list[torch.Tensor]
+) -> tuple[Any, list[torch.Tensor], Recorder, list[torch.Tensor]]:
+    """The jit graph of ``forward``, its results, the recorder, and captured tensors, which are inputs after ``known``.
+
+    A tensor that is not known is known in the next recording. One that each run makes anew stays a constant.
+    """
     captured: list[torch.Tensor] = []
     while True:
-        seen = Recorder([*known, *captured], own_generators(model))
-        with preserved(model, [*inputs, *captured]):
+        seen = Recorder([*known, *captured], own_generators(forward.model))
+        graph: Any = None
+        results: list[torch.Tensor] = []
+        with preserved(forward.model, [*forward.inputs, *captured]):
             try:
-                graph, results = record(run, [*known, *captured], seen, model)
+                graph, results = record(forward, [*known, *captured], seen, forward.model)
             except UnsupportedError:
                 if not any(t.requires_grad for t in seen.captured):  # these the trace must know of beforehand
                     raise
@@ -104,101 +144,13 @@ def trace(model: torch.nn.Module, call: Call) -> tuple[B_graph, list[torch.Tenso
                 seen.written.put_back()
         more = [t for t in seen.captured if t.is_leaf and outside_vmap(t) is t]
         if not more or (captured and not any(t.requires_grad for t in more)):
-            break  # made anew in each run: constants
+            return graph, results, seen, captured
         captured += more
-    sources = [Source("input", k) for k in range(len(inputs))] + [
-        Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
-    ]
-    held = _held(model, captured)
-    sources += [Source("buffer", held[id(t)]) if id(t) in held else Source("constant", t) for t in captured]
-    written = (*(name for name, t in own.items() if seen.written.changed(t)), *held.values())
-    called = replace(structure[-1], written=written)
-    b = _Reader(graph, sources, list(seen.calls)).read(len(results), called, seen.reads, notes)
-    return b, [t.detach() for t in results]
 
 
 def is_pure(model: torch.nn.Module) -> bool:
-    """Whether ``model`` says that it is a program of tensors, so that nothing of its Python needs to be watched."""
+    """Whether the class of ``model`` says that its Python only calls operations on tensors, and needs no watching."""
     return bool(getattr(type(model), "pure", False))
-
-
-class State:
-    """What a module's attributes hold, to see afterwards what its forward assigned."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.buffers = [(n, m, k, b) for n, m in model.named_modules() for k, b in m._buffers.items()]
-        self.plain = [(n, m, dict(vars(m))) for n, m in model.named_modules()]
-        self.contents = {id(v): contents(v) for _, _, held in self.plain for v in held.values() if _changeable(v)}
-
-    def assigned(self) -> dict[str, torch.Tensor]:
-        """Buffers that are other tensors now, by qualified name."""
-        now = [(f"{n}.{k}" if n else k, m._buffers.get(k), b) for n, m, k, b in self.buffers]
-        return {name: t for name, t, before in now if t is not before and t is not None}
-
-    def sets(self) -> dict[str, Any]:
-        """What attributes hold that forward has set or filled, by qualified name; containers as copies."""
-        return {
-            f"{name}.{key}" if name else key: copy.copy(value) if _changeable(value) else value
-            for name, module, before in self.plain
-            for key, value in vars(module).items()
-            if key not in _OF_MODULES and self._set(before.get(key, _NOTHING), value)
-        }
-
-    def _set(self, before: Any, now: Any) -> bool:
-        if now is before:
-            return _changeable(now) and contents(now) != self.contents[id(now)]
-        return not _plainly_equal(now, before)
-
-
-def left_as_it_is(name: str) -> str:
-    """A note for the plan."""
-    return f"forward sets the attribute {name}; under a plan it is left as it is"
-
-
-def changed_again(model: torch.nn.Module, sets: Mapping[str, Any]) -> tuple[str, ...]:
-    """The attributes that hold something else now than in ``sets``: forward sets them otherwise in each call."""
-    found = []
-    for name, value in sets.items():
-        module, _, key = name.rpartition(".")
-        if not _alike(vars(model.get_submodule(module)).get(key, _NOTHING), value):
-            found.append(name)
-    return tuple(found)
-
-
-def contents(v: Any) -> Any:
-    """Of a container, what it holds, by identity."""
-    return [(k, id(x)) for k, x in v.items()] if isinstance(v, dict) else [id(x) for x in v]
-
-
-def _changeable(v: Any) -> bool:
-    return isinstance(v, (list, dict, set, collections.deque))
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Equal, tensors by value."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        return tensors and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_alike(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple, collections.deque)):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if callable(a) or isinstance(a, torch.nn.Module):
-        return True
-    try:
-        return a is b or bool(a == b)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-_NOTHING = object()
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
-
-
-def _plainly_equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, (int, float, str, tuple)) and bool(a == b)
 
 
 def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -224,7 +176,7 @@ class _Reader:
         self.graph, self.calls = graph, calls
         self.names: list[str] = []
         self.taken: dict[str, int] = {}
-        self.env: dict[str, Any] = {}  # what stands for each jit value: a constant, a Ref, or a list of them
+        self.env: dict[str, Any] = {}  # jit value -> constant, Ref, or list of these
         self.nodes: list[Node] = []
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.sources: dict[int, Source] = {}
@@ -288,10 +240,10 @@ class _Reader:
             self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line, path))
 
     def _put_guards(self, reads: Sequence[HostRead], marked: list[int]) -> None:
-        """The nodes that mark random draws go; those that mark what Python read become guards, each at its place."""
+        """Remove the nodes that mark random draws; replace those that mark a read by Python with guards."""
         maker = {v: n for n in self.nodes for v in n.outputs}
         draws = len(marked) - sum(len(r.markers()) for r in reads)
-        gone: dict[int, Node | None] = {id(maker[v]): None for v in marked[:draws]}  # or what takes its place
+        replaced: dict[int, Node | None] = {id(maker[v]): None for v in marked[:draws]}  # None: removed
         left = iter(marked[draws:])
         for read in reads:
             markers = [maker[next(left)] for _ in read.markers()]
@@ -299,14 +251,14 @@ class _Reader:
             args = map_tensors(read.args, lambda _: next(origin))  # noqa: B023 - called at once
             kwargs = map_tensors(read.kwargs, lambda _: next(origin))  # noqa: B023
             guard = Guard(read.function, read.name, read.value, read.line)
-            gone.update({id(m): None for m in markers})
+            replaced.update({id(m): None for m in markers})
             last = markers[-1]
             called = tuple(kwargs.items())
-            gone[id(last)] = Node(guard, "guard", args, called, (), False, last.mode, read.line, last.path)
-        self.nodes = [n for node in self.nodes if (n := gone.get(id(node), node)) is not None]
+            replaced[id(last)] = Node(guard, "guard", args, called, (), False, last.mode, read.line, last.path)
+        self.nodes = [n for node in self.nodes if (n := replaced.get(id(node), node)) is not None]
 
     def _unpack(self, ref: Ref, outputs: list[Any]) -> None:
-        """The operation that returned the list defines its elements instead."""
+        """Replace the list that an operation returned by its elements, which become the operation's outputs."""
         at = next(k for k in reversed(range(len(self.nodes))) if ref.index in self.nodes[k].outputs)
         node = self.nodes[at]
         if node.several:

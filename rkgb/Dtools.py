@@ -1,15 +1,14 @@
-"""D: the data-flow graph. One run of the B program shows what each operation reads, shares, changes and saves.
+"""D: the data-flow graph. One run of B shows what each operation reads, shares, changes and saves.
 
-Schemas do not tell all of it (dropout returns its input when p is 0, batch_norm changes its statistics
-unannounced), so the run decides: storages, version counters, contents of buffers, generator states. What a schema
-announces counts as well: a fake quantization writes statistics that on one sample may come out as they were.
+An operator's schema does not say everything: dropout returns its input if p is 0, batch norm changes its statistics.
+So storages, version counters, contents of buffers and generator states are compared before and after each operation.
+The writes that a schema declares count, too: an observer of quantization may write the value that was there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,9 @@ from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
 from rkgb.probe.contexts import context_tensors, next_number
 from rkgb.probe.decompose import is_split, split
+from rkgb.probe.names import with_display_names
 from rkgb.program import run_node, same, source_values
-from rkgb.randomness import Drawn, draws_unseen, node_generators, random_state, watched_devices
+from rkgb.randomness import RandomSource, draws_unseen, node_generators, random_state, watched_devices
 from rkgb.sample import Sample, call_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import drop_saved, preserved
@@ -30,12 +30,16 @@ _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", 
 
 
 def B_to_D(b: B_graph, model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None = None) -> D_graph:
-    """Run ``b`` once on the sample and keep what it showed. Memory: that of inference."""
+    """Run ``b`` once on the sample, with no tensors saved, and record values, storages and facts of nodes.
+
+    Peak memory is that of inference. Raises ``TraceError`` for an operation that returns no tensor, and
+    ``UnsupportedError`` for sparse and nested tensors.
+    """
     return probe(b, model, call_of(sample, sample_kwargs).tensors).graph
 
 
 class Probed(NamedTuple):
-    """What one run showed: D, the outputs, and whether torch itself read numbers from tensors, which D guards."""
+    """The result of a run: D, the outputs, and whether torch itself read numbers from tensors (D guards these)."""
 
     graph: D_graph
     outputs: list[torch.Tensor]
@@ -43,66 +47,105 @@ class Probed(NamedTuple):
 
 
 def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Probed:
-    """Run ``b`` on ``inputs``."""
-    run = _Probe(b)
+    """Run ``b`` on ``inputs``, and record what each node does. Buffers, inputs and random state are restored."""
     with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
-        sources = source_values(b.sources, model, inputs)
-        run.devices = watched_devices(sources.values())
-        for v, tensor in sources.items():
-            run.define_source(v, tensor, b.sources[v].kind == "buffer")
+        run = _Probe(b, source_values(b.sources, model, inputs))
         for index, node in enumerate(b.nodes):
             run.node(index, node)
         outputs = [run.env[v].detach() for v in b.outputs]
-    d = _without_dead(run.graph())
+    d = with_display_names(_without_dead(run.graph()))
     d.verify()
     return Probed(d, outputs, run.numbers_read)
 
 
-class _Probe:
-    """The state of the run: live tensors, folded numbers, storages seen."""
+class _Storages:
+    """The storages that the run has allocated or read; live ones are found by address."""
+
+    def __init__(self) -> None:
+        self.all: list[Storage] = []
+        self.live: dict[int, int] = {}  # address -> index
+        self.holders: dict[int, set[int]] = {}  # index -> live values in the storage
+
+    def add(self, v: int, t: torch.Tensor, owner: int | None) -> int:
+        """The storage of value ``v``; a new one is ``owner``'s, or of source ``v`` if that is None."""
+        memory = memory_of(t)
+        if memory._cdata not in self.live:
+            self.live[memory._cdata] = len(self.all)
+            self.all.append(Storage(memory.nbytes(), owner))
+        s = self.live[memory._cdata]
+        if owner is None:
+            self.all[s] = dataclasses.replace(self.all[s], source=v)
+        self.holders.setdefault(s, set()).add(v)
+        return s
+
+    def remove(self, v: int, t: torch.Tensor, s: int) -> None:
+        """Forget value ``v``, the tensor ``t`` in storage ``s``."""
+        self.holders[s].discard(v)
+        if not self.holders[s]:
+            del self.live[storage_key(t)]
+
+    def saved(self, memory: list[torch.UntypedStorage]) -> Saved:
+        """``memory``, as storages of the graph and bytes of others."""
+        known = tuple(dict.fromkeys(self.live[x._cdata] for x in memory if x._cdata in self.live))
+        return Saved(known, tuple({x._cdata: x.nbytes() for x in memory if x._cdata not in self.live}.values()))
+
+
+class _Generators:
+    """The states of the generators that operations may draw from."""
+
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self.devices = devices
+        self.states: dict[RandomSource, torch.Tensor] = {}
+
+    def of(self, node: Node) -> dict[RandomSource, torch.Tensor]:
+        """The states before ``node`` runs."""
+        drawn: list[RandomSource] = [*self.devices, *node_generators(node)]
+        return {x: self.states[x] if x in self.states else random_state(x) for x in drawn}
+
+    def moved(self, before: dict[RandomSource, torch.Tensor]) -> bool:
+        """Whether a generator's state differs from ``before``."""
+        self.states.update((x, random_state(x)) for x in before)
+        return any(not torch.equal(state, self.states[x]) for x, state in before.items())
+
+
+class _Ends:
+    """The values that are freed after each node of B, because no later node reads them."""
 
     def __init__(self, b: B_graph) -> None:
+        last = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
+        last.update(dict.fromkeys(b.outputs, len(b.nodes)))
+        self.at: dict[int, list[int]] = defaultdict(list)
+        for v, k in last.items():
+            if v not in b.sources:
+                self.at[k].append(v)
+        for k, n in enumerate(b.nodes):
+            self.at[k] += [v for v in n.outputs if v not in last]
+
+
+class _Probe:
+    """The run of ``b``: its live tensors and folded numbers, and the record of values and nodes."""
+
+    def __init__(self, b: B_graph, sources: dict[int, torch.Tensor]) -> None:
         self.b = b
         self.names = list(b.names)
         self.env: dict[int, torch.Tensor] = {}
         self.folded: dict[int, Any] = {}
         self.values: dict[int, Value] = {}
-        self.storages: list[Storage] = []
-        self.live: dict[int, int] = {}  # address of a live storage -> its index
-        self.holders: dict[int, set[int]] = {}  # storage -> live values in it
-        self.buffers: set[int] = set()
+        self.storages = _Storages()
+        self.generators = _Generators(watched_devices(sources.values()))
+        self.ends = _Ends(b)
         self.numbers_read = False
-        self.devices: tuple[torch.device, ...] = ()  # whose generators operations may draw from
-        self.random: dict[Drawn, torch.Tensor] = {}  # states of the generators that operations could draw from
         self.nodes: list[Node] = []
         self.facts: list[Facts] = []
-        self.last_use = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
-        self.last_use.update(dict.fromkeys(b.outputs, len(b.nodes)))
-        self.dying: dict[int, list[int]] = defaultdict(list)
-        for v, k in self.last_use.items():
-            if v not in b.sources:
-                self.dying[k].append(v)
-        self.taken = Counter(re.sub(r"_\d+$", "", name) for name in b.names)
+        for v, tensor in sources.items():
+            self._define(v, tensor, None)
 
-    def define_source(self, v: int, tensor: torch.Tensor, buffer: bool) -> None:
-        s = self._define(v, tensor, None)
-        self.storages[s] = dataclasses.replace(self.storages[s], source=v)
-        if buffer:
-            self.buffers.add(v)
-
-    def _define(self, v: int, t: torch.Tensor, owner: int | None) -> int:
+    def _define(self, v: int, t: torch.Tensor, owner: int | None) -> None:
         self.env[v] = t
-        memory = memory_of(t)
-        address = memory._cdata
-        if address not in self.live:
-            self.live[address] = len(self.storages)
-            self.storages.append(Storage(memory.nbytes(), owner))
-        s = self.live[address]
-        self.holders.setdefault(s, set()).add(v)
+        s = self.storages.add(v, t, owner)
         size = t.numel() * t.element_size()
         stride = tuple(t.stride()) if t.layout == torch.strided else ()
         self.values[v] = Value(tuple(t.shape), stride, t.dtype, t.device, t.requires_grad, s, size)
-        return s
 
     def node(self, index: int, node: Node) -> None:
         reads = node.reads()
@@ -116,24 +159,19 @@ class _Probe:
         elif not any(v in self.folded for v in reads) and is_split(node, self.env.__getitem__):
             for part in split(node, self.env.__getitem__, self._new_value):
                 self._run(part)
-                self.dying[index] += [v for v in part.outputs if v >= len(self.b.names)]
+                self.ends.at[index] += [v for v in part.outputs if v >= len(self.b.names)]
         else:
             self._run(node)
-        for v in self.dying.pop(index, []):
+        for v in self.ends.at[index]:
             if v in self.env:
-                self._free(v)
-        for v in node.outputs:  # nobody reads them
-            if v in self.env and v not in self.last_use:
-                self._free(v)
+                self.storages.remove(v, self.env.pop(v), self.values[v].storage)
 
     def _new_value(self, name: str) -> int:
-        count = self.taken[name]
-        self.taken[name] += 1
-        self.names.append(f"{name}_{count}" if count else name)
+        self.names.append(name)
         return len(self.names) - 1
 
     def _is_number(self, node: Node, reads: tuple[int, ...]) -> bool:
-        """Whether the node computes with sizes only. Tensors made from sizes (arange, zeros) are real nodes."""
+        """Whether the node computes a number from sizes. A node that makes a tensor of sizes (arange) does not."""
         if node.name in _SHAPE_QUESTIONS:
             return True
         if not reads or not all(v in self.folded for v in reads):
@@ -153,62 +191,39 @@ class _Probe:
             keywords = tuple((k, self._put_numbers(a)) for k, a in node.kwargs)
             fixed = dataclasses.replace(node, args=self._put_numbers(node.args), kwargs=keywords)
             reads = fixed.reads()
+        before = self.generators.of(fixed)
         versions = {v: self.env[v]._version for v in reads}
-        contents = {v: self.env[v].clone() for v in reads if v in self.buffers and self.values[v].stride}
-        drawn: list[Drawn] = [*self.devices, *node_generators(fixed)]
-        before = [self.random[x] if x in self.random else random_state(x) for x in drawn]
+        contents = {v: self.env[v].clone() for v in reads if self._is_buffer(v) and self.values[v].stride}
         packed: list[torch.UntypedStorage] = []  # held until the node is done, so that addresses tell them apart
-
-        def pack(t: torch.Tensor) -> None:
-            packed.append(memory_of(t))
-
         first = next_number()
-        with torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(memory_of(t)), _refuse):
             results = run_node(fixed, self.env.__getitem__)
-        if not all(isinstance(r, torch.Tensor) for r in results):
-            raise TraceError(f"{node.name} at {node.line} returns {results}, which is no tensor")
-        for t in results:
-            if t.layout != torch.strided or t.is_nested:
-                raise UnsupportedError(
-                    f"{node.name} at {node.line} makes a {'nested' if t.is_nested else 'sparse'} tensor, which no plan "
-                    "can keep or drop. Plan the submodules around that line instead of the whole module."
-                )
-        self.random.update((x, random_state(x)) for x in drawn)
+        _check_results(node, results)
         unseen = draws_unseen(fixed, [self.env[v] for v in reads])
-        random = unseen or any(not torch.equal(state, self.random[x]) for state, x in zip(before, drawn, strict=True))
+        random = self.generators.moved(before) or unseen
         changed = announced_writes(fixed) | {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
-        index = len(self.nodes)
         for v, t in zip(fixed.outputs, results, strict=True):
-            self._define(v, t, index)
-        saved = self._saved(packed)
+            self._define(v, t, len(self.nodes))
+        saved = self.storages.saved(packed)
         packed.clear()  # the hook lives as long as the graph
         here = {t.device for t in results}
-        context = self._saved([memory_of(t) for t in context_tensors(results, first) if t.device in here])
+        kept = [memory_of(t) for t in context_tensors(results, first) if t.device in here]
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
         self.nodes.append(fixed)
-        self.facts.append(Facts(writes, random, saved, unseen, context))
+        self.facts.append(Facts(writes, random, saved, unseen, self.storages.saved(kept)))
 
-    def _saved(self, memory: list[torch.UntypedStorage]) -> Saved:
-        """``memory``, as storages of the graph and bytes of others."""
-        known = tuple(dict.fromkeys(self.live[x._cdata] for x in memory if x._cdata in self.live))
-        return Saved(known, tuple({x._cdata: x.nbytes() for x in memory if x._cdata not in self.live}.values()))
+    def _is_buffer(self, v: int) -> bool:
+        return v in self.b.sources and self.b.sources[v].kind == "buffer"
 
     def _gradients_written(self, writes: tuple[int, ...]) -> None:
-        """What was written into memory without gradients may bring some."""
-        for v in (v for s in writes for v in self.holders[s]):
+        """A write into memory without gradients may bring some."""
+        for v in (v for s in writes for v in self.storages.holders[s]):
             self.values[v] = dataclasses.replace(self.values[v], requires_grad=self.env[v].requires_grad)
 
     def _put_numbers(self, arg: Any) -> Any:
         return substitute(arg, lambda v: self.folded[v] if v in self.folded else Ref(v))
-
-    def _free(self, v: int) -> None:
-        s = self.values[v].storage
-        address = storage_key(self.env.pop(v))
-        self.holders[s].discard(v)
-        if not self.holders[s]:
-            del self.live[address]
 
     def graph(self) -> D_graph:
         b = self.b
@@ -220,16 +235,30 @@ class _Probe:
             b.outputs,
             b.structure,
             values,
-            tuple(self.storages),
+            tuple(self.storages.all),
             tuple(self.facts),
             b.notes,
+            made_by=(*b.made_by, "probe"),
         )
 
 
-def announced_writes(node: Node) -> set[int]:
-    """The values that the operation writes to by its schema, unless it is in place, which version counters tell.
+def _check_results(node: Node, results: tuple[Any, ...]) -> None:
+    """Raise an error for results that no plan can hold."""
+    if not all(isinstance(r, torch.Tensor) for r in results):
+        raise TraceError(f"{node.name} at {node.line} returns {results}, which is no tensor")
+    for t in results:
+        if t.layout != torch.strided or t.is_nested:
+            raise UnsupportedError(
+                f"{node.name} at {node.line} makes a {'nested' if t.is_nested else 'sparse'} tensor, which no plan "
+                "can keep or drop. Plan the submodules around that line instead of the whole module."
+            )
 
-    What returns nothing (``retain_grad``, ``record_stream``) changes no contents.
+
+def announced_writes(node: Node) -> set[int]:
+    """The values that the operation writes to by its schema.
+
+    In-place operations are left out, since version counters show their writes. An operation that returns nothing
+    (``retain_grad``, ``record_stream``) changes no contents.
     """
     schema = getattr(node.op, "_schema", None)
     if schema is None or not schema.returns or node.name.endswith("_"):
@@ -244,7 +273,7 @@ def _refuse(_: None) -> torch.Tensor:
 
 
 def _without_dead(d: D_graph) -> D_graph:
-    """Drop nodes that nothing needs: no output, no change of a buffer or input, no random numbers."""
+    """Remove the nodes that neither make a needed value, nor change a buffer or an input, nor draw random numbers."""
     needed = set(d.outputs)
     written: set[int] = {d.values[v].storage for v in d.outputs} | {
         s for s, storage in enumerate(d.storages) if storage.owner is None

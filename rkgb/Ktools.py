@@ -1,23 +1,26 @@
-"""K: forward and backward computations with their costs, over the data that live between them.
+"""K: forward and backward computations with their costs, and the data that live between them.
 
-Gradient memory does not depend on which activations are kept: backwards run in the reverse of one
-order. It is therefore computed here once, by following autograd's rules for gradient buffers.
+The backwards run in one order, the reverse of the forwards. Gradient memory therefore does not depend on which
+activations are kept, and is computed here once (see ``rkgb/gradients.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from rkgb.cost.layouts import differentiated
 from rkgb.cost.measure import Cost, measure_nodes
 from rkgb.cost.usage import Usage, differentiable, supposed
+from rkgb.gradients import GradientBuffers
 from rkgb.graphs import S_graph
-from rkgb.notebook import Drawn
+from rkgb.listing import header
+from rkgb.notebook import Displayed
 from rkgb.probe.contexts import context_storages
 from rkgb.randomness import drawn_by, state_bytes
 from rkgb.sample import Sample, call_of
@@ -25,7 +28,11 @@ from rkgb.sample import Sample, call_of
 
 @dataclass(frozen=True, slots=True)
 class K_data:
-    """What a node makes and others may need: a result (``storage`` set) or all that only its backward reads."""
+    """Memory that a node makes and that can be freed on its own.
+
+    It is a result (``storage`` is set), or the saved tensors that only the node's own backward reads. ``owner``: the
+    node.
+    """
 
     name: str
     bytes: int
@@ -35,10 +42,11 @@ class K_data:
 
 @dataclass(frozen=True, slots=True)
 class K_backward:
-    """Backward of a node: what it reads, and gradient memory (bytes) before, at the worst moment, and after.
+    """The backward of a node: the data that it reads, its time (ns), and gradient memory (bytes).
 
-    ``peak`` is less than the gradients' by what the node has saved of its own and let go of by then. ``extra``: what
-    comes on top of it if the gradients of the outputs are not contiguous, where that is not known (``Usage.turned``).
+    ``before`` and ``after``: all gradients when it starts and ends. ``peak``: the most that gradients and its own
+    temporary memory take while it runs, less the node's private saved tensors that are freed by then. ``extra``: bytes
+    above ``peak`` if the gradients of the outputs are not contiguous, where that is not known (``Usage.turned``).
     """
 
     reads: tuple[int, ...]
@@ -51,7 +59,12 @@ class K_backward:
 
 @dataclass(frozen=True, slots=True)
 class K_node:
-    """Forward of S node ``i`` (its position) and its backward, if gradients reach it. Times in ns, memory in bytes."""
+    """The forward of an S node, and its backward if gradients reach it. Node i of K is node i of S.
+
+    ``reads``, ``makes``: data. ``time``: of the forward, ns. ``peak``: the most bytes that a forward allocates, its
+    results included. ``rerun``: whether it may be recomputed. ``random_bytes``: of the generators' states that a
+    second run puts back.
+    """
 
     name: str
     reads: tuple[int, ...]
@@ -64,16 +77,17 @@ class K_node:
 
 
 @dataclass(frozen=True, repr=False)
-class K_graph(Drawn):
+class K_graph(Displayed):
     """Forward and backward computations of a whole S graph.
 
-    Invariants: node i belongs to S node i; data are made by their owner and read later only; the
-    gradient bytes after a backward are those before the next. ``outputs``: data that the module returns. Of these, and
-    of what autograd saves for backwards of outputs that get no gradient, the caller holds ``held`` to the end, and
-    releases ``returned`` when the loss has been computed. Held are also data that an ``autograd.Function`` keeps as
-    attributes. ``output_bytes``: gradients from outside, of the roots of
-    ``usage``. ``missing``: sources without ``.grad``, whose gradients stay. ``idle``: nodes that lead only to outputs
-    without gradient.
+    Invariants: node i belongs to S node i; data are made by their owner and read later only; the gradient bytes after
+    a backward are those before the next.
+
+    ``outputs``: data that the module returns. ``held``: data that live until the backward ends: outputs that the caller
+    holds, and what an ``autograd.Function`` keeps as attributes. ``returned``: data that live until the loss is
+    computed: the other outputs, and what autograd saves for outputs without gradient. ``output_bytes``: the gradients
+    of the roots of ``usage``, which come from the caller. ``missing``: sources without ``.grad``; their gradients stay.
+    ``idle``: nodes that lead only to outputs without gradient.
     """
 
     s: S_graph
@@ -86,6 +100,7 @@ class K_graph(Drawn):
     usage: Usage
     missing: frozenset[int]
     idle: frozenset[int] = frozenset()
+    made_by: tuple[str, ...] = field(default=(), compare=False)
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -99,7 +114,7 @@ class K_graph(Drawn):
         assert all(a.after == b.before for a, b in itertools.pairwise(chain))
 
     def __str__(self) -> str:
-        lines = []
+        lines = [header("K", self.made_by)]
         for node in self.nodes:
             made = ", ".join(f"{self.data[d].name}:{self.data[d].bytes}" for d in node.makes)
             lines.append(f"fwd {node.name}({', '.join(self.data[d].name for d in node.reads)}) -> {made or '()'}")
@@ -118,9 +133,10 @@ def S_to_K(
     usage: Usage | None = None,
     missing: frozenset[int] | None = None,
 ) -> K_graph:
-    """Differentiate ``s``; ``costs`` are measured on ``sample`` unless given, for the same ``usage`` of the outputs.
+    """Forward and backward computations of ``s``, with their costs.
 
-    ``missing``: sources without ``.grad``, by default those that have none now.
+    ``costs``: one for each node, for this ``usage`` of the outputs; by default measured on ``sample``. ``usage``: by
+    default what ``supposed`` says. ``missing``: sources without ``.grad``; by default those that have none now.
     """
     usage = usage or supposed(s.d)
     if costs is None:
@@ -128,56 +144,87 @@ def S_to_K(
     if missing is None:
         missing = _without_grad(s, model)
     idle = _idle(s, usage)
-    data: list[K_data] = []
-    of_storage: dict[int, int] = {}
-    private: dict[int, int] = {}
-    for i, node in enumerate(s.nodes):
-        for storage in node.storages:
-            of_storage[storage] = len(data)
-            data.append(K_data(s.d.names[s.d.first_value[storage]], s.d.storages[storage].bytes, i, storage))
-        if node.saved.private and (costs[i].results or i in idle):
-            private[i] = len(data)
-            name = s.d.names[node.makes[0]] if node.makes else node.name
-            data.append(K_data(f"{name}.saved", sum(node.saved.private), i, None))
-    backwards = _backwards(s, costs, usage.root_values(s.d), missing, of_storage, private)
-    nodes = []
-    for i, node in enumerate(s.nodes):
-        reads = [of_storage[x] for x in dict.fromkeys(s.d.values[v].storage for v in node.reads) if x in of_storage]
-        makes = [of_storage[x] for x in node.storages] + ([private[i]] if i in private else [])
-        random_bytes = state_bytes(drawn_by(s, i))
-        # A second run of a random node keeps the generators' present states meanwhile.
-        peak = max(costs[i].forward_peak, sum(data[d].bytes for d in makes)) + random_bytes
-        time = costs[i].forward_time
-        name = s.d.names[node.makes[0]] if node.makes else node.name
-        nodes.append(K_node(name, tuple(reads), tuple(makes), time, peak, backwards[i], not node.fixed, random_bytes))
-    outputs = dict.fromkeys(s.d.values[v].storage for v in s.d.outputs)
-    outputs = dict.fromkeys(of_storage[x] for x in outputs if x in of_storage)
-    held = {of_storage[x] for x in usage.held_storages(s.d) | context_storages(s) if x in of_storage}
-    saved = {i: [of_storage[x] for x in s.nodes[i].saved.storages if x in of_storage] for i in idle}
-    for i in idle.intersection(private):
-        saved[i].append(private[i])
-    with_graph = [s.d.outputs[k] for k in differentiable(s.d) if k in usage.attached]
-    for i, results in enumerate(differentiated(s, with_graph)):
-        held.update(saved[i] if i in idle and results else ())
-    all_held = dict.fromkeys((*(d for d in outputs if d in held), *sorted(held)))
+    memory = _memory(s, costs, idle)
+    backwards = _backwards(s, costs, usage.root_values(s.d), missing, memory)
+    held, returned = _until_when(s, usage, idle, memory)
     k = K_graph(
         s,
-        tuple(nodes),
-        tuple(data),
-        tuple(outputs),
+        tuple(_node(s, i, costs[i], memory, backward) for i, backward in enumerate(backwards)),
+        tuple(memory.data),
+        memory.outputs(s),
         sum(s.d.values[v].bytes for v in usage.root_values(s.d)),
-        tuple(all_held),
-        tuple(d for d in dict.fromkeys((*outputs, *(d for i in sorted(idle) for d in saved[i]))) if d not in held),
+        held,
+        returned,
         usage,
         missing,
         idle,
+        (*s.made_by, "S_to_K"),
     )
     k.verify()
     return k
 
 
+class _Memory(NamedTuple):
+    """The data, and which of them is a storage, by the storage, or what only a node's backward reads, by the node."""
+
+    data: list[K_data]
+    of_storage: dict[int, int]
+    private: dict[int, int]
+
+    def of(self, storages: Iterable[int]) -> tuple[int, ...]:
+        """The data of ``storages``, each once; sources' memory is no data."""
+        return tuple(self.of_storage[x] for x in dict.fromkeys(storages) if x in self.of_storage)
+
+    def private_to(self, i: int) -> tuple[int, ...]:
+        return (self.private[i],) if i in self.private else ()
+
+    def saved_by(self, s: S_graph, i: int) -> tuple[int, ...]:
+        """What the backward of node i reads."""
+        return (*self.of(s.nodes[i].saved.storages), *self.private_to(i))
+
+    def outputs(self, s: S_graph) -> tuple[int, ...]:
+        return self.of(s.d.values[v].storage for v in s.d.outputs)
+
+
+def _memory(s: S_graph, costs: Sequence[Cost], idle: frozenset[int]) -> _Memory:
+    """The data in the order in which nodes make them."""
+    memory = _Memory([], {}, {})
+    for i, node in enumerate(s.nodes):
+        for storage in node.storages:
+            memory.of_storage[storage] = len(memory.data)
+            memory.data.append(K_data(s.d.storage_names[storage], s.d.storages[storage].bytes, i, storage))
+        if node.saved.private and (costs[i].results or i in idle):
+            memory.private[i] = len(memory.data)
+            memory.data.append(K_data(f"{node.label}.saved", sum(node.saved.private), i, None))
+    return memory
+
+
+def _node(s: S_graph, i: int, cost: Cost, memory: _Memory, backward: K_backward | None) -> K_node:
+    """Node i. A second run of a random node keeps the generators' present states meanwhile."""
+    node = s.nodes[i]
+    reads = memory.of(s.d.values[v].storage for v in node.reads)
+    makes = (*memory.of(node.storages), *memory.private_to(i))
+    random_bytes = state_bytes(drawn_by(s, i))
+    peak = max(cost.forward_peak, sum(memory.data[d].bytes for d in makes)) + random_bytes
+    return K_node(node.label, reads, makes, cost.forward_time, peak, backward, not node.fixed, random_bytes)
+
+
+def _until_when(
+    s: S_graph, usage: Usage, idle: frozenset[int], memory: _Memory
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The data that stay until the backward ends, and of the others those that stay until the loss is computed."""
+    outputs = memory.outputs(s)
+    held = set(memory.of(usage.held_storages(s.d) | context_storages(s)))
+    with_graph = [s.d.outputs[k] for k in differentiable(s.d) if k in usage.attached]
+    for i, results in enumerate(differentiated(s, with_graph)):
+        held.update(memory.saved_by(s, i) if i in idle and results else ())
+    returned = dict.fromkeys((*outputs, *(d for i in sorted(idle) for d in memory.saved_by(s, i))))
+    all_held = dict.fromkeys((*(d for d in outputs if d in held), *sorted(held)))
+    return tuple(all_held), tuple(d for d in returned if d not in held)
+
+
 def with_extra(k: K_graph, turned: K_graph) -> K_graph:
-    """``k``, for contiguous gradients, with what those of ``turned`` take beyond it."""
+    """``k``, which is for contiguous gradients, with the bytes that non-contiguous ones (``turned``) take above it."""
 
     def of(a: K_backward | None, b: K_backward | None) -> K_backward | None:
         if a is None or b is None:
@@ -188,12 +235,13 @@ def with_extra(k: K_graph, turned: K_graph) -> K_graph:
 
     both = zip(k.nodes, turned.nodes, strict=True)
     return dataclasses.replace(
-        k, nodes=tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both)
+        k,
+        nodes=tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both),
     )
 
 
 def _idle(s: S_graph, usage: Usage) -> frozenset[int]:
-    """Nodes that lead only to outputs that get no gradient: autograd saves for their backwards, which do not come."""
+    """Nodes that lead only to outputs without gradient: autograd saves tensors for backwards that never run."""
     every = differentiated(s, [s.d.outputs[k] for k in differentiable(s.d)])
     fed = differentiated(s, usage.root_values(s.d))
     both = enumerate(zip(every, fed, strict=True))
@@ -219,146 +267,13 @@ def _backwards(
     costs: Sequence[Cost],
     roots: Sequence[int],
     missing: frozenset[int],
-    of_storage: dict[int, int],
-    private: dict[int, int],
+    memory: _Memory,
 ) -> list[K_backward | None]:
-    """The backwards, with gradient memory as autograd's buffers take it."""
-    buffers = _Buffers(s, costs, roots, missing)
-    found: list[K_backward | None] = [None] * len(s.nodes)
+    """The backward of each node, None where no gradient arrives."""
+    buffers = GradientBuffers(s, costs, roots, missing)
+    backwards: list[K_backward | None] = [None] * len(s.nodes)
     for i in reversed(range(len(s.nodes))):
         if costs[i].results:
-            saved = [of_storage[x] for x in s.nodes[i].saved.storages if x in of_storage]
-            reads = (*saved, *((private[i],) if i in private else ()))
             before, peak, after = buffers.backward(i)
-            found[i] = K_backward(reads, costs[i].backward_time, before, peak, after)
-    return found
-
-
-def _written_views(s: S_graph) -> set[int]:
-    """Views of what their own node writes into, beside another result in the same memory.
-
-    Autograd makes their history anew where they are used first, so that its backward, which makes a gradient of all of
-    the memory, runs as soon as theirs is there, and not when that of the node does.
-    """
-    found: set[int] = set()
-    for node in s.nodes:
-        written = {x for op in node.ops for x in s.d.facts[op].writes}
-        first: set[int] = set()
-        for v in node.makes:
-            storage = s.d.values[v].storage
-            if storage in written and storage in first:
-                found.add(v)
-            first.add(storage)
-    return found
-
-
-class _Buffers:
-    """Gradients on their way: for each value that awaits its backward, which memory holds its gradient so far.
-
-    The rules are those of autograd's engine: a second contribution is added in place if the first
-    is no view and lies in memory that nothing else refers to, else into new memory; a parameter's
-    contributions wait for each other, then go to ``.grad``, which stays if it was not there before.
-    """
-
-    def __init__(self, s: S_graph, costs: Sequence[Cost], roots: Sequence[int], missing: frozenset[int]) -> None:
-        self.s, self.costs, self.missing = s, costs, missing
-        self.size: dict[int, int] = {}  # memory -> bytes
-        self.holds: dict[int, int] = {}  # value -> memory
-        self.holders: dict[int, int] = {}  # memory -> how many values it holds
-        self.live = 0  # bytes of all memory that holds something
-        self.uses: dict[int, int] = {}  # source -> backwards still to contribute
-        self.views: set[int] = set()  # values whose gradient so far is a view
-        self.written = _written_views(s)
-        for i, cost in enumerate(costs):
-            for v in s.nodes[i].reads if cost.results else ():
-                if v in s.d.sources and s.d.values[v].requires_grad:
-                    self.uses[v] = self.uses.get(v, 0) + 1
-        for v in roots:
-            self._hold(v, self._new(s.d.values[v].bytes))
-
-    def _new(self, size: int) -> int:
-        self.size[len(self.size)] = size
-        return len(self.size) - 1
-
-    def _hold(self, v: int, memory: int) -> None:
-        self._release(v)
-        self.holds[v] = memory
-        self.holders[memory] = self.holders.get(memory, 0) + 1
-        self.live += self.size[memory] if self.holders[memory] == 1 else 0
-
-    def _release(self, v: int) -> int | None:
-        memory = self.holds.pop(v, None)
-        if memory is not None:
-            self.holders[memory] -= 1
-            self.live -= 0 if self.holders[memory] else self.size[memory]
-        return memory
-
-    def _with(self, others: set[int]) -> int:
-        """Bytes of all memory that holds something, and of ``others``."""
-        return self.live + sum(self.size[m] for m in others if not self.holders.get(m))
-
-    def _added(self, cost: Cost, incoming: list[int | None]) -> int:
-        """What the backward adds: memory of incoming gradients goes with the last of them, unless others hold it."""
-        known = [m for m in incoming if m is not None]
-        different = len(set(known))
-        if any(self.holders.get(m) for m in known):
-            return cost.held_peak
-        if different == len(known):
-            return cost.backward_peak
-        return cost.together_peak if different == 1 and len(known) == len(incoming) else cost.held_peak
-
-    def backward(self, i: int) -> tuple[int, int, int]:
-        """Bytes of gradients before, at the worst moment of, and after the backward of node i."""
-        s, node, cost = self.s, self.s.nodes[i], self.costs[i]
-        before = self.live
-        incoming = [self._release(node.makes[k]) for k in cost.results]
-        peak = before + self._added(cost, incoming) - cost.incoming
-        arrived: dict[int, int] = {}  # position in reads -> memory
-        for position, gradient in sorted(enumerate(cost.inputs), key=lambda item: node.reads[item[0]] in self.uses):
-            if gradient is None:  # parameters come last, as they were measured
-                continue
-            kind, k = gradient.shares or ("", 0)
-            shared = incoming[k] if kind == "result" else arrived[k] if kind == "input" else None
-            arrived[position] = self._new(gradient.bytes) if shared is None else shared
-        waiting = dict(arrived)
-        for position, memory in arrived.items():
-            v = node.reads[position]
-            if v in self.uses:
-                continue
-            del waiting[position]
-            first = self.holds.get(v)
-            if first is None:
-                if v in self.written:
-                    memory = self._new(s.d.storages[s.d.values[v].storage].bytes)
-                self._hold(v, memory)
-                if position in cost.views:
-                    self.views.add(v)
-                continue
-            others = {*waiting.values(), memory}
-            if self.holders[first] > 1 or first in others or v in self.views:
-                self._hold(v, self._new(self.s.d.values[v].bytes))
-                self.views.discard(v)
-            peak = max(peak, self._with(others | {first}))
-        peak = max(peak, self._parameters(node.reads, cost.views, arrived))
-        after = self.live
-        return before, max(peak, before, after), after
-
-    def _parameters(self, reads: tuple[int, ...], views: frozenset[int], arrived: dict[int, int]) -> int:
-        """Contributions to parameters; returns the most bytes of gradients while they are added."""
-        peak = 0
-        for position, v in enumerate(reads):
-            if v not in self.uses:
-                continue
-            self.uses[v] -= 1
-            size = self.s.d.values[v].bytes
-            if v not in self.holds:
-                self._hold(v, arrived[position] if position in arrived else self._new(size))
-                if position in views:
-                    self.views.add(v)
-            elif v in self.views:
-                peak = max(peak, self.live + 2 * size)
-                self._hold(v, self._new(size))
-                self.views.discard(v)
-            if not self.uses[v] and v not in self.missing:
-                self._release(v)
-        return peak
+            backwards[i] = K_backward(memory.saved_by(s, i), costs[i].backward_time, before, peak, after)
+    return backwards

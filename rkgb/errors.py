@@ -12,7 +12,7 @@ class TraceError(GraphError):
 
 
 class UnsupportedError(TraceError):
-    """The trace contains something that has no place in a graph (named in the message)."""
+    """The module does something that no graph can represent, which the message names."""
 
 
 class MismatchError(GraphError):
@@ -35,11 +35,11 @@ class RenderWarning(UserWarning):
 
 
 class AllocatorError(GraphError):
-    """The simulated allocator is asked for what cannot be, or does not do what was recorded."""
+    """A request to the simulated allocator is not possible, or a replay differs from the recording."""
 
 
 class OutOfMemory(AllocatorError):
-    """The simulated device has too little memory. ``size``: bytes asked for; ``levels``: what is in use and held."""
+    """The simulated device has too little memory. ``size``: bytes requested; ``levels``: bytes in use and reserved."""
 
     def __init__(self, message: str, size: int, levels: tuple[int, int, int]) -> None:
         super().__init__(message)

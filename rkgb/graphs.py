@@ -1,115 +1,67 @@
 """The graphs: B (basic), D (data flow), S (simplified), as immutable values.
 
-A *value* is what one assignment of the traced program defines; it is referred to by its index,
-written ``Ref(i)``. Node arguments are constants, ``Ref``s, or lists and tuples of them.
+Each says in ``made_by`` which passes made it, in order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from rkgb.notebook import Drawn
+from rkgb.listing import annotation, format_program, header
+from rkgb.nodes import (
+    Facts,
+    Mode,
+    Node,
+    Ref,
+    S_node,
+    Saved,
+    Source,
+    Storage,
+    Value,
+    refs,
+    substitute,
+)
+from rkgb.notebook import Displayed
 from rkgb.trace.code import Code
 
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A use of value ``index``."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """The state of PyTorch that an operation runs in: grad mode, autocast per device type, kernels of attention.
-
-    ``autocast`` is a tuple of (device type, dtype) of the device types for which it is on. ``attention`` is what
-    ``torch.nn.attention.sdpa_kernel`` sets (see ``rkgb/trace/capture.py``), empty for what it was when rkgb was
-    imported.
-    """
-
-    grad: bool = True
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
-    attention: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a value comes from that no operation makes.
-
-    ``kind`` is "input" (``key``: position among the flattened tensor inputs), "parameter" or "buffer" (``key``:
-    qualified name; other attributes that hold a tensor count as buffers), or "constant" (``key``: the tensor itself).
-    """
-
-    kind: str
-    key: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One assignment: ``outputs = op(*args, **kwargs)``.
-
-    ``several``: the operation returns a list or tuple, whose elements are the outputs.
-    ``line``: the user's source line, "file.py:12". ``path``: the qualified name of the submodule that runs it, empty
-    for the module itself.
-    """
-
-    op: Callable[..., Any]
-    name: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    outputs: tuple[int, ...]
-    several: bool
-    mode: Mode
-    line: str
-    path: str = ""
-    _reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        found = refs(self.args)
-        for _, a in self.kwargs:
-            found += refs(a)
-        object.__setattr__(self, "_reads", tuple(dict.fromkeys(found)))
-
-    def reads(self) -> tuple[int, ...]:
-        """Indices of the values read, in order of first use."""
-        return self._reads
-
-
-def refs(arg: Any) -> list[int]:
-    """The values that an argument refers to."""
-    if isinstance(arg, Ref):
-        return [arg.index]
-    if isinstance(arg, (list, tuple)):
-        return [v for a in arg if isinstance(a, (Ref, list, tuple)) for v in refs(a)]
-    return []
-
-
-def substitute(arg: Any, put: Callable[[int], Any]) -> Any:
-    """``arg`` with every ``Ref(i)`` replaced by ``put(i)``."""
-    if isinstance(arg, Ref):
-        return put(arg.index)
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(substitute(a, put) for a in arg)
-    return arg
+__all__ = [
+    "B_graph",
+    "D_graph",
+    "Facts",
+    "Mode",
+    "Node",
+    "Ref",
+    "S_graph",
+    "S_node",
+    "Saved",
+    "Source",
+    "Storage",
+    "Structure",
+    "Value",
+    "format_program",
+    "refs",
+    "substitute",
+]
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What the module returns (a pytree spec; leaves that are no tensors are constants), and what it does beside.
+    """What the module returns, and what its forward does to the module.
 
-    ``assigned``: buffers, by qualified name, that forward assigns anew; their values follow the outputs'.
-    ``written``: parameters that forward changes, and attributes that hold tensors, which it may change.
-    ``code``: the Python that ran. ``sets``: what modules' attributes hold that forward has set, by qualified name; from
-    D on only numbers and text, which a plan sets too. ``stale``: those of them that another call sets otherwise, so
-    that a plan leaves them stale.
+    ``outputs``: a pytree spec. ``output_constants``: (position, value) of the leaves that are no tensors.
+    ``assigned``: qualified names of the buffers that forward replaces; their values follow the outputs.
+    ``written``: parameters that forward changes in place, and attributes with tensors, which it may change.
+    ``code``: the Python functions that ran. ``sets``: the attributes that forward sets, by qualified name, with their
+    values; from D on only numbers and text, which a plan sets, too. ``stale``: attributes that forward sets to another
+    value in each call; a plan leaves them as they are.
     """
 
     outputs: Any
@@ -122,12 +74,14 @@ class Structure:
 
 
 @dataclass(frozen=True, repr=False)
-class B_graph(Drawn):
+class B_graph(Displayed):
     """The traced program as it was recorded.
 
-    Invariants: run in order it reproduces the module; each value is defined once, by a source or by
-    one node before its first use; ``outputs`` lists the values returned. ``notes``: what people should
-    know of how the module was read. ``shapes``: of tensors that nodes make, on the sample.
+    Invariants: its nodes, run in order, give the module's outputs; each value is defined once, by a source or by one
+    node before its first use; ``outputs`` lists the values that the module returns.
+
+    ``notes``: sentences for the user about how the module was traced. ``shapes``: of the tensors that nodes make on the
+    sample.
     """
 
     names: tuple[str, ...]
@@ -137,6 +91,7 @@ class B_graph(Drawn):
     structure: Structure
     notes: tuple[str, ...] = ()
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    made_by: tuple[str, ...] = field(default=(), compare=False)
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -149,64 +104,18 @@ class B_graph(Drawn):
         assert set(self.outputs) <= defined, "an output is never defined"
 
     def __str__(self) -> str:
-        return format_program(self.names, self.nodes, self.outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What is known of a tensor value after one run.
-
-    ``storage`` indexes the graph's storages; values with the same storage share memory.
-    ``requires_grad`` is the tensor's own answer. ``bytes`` is the tensor's, not the storage's.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    storage: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """One allocation. ``owner``: the node that allocates it, or None for inputs, parameters, buffers, constants."""
-
-    bytes: int
-    owner: int | None
-    source: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What autograd saves when a node runs: known storages, and those private to the node (bytes of each)."""
-
-    storages: tuple[int, ...]
-    private: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What one run of a D node showed. ``writes``: storages changed in place; ``random``: it drew random numbers;
-    ``unseen``: from a state that nobody can read or put back. ``context``: what an ``autograd.Function`` keeps as
-    attributes.
-    """
-
-    writes: tuple[int, ...]
-    random: bool
-    saved: Saved
-    unseen: bool = False
-    context: Saved = Saved((), ())
+        return f"{header('B', self.made_by)}\n{format_program(self.names, self.nodes, self.outputs)}"
 
 
 @dataclass(frozen=True, repr=False)
-class D_graph(Drawn):
-    """The data-flow graph: every node is needed, sizes are folded to numbers, facts are known.
+class D_graph(Displayed):
+    """The data-flow graph: B without dead nodes, with sizes as numbers, and with what one run showed.
 
-    Invariants: those of B; every node makes an output, a value that a later node reads, changes a
-    buffer, draws random numbers or is a guard; every tensor value has its ``Value``, every node its ``Facts``.
-    ``ran``: how often the module itself called each operator below autograd; empty if that is not known.
+    Invariants: those of B. Every node makes an output or a value that a later node reads, or changes a buffer, draws
+    random numbers or is a guard. Every tensor has its ``Value``, every node its ``Facts``.
+
+    ``storage_names``: the display names of the storages. ``operator_counts``: how often the module called each operator
+    below autograd; empty if that is not known.
     """
 
     names: tuple[str, ...]
@@ -218,15 +127,17 @@ class D_graph(Drawn):
     storages: tuple[Storage, ...]
     facts: tuple[Facts, ...]
     notes: tuple[str, ...] = ()
-    ran: Mapping[str, int] = field(default_factory=dict, compare=False)
+    storage_names: tuple[str, ...] = ()
+    operator_counts: Mapping[str, int] = field(default_factory=dict, compare=False)
+    made_by: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def first_value(self) -> dict[int, int]:
-        """The first value that lies in each storage: its name stands for the storage."""
-        found: dict[int, int] = {}
+        """The first value that lies in each storage."""
+        first: dict[int, int] = {}
         for v, info in sorted(self.values.items()):
-            found.setdefault(info.storage, v)
-        return found
+            first.setdefault(info.storage, v)
+        return first
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -238,43 +149,22 @@ class D_graph(Drawn):
             assert used or node.name == "guard", f"{node.name} is dead"
 
     def __str__(self) -> str:
-        return format_program(self.names, self.nodes, self.outputs, self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class S_node:
-    """One real operation with its body: the views and in-place operations on its result; or a guard; or a view of
-    another node's result that is taken much later.
-
-    ``ops``: indices of D nodes, in the order of the program. ``reads``: values of other nodes or
-    sources; ``makes``: values that other nodes read or that are outputs. ``storages``: those of
-    ``makes`` that the node allocates. ``saved``: what its backward reads. ``fixed``: it runs once and
-    is never run again (it changes a buffer, or needs no gradient and nothing with a gradient).
-    """
-
-    name: str
-    ops: tuple[int, ...]
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    storages: tuple[int, ...]
-    saved: Saved
-    requires_grad: bool
-    random: bool
-    fixed: bool
+        return f"{header('D', self.made_by)}\n{format_program(self.names, self.nodes, self.outputs, self.values)}"
 
 
 @dataclass(frozen=True, repr=False)
-class S_graph(Drawn):
-    """The simplified graph, over the D graph that it groups.
+class S_graph(Displayed):
+    """The simplified graph: the nodes of D in groups that run, and are recomputed, together.
 
-    Invariants: each D node is in exactly one S node; a node reads values of earlier nodes or of
-    sources; no node changes memory of another's; ``blocks`` partition the nodes in order
-    (one block until ``cut``).
+    Invariants: each D node is in exactly one S node; a node reads values of earlier nodes or of sources; no node
+    changes memory that another node allocated; ``blocks``, as (first, behind the last), partition the nodes in order,
+    and are one block until ``cut``; labels of nodes are unique.
     """
 
     d: D_graph
     nodes: tuple[S_node, ...]
     blocks: tuple[tuple[int, int], ...] = ()
+    made_by: tuple[str, ...] = field(default=(), compare=False)
 
     def verify(self) -> None:
         """Assert the invariants."""
@@ -292,52 +182,89 @@ class S_graph(Drawn):
         ends = [0, *(stop for _, stop in self.blocks)]
         assert list(itertools.pairwise(ends)) == list(self.blocks)
         assert not self.blocks or ends[-1] == len(self.nodes)
+        assert len({node.label for node in self.nodes}) == len(self.nodes), "two nodes have one label"
+
+    @cached_property
+    def shown(self) -> dict[int, str]:
+        """The display names of sources and of values that nodes make.
+
+        A value that is the only one that its node makes in a storage has the storage's name.
+        """
+        names = {v: self.d.names[v] for v in self.d.sources}
+        for node in self.nodes:
+            of_storage = [self.d.values[v].storage for v in node.makes]
+            for v, storage in zip(node.makes, of_storage, strict=True):
+                alone = of_storage.count(storage) == 1 and storage in node.storages
+                names[v] = self.d.storage_names[storage] if alone else self.d.names[v]
+        return names
 
     def with_blocks(self, blocks: tuple[tuple[int, int], ...]) -> S_graph:
         """The same graph, cut into ``blocks``."""
         return dataclasses.replace(self, blocks=blocks)
 
+    def usual_label(self, i: int) -> str:
+        """The label that most nodes have: the name of what node i makes; empty if it makes nothing."""
+        node = self.nodes[i]
+        if node.storages:
+            return self.d.storage_names[node.storages[0]]
+        return self.shown[node.makes[0]] if node.makes else ""
+
+    def main(self, i: int) -> Node:
+        """The operation that node i is named after."""
+        ops = [self.d.nodes[op] for op in self.nodes[i].ops]
+        return next((op for op in ops if op.label == self.nodes[i].label), ops[0])
+
     def __str__(self) -> str:
-        starts = {a: k for k, (a, _) in enumerate(self.blocks)}
-        lines = []
-        for i, node in enumerate(self.nodes):
-            if i in starts:
-                lines.append(f"# block {starts[i]}")
-            names = self.d.names
-            flags = "".join(f"  [{flag}]" for flag in ("random", "fixed") if getattr(node, flag)) + (
-                "" if node.requires_grad else "  [no grad]"
-            )
-            saved = [names[self.d.first_value[s]] for s in node.saved.storages]
-            private = [f"{b} bytes" for b in node.saved.private]
-            makes, reads = (", ".join(names[v] for v in values) for values in (node.makes, node.reads))
-            lines.append(
-                f"{makes or '()'} = {node.name}({reads})  # saves {', '.join(saved + private) or 'nothing'}{flags}"
-            )
-        return "\n".join([*lines, f"return {', '.join(self.d.names[v] for v in self.d.outputs)}"])
+        """The graph as text, which ``rkgb.Stools.parse_S`` reads back."""
+        return "\n".join(_text_of_S(self))
 
 
-def format_program(
-    names: tuple[str, ...], nodes: tuple[Node, ...], outputs: tuple[int, ...], values: dict[int, Value] | None = None
-) -> str:
-    """The nodes as a readable program, one assignment a line, with the user's source line behind it."""
+def _text_of_S(s: S_graph) -> Iterator[str]:
+    devices = Counter(value.device for value in s.d.values.values())
+    device = devices.most_common(1)[0][0] if devices else torch.device("cpu")
+    yield header("S", s.made_by) + (f", on {device}" if device.type != "cpu" else "")
+    told: set[int] = set()  # storages that the text has named
 
-    def show(arg: Any) -> str:
-        if isinstance(arg, Ref):
-            return names[arg.index]
-        if isinstance(arg, (list, tuple)):
-            return "[" + ", ".join(show(a) for a in arg) + "]"
-        if isinstance(arg, torch.Tensor):
-            return f"tensor({arg.item()})" if arg.numel() == 1 else f"tensor{list(arg.shape)}"
-        return str(arg)
+    def defined(v: int, grad: bool) -> str:
+        value, name = s.d.values[v], s.shown[v]
+        storage, memory = s.d.storage_names[value.storage], s.d.storages[value.storage]
+        new = value.storage not in told
+        told.add(value.storage)
+        size = memory.bytes if new and memory.bytes != value.bytes else None
+        grad = grad and (value.dtype.is_floating_point or value.dtype.is_complex)
+        return f"{name}: {annotation(value, grad, storage if storage != name else '', size, device)}"
 
-    lines = []
-    for node in nodes:
-        arguments = [show(a) for a in node.args] + [f"{k}={show(a)}" for k, a in node.kwargs]
-        left = ", ".join(names[v] for v in node.outputs) or "()"
-        kind = ""
-        if values and node.outputs and node.outputs[0] in values:
-            v = values[node.outputs[0]]
-            kind = f": {str(v.dtype)[6:]}{list(v.shape)}"
-        name = str(node.op) if node.name == "guard" else node.name
-        lines.append(f"{left}{kind} = {name}({', '.join(arguments)})" + (f"  # {node.line}" if node.line else ""))
-    return "\n".join([*lines, f"return {', '.join(names[v] for v in outputs)}"])
+    for v, source in sorted(s.d.sources.items()):
+        given = f" {source.key}" if source.kind == "input" else ""
+        yield f"{defined(v, source.kind == 'parameter')} = {source.kind}{given}"
+    starts = {start: f"# block {b}" for b, (start, _) in enumerate(s.blocks)}
+    for i, node in enumerate(s.nodes):
+        if i in starts:
+            yield starts[i]
+        makes = ", ".join(defined(v, node.requires_grad) for v in node.makes) or "()"
+        label = "" if node.label == s.usual_label(i) else f"{node.label}: "
+        comment = "; ".join(_facts_of(s, i))
+        reads = ", ".join(s.shown[v] for v in node.reads)
+        yield f"{makes} = {label}{node.name}({reads})" + (f"  # {comment}" if comment else "")
+    yield f"return {', '.join(s.shown[v] for v in s.d.outputs)}"
+
+
+def _facts_of(s: S_graph, i: int) -> Iterator[str]:
+    """The comment on node i in the text."""
+    node = s.nodes[i]
+    facts = [s.d.facts[op] for op in node.ops]
+
+    def memory(storages: Iterable[int], private: Iterable[int]) -> str:
+        return ", ".join([*(s.d.storage_names[x] for x in storages), *(f"{size} bytes" for size in private)])
+
+    yield from filter(None, [s.main(i).line])
+    if saved := memory(node.saved.storages, node.saved.private):
+        yield f"saves {saved}"
+    contexts = [f.context for f in facts]
+    if kept := memory((x for c in contexts for x in c.storages), (size for c in contexts for size in c.private)):
+        yield f"keeps {kept}"
+    written = dict.fromkeys(x for f in facts for x in f.writes if s.d.storages[x].owner is None)
+    if written:
+        yield f"writes {memory(written, ())}"
+    flags = {"random": node.random, "fixed": node.fixed, "no grad": not node.requires_grad}
+    yield from (flag for flag, holds in flags.items() if holds)

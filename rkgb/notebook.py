@@ -1,12 +1,12 @@
-"""How a graph shows itself in a notebook: as a picture, or as text where there is no ``dot`` program."""
+"""Display of graphs in a notebook: as a picture, or as text where Graphviz is not installed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class Drawn:
-    """Base of the graph classes: ``print`` shows the program, a notebook the picture, ``repr`` one line."""
+class Displayed:
+    """Base of the graph classes: ``str`` is the program, ``repr`` one line; a notebook shows the picture."""
 
     __slots__ = ()
     nodes: tuple[Any, ...]

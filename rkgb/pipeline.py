@@ -1,4 +1,4 @@
-"""The whole way from a module to its graphs, one call per stage, every intermediate kept."""
+"""From a module to its graphs: one call for each stage, every graph kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rkgb.cost.usage import Usage, supposed, turned_strides
 from rkgb.device import kind_of, one_device
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K, with_extra
-from rkgb.notebook import Drawn
+from rkgb.notebook import Displayed
 from rkgb.probe.check import checked
 from rkgb.sample import Sample, call_of, check_module
 from rkgb.trace.capture import attributes_preserved
@@ -28,11 +28,10 @@ from rkgb.trace.patches import TRACING
 
 
 @dataclass(frozen=True, repr=False)
-class Graphs(Drawn):
-    """Every stage of one module: ``S`` is cut into blocks; ``classes`` numbers the distinct ones.
+class Graphs(Displayed):
+    """All graphs of one module. ``S`` is cut into blocks; ``classes`` has the number of each block's class.
 
-    ``known``: what was measured, for other uses of the outputs. In a notebook it shows the chain of blocks; each stage
-    shows itself.
+    ``known``: the costs measured so far, for other uses of the outputs. A notebook shows the chain of blocks.
     """
 
     B: B_graph
@@ -84,10 +83,10 @@ def make_K(
     missing: frozenset[int] | None = None,
     report: Callable[[float], None] = lambda _: None,
 ) -> K_graph:
-    """Measure what is not in ``known``, and differentiate.
+    """Measure the nodes whose costs are not in ``known``, and make K.
 
-    Where ``usage`` does not say how the gradients of the roots lie, figures are those for contiguous ones, with what
-    others take as ``extra``.
+    Where ``usage`` does not say how the gradients of the roots lie in memory, figures are for contiguous ones. What
+    others take above these is ``K_backward.extra``.
     """
     may_turn = frozenset(k for k in usage.roots if turned_strides(s.d.values[s.d.outputs[k]]))
     open_ = usage.turned is None and may_turn
@@ -118,11 +117,14 @@ def make_all_graphs(
 ) -> Graphs:
     """Trace ``model`` on ``sample`` and build all graphs.
 
-    ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
-    ``costs``: "measured", or "flops" for times from a model of the operations, the same on every run.
-    ``report`` is told the phase as it starts, and now and then which part of it is done (0 to 1).
-    ``known_of``: what is known of the costs of a graph. ``usage_of``: what the caller does with the outputs.
-    Raises ``TraceError`` if the module cannot be traced.
+    ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments. ``costs``: "measured", or
+    "flops" for times by a roofline model, which are the same in every run. ``report(phase, part)`` is called when a
+    phase starts and now and then later; ``part``: how much of it is done (0 to 1). ``known_of``: returns the known
+    costs of an S graph. ``usage_of``: returns what the caller does with the outputs of a D graph.
+
+    Raises:
+        TraceError: the module cannot be traced.
+        MismatchError: the traced program and the module give different results.
     """
     check_costs(costs)
     with TRACING:  # counting operations sets hooks of all modules, which another thread's trace would meet

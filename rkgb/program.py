@@ -21,7 +21,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
-    """Run in ``mode``, from now on; the cache of cast weights stays off."""
+    """A context in which operations run in ``mode``; autocast keeps no copies of weights."""
     now = current_mode()
     if mode == now:
         return contextlib.nullcontext()
@@ -59,17 +59,17 @@ def run_node(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:
 def source_values(
     sources: Mapping[int, Source], model: torch.nn.Module, inputs: list[torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """The tensors that sources stand for, looked up by name in the module as it is now.
+    """The tensor of each source. Parameters and buffers are looked up by name in the module as it is now.
 
-    Raises ``KeyError`` for a name that is gone.
+    Raises ``KeyError`` for a name that the module no longer has.
     """
     modules: dict[str, Any] = {"": model}
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     for v, source in sources.items():
         if source.kind == "input":
-            found[v] = inputs[source.key]
+            tensors[v] = inputs[source.key]
         elif source.kind == "constant":
-            found[v] = source.key
+            tensors[v] = source.key
         else:
             path, _, name = source.key.rpartition(".")
             module = modules[path] if path in modules else _module_at(path, modules)
@@ -78,12 +78,12 @@ def source_values(
                 raise KeyError(
                     f"the module no longer has the {source.kind} {source.key!r} that it had when it was planned"
                 )
-            found[v] = tensor
-    return found
+            tensors[v] = tensor
+    return tensors
 
 
 def _module_at(path: str, modules: dict[str, Any]) -> Any:
-    """The submodule of this name; ``modules``: those that were found."""
+    """The submodule of this name; ``modules`` is a cache."""
     if path not in modules:
         above, _, name = path.rpartition(".")
         modules[path] = getattr(_module_at(above, modules), name, None)
@@ -91,7 +91,7 @@ def _module_at(path: str, modules: dict[str, Any]) -> Any:
 
 
 def _tensor_of(module: Any, name: str) -> Any:
-    """The attribute of this name. Parameters are where modules look last, so here they are looked for first."""
+    """The attribute of this name. Most are parameters, where ``nn.Module.__getattr__`` looks only at the end."""
     parameters = getattr(module, "_parameters", None)
-    found = parameters.get(name) if type(parameters) is dict else None  # not that of a scripted module
-    return getattr(module, name, None) if found is None else found
+    tensor = parameters.get(name) if type(parameters) is dict else None  # not that of a scripted module
+    return getattr(module, name, None) if tensor is None else tensor

@@ -12,18 +12,21 @@ from rkgb.device import kind_of
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import Node, S_graph
 
-Drawn = torch.device | torch.Generator
-"""What is drawn from: a device stands for its default generator."""
+RandomSource = torch.device | torch.Generator
+"""What random numbers are drawn from: a generator, or a device, which stands for its default generator."""
+
+Drawn = RandomSource
+"""The former name."""
 
 
-def random_state(source: Drawn) -> torch.Tensor:
+def random_state(source: RandomSource) -> torch.Tensor:
     """The state of a generator, as bytes in host memory."""
     if type(source) is torch.device:
         return kind_of(source).random_state(source)
     return cast(torch.Generator, source).get_state()
 
 
-def set_random_state(source: Drawn, state: torch.Tensor) -> None:
+def set_random_state(source: RandomSource, state: torch.Tensor) -> None:
     """Restore what ``random_state`` returned."""
     if type(source) is torch.device:
         kind_of(source).set_random_state(source, state)
@@ -32,9 +35,9 @@ def set_random_state(source: Drawn, state: torch.Tensor) -> None:
 
 
 def watched_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """Those whose default generators a program with ``tensors`` may draw from: the CPU, and where these lie.
+    """The devices whose default generators a program may draw from: the CPU, and the devices of its ``tensors``.
 
-    All of them, whatever an operation reads: what makes random tensors (``torch.rand``) reads none.
+    Each operation is watched for all of them, since those that make random tensors (``torch.rand``) read no tensor.
     """
     return tuple(dict.fromkeys((torch.device("cpu"), *(t.device for t in tensors))))
 
@@ -45,7 +48,7 @@ def random_states(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def draws_unseen(node: Node, reads: Iterable[torch.Tensor]) -> bool:
-    """Whether an operation draws from a state that can neither be read nor put back: it must never run again."""
+    """Whether an operation draws from a state that can neither be read nor restored, so that it must run only once."""
     schema = getattr(node.op, "_schema", None)
     if schema is None:
         return False
@@ -54,8 +57,8 @@ def draws_unseen(node: Node, reads: Iterable[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def drawing_again(sources: Sequence[Drawn], states: Sequence[torch.Tensor] | None) -> Iterator[None]:
-    """Draw from ``states`` on, one for each source; afterwards the generators are where they were."""
+def drawing_again(sources: Sequence[RandomSource], states: Sequence[torch.Tensor] | None) -> Iterator[None]:
+    """A context in which ``sources`` have these ``states``. Afterwards their own states are restored."""
     if not states:
         yield
         return
@@ -81,19 +84,19 @@ def generators_in(arguments: Iterable[Any]) -> list[torch.Generator]:
 
 
 def _is_generator(x: Any) -> bool:
-    """``isinstance``, which is slow where the class is opaque to compilers; this is asked of every attribute."""
+    """``isinstance(x, torch.Generator)``, which is slow for classes opaque to compilers; every attribute is tested."""
     return torch.Generator in type(x).__mro__
 
 
-def drawn_by(s: S_graph, i: int) -> tuple[Drawn, ...]:
+def drawn_by(s: S_graph, i: int) -> tuple[RandomSource, ...]:
     """What node i of S draws from, each once."""
-    found: dict[Drawn, None] = {}
+    sources: dict[RandomSource, None] = {}
     for op in s.nodes[i].ops:
         if s.d.facts[op].random:
             node = s.d.nodes[op]
-            own: list[Drawn] = [*node_generators(node)]
-            found.update(dict.fromkeys(own or [_device(s, node)]))
-    return tuple(found)
+            own: list[RandomSource] = [*node_generators(node)]
+            sources.update(dict.fromkeys(own or [_device(s, node)]))
+    return tuple(sources)
 
 
 def node_generators(node: Node) -> list[torch.Generator]:
@@ -114,12 +117,12 @@ def refuse_unseen_draws(module: torch.nn.Module, device: torch.device, what: str
             if kind_of(device).hides_draws(layer.mode.lower(), given):
                 raise UnsupportedError(
                     f"{what} has {layer.mode} layers with dropout between them, which cuDNN draws from a state of its "
-                    "own: run again, it would draw other numbers. Use layers of one each with nn.Dropout between them, "
+                    "own: run again, it would draw other numbers. Use one layer each with nn.Dropout between them, "
                     "or set torch.backends.cudnn.enabled = False"
                 )
 
 
-def state_bytes(sources: Iterable[Drawn]) -> int:
-    """Bytes of the states that lie in their device's memory; those of others are in the host's."""
+def state_bytes(sources: Iterable[RandomSource]) -> int:
+    """Bytes of the states in device memory. CUDA's states are in host memory and do not count."""
     devices = ((x, x.device if isinstance(x, torch.Generator) else x) for x in sources)
     return sum(random_state(x).nbytes for x, device in devices if kind_of(device).counts_states)

@@ -13,7 +13,7 @@ def memory_of(t: torch.Tensor) -> torch.UntypedStorage:
 
 
 def storage_key(t: torch.Tensor) -> int:
-    """The same for tensors in the same memory, and another for others, while these tensors live."""
+    """A number that is equal for tensors in the same memory, as long as these tensors live."""
     memory = t.untyped_storage() if t.layout == torch.strided else memory_of(t)
     key: int = memory._cdata
     return key

@@ -29,33 +29,33 @@ _ITEM, _ATTRIBUTE = "item", "attribute"
 
 @dataclass
 class _Parts:
-    """Stands for an object while its tree is flattened: its values by (whether an item or an attribute, key)."""
+    """Takes the place of an object while its tree is flattened. ``values``: by (item or attribute, key)."""
 
     owner: Any
     values: dict[tuple[str, Any], Any]
 
 
 def _parts(thing: Any) -> dict[tuple[str, Any], Any]:
-    """What an object holds: the items of dicts and lists of other classes, attributes in ``__dict__`` and in slots."""
-    found: dict[tuple[str, Any], Any] = {}
+    """The values in an object: items of subclasses of dict and list, attributes, also those in ``__slots__``."""
+    parts: dict[tuple[str, Any], Any] = {}
     if isinstance(thing, (dict, list)):
-        found.update(((_ITEM, k), v) for k, v in (thing.items() if isinstance(thing, dict) else enumerate(thing)))
-    found.update(((_ATTRIBUTE, k), v) for k, v in getattr(thing, "__dict__", {}).items())
+        parts.update(((_ITEM, k), v) for k, v in (thing.items() if isinstance(thing, dict) else enumerate(thing)))
+    parts.update(((_ATTRIBUTE, k), v) for k, v in getattr(thing, "__dict__", {}).items())
     for name in slots_of(thing):
         if name not in ("__dict__", "__weakref__"):
-            found[_ATTRIBUTE, name] = getattr(thing, name)
-    return found
+            parts[_ATTRIBUTE, name] = getattr(thing, name)
+    return parts
 
 
 def slots_of(thing: Any) -> Iterator[str]:
-    """The names of an object's slots that hold something."""
+    """The names in an object's ``__slots__`` that are set."""
     for cls in type(thing).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         yield from (name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(thing, name))
 
 
 def _out_of_reach(thing: Any) -> list[Any]:
-    """What an object holds where it cannot be replaced: elements of sets, what functions have captured."""
+    """The values in an object that cannot be replaced: elements of sets and tuples, variables in closures."""
     if isinstance(thing, (set, frozenset, tuple)):
         return list(thing)
     if isinstance(thing, functools.partial):
@@ -97,7 +97,7 @@ class _Context(tuple[Any, ...]):
 
 
 def _without_values(owner: Any, keys: Iterable[tuple[str, Any]]) -> Any:
-    """A shallow copy that holds none of the values."""
+    """A shallow copy of ``owner`` whose values are None."""
     empty = copy.copy(owner)
     for key in keys:
         _set(empty, key, None)
@@ -115,7 +115,7 @@ pytree.register_pytree_node(
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """(leaves, spec) of nested containers and objects.
 
-    Raises ``UnsupportedError`` for objects that hold each other, and for those that hide tensors.
+    Raises ``UnsupportedError`` for objects that refer to themselves, and for those whose tensors cannot be replaced.
     """
     return pytree.tree_flatten(_opened(tree, ()))
 

@@ -1,4 +1,4 @@
-"""Bytes and times as people read them."""
+"""Bytes and times as text."""
 
 from __future__ import annotations
 

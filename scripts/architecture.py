@@ -77,12 +77,12 @@ def _program(plan: Plan, program: Program) -> Iterator[str]:
     """What the executor does beside running the nodes in order."""
     names, data = [n.name for n in plan.graph.nodes], [d.name for d in plan.graph.data]
     for i, code in enumerate(program.nodes):
-        kept = "autograd keeps what it saves" if code.native else "autograd keeps slots"
-        dropped = "".join(f", then drop {program.s.d.names[v]}" for v in code.gone)
+        kept = "autograd keeps what it saves" if code.first.native else "autograd keeps slots"
+        dropped = "".join(f", then drop {program.s.shown[v]}" for v in code.first.dead_values)
         yield f"forward {names[i]}: {kept}{dropped}"
-    given = set(program.given)
+    given = set(program.handed_over)
     if given:
-        yield f"end of the forward: leave {', '.join(data[d] for d in program.given)} to autograd"
+        yield f"end of the forward: leave {', '.join(data[d] for d in program.handed_over)} to autograd"
     for i, steps in zip(program.stages, program.before, strict=True):
         told = []
         for step in steps:

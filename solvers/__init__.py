@@ -1,12 +1,13 @@
 """Problems, schedules, and solvers that find good schedules within a memory budget. Imports no torch.
 
-A ``Problem`` is a training step as costs; a ``Schedule`` says what runs again; ``walk`` is the judge of
-both validity and cost. ``solve(problem, budget)`` asks any solver by name and returns a verified ``Solution``;
-``frontier(problem)`` is the whole curve. ``block_options`` solves one block, ``ChainPlanner`` a whole chain.
+A ``Problem`` describes a training step by the bytes and nanoseconds of its nodes. A ``Schedule`` is the order in which
+nodes run, run again and are deleted. ``walk`` checks a schedule and computes its peak memory and time.
+``solve(problem, budget)`` runs a solver by name and returns a verified ``Solution``. ``frontier(problem)`` returns time
+against memory for all budgets. ``block_options`` solves one block, ``ChainPlanner`` a chain of blocks.
 """
 
 import solvers.chain.solvers
-import solvers.whole.solvers  # noqa: F401  makes those of a ``GraphProblem`` known
+import solvers.whole.solvers  # noqa: F401  registers the solvers of a ``GraphProblem``
 from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
 from solvers.block.ilp import Grid, Option, block_options
 from solvers.chain.bound import lower_bound
@@ -14,9 +15,9 @@ from solvers.chain.chain import ChainPlan, ChainPlanner, solve_chain
 from solvers.chain.costs import SolvedViews
 from solvers.chain.refine import improve
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
-from solvers.files.files import read_problem, write_problem
+from solvers.files.files import format_problem, parse_problem, read_problem, write_problem
 from solvers.liveness import drop_useless_runs, with_deletes
-from solvers.milp.memory_program import SolverOptions
+from solvers.milp.options import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 from solvers.solution import Frontier, Solution
@@ -65,11 +66,13 @@ __all__ = [
     "chen_sqrt",
     "drop_useless_runs",
     "format_bytes",
+    "format_problem",
     "format_schedule",
     "frontier",
     "improve",
     "keep_everything",
     "lower_bound",
+    "parse_problem",
     "parse_schedule",
     "read_problem",
     "recompute_all",

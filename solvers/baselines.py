@@ -1,10 +1,10 @@
-"""What users do today, as schedules of the same problem; what our solvers are compared with.
+"""Schedules without a solver, with which those of solvers are compared.
 
 - keep everything: no recomputation;
-- one checkpoint per block: keep block inputs, run a block again before its backward;
-- Chen's sqrt(n) segments: the same over about sqrt(B) segments of whole blocks
+- one checkpoint per block: keep the blocks' inputs, and run each block again before its backward;
+- Chen's sqrt(n) segments: keep the inputs of about sqrt(B) segments of B blocks, and run each segment again
   (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4);
-- recompute all: one segment, so the whole forward phase runs twice.
+- recompute all: one segment, so that the whole forward phase runs twice.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from solvers.schedule import Bwd, Run, Schedule, Step
 
 
 def segments(problem: Problem, cuts: tuple[int, ...]) -> Schedule:
-    """Run each segment of nodes again, as a whole, before its backwards.
+    """The schedule that runs each segment of nodes again, as a whole, before its backwards.
 
-    ``cuts`` are node positions, from 0 to the number of nodes. Reads across segments are served from
-    the forward phase, because a segment's rerun makes its own data only.
+    ``cuts``: node positions at which segments begin and end, from 0 to the number of nodes. A rerun reads data of other
+    segments as kept from the forward phase.
     """
     order: list[Step] = list(forward_phase(problem))
     for start, stop in reversed(list(pairwise(cuts))):
@@ -31,7 +31,7 @@ def segments(problem: Problem, cuts: tuple[int, ...]) -> Schedule:
 
 
 def keep_everything(problem: Problem) -> Schedule:
-    """The plain training step: every datum lives until its last use."""
+    """The schedule without recomputation: every datum is deleted after its last read."""
     return with_deletes(problem, (*forward_phase(problem), *(Bwd(i) for i in problem.backward_order())))
 
 

@@ -1,4 +1,4 @@
-"""Errors of the solvers; each message says what, where, and what to do next."""
+"""Errors of the solvers. Each message says what is wrong, where, and what to do next."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class ProblemError(SolverError, ValueError):
 
 
 class ScheduleError(SolverError, ValueError):
-    """A schedule cannot be read, or does what the walker forbids."""
+    """A schedule cannot be parsed, or the walker rejects one of its steps."""
 
 
 class InfeasibleError(SolverError):
-    """No schedule fits. ``min_budget`` is the smallest budget (bytes) that does; ``step`` says what sets it.
+    """The solver has no schedule that fits. ``min_budget``: bytes of the smallest budget for which it has one.
 
-    ``at``: that step itself, where it is one of a ``Problem``.
+    ``step``: the name of the step that needs ``min_budget``. ``at``: that step, if the problem is a ``Problem``.
     """
 
     def __init__(self, message: str, min_budget: int, step: str, at: Step | None = None) -> None:
@@ -31,7 +31,7 @@ class InfeasibleError(SolverError):
 
 
 def check_whole(where: str, **figures: object) -> None:
-    """Raise ``ProblemError`` for the first of ``figures`` that is no whole number from 0; ``where`` is what has it."""
+    """Raise ``ProblemError`` for the first of ``figures`` that is no whole number from 0; it begins with ``where``."""
     for name, figure in figures.items():
         if type(figure) is not int:
             raise ProblemError(f"{where}: {name} is {figure!r}; expected an int")

@@ -1,11 +1,11 @@
 """Ctrl-C that cannot be lost.
 
-Python drops an exception that a signal's handler raises within a finalizer, a weak reference's callback or one of the
-garbage collector's, and native code may clear it or make another error of it. ``Heeded`` remembers it, and raises it
-again where the work inside goes on.
+The handler of a signal may raise within a finalizer, or within a callback of a weak reference or of the garbage
+collector. Python drops that exception. Native code may clear it, or turn it into another error. ``Heeded`` remembers
+the exception, and ``check`` raises it again.
 
-Where it comes while another context is entered or left, that would be half done for ever: a lock taken that nobody
-gives back, torch's profiler neither on nor off. There it waits, too.
+Ctrl-C while another context is entered or left would leave it half entered: a lock acquired for ever, torch's profiler
+neither on nor off. ``Heeded`` remembers the exception in this case as well, instead of raising it at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _inside: list[Heeded] = []
 
 
 def check() -> None:
-    """Raise again what a handler of SIGINT raised within a ``Heeded`` that is still open: it was lost on its way."""
+    """Raise again what a handler of SIGINT raised within a ``Heeded`` that is still open, if it was lost."""
     if not _inside or threading.current_thread() is not threading.main_thread():
         return
     for heeded in _inside:
@@ -28,17 +28,17 @@ def check() -> None:
 
 
 class Heeded:
-    """A context that ends with what the handler of SIGINT raised inside, if it raised anything.
+    """A context that raises at its end what the handler of SIGINT raised inside, if it was lost.
 
-    A second Ctrl-C waits for nothing. A handler that raises nothing decides for itself, as do SIG_IGN, SIG_DFL and
-    handlers outside of Python. Signals reach the main thread only: elsewhere this does nothing.
+    A second Ctrl-C is raised at once. Handlers that raise nothing work as they do elsewhere, as do SIG_IGN, SIG_DFL and
+    handlers that are not written in Python. Signals reach the main thread only; in other threads this does nothing.
     """
 
     def __init__(self) -> None:
         self.raised: BaseException | None = None
-        self._handler = self._handle  # one object, to be recognised by
+        self._handler = self._handle  # one object, so that ``is`` recognises it
         self._before: object = None
-        self._frame: FrameType | None = None  # with this context
+        self._frame: FrameType | None = None  # that entered this context
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         assert callable(self._before)
@@ -46,13 +46,13 @@ class Heeded:
             self._before(number, frame)
         except BaseException as error:
             waits = self._waits(frame)
-            if waits or self in _inside:  # else someone inside kept the handler for longer
+            if waits or self in _inside:  # else code inside kept the handler beyond this context
                 self.raised = error
             if not waits:
                 raise
 
     def _waits(self, frame: FrameType | None) -> bool:
-        """Whether the signal comes while a context inside is entered or left, or this one."""
+        """Whether the signal came while this context, or one inside it, is entered or left."""
         others = self in _inside and self.raised is None
         while frame is not None and frame is not self._frame:
             if frame.f_code in _OWN and frame.f_locals["self"] is self:
@@ -76,7 +76,7 @@ class Heeded:
         if self not in _inside:
             return
         _inside.remove(self)
-        if signal.getsignal(signal.SIGINT) is self._handler:  # else someone inside replaced it
+        if signal.getsignal(signal.SIGINT) is self._handler:  # else code inside replaced it
             signal.signal(signal.SIGINT, self._before)  # type: ignore[arg-type]
         raised, self.raised, self._frame = self.raised, None, None
         if raised is not None and (error is None or isinstance(error, Exception)) and error is not raised:

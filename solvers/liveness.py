@@ -1,8 +1,7 @@
-"""The two passes that finish an order of runs and backwards.
+"""From an order of runs and backwards to a schedule: drop useless reruns, add deletions.
 
-Solvers decide only the order of runs and backwards. What must be kept follows from it by liveness
-(``with_deletes``), so an order that starts with the complete forward phase is always a valid
-schedule; what differs is its peak.
+Solvers decide the order of runs and backwards. Deletions follow from it by liveness (``with_deletes``). An order that
+starts with the complete forward phase always gives a valid schedule. Orders differ in peak and time.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ def _reads(problem: Problem, step: Step) -> tuple[int, ...]:
 
 
 def with_deletes(problem: Problem, order: Iterable[Step]) -> Schedule:
-    """The schedule that runs ``order`` (Run, Loss and Bwd steps) and deletes by exact liveness.
+    """The schedule that runs ``order`` (Run, Loss and Bwd steps) and deletes each datum as early as possible.
 
-    A datum is deleted right after its last read before it is made again or the end; one that is not
-    read at all, right after the run that made it; a held one never. Del steps in ``order`` are ignored.
+    A copy of a datum is deleted right after its last read, or right after the run that made it if nothing reads it.
+    Held data are never deleted. Del steps in ``order`` are ignored.
     """
     steps = [s for s in order if not isinstance(s, Del)]
     needed: set[int] = set()
@@ -44,10 +43,10 @@ def with_deletes(problem: Problem, order: Iterable[Step]) -> Schedule:
 
 
 def drop_useless_runs(problem: Problem, order: Iterable[Step]) -> tuple[Step, ...]:
-    """``order`` without reruns whose data are all made again, or never read, before anyone reads them.
+    """``order`` without useless reruns: those of whose data no copy is read.
 
-    One scan from the end is the fixed point: a dropped rerun asks for nothing, so runs that only
-    served it are dropped when the scan reaches them. Runs of the forward phase stay.
+    The scan goes backwards, so that runs which only served a dropped rerun are dropped as well. Runs of the forward
+    phase stay.
     """
     steps = tuple(order)
     kept: list[Step] = []
@@ -67,5 +66,5 @@ def drop_useless_runs(problem: Problem, order: Iterable[Step]) -> tuple[Step, ..
 
 
 def forward_phase(problem: Problem) -> tuple[Step, ...]:
-    """Every node once, in order, then the loss: how each schedule begins."""
+    """Every node once, in order, then the loss. Each schedule begins with these steps."""
     return (*(Run(i) for i in range(len(problem.nodes))), Loss())

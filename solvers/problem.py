@@ -1,7 +1,7 @@
-"""What a solver is given: forward nodes in a fixed order, their data, and what each backward needs.
+"""The input of the solvers: forward nodes in a fixed order, their data, and what each backward reads.
 
-Sizes are bytes, times are nanoseconds, both integers. Everything is referred to by index: node ``i``
-is ``problem.nodes[i]``, data ``d`` is ``problem.data[d]``.
+Sizes are bytes and times are nanoseconds, both integers. References are indices: node ``i`` is ``problem.nodes[i]``,
+data ``d`` is ``problem.data[d]``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from solvers.errors import ProblemError, check_whole
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """One unit of memory that is live or not: a node's result, or what only its backward reads."""
+    """Memory that is kept or deleted as a whole: the result of node ``owner``, or tensors saved for its backward.
+
+    ``size``: bytes.
+    """
 
     name: str
     size: int
@@ -22,12 +25,12 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The backward of one node.
+    """The backward of one node. ``time``: nanoseconds; ``reads``: the data that it reads.
 
-    Gradient memory does not depend on the schedule (the order of the backwards is fixed), so it is
-    given as figures: ``before`` and ``after`` are the bytes of all gradients live when this backward
-    starts and ends, ``peak`` the most that gradients and the backward's own temporaries take while it
-    runs, less what of its node's data has gone by then (``peak >= max(before, after)``).
+    The order of backwards is fixed, so gradient memory is the same in all schedules. It is given in bytes: ``before``
+    and ``after`` are those of all gradients live when this backward starts and ends. ``peak`` is the most that
+    gradients and temporaries take while it runs, minus data of the node that the backward has freed by then
+    (``peak >= max(before, after)``).
     """
 
     time: int
@@ -39,13 +42,12 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One forward computation.
+    """One forward computation. ``time``: nanoseconds of a run.
 
-    ``makes`` lists its data, all of which every run makes anew. ``peak`` is the most that a run
-    allocates beyond what was live before it, its own results included. ``backward`` is None for
-    nodes without gradient. A node with ``rerun=False`` runs once, in the forward phase. A node that
-    draws random numbers keeps ``rng`` bytes of generator state from its first run until its last,
-    if it runs more than once.
+    ``reads``: the data that it reads. ``makes``: its data; every run makes all of them. ``peak``: the most bytes that a
+    run allocates, results included. ``backward``: None for nodes without gradient. A node with ``rerun=False`` runs
+    once, in the forward phase. ``rng``: bytes of generator state, for a node that draws random numbers. They are kept
+    from its first run until its last, if it runs more than once.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Nodes ``start .. stop-1``; blocks of one ``kind`` are the same problem at another place."""
+    """Nodes ``start .. stop-1``. Blocks of one ``kind`` are alike and are solved once."""
 
     start: int
     stop: int
@@ -71,13 +73,13 @@ class Block:
 class Problem:
     """A training step: nodes in topological order, then the loss, then backwards in reverse order.
 
-    Invariants (checked by ``verify``): a node reads data of earlier nodes only; every datum is made
-    by its owner; backwards read data that exist; figures are whole numbers from 0; blocks partition
-    the nodes in order, and those of one kind have as many nodes, with backwards at the same places.
-    ``held`` data are live from their first making to the end (outputs that the caller holds). ``returned`` data are
-    live until the loss is done, which counts as reading them (outputs that the caller lets go).
-    ``loss`` is the most that the caller's loss allocates between the phases, the gradients of the
-    outputs included.
+    ``held``: data that are never deleted, since the caller holds these outputs. ``returned``: data that the loss reads,
+    outputs that the caller releases after it. ``loss``: the most bytes that the caller's loss allocates between forward
+    and backward, the gradients of the outputs included. ``blocks``: groups of consecutive nodes.
+
+    Invariants, checked by ``verify``: a node reads data of earlier nodes only; every datum is made by its owner;
+    backwards read data of their own or earlier nodes; figures are whole numbers from 0; blocks partition the nodes in
+    order; blocks of one kind have equally many nodes, with backwards at the same places.
     """
 
     nodes: tuple[Node, ...]
@@ -122,7 +124,7 @@ class Problem:
             raise ProblemError(f"blocks end at node {at} of {len(self.nodes)}")
 
     def _verify_references(self) -> None:
-        """Every position refers to something that exists."""
+        """Raise ``ProblemError`` for the first index of a node or datum that does not exist."""
         for d, datum in enumerate(self.data):
             check_whole(f"data {d} ({datum.name})", size=datum.size, owner=datum.owner)
             if not 0 <= datum.owner < len(self.nodes):

@@ -1,12 +1,11 @@
 """The schedule language: four steps.
 
-- ``Run(i)``: run forward node i. All its data become live (older copies are replaced).
-- ``Del(d)``: data d is no longer live.
+- ``Run(i)``: run forward node i. All its data are live then; older copies are replaced.
+- ``Del(d)``: delete data d.
 - ``Loss()``: end of the forward phase; the caller computes the loss.
 - ``Bwd(i)``: run the backward of node i.
 
-``solvers.liveness`` makes a schedule of an order of runs and backwards; ``solvers.text`` prints schedules as
-programs and parses them.
+``solvers.liveness`` adds deletions to an order of runs and backwards. ``solvers.text`` prints and parses schedules.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Read as: compute forward node ``node``; everything it makes is live afterwards."""
+    """Run forward node ``node``; everything it makes is live afterwards."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class Del:
-    """Read as: ``data`` is given back."""
+    """Delete ``data``: its memory is free afterwards."""
 
     data: int
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Read as: the forward phase is over; the caller's loss allocates and leaves the output gradients."""
+    """The forward phase is over. The caller computes the loss, which leaves the gradients of the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bwd:
-    """Read as: run the backward of ``node`` with what it reads."""
+    """Run the backward of ``node``."""
 
     node: int
 

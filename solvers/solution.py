@@ -1,4 +1,4 @@
-"""What every solver answers: a verified schedule, its cost, and how far from the best it can be at most."""
+"""The result of a solver: a verified schedule, its cost, and a proven lower bound on the cost."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Solution:
     - ``"optimal"``: ``schedule`` fits, and no schedule of the solver's class costs less, up to the gap asked for;
     - ``"feasible"``: ``schedule`` fits; cheaper ones are not excluded (``gap`` says by how much at most);
     - ``"infeasible"``: proven that no schedule of the solver's class fits;
-    - ``"unknown"``: none was found in the time given, and none is excluded.
+    - ``"unknown"``: no schedule was found in the time given, and none is excluded.
 
-    ``reason`` says what the status rests on, the class included. ``cost`` and ``bound`` are in the problem's unit
-    of time (nanoseconds unless a file has its own), ``bound`` being a proven lower bound for the class;
-    ``peak`` is the walker's figure in bytes. ``seconds`` is wall time, ``solver`` the name of what found it.
-    Where there is no schedule, ``cost``, ``peak`` and ``schedule`` are None.
+    ``reason`` says what the status rests on, and names the class. ``cost`` and ``bound`` are times of the whole step in
+    the problem's unit (nanoseconds, unless a file has another); no schedule of the class costs less than ``bound``.
+    ``peak`` is the walker's figure in bytes. ``seconds`` is wall time. ``solver`` is the name of the solver that found
+    the schedule. ``cost``, ``peak`` and ``schedule`` are None if there is no schedule.
     """
 
     status: Status
@@ -48,9 +48,10 @@ class Solution:
 class Frontier:
     """Time against memory: ``points`` are (budget in bytes, overhead), overhead falling as the budget grows.
 
-    Overhead is recompute time as a fraction of the time without recomputation. From ``max_budget`` on, nothing
-    is recomputed. No schedule of the solver's class needs less than ``lower`` bytes, and none is known below
-    ``min_budget``. Where the two are equal (``exact``), ``min_budget`` is the smallest feasible budget.
+    Overhead is recompute time as a fraction of the time without recomputation. Budgets are bytes. From ``max_budget``
+    on, nothing is recomputed. ``min_budget`` is the smallest budget for which a schedule is known. Every schedule of
+    the solver's class needs at least ``lower`` bytes. If the two are equal (``exact``), ``min_budget`` is proven to be
+    the smallest feasible budget.
     """
 
     min_budget: int

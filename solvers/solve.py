@@ -1,8 +1,8 @@
-"""One way to ask any solver: ``solve(problem, budget)``; and how a solver is made known.
+"""``solve(problem, budget)`` runs a solver by name; ``register`` adds a solver.
 
 A *kind* of problem is a class with a judge (its walker) and a table of solvers by name. A solver is a function
-``(problem, request) -> Answer``: it returns a schedule, if it has one, and what it has proven. What the
-``Solution`` says of peak and cost comes from the judge, never from the solver.
+``(problem, request) -> Answer``: it returns a schedule, if it has one, and what it has proven. Peak and cost of the
+``Solution`` come from the judge, never from the solver.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from solvers.text import format_bytes
 
 
 class Progress(NamedTuple):
-    """What a solver reports while it works: seconds since the start, best cost and bound so far, and what it does."""
+    """A solver's report while it works: seconds since the start, best cost and bound so far, and what it is doing."""
 
     seconds: float
     cost: int | None
@@ -30,10 +30,10 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What ``solve`` was asked for; a solver reads it, and looks at ``remaining()`` as it works.
+    """The arguments of ``solve``, for a solver. A solver stops soon after ``remaining()`` is 0.
 
-    ``budget``: bytes. ``time_limit``: seconds. ``gap``: relative gap at which a proof may stop. ``milp``: the name
-    of a PuLP solver for those that use integer programs. ``started`` is on the clock of ``time.perf_counter``.
+    ``budget``: bytes. ``time_limit``: seconds. ``gap``: relative gap at which a proof may stop. ``milp``: the PuLP name
+    of the solver for integer programs. ``progress``: see ``solve``. ``started``: on the clock of ``time.perf_counter``.
     """
 
     budget: int
@@ -45,7 +45,7 @@ class Request:
     started: float = field(default_factory=time.perf_counter)
 
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.perf_counter() - self.started
 
     def remaining(self) -> float:
@@ -53,17 +53,17 @@ class Request:
         return max(0.0, self.time_limit - self.seconds())
 
     def report(self, cost: int | None, bound: int, doing: str) -> None:
-        """Tell whoever asked for progress."""
+        """Call ``progress`` with the best ``cost`` (None if there is no schedule) and ``bound`` so far."""
         if self.progress:
             self.progress(Progress(self.seconds(), cost, bound, doing))
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a solver has: ``schedule`` (None if none), and ``bound``, a proven lower bound on the cost.
+    """What a solver returns: ``schedule`` (None if it has none) and ``bound``, a proven lower bound on the cost.
 
-    ``infeasible``: why no schedule of the class fits, where that is proven. ``reason``: what the answer rests on.
-    ``solver``: who found it, where one solver calls others.
+    ``infeasible``: why no schedule of the class fits, if that is proven. ``reason``: what the answer rests on.
+    ``solver``: the name of the solver that found it, if it was another one.
     """
 
     schedule: Schedule | None
@@ -74,7 +74,7 @@ class Answer:
 
 
 class Judged(NamedTuple):
-    """What a walker says of a schedule: peak bytes and cost."""
+    """A walker's figures of a schedule: peak in bytes, and cost in the problem's unit of time."""
 
     peak: int
     cost: int
@@ -85,7 +85,7 @@ SolverFunction = Callable[[Any, Request], Answer]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A class of problems. ``least`` is the cost without recomputation, a bound for every solver."""
+    """A class of problems: its judge, its solvers by name, and ``least``, the cost without recomputation."""
 
     judge: Callable[[Any, Schedule], Judged]
     least: Callable[[Any], int]
@@ -94,19 +94,19 @@ class Kind:
 
 
 KINDS: dict[type, Kind] = {}
-"""Every known class of problems; ``register`` adds solvers to it."""
+"""The kinds of problems by their classes; ``register`` adds solvers to them."""
 
 
 def register(problem: type, name: str) -> Callable[[SolverFunction], SolverFunction]:
-    """Decorator: make a solver of ``problem`` known as ``name``; every kind has one named ``auto``."""
+    """Decorator: let ``solve`` run a function as the solver ``name`` of the class ``problem``; each has an ``auto``."""
 
     kind = _kind(problem)
 
-    def known(function: SolverFunction) -> SolverFunction:
+    def add(function: SolverFunction) -> SolverFunction:
         kind.solvers[name] = function
         return function
 
-    return known
+    return add
 
 
 def solver_names(problem: object) -> tuple[str, ...]:
@@ -148,10 +148,13 @@ def solve(
 ) -> Solution:
     """The cheapest schedule that ``solver`` finds for ``problem`` within ``budget`` bytes, verified by the walker.
 
-    ``solver_names(problem)`` lists the solvers; ``time_limit`` is in seconds; ``gap`` is the relative gap at which a
-    solution counts as optimal; ``milp`` names a PuLP solver for the integer programs; ``progress`` is called
-    now and then. Ctrl-C while a solver improves its schedule returns the best so far. ``ProblemError`` for
-    arguments that make no sense; what cannot be met is a ``Solution`` of status ``"infeasible"``.
+    ``solver``: one of ``solver_names(problem)``. ``time_limit``: seconds. ``milp``: the PuLP name of the solver for
+    integer programs, which uses ``threads`` threads. ``gap``: the relative gap at which a solution counts as optimal.
+    ``progress``: called with a ``Progress`` from time to time. Ctrl-C while a solver improves its schedule returns the
+    best so far.
+
+    Raises ``ProblemError`` for a problem or argument that is not valid, and ``SolverError`` for a defect of the solver.
+    If no schedule fits, it returns a ``Solution`` without one, of status ``"infeasible"`` or ``"unknown"``.
     """
     kind = _kind(problem)
     _check(budget, time_limit, threads, gap)
@@ -164,7 +167,7 @@ def solve(
 
 
 def _judged(problem: Any, kind: Kind, name: str, request: Request, answer: Answer) -> Solution:
-    """The solution that ``answer`` amounts to, by the walker's figures."""
+    """``answer`` as a ``Solution``, with the walker's figures."""
     if not isinstance(answer, Answer):
         raise SolverError(f"{name} returned a {type(answer).__name__}: a solver returns Answer(schedule, bound)")
     bound = max(answer.bound, kind.least(problem))
@@ -193,7 +196,10 @@ def _judged(problem: Any, kind: Kind, name: str, request: Request, answer: Answe
 
 
 def frontier(problem: Any, *, time_limit: float = 60.0, threads: int = 1, gap: float = 1e-4) -> Frontier:
-    """The whole time-against-memory curve of ``problem``; monotone. ``Frontier`` says what is exact."""
+    """The curve of time against memory of ``problem``, computed within ``time_limit`` seconds.
+
+    ``threads`` and ``gap`` are those of ``solve``. Raises ``ProblemError`` as ``solve`` does.
+    """
     kind = _kind(problem)
     _check(0, time_limit, threads, gap)
     if kind.frontier is None:

@@ -1,6 +1,6 @@
-"""Schedules as programs: ``format_schedule`` prints one, ``parse_schedule`` reads it back.
+"""Schedules as text: ``format_schedule`` prints one, ``parse_schedule`` reads it back.
 
-One line per step; comments carry what the walker says and are ignored when parsing::
+Each step has a line. Its comment has the walker's figures, and is ignored by the parser::
 
     def step():                          # peak 6.0 MiB in bwd.relu, time +21.0 %
         h1, s1 = fwd.lin1(x)             # 2.0 MiB
@@ -8,14 +8,15 @@ One line per step; comments carry what the walker says and are ignored when pars
         loss()                           # 2.5 MiB
         bwd.lin1(s1)                     # 3.0 MiB
 
-The schedule of a ``GraphProblem`` has ``fwd`` and ``del`` lines only; what a node makes has the node's name.
+The schedule of a ``GraphProblem`` has ``fwd`` and ``del`` lines only. The output of a node has the node's name.
+``solvers.files.files`` prints and parses problems.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from solvers.errors import ScheduleError
 from solvers.problem import Node, Problem
@@ -25,11 +26,11 @@ from solvers.whole.graph import GraphProblem
 from solvers.whole.walker import GraphWalk, walk_graph
 
 _CALL = re.compile(r"(?:(?P<makes>[^=()]*?) = )?(?P<verb>fwd|bwd)\.(?P<node>[^\s()=,]+)\((?P<reads>[^()]*)\)")
-_WIDTH = 48
+_WIDTH, _WIDEST = 48, 80  # columns before the comments
 
 
 def format_bytes(size: int) -> str:
-    """``size`` bytes for people: exact below one KiB, one decimal above."""
+    """``size`` bytes as text, such as ``1.5 MiB``: exact below one KiB, with one decimal above."""
     if abs(size) < 1024:
         return f"{size} B"
     for unit, scale in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
@@ -39,7 +40,7 @@ def format_bytes(size: int) -> str:
 
 
 def unique_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Printable names, one per input and all different: repeated ones get their index as suffix."""
+    """Printable names, one for each of ``names``, all different: repeated names get their index as a suffix."""
     clean = [re.sub(r"[^\w.]", "_", name) or "_" for name in names]
     count = Counter(clean)
     taken = {name for name, n in count.items() if n == 1}
@@ -55,7 +56,7 @@ def unique_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class _Names:
-    """How nodes and data of one problem are written."""
+    """The printed names of the nodes and data of one problem."""
 
     def __init__(self, problem: Problem | GraphProblem) -> None:
         self.nodes = unique_names(n.name for n in problem.nodes)
@@ -96,8 +97,12 @@ def _walk_or_error(problem: Problem | GraphProblem, schedule: Schedule) -> Walk 
         return str(error)
 
 
-def format_schedule(problem: Problem | GraphProblem, schedule: Schedule) -> str:
-    """``schedule`` as a program, with the memory of each step; a forbidden one prints, with the reason."""
+def format_schedule(problem: Problem | GraphProblem, schedule: Schedule, places: Sequence[str] = ()) -> str:
+    """``schedule`` as a program, with the memory of each step; a forbidden one prints, with the reason.
+
+    ``places``: the user's source line of each node, to be shown beside its forward and its backward. The program then
+    also says where each block begins, forward and backward.
+    """
     names = _Names(problem)
     lines = [_line(problem, names, step) for step in schedule]
     walked = _walk_or_error(problem, schedule)
@@ -107,19 +112,48 @@ def format_schedule(problem: Problem | GraphProblem, schedule: Schedule) -> str:
         at = lines[walked.peak_step] if lines else "nothing"
         head = f"peak {format_bytes(walked.peak)} at {at}, time {100 * walked.overhead:+.1f} %"
         memory = [format_bytes(size) for size in walked.timeline]
-    text = [f"{'def step():':<{_WIDTH}}  # {head}"]
+    width = min(max([_WIDTH, *(len(line) + 4 for line in lines)]), _WIDEST)
+    longest = max(map(len, memory), default=0) if places else 0
+    text = [f"{'def step():':<{width}}  # {head}"]
+    headings = _headings(problem, schedule) if places and isinstance(problem, Problem) else {}
     seen: set[int] = set()
-    for step, line, used in zip(schedule, lines, memory, strict=True):
+    for k, (step, line, used) in enumerate(zip(schedule, lines, memory, strict=True)):
+        text += [f"    # {headings[k]}"] if k in headings else []
         again = isinstance(step, Run) and step.node in seen
         if isinstance(step, Run):
             seen.add(step.node)
-        comment = "  ".join(part for part in (used, "recompute" if again else "") if part)
-        text.append(f"    {line:<{_WIDTH - 4}}  # {comment}" if comment else f"    {line}")
+        place = places[step.node] if places and isinstance(step, Run | Bwd) else ""
+        comment = "  ".join(
+            part for part in (used.ljust(longest), place, "recompute" if again else "") if part
+        ).rstrip()
+        text.append(f"    {line:<{width - 4}}  # {comment}" if comment else f"    {line}")
     return "\n".join(text) + "\n"
 
 
+def _headings(problem: Problem, schedule: Schedule) -> dict[int, str]:
+    """Where in the schedule each block begins, as a line; what runs again belongs to the next backward."""
+    names = unique_names(node.name for node in problem.nodes)
+    block_of = {i: b for b, block in enumerate(problem.blocks) for i in range(block.start, block.stop)}
+    places: list[tuple[int, bool] | None] = []  # of each step: block, and whether in the backward phase
+    following: int | None = None  # the next backward
+    for step in reversed(schedule):
+        following = step.node if isinstance(step, Bwd) else None if isinstance(step, Loss) else following
+        node = step.node if isinstance(step, Run | Bwd) else None
+        places.append(
+            None if node is None else (block_of[node if following is None else following], following is not None)
+        )
+    found: dict[int, str] = {}
+    current: tuple[int, bool] | None = None
+    for k, place in enumerate(reversed(places)):
+        if place is not None and place != current:
+            current = b, in_backward = place
+            ends = " … ".join(dict.fromkeys((names[problem.blocks[b].start], names[problem.blocks[b].stop - 1])))
+            found[k] = f"block {b}{', backward' if in_backward else ''}: {ends}"
+    return found
+
+
 def parse_schedule(problem: Problem | GraphProblem, text: str) -> Schedule:
-    """The schedule that ``format_schedule`` printed as ``text``; ``ScheduleError`` names the line it cannot read."""
+    """The schedule that ``format_schedule`` printed as ``text``. ``ScheduleError`` names a line that is no step."""
     names = _Names(problem)
     nodes = {name: i for i, name in enumerate(names.nodes)}
     data = {name: d for d, name in enumerate(names.data)}

@@ -1,15 +1,15 @@
-"""The reference semantics of schedules: one walk that checks every step and counts every byte.
+"""The reference semantics of schedules: a walk that checks each step and counts the bytes in use.
 
-Every solver's claim is judged here, so this file shares no code with the solvers. Memory while a
-step executes is
+All claims of solvers are checked by the walk, so this file shares no code with the solvers. Memory while a step
+executes is
 
 - ``Run(i)``: live data before it (the copies it replaces included) + gradients + ``nodes[i].peak``;
 - ``Loss()``: live data, ``problem.returned`` among them, + ``problem.loss``;
 - ``Bwd(i)``: live data + ``nodes[i].backward.peak`` (gradients included);
 - ``Del(d)``: live data + gradients after it;
 
-each plus ``rng`` bytes for every random node between its first run and its last rerun. Gradients are
-0 until the loss, then ``before`` of the next backward; after the last one, its ``after``.
+each plus ``rng`` bytes for every random node between its first run and its last rerun. Gradients are 0 until the loss,
+then ``before`` of the next backward, and ``after`` of the last one behind it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What a schedule costs: bytes per step (``timeline``), their maximum and where, and nanoseconds."""
+    """The costs of a schedule: bytes in use at each step (``timeline``), their maximum and its step; nanoseconds."""
 
     peak: int
     peak_step: int
@@ -56,9 +56,10 @@ def step_name(problem: Problem, step: Step) -> str:
 
 
 def walk(problem: Problem, schedule: Schedule) -> Walk:
-    """Check ``schedule`` and return its costs; ``ScheduleError`` names the first step that is forbidden.
+    """Check ``schedule`` and return its costs.
 
-    ``ProblemError`` for what is no ``Problem`` (``walk_graph`` walks a ``GraphProblem``).
+    Raises ``ScheduleError``, which names the first step that is not allowed and says why, and ``ProblemError`` if
+    ``problem`` is not a ``Problem`` (``walk_graph`` is for a ``GraphProblem``).
     """
     if not isinstance(problem, Problem):
         raise ProblemError(f"walk takes a Problem; for a {type(problem).__name__} there may be another: walk_graph")
@@ -70,7 +71,7 @@ def walk(problem: Problem, schedule: Schedule) -> Walk:
 
 
 class _State:
-    """Where the walk is: what is live, how many bytes that is, and which steps may come next."""
+    """The state of the walk: live data and their bytes, and which steps may come next."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem = problem
@@ -165,7 +166,7 @@ class _State:
         return self.live_bytes + self.rng_bytes + backward.peak
 
     def _set_gradients(self, at_end: int) -> None:
-        """Gradients until the next backward: what it starts with; ``at_end`` if there is none."""
+        """Set the bytes of gradients until the next backward: its ``before``, or ``at_end`` if there is none."""
         if self.backwards_done == len(self.backwards):
             self.gradients = at_end
             return

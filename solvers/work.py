@@ -1,8 +1,8 @@
-"""Work in threads beside one that waits and hears Ctrl-C.
+"""Tasks in threads, while the main thread waits for them and reacts to Ctrl-C.
 
-Signals reach the main thread only, between two steps of Python. Ctrl-C within the waits of ``threading`` and
-``concurrent.futures``, which are written in Python, may leave a lock taken that a worker needs, and everything waits
-for ever. Nothing here is taken and given back: workers append to lists.
+Signals reach the main thread only, between two steps of Python. The waits of ``threading`` and ``concurrent.futures``
+are written in Python. Ctrl-C within one may leave a lock acquired for ever, and a worker that needs it would never end.
+Workers here need no such lock: they append to lists.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from solvers.interrupts import check
 T = TypeVar("T")
 
 LOOK = 0.2
-"""Seconds after which whoever waits looks for an interrupt that was lost."""
+"""Seconds after which the waiting thread checks for a lost interrupt."""
 
 
 class Work(Generic[T]):
-    """``tasks`` run in ``threads`` threads, each task once, in order; they begin with ``start``."""
+    """Runs ``tasks`` in ``threads`` threads, each once, begun in order."""
 
     def __init__(self, tasks: Sequence[Callable[[], T]], threads: int = 1) -> None:
         self._tasks = tasks
@@ -34,9 +34,9 @@ class Work(Generic[T]):
         self._wake: SimpleQueue[None] = SimpleQueue()
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         for _ in range(self._threads):
-            # At the interpreter's end there is no waiting for a thread whose start Ctrl-C interrupted.
+            # A daemon: the interpreter does not wait at its end for a thread whose start Ctrl-C interrupted.
             threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -49,17 +49,17 @@ class Work(Generic[T]):
                 return
             try:
                 self._results[k] = self._tasks[k]()
-            except BaseException as error:  # noqa: BLE001 - raised again by who waits
+            except BaseException as error:  # noqa: BLE001 - ``results`` raises it again
                 self._errors.append(error)
             self._wake.put(None)
 
     @property
     def ended(self) -> int:
-        """How many tasks ended."""
+        """How many tasks have returned or raised."""
         return len(self._results) + len(self._errors)
 
     def look(self) -> bool:
-        """Wait for a task's end, a moment at most; whether all ended. If not, raises what came of a lost Ctrl-C."""
+        """Wait until a task ends, ``LOOK`` seconds at most. Whether all have ended; if not, raise a lost Ctrl-C."""
         self._pause()
         if self.ended == len(self._tasks):
             return True
@@ -67,19 +67,19 @@ class Work(Generic[T]):
         return False
 
     def _pause(self) -> None:
-        # What wakes may get lost, by Ctrl-C between taking it and having it: the lists count.
+        # Ctrl-C may lose an item of the queue on its way, so that only the lists say what has ended.
         if self.ended < len(self._tasks):
             with suppress(Empty):
                 self._wake.get(timeout=LOOK)
 
     def stop(self) -> None:
-        """Begin nothing new, and wait for what was begun."""
+        """Begin no more tasks, and wait for those that have begun."""
         self._waiting.clear()
         while self.ended < len(self._begun):
             self._pause()
 
     def results(self) -> list[T]:
-        """Of all tasks, which ended, in order; raises what one of them raised."""
+        """The results of all tasks, in order, once all have ended; raises the first error of a task."""
         if self._errors:
             raise self._errors[0]
         return [self._results[k] for k in range(len(self._tasks))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from rkgb import make_all_graphs
+from rkgb.trace.code import watched
+from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensors_of
 from rockmate import GraphError, MismatchError, Rockmate, VariantLimitError
 
@@ -125,6 +128,14 @@ def test_arrays_are_computed_anew() -> None:
     assert_equal_step(rk, eager, inputs(1))
     assert_equal_step(rk, eager, inputs(2))
     assert rk.plans_made == 1
+
+
+def test_the_first_import_of_numpys_generator_is_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = sys.modules["numpy.random"]
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    with watched() as watch, other_draws(watch) as drawn:
+        monkeypatch.setitem(sys.modules, "numpy.random", generator)
+    assert drawn == []
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])

@@ -162,8 +162,9 @@ def test_a_plan_shows_itself(plan: Plan) -> None:
 def test_neighbours_that_are_treated_alike_share_a_line() -> None:
     plan = Rockmate(GPT(3, 32, 4, 16, 64), torch.arange(32).view(2, 16), "1 GiB", costs="flops").plan
     table = block_table(plan.problem, plan.schedule).splitlines()
-    assert table[0].split() == ["blocks", "class", "nodes", "keeps", "of", "runs", "again", "time"]
+    assert table[0].split() == ["blocks", "class", "nodes", "keeps", "of", "runs", "again", "time", "from", "…", "to"]
     assert [line.split()[:2] for line in table[1:]] == [["0", "0"], ["1–3", "1"], ["4", "2"]]
+    assert table[2].endswith("  layers.0.norm1 … layers.2.add_1")
 
 
 def test_long_tables_say_what_they_leave_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

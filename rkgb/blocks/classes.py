@@ -1,4 +1,4 @@
-"""Equivalence: blocks (and nodes) that are alike but for names, the identity of parameters, and rates."""
+"""Equality of blocks and of nodes: up to names, the identity of parameters, and rates."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 
 from rkgb.graphs import D_graph, Ref, S_graph, S_node
 
-# Work and memory of these do not depend on a float that they are given: the rate of a draw, or a scale. With stochastic
-# depth it is another in every layer.
+# The time and memory of these operations do not depend on their float argument, a probability or a scale. With
+# stochastic depth it differs from layer to layer.
 _RATED = frozenset("bernoulli bernoulli_ mask mul mul_ div div_".split())
 
 
 def block_keys(s: S_graph) -> list[Hashable]:
-    """One key a block; equal keys mean that the blocks cost the same: they are alike up to renaming, and to rates."""
+    """One key for each block. Blocks with equal keys have equal costs: they differ in names and rates only."""
     return [nodes_key(s.d, s.nodes[a:b]) for a, b in s.blocks]
 
 
 def classes(s: S_graph) -> list[int]:
-    """For each block the number of its class, numbered by first appearance."""
+    """The class of each block; classes are numbered in order of appearance."""
     number: dict[Hashable, int] = {}
     return [number.setdefault(key, len(number)) for key in block_keys(s)]
 
 
 def nodes_key(d: D_graph, nodes: Sequence[S_node], exact: bool = False) -> Hashable:
-    """A canonical form: operations, constants, forms of values, and how values and their memory are connected.
+    """A canonical form of ``nodes``: operations, constants, types and shapes, and which values share memory.
 
-    ``exact``: rates count as well, so that equal keys compute the same on equal values.
+    ``exact``: rates count, too. Nodes with equal keys then compute the same on equal values.
     """
     local: dict[int, int] = {}
     storages: dict[int, int] = {}
@@ -68,5 +68,5 @@ def _description(d: D_graph, v: int) -> tuple[Hashable, ...]:
     value = d.values[v]
     source = d.sources.get(v)
     form = (value.shape, value.stride, value.dtype, value.device, value.requires_grad)
-    # A source that several nodes read is told apart from one that is the block's alone by its use, not its name.
+    # Of a source only the kind counts. Whether several nodes read it follows from the numbers of values.
     return (*form, source.kind if source else "")

@@ -1,7 +1,8 @@
-"""Cut S into blocks: at positions where little crosses, and so that repeated structure gives equal blocks."""
+"""Cut S into blocks, at positions where few bytes cross, so that repeated layers give equal blocks."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +15,15 @@ Piece = tuple[int, int]
 
 
 def cut(s: S_graph, target: int = 12, largest: int = 24) -> S_graph:
-    """Cut where one tensor crosses; then merge to blocks of about ``target`` nodes, at most ``largest``.
+    """Cut where at most one tensor crosses, then join pieces to blocks of about ``target`` nodes, at most ``largest``.
 
-    Values that need no gradient and depend on none (ambient) do not count as crossing, nor do values that live longer
-    than the largest block: an encoder's output that every layer of a decoder reads, the skips of a U-Net. These cross
-    some limit wherever it lies. Repeated structure is kept: equal stretches give equal blocks. Where no single tensor
-    crosses for more than ``largest`` nodes, cut at the position of least crossing bytes.
+    Two kinds of values do not count as crossing: ambient ones, which neither need gradients nor depend on what does;
+    and those that live longer than the largest block, such as an encoder's output that every layer of a decoder reads,
+    or the skips of a U-Net, as they cross some cut wherever it lies. Equal stretches of nodes give equal blocks. A
+    stretch of more than ``largest`` nodes with no such position is cut where the fewest bytes cross.
     """
     n = len(s.nodes)
-    count = [0, *itertools.accumulate(int(not node.fixed) for node in s.nodes)]  # ambient nodes are no decision
+    count = [0, *itertools.accumulate(int(not node.fixed) for node in s.nodes)]  # fixed nodes are never recomputed
     crossing, carried = _crossing(s, count, largest)
     bytes_at = [sum(s.d.storages[x].bytes for x in across) for across in crossing]
     points = [0]
@@ -32,12 +33,15 @@ def cut(s: S_graph, target: int = 12, largest: int = 24) -> S_graph:
     pieces = list(itertools.pairwise(points))
     number: dict[object, int] = {}
     kinds = [number.setdefault(key, len(number)) for key in block_keys(s.with_blocks(tuple(pieces)))]
-    return s.with_blocks(tuple(_Merger(count, bytes_at, target, largest).merge(pieces, kinds)))
+    blocks = tuple(_Merger(count, bytes_at, target, largest).merge(pieces, kinds))
+    return dataclasses.replace(s, blocks=blocks, made_by=(*s.made_by, "cut"))
 
 
 def _crossing(s: S_graph, count: list[int], largest: int) -> tuple[list[set[int]], set[int]]:
-    """For each position p, the storages made before node p, and read at or after it, that are not ambient; and those
-    that more than ``largest`` decisions lie between the making and the last reading of."""
+    """For each position p the storages that are made before node p and read by it or later, without ambient ones.
+
+    Also the storages that live longer than ``largest`` nodes.
+    """
     last: dict[int, int] = {}
     for i, node in enumerate(s.nodes):
         for v in node.reads:
@@ -56,7 +60,7 @@ def _crossing(s: S_graph, count: list[int], largest: int) -> tuple[list[set[int]
 
 
 def _split(bytes_at: list[int], start: int, stop: int, largest: int) -> list[int]:
-    """Positions inside start..stop that leave no piece larger than ``largest``, at least crossing bytes."""
+    """Positions within start..stop, of least crossing bytes, that leave no piece of more than ``largest`` nodes."""
     if stop - start <= largest:
         return []
     quarter = (stop - start) // 4
@@ -67,7 +71,7 @@ def _split(bytes_at: list[int], start: int, stop: int, largest: int) -> list[int
 
 @dataclass(frozen=True, slots=True)
 class _Repeat:
-    """``times`` stretches of ``period`` pieces each, from piece ``start`` on, that are equal."""
+    """``times`` equal stretches of ``period`` pieces each, from piece ``start`` on."""
 
     start: int
     period: int
@@ -80,7 +84,10 @@ class _Repeat:
 
 @dataclass(frozen=True, slots=True)
 class _Merger:
-    """Joins neighbouring pieces. ``count[p]``: nodes before p that are decisions; ``bytes_at[p]``: bytes that cross."""
+    """Joins neighbouring pieces.
+
+    ``count[p]``: nodes before p that may be recomputed. ``bytes_at[p]``: bytes that cross position p.
+    """
 
     count: list[int]
     bytes_at: list[int]
@@ -91,40 +98,40 @@ class _Merger:
         return self.count[pieces[-1][1]] - self.count[pieces[0][0]] if pieces else 0
 
     def merge(self, pieces: list[Piece], kinds: list[int]) -> list[Piece]:
-        """The longest stretch of repeated structure is treated first, as one; then what is on both sides of it."""
-        found = self.repeat(pieces, kinds)
-        if found is None:
+        """The blocks: first those of the longest repetition, then those on both sides of it."""
+        repeat = self.repeat(pieces, kinds)
+        if repeat is None:
             return self.join(pieces)
-        before, after = slice(0, found.start), slice(found.stop, None)
+        before, after = slice(0, repeat.start), slice(repeat.stop, None)
         return [
             *self.merge(pieces[before], kinds[before]),
-            *self.repeated(pieces, kinds, found),
+            *self.repeated(pieces, kinds, repeat),
             *self.merge(pieces[after], kinds[after]),
         ]
 
-    def repeated(self, pieces: list[Piece], kinds: list[int], found: _Repeat) -> list[Piece]:
-        """The blocks of a repetition: each of some units, or the same parts of each unit where that is too large."""
-        unit = slice(found.start, found.start + found.period)
+    def repeated(self, pieces: list[Piece], kinds: list[int], repeat: _Repeat) -> list[Piece]:
+        """The blocks of a repetition: some units each; a unit that is too large is cut in the same parts everywhere."""
+        unit = slice(repeat.start, repeat.start + repeat.period)
         size = self.size(pieces[unit])
         if size > self.largest:
             ends = [stop for _, stop in self.merge(pieces[unit], kinds[unit])]
             parts = [k + 1 for k, piece in enumerate(pieces[unit]) if piece[1] in ends]
-            limits = [found.start + t * found.period + k for t in range(found.times) for k in (0, *parts[:-1])]
+            limits = [repeat.start + t * repeat.period + k for t in range(repeat.times) for k in (0, *parts[:-1])]
         else:
-            limits = list(range(found.start, found.stop, found.period * self.together(size, found.times)))
-        return [(pieces[a][0], pieces[b - 1][1]) for a, b in itertools.pairwise([*limits, found.stop])]
+            limits = list(range(repeat.start, repeat.stop, repeat.period * self.together(size, repeat.times)))
+        return [(pieces[a][0], pieces[b - 1][1]) for a, b in itertools.pairwise([*limits, repeat.stop])]
 
     def together(self, size: int, times: int) -> int:
-        """How many of ``times`` equal units of ``size`` nodes make one block; none is left over, if that can be."""
+        """How many of ``times`` equal units of ``size`` nodes make one block; a divisor of ``times`` where possible."""
         ways = [k for k in range(1, times + 1) if k * size <= self.target <= 2 * k * size] or [1]
         return min(ways, key=lambda k: (times % k > 0, -k))
 
     def repeat(self, pieces: list[Piece], kinds: list[int]) -> _Repeat | None:
-        """The repetition that covers most nodes, more than one block of them; begun where fewest bytes cross."""
-        best, found = self.target, None
+        """The repetition that covers the most nodes, more than a block has; it starts where the fewest bytes cross."""
+        best, widest = self.target, None
         for period in range(1, len(pieces) // 2 + 1):
             equal = [a == b for a, b in zip(kinds, kinds[period:], strict=False)]
-            for start, stop in _runs(equal):
+            for start, stop in _stretches(equal):
                 times = (stop - start) // period + 1
                 if times < 2:
                     continue
@@ -132,11 +139,11 @@ class _Merger:
                 first = min(starts, key=lambda k: (self.bytes_at[pieces[k][0]], k))
                 covered = self.size(pieces[first : first + times * period])
                 if covered > best:
-                    best, found = covered, _Repeat(first, period, times)
-        return found
+                    best, widest = covered, _Repeat(first, period, times)
+        return widest
 
     def join(self, pieces: list[Piece]) -> list[Piece]:
-        """Blocks of nearest ``target`` nodes (least squares), and among these of least crossing bytes."""
+        """Blocks whose sizes are nearest to ``target`` (least squares), and among these of least crossing bytes."""
         best: list[tuple[int, int, int]] = [(0, 0, 0)]  # squares, bytes, where the last block begins
         for stop in range(1, len(pieces) + 1):
             ways = []
@@ -157,7 +164,7 @@ class _Merger:
         return joined[::-1]
 
 
-def _runs(flags: list[bool]) -> list[Piece]:
+def _stretches(flags: list[bool]) -> list[Piece]:
     """The stretches of ``flags`` that are true."""
     groups = itertools.groupby(enumerate(flags), key=lambda item: item[1])
     stretches = [[k for k, _ in group] for flag, group in groups if flag]

@@ -14,9 +14,9 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def fingerprint(s: S_graph) -> str:
-    """SHA-256 (hexadecimal) of operations, arguments, forms of values, aliases, and the grouping in nodes and blocks.
+    """SHA-256 (hexadecimal) of operations, arguments, types and shapes, shared memory, and the grouping in S.
 
-    Values of tensors, source lines and the number of a device do not count.
+    Contents of tensors, names, source lines and device numbers do not count.
     """
     d = s.d
     lines = [f"source {v} {source.kind} {_key(source.key)}" for v, source in sorted(d.sources.items())]

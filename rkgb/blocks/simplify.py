@@ -1,4 +1,4 @@
-"""S: the simplified graph. One node is one real operation with the views and in-place operations on its result."""
+"""S: the simplified graph. A node is an operation, with the views of its result and the in-place operations on it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from rkgb.blocks.uses import moved_uses, with_aliases
 from rkgb.graphs import D_graph, S_graph, S_node, Saved
 from rkgb.trace.guards import is_guard
 
-# These change their running statistics, but their results in training do not depend on them: they may run
-# again (on copies of the statistics). Any other change of a buffer happens once.
+# These operations change running statistics, on which their results in training do not depend. So they may be
+# recomputed, on copies of the statistics. An operation that changes any other buffer runs once.
 STATISTICS = frozenset(
     "batch_norm instance_norm native_batch_norm _batch_norm_impl_index cudnn_batch_norm cumulative_batch_norm".split()
 )
 
 
 def D_to_S(d: D_graph) -> S_graph:
-    """Group the nodes of ``d``, with aliases where ``blocks.uses`` wants some; the graph is one block until ``cut``."""
+    """Group the nodes of ``d`` that share memory. The graph is one block until ``cut``.
+
+    Where an operation is moved to the memory that it changes, it reads its arguments through aliases, so that gradients
+    are added in eager mode's order (see ``rkgb/blocks/uses.py``).
+    """
     groups = _all_groups(d)
     while moved := moved_uses(d, groups):
         d = with_aliases(d, moved)
@@ -31,7 +35,7 @@ def D_to_S(d: D_graph) -> S_graph:
     changed = _changed_sources(d)
     for index, ops in enumerate(groups):
         nodes.append(_node(d, ops, index, uses, clean, changed))
-    s = S_graph(d, tuple(nodes), ((0, len(nodes)),) if nodes else ())
+    s = S_graph(d, tuple(nodes), ((0, len(nodes)),) if nodes else (), (*d.made_by, "D_to_S"))
     s.verify()
     return s
 
@@ -41,14 +45,14 @@ def _all_groups(d: D_graph) -> list[list[int]]:
     together = _groups(d)
     groups = _ordered(d, together)
     late: set[int] = set()
-    while more := _late_views(d, groups) - late:  # a group that falls apart may leave others behind its views
+    while more := _late_views(d, groups) - late:  # without these views, a group may leave others late
         late |= more
         groups = _ordered(d, [*([k for k in ops if k not in late] for ops in together), *_chains(d, sorted(late))])
     return groups
 
 
 def _groups(d: D_graph) -> list[list[int]]:
-    """D nodes that share memory, in one group each."""
+    """Groups of D nodes that share memory; each node is in one."""
     from networkx.utils import UnionFind
 
     owner = [s.owner for s in d.storages]
@@ -61,7 +65,7 @@ def _groups(d: D_graph) -> list[list[int]]:
                 union.union(home, k)
         for s in facts.writes:
             home = owner[s]
-            if home is not None:  # whoever read the old content belongs to the same group
+            if home is not None:  # nodes that read the old content belong to the same group
                 union.union(home, k, *readers.get(s, ()))
         for v in node.reads():
             readers.setdefault(d.values[v].storage, []).append(k)
@@ -69,7 +73,7 @@ def _groups(d: D_graph) -> list[list[int]]:
 
 
 def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
-    """Groups in an order that follows the program; groups that need each other become one."""
+    """The groups in a topological order close to the program's; groups that depend on each other become one."""
     import networkx as nx
 
     of = {op: g for g, ops in enumerate(groups) for op in ops}
@@ -92,11 +96,11 @@ def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
 
 
 def _late_views(d: D_graph, groups: list[list[int]]) -> set[int]:
-    """Views that must stay where the program takes them, for gradients to be added in eager mode's order.
+    """Views that stay where the program takes them, so that gradients are added in eager mode's order.
 
-    Autograd adds the gradients of a value's uses in the reverse of their order; the order decides how sums are rounded
-    (of three) and how they lie in memory (of two). So a view, of a value with other uses, that is taken later than the
-    groups behind begin is not moved to its base.
+    Autograd adds the gradients of a value's uses in reverse order. The order decides how a sum of three is rounded, and
+    the strides of a sum of two. So a view is not moved to its base if the base has other uses, and if later groups
+    begin before the view is taken.
     """
     uses: dict[int, int] = dict.fromkeys(d.outputs, 1)
     written: dict[int, int] = {}  # storage -> the last write
@@ -125,14 +129,14 @@ def _differentiable(d: D_graph, k: int) -> bool:
 
 
 def _is_view(d: D_graph, k: int) -> bool:
-    """Whether D node k only looks at memory of an earlier node, and carries gradients."""
+    """Whether D node k returns a view of memory that an earlier node allocated, through which gradients flow."""
     outputs = d.nodes[k].outputs
     owners = {d.storages[d.values[v].storage].owner for v in outputs}
     return _differentiable(d, k) and not d.facts[k].writes and len(owners) == 1 and not owners & {k, None}
 
 
 def _chains(d: D_graph, views: list[int]) -> list[list[int]]:
-    """Views of one another, taken one after the other, in one group."""
+    """The views in groups: a view of the view before it joins its group."""
     chains: list[list[int]] = []
     for k in views:
         before = d.nodes[chains[-1][-1]].outputs if chains and chains[-1][-1] == k - 1 else ()
@@ -144,9 +148,9 @@ def _chains(d: D_graph, views: list[int]) -> list[list[int]]:
 
 
 def _position(d: D_graph, ops: list[int]) -> int:
-    """Where a group wants to stand in the program: at its first operation that is not a mere view.
+    """The preferred place of a group in the program: that of its first operation that is no view.
 
-    It stands there unless it reads what is made later (an in-place sum with another branch).
+    A group stands later if it reads a value that is made later (an in-place sum with another branch).
     """
     real = [
         k
@@ -197,4 +201,5 @@ def _node(
         or pure
         or (not mine and all(_is_view(d, op) for op in ops))
         or all(is_guard(d.nodes[op]) for op in ops),
+        label=d.nodes[main].label,
     )

@@ -12,10 +12,10 @@ from rkgb.units import format_bytes
 class Summary:
     """Sizes of the graphs of one module.
 
-    ``operations``: nodes of D. ``nodes``: of S. ``classes``: distinct blocks. ``largest_block``: the most
-    nodes of one block that may run again, which is what the integer program decides on.
-    ``widest_interface``: the most tensors that pass from one block to later ones (storages; ambient ones,
-    such as masks, not counted), ``interface_bytes`` the most bytes.
+    ``operations``: nodes of D. ``nodes``: nodes of S. ``classes``: distinct blocks. ``largest_block``: the most nodes
+    of a block that may be recomputed, on which its integer program decides. ``widest_interface``: the most storages
+    that cross from a block to later ones, without ambient ones such as masks. ``interface_bytes``: the most bytes that
+    cross.
     """
 
     operations: int
@@ -49,7 +49,7 @@ def summarize(d: D_graph, s: S_graph, classes: tuple[int, ...]) -> Summary:
 
 
 def interfaces(s: S_graph) -> list[tuple[int, ...]]:
-    """For each block the storages made in it or before it that later blocks read, ambient ones left out."""
+    """For each block the storages that it or earlier blocks make and later blocks read, without ambient ones."""
     last = {s.d.values[v].storage: i for i, node in enumerate(s.nodes) for v in node.reads}
     made = [(x, i) for i, node in enumerate(s.nodes) if not node.fixed for x in node.storages]
     return [tuple(x for x, i in made if i < stop <= last.get(x, i)) for _, stop in s.blocks]

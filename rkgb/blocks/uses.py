@@ -1,8 +1,8 @@
-"""Uses of a value, in the order of the program: it decides how the sum of their gradients is rounded.
+"""Aliases that keep the uses of a value in order, which decides how the sum of their gradients is rounded.
 
-Autograd adds the gradients of a value's uses in the reverse of their order. An operation in place runs with the group
-whose memory it changes, which may be earlier or later than in the program; what it reads is then read through an alias,
-a view of its own that stays where the program reads the value.
+Autograd adds the gradients of a value's uses in reverse order. An in-place operation runs with the group whose memory
+it changes, earlier or later than in the program. It then reads its arguments through aliases: views that stay where
+the program reads the value.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Use = tuple[int, int]
 
 
 def moved_uses(d: D_graph, groups: list[list[int]]) -> set[Use]:
-    """Uses that come before or after another one as in the program no more, when ``groups`` run one after the other.
+    """Uses whose order among the uses of their value changes when ``groups`` run one after the other.
 
-    Not those that no alias can put in order: views and changes of the value itself.
+    Views and in-place changes of the value itself are left out: no alias can put them in order.
     """
     at = {k: place for place, k in enumerate(itertools.chain(*groups))}
     uses: dict[int, list[int]] = {}
@@ -30,19 +30,19 @@ def moved_uses(d: D_graph, groups: list[list[int]]) -> set[Use]:
             for v in node.reads():
                 if d.values[v].requires_grad:
                     uses.setdefault(v, []).append(k)
-    found: set[Use] = set()
+    moved: set[Use] = set()
     for v, nodes in uses.items():
         places = [at[k] for k in nodes]
         latest = itertools.accumulate(places, max)
         earliest = [*itertools.accumulate(reversed(places), min)][::-1]
         for k, place, before, behind in zip(nodes, places, latest, earliest, strict=True):
             if not before == place == behind and not _shares_memory(d, k, v):
-                found.add((k, v))
-    return found
+                moved.add((k, v))
+    return moved
 
 
 def _shares_memory(d: D_graph, k: int, v: int) -> bool:
-    """Whether node k changes or only looks at the memory of v."""
+    """Whether node k changes the memory of v, or returns a view of it."""
     storage = d.values[v].storage
     return storage in d.facts[k].writes or any(d.values[u].storage == storage for u in d.nodes[k].outputs)
 
@@ -62,11 +62,11 @@ def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
                 values[alias] = d.values[v]
                 operation = torch.ops.aten.alias.default
                 where = node.mode, node.line, node.path
-                nodes.append(Node(operation, "alias", (Ref(v),), (), (alias,), False, *where))
+                names.append(_new_name(names, f"{d.storage_names[d.values[v].storage]}.alias"))
+                nodes.append(Node(operation, "alias", (Ref(v),), (), (alias,), False, *where, names[-1]))
                 facts.append(Facts((), False, Saved((), ())))
-                names.append(_new_name(names, f"{d.names[v]}_alias"))
         number[k] = len(nodes)
-        nodes.append(_reading(node, put) if put else node)
+        nodes.append(_with_reads(node, put) if put else node)
         facts.append(d.facts[k])
     storages = tuple(s if s.owner is None else dataclasses.replace(s, owner=number[s.owner]) for s in d.storages)
     changed = dataclasses.replace(
@@ -76,7 +76,7 @@ def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
     return changed
 
 
-def _reading(node: Node, put: dict[int, Ref]) -> Node:
+def _with_reads(node: Node, put: dict[int, Ref]) -> Node:
     def other(v: int) -> Ref:
         return put.get(v, Ref(v))
 

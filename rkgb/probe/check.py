@@ -1,6 +1,6 @@
-"""Does the program compute what the module computes? Asked on a second input, with other values than the sample's.
+"""The check that a traced program computes what the module computes, on other values than the sample's.
 
-Raises ``MismatchError`` that names the first operation whose result the module does not have.
+``MismatchError`` names the first operation whose result differs.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.Btools import State, changed_again, left_as_it_is
 from rkgb.Dtools import Probed, probe
 from rkgb.errors import MismatchError
 from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.program import run_node, same, source_values
 from rkgb.sample import Call
+from rkgb.trace.attributes import State, changed_again, left_as_it_is
 from rkgb.trace.capture import attributes_preserved, drop_saved, preserved
 from rkgb.trace.guards import GuardFailed
+from rkgb.trace.operators import OperatorCount
 from rkgb.trace.patches import traceable
-from rkgb.trace.ran import Ran
 from rkgb.trace.written import put_back
 from rkgb.trees import tensors_of
 
@@ -30,12 +30,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[torch.Tensor]) -> D_graph:
-    """D of ``b``, whose program gives the module's outputs on the sample with its rows in another order.
+    """D of ``b``, from a run whose outputs were compared with the module's.
 
-    The one run that shows D is made on these other values, and compared with the module's. Where the module reads
-    values (guards), cannot be called with these, or sizes depend on them, it is made on the sample, ``call``,
-    for which ``expected`` are the outputs. Raises ``MismatchError`` where an output differs in a bit, though
-    the module gives the same bits in every run.
+    The run is made on the sample, ``call``, with its rows in another order. If the module reads values
+    (guards), cannot be called with these values, or has sizes that depend on them, the run is made on the sample
+    itself, for which the module returned ``expected``.
+
+    Raises:
+        MismatchError: an output differs in a bit, though the module gives the same bits in every run.
     """
     other = _shifted(call)
     theirs, ran = _outputs_if_any(b, model, other)
@@ -59,15 +61,15 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
 
 
 def same_as_module(
-    b: B_graph, model: torch.nn.Module, call: Call, probed: Probed, ours: Ran, before: Mapping[str, int]
+    b: B_graph, model: torch.nn.Module, call: Call, probed: Probed, ours: OperatorCount, before: Mapping[str, int]
 ) -> bool:
-    """Whether ``probed``, a run of ``b`` on ``call`` that ran ``ours``, did what the module does.
+    """Whether ``probed``, a run of ``b`` on ``call`` that called the operators ``ours``, did what the module does.
 
-    It gives the same outputs; the module runs the operators that it ran ``before``, when it was traced; and arguments
-    that may have no effect on these values are the same.
+    Three things are compared: the outputs; the operators that the module calls now and called ``before``, when it was
+    traced; and the arguments that are no tensors, since some have no effect on these values.
     """
     theirs, ran = _outputs_if_any(b, model, call)
-    if theirs is None or not before or ran.operators != before or not ran.gave(ours):
+    if theirs is None or not before or ran.operators != before or not ran.got_arguments_of(ours):
         return False
     try:
         _compare(b, model, call, probed, theirs, "")
@@ -76,19 +78,19 @@ def same_as_module(
     return True
 
 
-def _noted(d: D_graph, notes: tuple[str, ...], ran: Ran) -> D_graph:
-    return dataclasses.replace(d, notes=(*d.notes, *notes), ran=ran.operators)
+def _noted(d: D_graph, notes: tuple[str, ...], ran: OperatorCount) -> D_graph:
+    return dataclasses.replace(d, notes=(*d.notes, *notes), operator_counts=ran.operators)
 
 
-def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Call) -> tuple[list[torch.Tensor] | None, Ran]:
-    """What the module returns, or None where it cannot be called so; what it ran."""
+def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Call) -> tuple[list[torch.Tensor] | None, OperatorCount]:
+    """The outputs of the module, or None if it raises an error; and the operators that it called."""
     outputs = None
     with (
         preserved(model, call.tensors, b.structure.written),
         put_back(model) as ran,
         torch.enable_grad(),
         drop_saved(),
-        contextlib.suppress(Exception),  # the module may refuse the values; no plan is wrong by that
+        contextlib.suppress(Exception),  # the module may refuse the values, which does not make the plan wrong
     ):
         outputs = _module_outputs(model, call)
     return outputs, ran
@@ -102,7 +104,10 @@ def _compare(
     theirs: Sequence[torch.Tensor],
     when: str,
 ) -> tuple[str, ...]:
-    """Notes for the plan. A module whose own runs differ is compared with the tolerances of ``torch.testing``."""
+    """Compare the outputs with the module's (``theirs``), and return notes for the plan.
+
+    If two runs of the module differ, the tolerances of ``torch.testing`` apply. Raises ``MismatchError``.
+    """
     ours = probed.outputs
     differing = [k for k in range(len(b.outputs)) if len(ours) != len(theirs) or not same(ours[k], theirs[k])]
     if not differing:
@@ -126,11 +131,11 @@ def _compare(
 
 def _repeats_itself(b: B_graph, model: torch.nn.Module, call: Call) -> bool:
     """Whether two runs from one state, counters in Python included, give the same bits."""
-    found = []
+    outputs = []
     for _ in range(2):
         with attributes_preserved(model):
-            found.append(_outputs_if_any(b, model, call)[0])
-    first, second = found
+            outputs.append(_outputs_if_any(b, model, call)[0])
+    first, second = outputs
     return first is None or second is None or all(map(same, first, second))
 
 
@@ -143,11 +148,11 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _shifted(call: Call) -> Call:
-    """The same arguments with rows moved on by one: other values, and each as valid as before.
+    """The same arguments with rows shifted by one: other values, each as valid as before.
 
-    Integers move within their rows, and those of one dimension stay: an index that is valid in its row
-    (``edge_index``), or behind the one before it (``cu_seqlens``), need not be so elsewhere. On a GPU an invalid one
-    fails an assertion of a kernel, after which no call of the process works.
+    Integers are shifted within their rows, and integer vectors stay as they are: an index may be valid in its row only
+    (``edge_index``), or only behind its predecessor (``cu_seqlens``). On a GPU, an invalid index fails an assertion in
+    a kernel, after which no call in this process works.
     """
 
     def shift(t: torch.Tensor) -> torch.Tensor:
@@ -169,7 +174,7 @@ def _moved_along(t: torch.Tensor) -> int | None:
 
 
 def _module_outputs(model: torch.nn.Module, call: Call) -> list[torch.Tensor]:
-    """What the module returns, and the buffers that it assigns anew."""
+    """The outputs of the module, then the buffers that it replaced."""
     before = State(model)
     with _as_traced():
         results = tensors_of(model(*call.args, **call.kwargs))
@@ -178,7 +183,7 @@ def _module_outputs(model: torch.nn.Module, call: Call) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _as_traced() -> Iterator[None]:
-    """As the module was traced: no cache of cast weights, checkpoints run plainly."""
+    """A context like that of tracing: autocast keeps no copies of weights, checkpointed parts run directly."""
     cached = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
@@ -208,7 +213,7 @@ class _Fingerprints(TorchDispatchMode):
 
 
 def _first_difference(b: B_graph, model: torch.nn.Module, call: Call) -> str:
-    """The first node with a result that the module does not compute at that place, for people."""
+    """Words for the first node whose result differs from what the module computes at that place."""
     theirs, ours = _Fingerprints(), _Fingerprints()
     with preserved(model, call.tensors, b.structure.written), torch.enable_grad(), drop_saved(), theirs:
         _module_outputs(model, call)
@@ -221,5 +226,5 @@ def _first_difference(b: B_graph, model: torch.nn.Module, call: Call) -> str:
     for k, (mine, their) in enumerate(zip(ours.found, theirs.found, strict=False)):
         if mine != their:
             node = next(node for count, node in made if count > k)
-            return f"from {node.name} at {node.line} on"
+            return f"from {node.name}{f' in {node.path}' if node.path else ''} at {node.line} on"
     return "though no operation does"

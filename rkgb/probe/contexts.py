@@ -1,7 +1,7 @@
 """Tensors that an ``autograd.Function`` keeps as attributes of its ``ctx``, beside ``save_for_backward``.
 
-No hook sees them, so nothing can take their place: they stay from the first run of the function until autograd's graph
-goes, at the end of the step. A second run makes others, which go at once, and the backward reads the first ones.
+Saved-tensor hooks do not see them, so they cannot be freed early. They live from the first run of the function until
+autograd's graph is freed, at the end of the step. The backward reads these; those of a second run are freed at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rkgb.graphs import S_graph
 from rkgb.trees import tensors_in
 
 next_number: Any = torch._C._autograd._get_sequence_nr
-"""The number of the next node of autograd's graph that this thread makes."""
+"""The sequence number of the next node that this thread adds to autograd's graph."""
 
 
 def context_tensors(results: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
-    """What the functions that made ``results`` keep in lists, tuples, dicts and attributes of their ``ctx``.
+    """The tensors in attributes of ``ctx`` (also in lists, tuples, dicts) of the functions that made ``results``.
 
-    ``first``: the number of the first node of autograd's graph that is theirs.
+    ``first``: the sequence number of autograd's first node that belongs to them.
     """
     left: list[Any] = [t.grad_fn for t in results]
-    found: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
     seen: set[Any] = set()
     while left:
         function = left.pop()
@@ -33,16 +33,16 @@ def context_tensors(results: Sequence[torch.Tensor], first: int) -> list[torch.T
             continue
         seen.add(function)
         if isinstance(function, BackwardCFunction):
-            found += tensors_in(vars(function))
+            kept += tensors_in(vars(function))
         left += (following for following, _ in function.next_functions)
-    return found
+    return kept
 
 
 def context_bytes(s: S_graph) -> int:
-    """Bytes that functions keep so, of memory that nothing else of the graph lies in."""
+    """Bytes that functions keep in their ``ctx``, without storages of the graph."""
     return sum(sum(facts.context.private) for facts in s.d.facts)
 
 
 def context_storages(s: S_graph) -> set[int]:
-    """The storages of the graph that functions keep so."""
+    """The storages of the graph that functions keep in their ``ctx``."""
     return {x for facts in s.d.facts for x in facts.context.storages}

@@ -1,14 +1,14 @@
-"""Operations that are split into parts, because a plan gains by it.
+"""Operations that are split into parts, so that a plan can keep one part and recompute the others.
 
-``dropout`` on the CPU draws a mask (slow, as large as its input) and multiplies by it (fast). As one
-operation, computing its result again would draw the mask again. Split in three, the plan can keep the
-drawn bits alone, a quarter of a float mask, and compute mask and product again in a fraction of the
-time. ATen's own dropout (``_dropout_impl`` in native/Dropout.cpp) draws the same bits, as numbers of the input's type,
-and divides them by 1 - p: results, gradients and random numbers are the same. A plan's first run does as ATen where
-there is the memory for it (``rockmate/run/draws.py``).
+``dropout`` on the CPU draws a mask, which is slow and as large as its input, and multiplies by it, which is fast. As
+one operation, its recomputation would draw the mask again. In three parts, a plan can keep the bits alone, a quarter of
+a float mask, and recompute mask and product in a fraction of the time. ATen's own dropout (``_dropout_impl`` in
+native/Dropout.cpp) draws the same bits, as numbers of the input's type, and divides them by 1 - p: results, gradients
+and random numbers are the same. The first run of a plan does as ATen where there is memory for it
+(``rockmate/run/draws.py``).
 
-``broadcast_tensors`` returns views of unrelated tensors. As one operation it would tie them together, and to its place
-in the program. Split, it is an ``expand`` of each, which is what ATen does.
+``broadcast_tensors`` returns views of unrelated tensors, which one operation would put into one group. It becomes an
+``expand`` of each, which is what ATen does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The same graph at other sizes: how its numbers follow from the sizes of the inputs, and what it costs there.
+"""The same graph at other sizes: how its numbers follow from the sizes of the inputs.
 
-Graphs have sizes as numbers. Two traces of one model at different sizes differ in these only: they have one *skeleton*.
-The numbers that operations are given are fitted as functions of the inputs' sizes. For other sizes the program is run
-once with the numbers that the fit says. That run shows all other sizes, and must show the same skeleton and give the
-module's own outputs, bit for bit; and the module must have run the operators that it ran when it was traced. So a fit
-may be a guess: a wrong one costs a run, never a wrong result.
+Two traces of one model at different sizes differ in numbers only: they have one *skeleton*. The numbers among the
+arguments of operations are fitted as functions of the inputs' sizes. For new sizes the program runs once with the
+fitted numbers. This run shows all other sizes. It must show the same skeleton and give the module's outputs, bit for
+bit, and the module must call the operators that it called when it was traced. So a fit may be a guess: a wrong one
+costs a run, and never gives a wrong result.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, S_graph, S_node, Sav
 from rkgb.probe.check import same_as_module
 from rkgb.sample import Call
 from rkgb.trace.guards import Guard, GuardFailed
-from rkgb.trace.ran import Ran
+from rkgb.trace.operators import OperatorCount
 
 Sizes = tuple[int, ...]
 
 
 def sizes_of(inputs: Sequence[torch.Tensor]) -> Sizes:
-    """The sizes that a call may have otherwise: those of the dimensions of all its tensors, in order."""
+    """The sizes of all dimensions of all tensors of a call, in order."""
     return tuple(size for t in inputs for size in t.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A graph, and the sizes of the inputs that it was traced on."""
+    """A graph, and the sizes of the inputs on which it was traced."""
 
     sizes: Sizes
     s: S_graph
@@ -48,7 +48,7 @@ class Point:
 
 
 class _Size:
-    """Stands for a number that may follow from sizes."""
+    """Takes the place of a number that may follow from sizes."""
 
     def __repr__(self) -> str:
         return "size"
@@ -58,7 +58,7 @@ _SIZE = _Size()
 
 
 def skeleton(s: S_graph) -> Hashable:
-    """What two graphs have in common that differ in sizes only."""
+    """A key that is equal for graphs that differ in sizes only."""
     d = s.d
     return (
         tuple(_operation(n) for n in d.nodes),
@@ -67,7 +67,7 @@ def skeleton(s: S_graph) -> Hashable:
         tuple((v, *_form(x), x.storage) for v, x in d.values.items()),
         tuple((x.shape, x.stride) for v, x in d.values.items() if v in d.sources and d.sources[v].kind != "input"),
         tuple((x.owner, x.source) for x in d.storages),
-        tuple(_shown(facts) for facts in d.facts),
+        tuple(_facts_key(facts) for facts in d.facts),
         str(d.structure.outputs),
         tuple((k, "number" if _may_be_size(c) else repr(c)) for k, c in d.structure.output_constants),
         (d.structure.assigned, d.structure.written, d.structure.stale),
@@ -110,7 +110,7 @@ def _form(value: Value) -> tuple[Hashable, ...]:
     return str(value.dtype), str(value.device), value.requires_grad, len(value.shape)
 
 
-def _shown(facts: Facts) -> Hashable:
+def _facts_key(facts: Facts) -> Hashable:
     return (
         facts.writes,
         facts.random,
@@ -128,19 +128,18 @@ def _may_be_size(a: Any) -> bool:
 
 @cache
 def _sized_arguments(op: Any) -> frozenset[int | str]:
-    """The arguments, by position and by name, that may follow from sizes: what the operator's schema says are such, or
-    are numbers to compute with."""
+    """The arguments, by position and by name, that may follow from sizes: ``SymInt`` and ``Scalar`` in the schema."""
     if not isinstance(op, torch._ops.OpOverload):
         return frozenset()
     inside = str(op._schema).partition("(")[2].rpartition(") ->")[0]
-    found: set[int | str] = set()
+    sized: set[int | str] = set()
     position = 0
     for argument in re.split(r", (?![^(\[]*[)\]])", inside):
         kind, _, name = argument.strip().partition(" ")
         if re.match(r"(SymInt|Scalar)", kind):
-            found |= {position, name.partition("=")[0]}
+            sized |= {position, name.partition("=")[0]}
         position += kind != "*"
-    return frozenset(found)
+    return frozenset(sized)
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -148,8 +147,8 @@ def _sized_arguments(op: Any) -> frozenset[int | str]:
 
 def _numbers(d: D_graph) -> list[int | float]:
     """All numbers that may follow from sizes, in order."""
-    found = [a for node in d.nodes for a in _numbers_of(node)]
-    return found + [c for _, c in d.structure.output_constants if _may_be_size(c)]
+    numbers = [a for node in d.nodes for a in _numbers_of(node)]
+    return numbers + [c for _, c in d.structure.output_constants if _may_be_size(c)]
 
 
 def _numbers_of(node: Node) -> Iterator[int | float]:
@@ -162,19 +161,19 @@ def _numbers_of(node: Node) -> Iterator[int | float]:
 
 
 def _repeated(d: D_graph) -> list[bool]:
-    """For each of ``_numbers`` whether it stands in a list behind an equal one: perhaps not the same size then."""
-    found = []
+    """For each of ``_numbers`` whether an equal one stands before it in its list; the two may be different sizes."""
+    repeated = []
     for node in d.nodes:
         sized = _sized_arguments(node.op)
         for k, a in (*enumerate(node.args), *node.kwargs):
             if k in sized:
                 numbers = [x for x in (a if isinstance(a, (list, tuple)) else (a,)) if _may_be_size(x)]
-                found += [x in numbers[:at] for at, x in enumerate(numbers)]
-    return found + [False for _, c in d.structure.output_constants if _may_be_size(c)]
+                repeated += [x in numbers[:at] for at, x in enumerate(numbers)]
+    return repeated + [False for _, c in d.structure.output_constants if _may_be_size(c)]
 
 
 def _with_numbers(node: Node, numbers: Iterator[int | float]) -> Node:
-    """``node``, given these numbers in the place of its own."""
+    """``node`` with these numbers in place of its own."""
     sized = _sized_arguments(node.op)
 
     def put(key: int | str, a: Any) -> Any:
@@ -192,25 +191,26 @@ def _with_numbers(node: Node, numbers: Iterator[int | float]) -> Node:
 
 
 def _strides_as(sizes: Sequence[int], strides: Sequence[int], now: Sequence[int]) -> list[int] | None:
-    """Strides for sizes ``now`` of memory without gaps, whose dimensions are ordered as for ``sizes`` and ``strides``;
-    None where these have gaps.
+    """Strides without gaps for sizes ``now``, in the order of dimensions that ``strides`` have for ``sizes``.
+
+    None if ``strides`` have gaps.
     """
     order = sorted(range(len(sizes)), key=lambda k: (strides[k], sizes[k]))
-    before, after, found = 1, 1, [0] * len(sizes)
+    before, after, result = 1, 1, [0] * len(sizes)
     for k in order:
         if strides[k] != before:
             return None
-        found[k] = after
+        result[k] = after
         before, after = before * sizes[k], after * now[k]
-    return found
+    return result
 
 
 class _Fit:
-    """Functions of sizes for numbers that were seen at some points.
+    """Functions of sizes, fitted to the numbers at some points.
 
-    Sizes that were equal at all points are one symbol. A number is the first of these that is right at all points: a
-    product of symbols, times a fraction, plus a constant; a symbol divided by a small number and rounded down; one
-    divided by a symbol. With one point only products are tried, and without a match the number is taken for constant.
+    Sizes that are equal at all points are one symbol. The first form that is right at all points is taken: a product of
+    symbols, times a fraction, plus a constant; a symbol divided by a small number and rounded down; one divided by a
+    symbol. With a single point only products are tried; a number that is no product is taken for constant.
     """
 
     def __init__(self, points: Sequence[Sizes], now: Sizes) -> None:
@@ -225,7 +225,7 @@ class _Fit:
         self._found: dict[tuple[int | float, ...], int | float | None] = {}
 
     def __call__(self, number: tuple[int | float, ...]) -> int | float | None:
-        """The number for the sizes now, given what it was at the points; None if that is not known."""
+        """The number for the present sizes, from those at the points; None if no form fits."""
         if number not in self._found:
             self._found[number] = self._fitted(number)
         return self._found[number]
@@ -241,18 +241,18 @@ class _Fit:
         return next((x for p in self.products for x in (self._affine(p, whole),) if x is not None), None)
 
     def _at(self, product: tuple[int, ...]) -> list[int]:
-        """The product at the points."""
-        found = [1] * len(self.seen[0])
+        """The product of sizes at each point."""
+        products = [1] * len(self.seen[0])
         for k in product:
-            found = [a * b for a, b in zip(found, self.seen[k], strict=True)]
-        return found
+            products = [a * b for a, b in zip(products, self.seen[k], strict=True)]
+        return products
 
     def _value(self, product: tuple[int, ...]) -> int:
-        """The product now."""
-        found = 1
+        """The product of the present sizes."""
+        product_now = 1
         for k in product:
-            found *= self.now[k]
-        return found
+            product_now *= self.now[k]
+        return product_now
 
     def _affine(self, product: tuple[int, ...], number: list[int]) -> int | None:
         at = self._at(product)
@@ -287,8 +287,8 @@ class _Fit:
 def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module, call: Call) -> S_graph | None:
     """The graph of ``points``, whose skeleton is ``expected``, for ``call`` with tensors of other sizes.
 
-    None where the fit does not say how it is there, or where the program does not do what ``model`` does.
-    Memory: that of inference.
+    None if a number cannot be fitted, or if the program does not do what ``model`` does. Peak memory is that of
+    inference.
     """
     now = sizes_of(call.tensors)
     if any(len(p.sizes) != len(now) for p in points):
@@ -299,36 +299,40 @@ def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module,
     doubtful = sorted({x[-1] for x, y, twice in zip(seen, every, again, strict=True) if twice and y != x[-1]})
     for constant in ((), *((x,) for x in doubtful[:2]), doubtful) if doubtful else ((),):
         numbers = [x[-1] if twice and x[-1] in constant else y for x, y, twice in zip(seen, every, again, strict=True)]
-        found = None if None in numbers else _given(points[-1].s, numbers, expected, model, call)
-        if found is not None:
-            return found
+        graph = None if None in numbers else _given(points[-1].s, numbers, expected, model, call)
+        if graph is not None:
+            return graph
     return None
 
 
 def _given(
     last: S_graph, numbers: Sequence[Any], expected: Hashable, model: torch.nn.Module, call: Call
 ) -> S_graph | None:
-    """The graph ``last`` with these numbers, if it is what ``model`` does with ``call``."""
+    """The graph ``last`` with these numbers; None if ``model`` does something else on ``call``."""
     left, d = iter(numbers), last.d
     nodes = tuple(_with_numbers(node, left) for node in d.nodes)
     constants = tuple((k, next(left) if _may_be_size(c) else c) for k, c in d.structure.output_constants)
     structure = dataclasses.replace(d.structure, output_constants=constants)
     b = B_graph(d.names, d.sources, nodes, d.outputs, structure, d.notes)
     try:
-        with Ran() as ours:
+        with OperatorCount() as ours:
             probed = probe(b, model, call.tensors)
     except (GuardFailed, GraphError, RuntimeError, ValueError, TypeError, LookupError):
         return None
-    found = _with_sizes(last, probed.graph)
-    if found is None or skeleton(found) != expected or not same_as_module(b, model, call, probed, ours, d.ran):
+    graph = _with_sizes(last, probed.graph)
+    if (
+        graph is None
+        or skeleton(graph) != expected
+        or not same_as_module(b, model, call, probed, ours, d.operator_counts)
+    ):
         return None
-    return found
+    return graph
 
 
 def _with_sizes(s: S_graph, d: D_graph) -> S_graph | None:
-    """``s`` with the numbers and sizes of ``d``, which is of the same nodes; None if memory is shared otherwise there.
+    """``s`` with the numbers and sizes of ``d``, which has the same nodes and may number storages in another order.
 
-    Storages of ``d`` may be numbered otherwise.
+    None if other values share memory in ``d``.
     """
     old = s.d
     if len(d.nodes) != len(old.nodes) or d.values.keys() != old.values.keys():
@@ -364,7 +368,7 @@ def _with_sizes(s: S_graph, d: D_graph) -> S_graph | None:
 
 
 def _with_private(node: S_node, d: D_graph) -> S_node:
-    """``node`` with the bytes of what is private to it in ``d``."""
+    """``node`` with the bytes of its private saved tensors in ``d``."""
     mine = {x for op in node.ops for v in d.nodes[op].outputs for x in [d.values[v].storage]}
     known = dict.fromkeys(x for op in node.ops for x in d.facts[op].saved.storages)
     inner = [

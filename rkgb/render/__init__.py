@@ -1,4 +1,4 @@
-"""Graphs as files to look at: pictures made by the ``dot`` program of Graphviz, or text."""
+"""Graphs as files: pictures made by Graphviz' ``dot``, or text."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ def print_graph(
 ) -> Path:
     """Write the picture of ``g``, or of the chain of blocks of all ``Graphs``, and return the file's path.
 
-    ``<directory>/<name>.gv`` is the picture's source, ``<directory>/<name>.<render_format>`` the picture;
-    ``render_format`` is "svg" (whose boxes show the user's source line under the mouse), "pdf" or "png", or
-    "text" for ``str(g)`` in ``<name>.txt``. ``name``: without it, the graph's class. ``open``: show the file
-    with the system's viewer. Large graphs are drawn by their distinct blocks. Where the ``dot`` program is
-    not installed or fails, only the .gv file is written, with a ``RenderWarning``, and its path returned.
+    The source is ``<directory>/<name>.gv``, the picture ``<directory>/<name>.<render_format>``. ``render_format`` is
+    "svg" (its boxes show the user's source lines under the mouse), "pdf", "png", or "text" for ``str(g)`` in
+    ``<name>.txt``. ``name``: by default the graph's class. ``open``: show the file with the system's viewer. The
+    picture of a large graph has its distinct blocks only. If ``dot`` is not installed or fails, the .gv file alone is
+    written, with a ``RenderWarning``, and its path is returned.
 
     Raises:
         TypeError: ``g`` is no graph.
         ValueError: ``render_format`` is none of these.
     """
-    import graphviz
-
     if not isinstance(g, Graph | Graphs):
         raise TypeError(
             f"{type(g).__name__} is no graph: give one of the graphs B, D, S, K or what make_all_graphs made"
@@ -51,26 +49,40 @@ def print_graph(
     else:
         source = folder / f"{name}.gv"
         source.write_text(_picture(g).source, encoding="utf-8")
-        try:
-            graphviz.render("dot", render_format, source, outfile=path)
-        except (graphviz.ExecutableNotFound, graphviz.CalledProcessError) as error:
-            missing = isinstance(error, graphviz.ExecutableNotFound)
-            reason = "the program dot is not installed" if missing else f"the program dot failed: {error}"
-            remedy = (
-                "install Graphviz (for example: apt install graphviz) and call again" if missing else "open that file"
-            )
-            warnings.warn(
-                f"{reason}; {source} was written, but not {path.name}; {remedy}, or pass render_format='text'",
-                RenderWarning,
-                stacklevel=2,
-            )
+        if not _rendered(source, path, render_format):
             return source
     if open:
-        try:
-            graphviz.view(str(path))
-        except OSError as error:
-            warnings.warn(f"{path} was written, but there is no viewer: {error}", RenderWarning, stacklevel=2)
+        _view(path)
     return path
+
+
+def _rendered(source: Path, path: Path, render_format: str) -> bool:
+    """Whether the ``dot`` program made the picture; warns the caller of ``print_graph`` if not."""
+    import graphviz
+
+    try:
+        graphviz.render("dot", render_format, source, outfile=path)
+    except (graphviz.ExecutableNotFound, graphviz.CalledProcessError) as error:
+        missing = isinstance(error, graphviz.ExecutableNotFound)
+        reason = "the program dot is not installed" if missing else f"the program dot failed: {error}"
+        remedy = "install Graphviz (for example: apt install graphviz) and call again" if missing else "open that file"
+        warnings.warn(
+            f"{reason}; {source} was written, but not {path.name}; {remedy}, or pass render_format='text'",
+            RenderWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
+def _view(path: Path) -> None:
+    """Show the file; warns the caller of ``print_graph`` where there is no viewer."""
+    import graphviz
+
+    try:
+        graphviz.view(str(path))
+    except OSError as error:
+        warnings.warn(f"{path} was written, but there is no viewer: {error}", RenderWarning, stacklevel=3)
 
 
 def print_all_graphs(

@@ -1,7 +1,7 @@
-"""``draw``: the picture of any graph. Large graphs are drawn by what is distinct in them.
+"""``draw``: the picture of any graph. The picture of a large graph shows each distinct part once.
 
-That is the chain of blocks, and beside it the first block of each class. B knows no blocks: it is drawn by the
-user's source lines.
+It has the chain of blocks, and beside it the first block of each class. B has no blocks: a large B has one box for each
+of the user's source lines.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph
 from rkgb.render import parts
 from rkgb.render.kgraph import LEGEND_K, K_block, K_overview, whole_K
-from rkgb.render.program import LEGEND, LEGEND_S, Program, S_box, Section, node_box, whole_program, whole_S
+from rkgb.render.program import LEGEND, LEGEND_S, Flowchart, S_box, Section, node_box, whole_program, whole_S
 from rkgb.units import format_bytes
 
 Graph = B_graph | D_graph | S_graph | K_graph
 
-# Above so many nodes a picture is no longer read; only distinct blocks and an overview are drawn.
+# Nobody reads a picture of more nodes; it then has the distinct blocks and an overview.
 LIMIT = 80
 
 
 def draw(g: Graph) -> Any:
-    """The picture of ``g`` as a ``graphviz.Digraph``; over ``LIMIT`` nodes, that of its distinct parts."""
+    """The picture of ``g`` as a ``graphviz.Digraph``; above ``LIMIT`` nodes, of its distinct parts."""
     small = len(g.nodes) <= LIMIT
     if isinstance(g, K_graph):
         return whole_K(g) if small else _distinct(g.s, g)
@@ -39,7 +39,7 @@ def draw(g: Graph) -> Any:
 
 
 def draw_chain(k: K_graph) -> Any:
-    """The blocks of ``k`` alone: how long each takes, and what it makes that backwards read."""
+    """The chain of the blocks of ``k``: the time of each, and the bytes that it makes for backwards."""
     s = k.s if k.s.blocks else k.s.with_blocks(((0, len(k.nodes)),))
     picture = parts.new_picture(f"{len(s.nodes)} nodes, blocks: {len(s.blocks)}", "blue: forward · orange: backward")
     picture.subgraph(K_overview(k, s, classes(s)))
@@ -80,17 +80,18 @@ def _others(count: int) -> str:
 
 
 def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
-    """Block ``b`` of class ``number`` as it looks in ``g``; returns what is at its top and its end."""
+    """Add block ``b`` of class ``number`` as it looks in ``g``; returns the keys at its top and at its end."""
     start, stop = s.blocks[b]
-    program = Program(s.d, picture, prefix=f"block{b}_", values=s.d.values)
+    shown = s.shown if isinstance(g, S_graph) else {}
+    chart = Flowchart(s.d, picture, prefix=f"block{b}_", values=s.d.values, shown=shown)
     if isinstance(g, S_graph):
-        boxes = [S_box(s, i, program) for i in range(start, stop)]
+        boxes = [S_box(s, i, chart) for i in range(start, stop)]
     else:
         ops = sorted(op for node in s.nodes[start:stop] for op in node.ops)
-        boxes = [node_box(g.nodes[op], program, op) for op in ops]
+        boxes = [node_box(g.nodes[op], chart, op) for op in ops]
     after = {v for node in s.nodes[stop:] for v in node.reads} | set(s.d.outputs)
     leaving = [v for node in s.nodes[start:stop] for v in node.makes if v in after]
-    return program.draw([Section(tuple(boxes), title, number)], leaving)
+    return chart.draw([Section(tuple(boxes), title, number)], leaving)
 
 
 def _overview(s: S_graph, numbers: Sequence[int]) -> Any:
@@ -100,7 +101,7 @@ def _overview(s: S_graph, numbers: Sequence[int]) -> Any:
         frame, background = parts.CLASSES[number % len(parts.CLASSES)]
         size = f"{format_bytes(sum(s.d.storages[x].bytes for x in passed))} to later blocks" if passed else ""
         text = parts.label(f"block {b}, class {number}", f"{stop - start} nodes", size)
-        tooltip = ", ".join(node.name for node in s.nodes[start:stop])
+        tooltip = ", ".join(node.label for node in s.nodes[start:stop])
         parts.add_box(chain, f"chain{b}", text, tooltip, background, color=frame, penwidth="1.5")
         if b:
             chain.edge(f"chain{b - 1}", f"chain{b}")
@@ -108,7 +109,7 @@ def _overview(s: S_graph, numbers: Sequence[int]) -> Any:
 
 
 def _by_line(g: B_graph) -> Any:
-    """A large program by the user's source lines, one box each: blocks are known from S on only."""
+    """A large B graph, with one box for each of the user's source lines."""
     lines = dict.fromkeys(n.line for n in g.nodes)
     key = {line: f"line{k}" for k, line in enumerate(lines)}
     picture = parts.new_picture(f"B graph: {len(g.nodes)} operations, by source line", "edges: number of values")

@@ -46,7 +46,7 @@ def whole_K(k: K_graph) -> Any:
 
 
 def _add_loss(picture: Any, key: str, outputs: Sequence[str], backwards: Sequence[str]) -> None:
-    """The turn from forward to backward: it reads the outputs and gives the first backwards their gradients."""
+    """The loss, between forward and backward: it reads the outputs and makes the gradients of the roots."""
     parts.add_box(picture, key, parts.label("loss"), "the gradients of the outputs arrive", parts.LOSS)
     for each in outputs:
         picture.edge(each, key, color=_READ)
@@ -61,7 +61,9 @@ def _add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str) -> Non
         program = parts.program_text(k.s.d, source.ops)
         with block.subgraph() as row:
             row.attr(rank="same")
-            text = parts.label(source.name, f"{format_time(node.time)} · peak {format_bytes(node.peak)}")
+            text = parts.label(
+                node.name, *_operation(k, i), f"{format_time(node.time)} · peak {format_bytes(node.peak)}"
+            )
             fill = parts.FORWARD if node.rerun else parts.CALM
             parts.add_box(row, f"{prefix}f{i}", text, f"forward\n{program}", fill, group=f"{prefix}forward")
             for d in node.makes:
@@ -72,23 +74,29 @@ def _add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str) -> Non
                 row.edge(a, b, style="invis")
 
 
+def _operation(k: K_graph, i: int) -> list[str]:
+    """The operation of a node whose name does not say it."""
+    return [name] if (name := k.s.nodes[i].name) != k.nodes[i].name else []
+
+
 def _add_backward(row: Any, k: K_graph, i: int, prefix: str, program: str) -> None:
-    found, key, group = k.nodes[i].backward, f"{prefix}b{i}", f"{prefix}backward"
-    if found is None:  # holds the column
+    backward, key, group = k.nodes[i].backward, f"{prefix}b{i}", f"{prefix}backward"
+    if backward is None:  # holds the column
         row.node(key, "", style="invis", group=group, width="0.1", height="0.1")
         return
-    gradients = (
-        f"{format_bytes(found.before)} before, {format_bytes(found.peak)} at most, {format_bytes(found.after)} after"
-    )
+    before, most, after = map(format_bytes, (backward.before, backward.peak, backward.after))
+    gradients = f"{before} before, {most} at most, {after} after"
     text = parts.label(
-        f"{k.s.nodes[i].name} backward", f"{format_time(found.time)} · gradients {format_bytes(found.peak)}"
+        f"{k.nodes[i].name} backward",
+        *_operation(k, i),
+        f"{format_time(backward.time)} · gradients {format_bytes(backward.peak)}",
     )
     tooltip = f"backward; gradients and its own temporary memory take {gradients}\n{program}"
     parts.add_box(row, key, text, tooltip, parts.BACKWARD, group=group)
 
 
 def _add_data(where: Any, k: K_graph, d: int, prefix: str, start: int, stop: int) -> None:
-    """One datum: a dashed line if made before ``start``, thick if read at ``stop`` or later, double if returned."""
+    """One datum: dashed if made before node ``start``, thick if read by node ``stop`` or later, double if returned."""
     data = k.data[d]
     kind = "saved for the backward only" if data.storage is None else "result"
     text = parts.data_label(data.name, format_bytes(data.bytes))
@@ -116,7 +124,7 @@ def _add_edges(picture: Any, k: K_graph, start: int, stop: int, prefix: str) -> 
             picture.edge(f"{prefix}d{d}", f"{prefix}b{i}", color=_SAVED)
         values = [v for v in k.s.nodes[i].reads if v in maker and k.s.d.values[v].requires_grad]
         for j in dict.fromkeys(maker[v] for v in values if k.nodes[maker[v]].backward):
-            # Drawn against its direction, so that a backward stands beside its forward.
+            # The edge points backwards, so that a backward stands beside its forward.
             picture.edge(f"{prefix}b{j}", f"{prefix}b{i}", dir="back", style="dashed", color=_SAVED)
 
 
@@ -134,7 +142,7 @@ def times_of(k: K_graph, start: int, stop: int) -> tuple[int, int]:
 
 
 def K_block(picture: Any, k: K_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
-    """The rows of block ``b`` of class ``number``, under what enters it; returns what is at its top and its end."""
+    """Add the rows of block ``b`` of class ``number``, below its inputs; returns the keys at its top and its end."""
     prefix, (start, stop) = f"block{b}_", s.blocks[b]
     block = parts.new_block(prefix, f"{title} · {stop - start} nodes", number)
     nodes = k.nodes[start:stop]
@@ -163,7 +171,7 @@ def K_overview(k: K_graph, s: S_graph, numbers: Sequence[int]) -> Any:
         frame, background = parts.CLASSES[number % len(parts.CLASSES)]
         kept = sum(k.data[d].bytes for n in k.nodes[start:stop] for d in n.makes if d in saved)
         forward, backward = map(format_time, times_of(k, start, stop))
-        tooltip = ", ".join(node.name for node in s.nodes[start:stop])
+        tooltip = ", ".join(node.label for node in s.nodes[start:stop])
         look = {"color": frame, "penwidth": "1.5"}
         with chain.subgraph() as row:
             row.attr(rank="same")

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from rkgb.graphs import B_graph, D_graph, format_program
+from rkgb.graphs import B_graph, D_graph
+from rkgb.listing import format_program
 
 FORWARD, BACKWARD, CALM, DATA = "#d6e6f7", "#fbdcc4", "#e9e9e9", "#ffffff"
 SOURCES = {"input": "#bfe6c2", "parameter": "#fff2b8", "buffer": "#ece0f5", "constant": "#ece0f5"}
@@ -42,19 +43,19 @@ def label(title: str, *lines: str) -> str:
 
 
 def data_label(name: str, *lines: str) -> str:
-    """The label of data: all small."""
+    """The label of a datum, in small letters."""
     text = "<BR/>".join(html.escape(line) for line in (name, *lines) if line)
     return f'<<FONT POINT-SIZE="9">{text}</FONT>>'
 
 
 def program_text(g: B_graph | D_graph, ops: Iterable[int]) -> str:
-    """The assignments ``ops`` of the program, each with the user's source line: what a tooltip shows."""
+    """The assignments ``ops`` of the program, each with the user's source line, for a tooltip."""
     values = g.values if isinstance(g, D_graph) else None
     return format_program(g.names, tuple(g.nodes[k] for k in ops), (), values).rpartition("\n")[0]
 
 
 def tip(text: str) -> str:
-    """``text`` as a tooltip: not more than can be looked at, which is also less than Graphviz accepts."""
+    """``text`` as a tooltip of at most 25 lines, each of at most 200 characters. Graphviz refuses long ones."""
     lines = [line if len(line) <= 200 else f"{line[:200]} …" for line in text.splitlines()]
     more = [f"… and {len(lines) - 25} more"] if len(lines) > 25 else []
     return escaped("\n".join(lines[:25] + more))
@@ -68,7 +69,7 @@ def escaped(text: str) -> str:
 
 
 def _wrapped(legend: str, width: int = 72) -> list[str]:
-    """The parts of a legend, which " · " separates, in lines: a small picture must not become as wide as its legend."""
+    """The parts of a legend, separated by " · ", in lines: a legend must not widen a small picture."""
     lines: list[str] = []
     for part in legend.split(" · "):
         if lines and len(lines[-1]) + len(part) < width:
@@ -112,17 +113,17 @@ def new_block(name: str, title: str, number: int) -> Any:
 
 
 def add_box(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
-    """A computation."""
+    """Add the box of a computation."""
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **more)
 
 
 def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
-    """Data: an ellipse."""
+    """Add the ellipse of a datum."""
     form = {"shape": "ellipse", "style": "filled", "margin": "0.02"} | more
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **form)
 
 
 def put_below(picture: Any, above: str, tops: Iterable[str]) -> None:
-    """Place ``tops``, and with them what hangs on them, below ``above``."""
+    """Place the boxes ``tops``, with all that follows them, below the box ``above``."""
     for key in tops:
         picture.edge(above, key, style="invis")

@@ -34,7 +34,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Boxes that are drawn together; in a frame if ``number``, the class of the block, is given."""
+    """Boxes that stand together; in a frame if ``number``, the class of the block, is given."""
 
     boxes: tuple[Box, ...]
     title: str = ""
@@ -43,7 +43,7 @@ class Section:
 
 @dataclass(slots=True)
 class _Places:
-    """Where values are: the key of what makes or shows each, the section that makes it, the boxes that read it."""
+    """The places of values: the key of each one's box or ellipse, its maker's section, and the boxes that read it."""
 
     keys: dict[int, str] = field(default_factory=dict)
     home: dict[int, int] = field(default_factory=dict)
@@ -51,16 +51,20 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """Draws sections of a B, D or S graph; ``g`` is the program whose values they read and make."""
+class Flowchart:
+    """The flowchart of sections of a B, D or S graph; ``g`` has the values that they read and make.
+
+    ``shown``: names of values in S, where these differ from those in D.
+    """
 
     g: B_graph | D_graph
     picture: Any
     prefix: str = ""
     values: dict[int, Value] = field(default_factory=dict)
+    shown: dict[int, str] = field(default_factory=dict)
 
     def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> tuple[list[str], str]:
-        """Draw ``sections`` below each other; ``leaving``: values that leave. Returns the top and the end."""
+        """Draw ``sections`` one below the other, then the values ``leaving``. Returns keys of the top and the end."""
         frames = [
             self.picture
             if section.number is None
@@ -94,7 +98,7 @@ class Program:
         return f"{self.prefix}n{k}_{j}"
 
     def _enter(self, frames: Sequence[Any], leaving: Sequence[int], at: _Places) -> None:
-        """What no box makes; parameters and buffers that only one box reads stand together."""
+        """Add an ellipse for each value that no box makes; parameters and buffers of one box share a cylinder."""
         groups: dict[object, list[int]] = {}
         for v in [v for v in dict.fromkeys((*at.readers, *leaving)) if v not in at.keys]:
             boxes, source = at.readers.get(v, []), self.g.sources.get(v)
@@ -107,7 +111,7 @@ class Program:
             self._source(frames[where.pop()] if len(where) == 1 else self.picture, key, members)
 
     def _edges(self, sections: Sequence[Section], at: _Places) -> None:
-        """Edges to each box from what it reads, named where the maker has several results."""
+        """Add an edge to each box from what it reads, with the value's name if its maker has several results."""
         several = {v for s in sections for box in s.boxes if len(box.makes) > 1 for v in box.makes}
         for k, section in enumerate(sections):
             for j, box in enumerate(section.boxes):
@@ -117,8 +121,8 @@ class Program:
                         continue
                     seen.add(at.keys[v])
                     tip = parts.tip(self.describe(v))
-                    more = {"label": parts.escaped(f" {self.g.names[v]}")} if v in several else {}
-                    # What flows from box to box is kept straight; blocks do not move aside for each other.
+                    more = {"label": parts.escaped(f" {self.name(v)}")} if v in several else {}
+                    # Edges within a section are kept straight; those between sections do not move them.
                     more["weight"] = "1" if v not in at.home else "8" if at.home[v] == k else "0"
                     self.picture.edge(at.keys[v], self._key(k, j), tooltip=tip, labeltooltip=tip, **more)
                 alone = not any(v in at.home for v in box.reads) and not any(v in at.readers for v in box.makes)
@@ -126,7 +130,7 @@ class Program:
                     parts.put_below(self.picture, self._key(k, j - 1), [self._key(k, j)])
 
     def _tops(self, sections: Sequence[Section], k: int, at: _Places) -> list[str]:
-        """What stands at the top of section k, as far as nothing in the picture points to it."""
+        """The keys at the top of section k to which no edge of the picture leads."""
         before = {v for section in sections[:k] for box in section.boxes for v in box.reads}
         tops = []
         for j, box in enumerate(sections[k].boxes[:3]):  # what is further down follows by itself
@@ -137,7 +141,7 @@ class Program:
 
     def _source(self, where: Any, key: str, members: Sequence[int]) -> None:
         sources = [self.g.sources.get(v) for v in members]
-        kind = min((s.kind for s in sources if s), key=_rank, default="")
+        kind = min((s.kind for s in sources if s), key=_colour_order, default="")
         fill = parts.SOURCES[kind] if kind else parts.DATA
         more = (
             {"style": "filled,dashed"}
@@ -150,14 +154,14 @@ class Program:
         parts.add_data(where, key, parts.data_label(*self._names(members)), tooltip, fill, **more)
 
     def _names(self, members: Sequence[int]) -> list[str]:
-        """The label's lines: of one value its name, form and size; of several what they have in common first."""
+        """The lines of a label: name, form and size of one value; of several first the module they share."""
         if len(members) == 1:
-            return [self.g.names[members[0]], self.size(members[0])]
-        split = [self.g.names[v].rpartition(".") for v in members]
+            return [self.name(members[0]), self.size(members[0])]
+        split = [self.name(v).rpartition(".") for v in members]
         if len({module for module, _, _ in split}) == 1 and split[0][0]:
             first, names = [split[0][0]], [name for _, _, name in split]
         else:
-            first, names = [], [self.g.names[v] for v in members]
+            first, names = [], [self.name(v) for v in members]
         known = [self.values[v] for v in members if v in self.values]
         if known:
             names = [f"{name} {list(value.shape)}" for name, value in zip(names, known, strict=True)]
@@ -169,9 +173,13 @@ class Program:
 
     def _leave(self, where: Any, key: str, v: int) -> None:
         returned = v in self.g.outputs
-        text = parts.data_label(self.g.names[v], self.size(v), "returned" if returned else "read later")
+        text = parts.data_label(self.name(v), self.size(v), "returned" if returned else "read later")
         more = {"peripheries": "2"} if returned else {"style": "filled,dashed"}
         parts.add_data(where, key, text, self.describe(v), parts.OUTPUT, **more)
+
+    def name(self, v: int) -> str:
+        """The display name of a value."""
+        return self.shown.get(v, self.g.names[v])
 
     def size(self, v: int) -> str:
         """Form and size of a value, "[2, 16, 32] 4.0 KiB", if known."""
@@ -183,11 +191,11 @@ class Program:
         known, source = self.values.get(v), self.g.sources.get(v)
         kind = f"{source.kind} " if source else ""
         form = f": {str(known.dtype)[6:]}{list(known.shape)}, {format_bytes(known.bytes)}" if known else ""
-        return f"{kind}{self.g.names[v]}{form}"
+        return f"{kind}{self.name(v)}{form}"
 
 
-def _rank(kind: str) -> int:
-    """Several kinds together have the colour of the first of these."""
+def _colour_order(kind: str) -> int:
+    """The place of a kind of source in the order that decides the colour of several together."""
     return ("parameter", "buffer", "constant", "input").index(kind)
 
 
@@ -195,20 +203,21 @@ def whole_program(g: B_graph | D_graph) -> Any:
     """All operations of a B or D graph."""
     stage = "B" if isinstance(g, B_graph) else "D"
     picture = parts.new_picture(f"{stage} graph: {len(g.nodes)} operations", LEGEND)
-    program = Program(g, picture, values={} if isinstance(g, B_graph) else g.values)
-    program.draw([Section(tuple(node_box(n, program, k) for k, n in enumerate(g.nodes)))], g.outputs)
+    chart = Flowchart(g, picture, values={} if isinstance(g, B_graph) else g.values)
+    chart.draw([Section(tuple(node_box(n, chart, k) for k, n in enumerate(g.nodes)))], g.outputs)
     return picture
 
 
-def node_box(node: Node, program: Program, index: int) -> Box:
+def node_box(node: Node, chart: Flowchart, index: int) -> Box:
     """The box of one B or D node."""
-    g = program.g
-    results = ", ".join(g.names[v] for v in node.outputs if g.names[v] != node.name)
-    sizes = [program.size(v) for v in node.outputs[:1]]
+    g = chart.g
+    title = node.label or node.name
+    results = ", ".join(g.names[v] for v in node.outputs if g.names[v] != title)
+    sizes = [chart.size(v) for v in node.outputs[:1]]
     style = "filled,rounded" if node.mode.grad else "filled,rounded,dashed"
     more = f"{len(node.outputs)} × " if len(node.outputs) > 1 and any(sizes) else ""
     some = results if len(results) < 40 else f"{len(node.outputs)} results"
-    text = parts.label(node.name, some, *(more + s for s in sizes))
+    text = parts.label(title, node.name if node.name != title else "", some, *(more + s for s in sizes))
     return Box(text, parts.program_text(g, [index]), node.reads(), node.outputs, parts.FORWARD, style)
 
 
@@ -216,16 +225,16 @@ def whole_S(s: S_graph) -> Any:
     """All nodes of an S graph, block below block."""
     blocks = s.blocks or ((0, len(s.nodes)),)
     picture = parts.new_picture(f"S graph: {len(s.nodes)} nodes, blocks: {len(blocks)}", LEGEND_S)
-    program = Program(s.d, picture, values=s.d.values)
+    chart = Flowchart(s.d, picture, values=s.d.values, shown=s.shown)
     sections = [
-        Section(tuple(S_box(s, i, program) for i in range(*block)), f"block {b}, class {number}", number)
+        Section(tuple(S_box(s, i, chart) for i in range(*block)), f"block {b}, class {number}", number)
         for b, (block, number) in enumerate(zip(blocks, classes(s.with_blocks(blocks)), strict=True))
     ]
-    program.draw(sections, s.d.outputs)
+    chart.draw(sections, s.d.outputs)
     return picture
 
 
-def S_box(s: S_graph, i: int, program: Program) -> Box:
+def S_box(s: S_graph, i: int, chart: Flowchart) -> Box:
     """The box of S node ``i``."""
     node = s.nodes[i]
     body = [s.d.nodes[op].name for op in node.ops]
@@ -235,7 +244,8 @@ def S_box(s: S_graph, i: int, program: Program) -> Box:
     saved = sum(s.d.storages[x].bytes for x in node.saved.storages if s.d.storages[x].owner is not None)
     saved += sum(node.saved.private)
     text = parts.label(
-        node.name,
+        node.label,
+        node.name if node.name != node.label else "",
         f"+ {parts.counted(body)}" if body else "",
         f"makes {format_bytes(sum(own))}" if own else "",
         f"saves {format_bytes(saved)}" if saved else "",

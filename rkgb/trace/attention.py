@@ -1,4 +1,4 @@
-"""Which kernels ``scaled_dot_product_attention`` may choose from, as ``torch.nn.attention.sdpa_kernel`` sets it."""
+"""The kernels that ``scaled_dot_product_attention`` may use, as ``torch.nn.attention.sdpa_kernel`` sets them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USUAL_ATTENTION = attention_kernels()
 
 @contextlib.contextmanager
 def attention_by(kernels: tuple[int, ...]) -> Iterator[None]:
-    """Attention with these kernels, as ``attention_kernels`` returns them; () for the usual ones."""
+    """A context in which attention uses these ``attention_kernels``; (): those at the import of this file."""
     before = attention_kernels()
     _choose(kernels or USUAL_ATTENTION)
     try:

@@ -1,6 +1,6 @@
-"""Run a module under observation: what a trace cannot tell (captured tensors, reads by Python), and its modes.
+"""Observation of a module while it is traced: captured tensors, reads by Python, random draws, and modes.
 
-With ``rkgb/trace/record.py`` the place that touches PyTorch's private tracing entry points.
+Only this file and ``rkgb/trace/record.py`` call PyTorch's private tracing functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from rkgb.device import KINDS
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import Mode
-from rkgb.randomness import Drawn, generators_in, own_generators, random_state, set_random_state, watched_devices
+from rkgb.randomness import RandomSource, generators_in, own_generators, random_state, set_random_state, watched_devices
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
@@ -28,7 +28,7 @@ from rkgb.trace.respelled import Respelled, respelled
 from rkgb.trace.written import Written
 from rkgb.trees import map_tensors, tensors_in
 
-# What Python reads from the data of tensors.
+# Calls by which Python reads the data of tensors.
 _HOST_READS = frozenset(
     "Tensor." + name
     for name in "__bool__ item __int__ __float__ __complex__ __index__ tolist numpy __array__ __contains__".split()
@@ -40,7 +40,7 @@ _HOOKS = frozenset({"Tensor.register_hook", "Tensor.register_post_accumulate_gra
 
 _SWITCHES = frozenset({"Tensor.requires_grad_", "requires_grad.__set__"})
 
-# Sizes are plain numbers in a trace: a call with other shapes is traced again. Nothing follows from what is printed.
+# Not recorded: sizes, which are plain numbers in a trace, and printing.
 _UNRECORDED = frozenset(
     {"Tensor.size", "Tensor.stride", "Tensor.numel", "Tensor.nelement", "Tensor.__len__", "shape.__get__"}
     | {"Tensor.__repr__", "Tensor.__str__", "Tensor.__format__"}
@@ -59,7 +59,7 @@ def current_mode() -> Mode:
 
 
 def drop_saved() -> saved_tensors_hooks:
-    """Run with gradients, but let autograd keep nothing: memory stays that of inference."""
+    """A context in which autograd saves no tensors, so that peak memory is that of inference."""
 
     def refuse(_: None) -> torch.Tensor:
         raise RuntimeError("a tensor dropped while the module was observed is needed: backward ran inside forward")
@@ -69,10 +69,11 @@ def drop_saved() -> saved_tensors_hooks:
 
 @contextlib.contextmanager
 def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[None]:
-    """Afterwards buffers, inputs, generators and the tensors named in ``written`` are as they were, and all but the
-    generators count as never changed: graphs from before may have saved them.
+    """A context that restores buffers, inputs, generators and the tensors named in ``written`` at its end.
+
+    Version counters are restored, too, since autograd graphs from before may have saved these tensors.
     """
-    drawn: list[Drawn] = [*watched_devices((*inputs, *model.parameters())), *own_generators(model)]
+    drawn: list[RandomSource] = [*watched_devices((*inputs, *model.parameters())), *own_generators(model)]
     states = [(x, random_state(x)) for x in drawn]
     buffers = dict(model.named_buffers())
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
@@ -104,9 +105,9 @@ def _held(model: torch.nn.Module, name: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def attributes_preserved(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards numbers among the modules' attributes are what they were: nothing was counted.
+    """A context that restores numbers in the modules' attributes at its end, such as counters of calls.
 
-    What forward makes when it first runs (caches, hooks and the flags that say so) stays, as it belongs together.
+    Caches, hooks and flags that forward sets in its first run stay, as they depend on each other.
     """
     numbers = [(m, k, x) for m in model.modules() for k, x in vars(m).items() if type(x) in (int, float)]
     try:
@@ -118,7 +119,7 @@ def attributes_preserved(model: torch.nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """Python read ``value`` by ``function(*args, **kwargs)``, whose tensors are the markers in the trace."""
+    """A read by Python: ``function(*args, **kwargs)`` returned ``value``; markers take the tensors' places."""
 
     function: Callable[..., Any]
     name: str
@@ -133,26 +134,27 @@ class HostRead:
 
 
 RecordedCall = tuple[Mode, str, torch.Generator | Respelled | None]
-"""Mode and source line of a traced call; the generator that it was given (a trace holds a copy), or what it does."""
+"""A traced call: its mode, its source line, and its generator (the trace has a copy only) or its other spelling."""
 
 
 def call_in(scope: str, calls: Sequence[RecordedCall]) -> RecordedCall:
-    """Which of the recorder's ``calls`` the scope of a node in the trace stands for."""
+    """The one of the recorder's ``calls`` that the scope of a node in the trace names."""
     marks = re.findall(r"@(\d+)@", scope)
     return calls[int(marks[-1])] if marks else (Mode(), "", None)
 
 
 def module_in(scope: str) -> str:
-    """The qualified name of the submodule that the scope of a node in the trace lies in."""
+    """The qualified name of the submodule that the scope of a node in the trace names."""
     names = [part for part in scope.split("/") if not part.startswith("@")]
     return names[-1] if names else ""
 
 
 class Recorder(TorchFunctionMode):
-    """Sees every call of a traced run: leaf tensors that are nobody's, reads by Python, and random draws.
+    """Observes every call of a traced run.
 
-    While tracing it also names mode and source line of each call in the scopes of its nodes, and keeps
-    dead random results alive: without them the generator would not move as in eager mode.
+    It collects ``captured`` (leaf tensors that are neither inputs nor the module's), ``reads`` by Python, and ``draws``
+    (markers of random results). Mode and source line of each call become part of the scopes of its nodes. The markers
+    keep unused random results in the trace, without which the generators would not advance as in eager mode.
     """
 
     def __init__(self, known: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()) -> None:
@@ -189,7 +191,7 @@ class Recorder(TorchFunctionMode):
         return self._recorded(tracing, func, name, args, kwargs)
 
     def _refuse(self, func: Any, name: str, args: tuple[Any, ...]) -> None:
-        """Raise ``UnsupportedError`` for what no plan can do."""
+        """Raise ``UnsupportedError`` for a call that no plan can repeat."""
         if name in _HOOKS:
             raise UnsupportedError(
                 f"forward registers a hook on a tensor ({name} at {user_line()}), which a plan would not do again. "
@@ -207,7 +209,7 @@ class Recorder(TorchFunctionMode):
             )
 
     def _recorded(self, tracing: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call as the trace records it."""
+        """Run the call, which the tracer records as it is."""
         generator = self._generator(name, (*args, *kwargs.values()))
         before = self._states(tracing, generator)
         with untraced(tracing):
@@ -228,7 +230,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _recorded_as(self, tracing: Any, what: Respelled, t: torch.Tensor) -> torch.Tensor:
-        """``what(t)``, whose node in the trace is one that the tracer knows."""
+        """``what(t)``, recorded as another operation that stands for it (``detach``)."""
         with untraced(tracing):
             self.written.keep(t)
             result = what(t)
@@ -241,7 +243,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _assign_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
-        """``t.data = value``: of a tensor that stays, its contents are changed."""
+        """``t.data = value``, recorded as a copy of the contents."""
         if not self.written.may_take(t, value):
             raise UnsupportedError(
                 f"forward gives a tensor the memory of another (.data = … at {user_line()}), which a plan would not do "
@@ -251,7 +253,7 @@ class Recorder(TorchFunctionMode):
             t.data.copy_(value)
 
     def _generator(self, name: str, arguments: tuple[Any, ...]) -> torch.Generator | None:
-        """The generator that a call is given."""
+        """The generator among the arguments of a call. Raises ``UnsupportedError`` if no module has it."""
         generator = next(iter(generators_in(arguments)), None)
         if generator is not None and generator not in self.generators:
             raise UnsupportedError(
@@ -261,17 +263,17 @@ class Recorder(TorchFunctionMode):
         return generator
 
     def _states(self, tracing: Any, generator: torch.Generator | None) -> list[bytes]:
-        """The state of the generator, by default those of all devices."""
+        """The state of the generator; for None those of all devices' default generators."""
         with untraced(tracing):
-            drawn: Sequence[Drawn] = self.devices if generator is None else (generator,)
+            drawn: Sequence[RandomSource] = self.devices if generator is None else (generator,)
             return [random_state(x).numpy().tobytes() for x in drawn]
 
     def scope(self, what: torch.Generator | Respelled | None = None) -> str:
-        """A scope name that stands for the present mode and source line, and what else is known of the call."""
+        """A scope name that refers to the present mode and source line, and to the call's generator or spelling."""
         return f"@{self.calls.setdefault((current_mode(), user_line(), what), len(self.calls))}@"
 
     def _read(self, tracing: Any, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Read outside the trace; a marker of each tensor says in the trace what was read, and where."""
+        """Make a read that the tracer does not record; markers in the trace show which tensors are read, and when."""
         marked = self._marked(tracing, args), self._marked(tracing, kwargs)
         with untraced(tracing):
             value = func(*args, **kwargs)
@@ -308,7 +310,7 @@ def _mark(t: torch.Tensor) -> torch.Tensor:
 
 
 def outside_vmap(t: torch.Tensor) -> torch.Tensor:
-    """The tensor that one seen inside ``vmap`` is a part of."""
+    """The tensor outside of ``vmap`` to which a tensor inside belongs."""
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
     return t
@@ -321,7 +323,7 @@ def _call_name(func: Any) -> str:
 
 @contextlib.contextmanager
 def untraced(tracing: Any) -> Iterator[None]:
-    """What runs here is not recorded."""
+    """A context in which the tracer records nothing."""
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which Python a module's forward runs: what its code may read beside tensors."""
+"""The Python functions that a module's forward runs, and the names that they may read beside tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """The functions that ran, without those of torch (but its layers), of Python itself and of this project.
+    """The functions that ran. Left out are those of Python, of this project, and of torch except its layers.
 
-    ``names``: of all attributes that they can read by name, in the code or as text. Of functions that are in no
-    installed package also their variables: ``scopes``, the global ones with the names among them that are read, and
-    ``cells``, those of the functions around them, by function and name.
+    ``names``: of the attributes that they may read, by name in the code or as text. For functions outside of installed
+    packages there are their variables, too. ``scopes``: dictionaries of global variables, with the names that are read.
+    ``cells``: variables of enclosing functions, as (function, name, cell).
     """
 
     names: frozenset[str] = frozenset()
@@ -31,20 +31,22 @@ class Code:
     cells: tuple[tuple[str, str, CellType], ...] = ()
 
     def reads_as(self, other: Code) -> bool:
-        """Whether both read the same places."""
+        """Whether both read the same names, global variables and cells."""
         mine, theirs = ([(id(v), read) for v, read in c.scopes] for c in (self, other))
         cells, others = ([(f, k, id(cell)) for f, k, cell in c.cells] for c in (self, other))
         return self.names == other.names and mine == theirs and cells == others
 
 
 class Draws(Exception):
-    """A number is about to be drawn from Python's generator."""
+    """Raised before a number is drawn from Python's generator."""
 
 
 @dataclass
 class Watch:
-    """Filled while ``watched`` is in force: functions and their global variables, and whether one of them has drawn
-    from Python's generator of random numbers. ``refuses``: it raises ``Draws`` instead, before it draws.
+    """What ``watched`` has seen: functions with their global variables.
+
+    ``drawn``: one of them has drawn from Python's generator of random numbers. ``refuses``: raise ``Draws`` before such
+    a draw.
     """
 
     functions: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
@@ -52,7 +54,7 @@ class Watch:
     refuses: bool = False
 
     def code(self) -> Code:
-        """What ran."""
+        """The functions seen, as ``Code``."""
         names: set[str] = set()
         scopes: dict[int, tuple[dict[str, Any], set[str]]] = {}
         closures: set[CodeType] = set()
@@ -82,7 +84,7 @@ def is_installed(path: str) -> bool:
 
 
 def _cells(closures: set[CodeType]) -> Iterator[tuple[str, str, CellType]]:
-    """The variables that functions with this code have from around them. A frame does not tell its function."""
+    """The cells of all functions that have one of these code objects: a frame does not refer to its function."""
     for function in gc.get_objects() if closures else ():
         if type(function) is FunctionType and function.__code__ in closures:
             free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -91,9 +93,9 @@ def _cells(closures: set[CodeType]) -> Iterator[tuple[str, str, CellType]]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Watch]:
-    """Note the functions that this thread calls. A profiler that is on sees none of them.
+    """A context that records the functions that this thread calls. A Python profiler sees nothing meanwhile.
 
-    Garbage is not collected meanwhile: that would call finalizers and callbacks that are no part of the forward.
+    Garbage collection is off, since it would call finalizers and callbacks that are no part of the forward.
     """
     watch = Watch()
     functions, generator = watch.functions, random.random.__self__  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Batch norm with ``momentum=None`` as one operation.
 
-Its running statistics are averages over all batches: the factor is one over a counter, which torch reads in Python at
-every step. As a constant of a plan it would be wrong at the next step.
+Its running statistics are averages over all batches. Their factor is one over a counter, which torch reads in Python
+at every step, so that as a constant of a plan it would be wrong at the next step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIBRARY.impl("cumulative_batch_norm", _run, "CompositeImplicitAutograd")
 
 @contextlib.contextmanager
 def cumulative_as_one() -> Iterator[None]:
-    """While a module is traced, such a batch norm is one operation, which reads the counter itself."""
+    """A context in which such a batch norm is one operation, which reads the counter itself."""
     original = _BatchNorm.forward
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Guards: what the module's Python read from tensors while it was traced decides what the trace is.
+"""Guards: nodes that check the values that the module's Python read from tensors.
 
-The read stays in the graph as a node. It is made again at every call, at the same place; another value than
-the one seen raises ``GuardFailed``, and the caller traces anew.
+Such a value may decide which branch Python takes, so a trace is right only for that value. A guard reads again, at
+every call and at the same place. If the value is another one it raises ``GuardFailed``, and the caller traces anew.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Guard:
     line: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        found = self.read(*args, **kwargs)
-        if not same(found, self.expected):
-            raise GuardFailed(self, found)
+        value = self.read(*args, **kwargs)
+        if not same(value, self.expected):
+            raise GuardFailed(self, value)
 
     def __repr__(self) -> str:
         return f"guard[{self.name} == {self.expected!r}]"
 
 
 def snapshot(value: Any) -> Any:
-    """``value`` as it is now, whatever happens to the memory it was read from."""
+    """``value``, copied if it shares memory with the tensor that it was read from."""
     return value.copy() if numpy is not None and isinstance(value, numpy.ndarray) else value
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values read by Python are the same; NaN is the same as NaN."""
+    """Whether two values that Python read are of one type and equal; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if numpy is not None and isinstance(a, numpy.ndarray):
@@ -70,11 +70,11 @@ def same(a: Any, b: Any) -> bool:
 
 
 def is_guard(node: Node) -> bool:
-    """Whether the node only checks."""
+    """Whether the node is a guard."""
     return isinstance(node.op, Guard)
 
 
-# Calls whose results are shaped by what their arguments hold.
+# Calls whose results have shapes that depend on the contents of their arguments.
 _SHAPED_BY_DATA = frozenset(
     "nonzero argwhere masked_select repeat_interleave bincount combinations one_hot unique unique_consecutive "
     "_unique _unique2 _pack_padded_sequence _pad_packed_sequence tensor_split".split()
@@ -82,7 +82,7 @@ _SHAPED_BY_DATA = frozenset(
 
 
 def shaped_by_data(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of what the call ``name(*args)`` returns depends on what its arguments hold."""
+    """Whether the shape of the result of ``name(*args)`` depends on the contents of the arguments."""
     if name == "where":
         return len(args) == 1
     if name == "__getitem__":
@@ -91,5 +91,5 @@ def shaped_by_data(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def shapes(*results: torch.Tensor) -> list[tuple[int, ...]]:
-    """What a guard of shapes reads."""
+    """The shapes of tensors, for a guard to compare."""
     return [tuple(t.shape) for t in results]

@@ -1,4 +1,4 @@
-"""Source lines of the user's: outside this package's front end and torch."""
+"""The user's source lines: those outside of this package and of torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _told = threading.local()
 
 @contextlib.contextmanager
 def told(line: str) -> Iterator[None]:
-    """What runs here was written at ``line``: the code that runs was made from it."""
+    """A context in which ``user_line`` is ``line``: for code that was generated from that line."""
     before = getattr(_told, "line", None)
     _told.line = line
     try:
@@ -31,7 +31,7 @@ def told(line: str) -> Iterator[None]:
 
 
 def user_line() -> str:
-    """The innermost source line outside this file and torch, as "file.py:12", or "cell:12" in a notebook."""
+    """The innermost source line outside of this package and torch: "file.py:12", or "cell:12" in a notebook."""
     line: str | None = getattr(_told, "line", None)
     if line is not None:
         return line
@@ -44,7 +44,7 @@ def user_line() -> str:
 
 
 def line_of_trace(text: str, beside: str) -> str:
-    """The innermost source line outside this file, torch and the file ``beside`` in a traceback that was printed."""
+    """The innermost source line of a printed traceback outside of this package, torch and the file ``beside``."""
     frames = re.findall(r'File "(.*?)", line (\d+)', text)
     outside = [(file, int(line)) for file, line in frames if not file.startswith((*_INSIDE, beside))]
     return _named(*outside[-1]) if outside else ""
@@ -56,6 +56,6 @@ def _named(file: str, line: int) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where in the user's code an error arose, as " at file.py:12"; nothing where it did not."""
+    """Where in the user's code an error arose: " at file.py:12"; empty if it arose elsewhere."""
     frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if not f.f_code.co_filename.startswith(_INSIDE)]
     return f" at {_named(frames[-1].f_code.co_filename, frames[-1].f_lineno)}" if frames else ""

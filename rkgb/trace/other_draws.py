@@ -1,7 +1,7 @@
-"""Draws from Python's and NumPy's generators: those of a run, and not those of other threads meanwhile.
+"""Detection of random draws from Python's and NumPy's generators during a run.
 
-Both generators belong to all threads: one that loads data may draw from them while a plan is made. Its draws are not
-lost, and not repeated.
+All threads share these generators. A thread that loads data may draw from them while a plan is made; its draws must be
+neither lost nor repeated, and must not count as the module's.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ PYTHON, NUMPY = "Python's random module", "NumPy's random module"
 
 @contextlib.contextmanager
 def other_draws(watch: Watch, *, refuse: bool = False) -> Iterator[list[str]]:
-    """Filled at the end: the generators that this thread has drawn from, which are then as before if no other thread
-    may have drawn from them; ``watch`` is in force.
+    """A context whose list names, at its end, the generators that this thread has drawn from. ``watch`` is active.
 
-    Python's draws are seen as calls, which tell the thread. NumPy's are not, so that other threads wait for its lock
-    meanwhile if it has one that this thread can take twice. Where no other thread runs, the states alone decide.
-    ``refuse``: what runs ends at its first draw from Python's if that could not be put back.
+    The generators are then restored, unless another thread may have drawn from them, too. Draws from Python's generator
+    show as calls of this thread. NumPy's do not; other threads wait for NumPy's lock meanwhile, if this thread can take
+    it twice. If no other thread runs, the states decide. ``refuse``: raise ``Draws`` at the first draw from Python's
+    generator that could not be restored.
     """
-    found: list[str] = []
+    drawn_from: list[str] = []
     alone = threading.active_count() == 1
     with contextlib.nullcontext() if alone else _numpy_lock():
         before = random.getstate(), _numpy_state(), _numpy_generator() and _numpy_generator().get_state()
         watch.drawn, watch.refuses = False, refuse and not alone
         try:
-            yield found
+            yield drawn_from
         except Draws:
-            found.append(PYTHON)
+            drawn_from.append(PYTHON)
             return
         alone = alone and threading.active_count() == 1
         if (alone or watch.drawn) and random.getstate() != before[0]:
-            found.append(PYTHON)
+            drawn_from.append(PYTHON)
             if alone:
                 random.setstate(before[0])
-        if _numpy_state() != before[1]:
-            found.append(NUMPY)
+        if before[1] and _numpy_state() != before[1]:  # its first import meanwhile is no draw
+            drawn_from.append(NUMPY)
             _set_numpy_state(before[2])
 
 
 def _numpy_generator() -> Any:
-    """What ``numpy.random.rand`` and its kind draw from; None where NumPy is not used."""
+    """The generator of ``numpy.random.rand`` and its kind; None if ``numpy.random`` is not imported."""
     draw = getattr(sys.modules.get("numpy.random"), "random_sample", None)
     return getattr(draw, "__self__", None)
 

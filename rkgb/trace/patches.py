@@ -20,7 +20,7 @@ from rkgb.trace.lines import user_line
 from rkgb.trace.scripted import run_scripted
 
 TRACING = threading.RLock()
-"""Held while a module is traced or measured: this changes parts of torch for a while."""
+"""Held while a module is traced or measured, since both replace parts of torch for that time."""
 
 _tracing = threading.local()
 
@@ -41,7 +41,7 @@ def _in_this_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def traceable() -> Iterator[None]:
-    """The module runs as in eager mode, but so that a trace sees all of it. One thread at a time."""
+    """A context in which the tracer records all that a module does in eager mode. One thread at a time."""
     with (
         TRACING,
         _in_this_thread(),
@@ -58,7 +58,7 @@ def traceable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_checkpoint() -> Iterator[None]:
-    """Reentrant checkpoints run their function directly: we choose what is recomputed."""
+    """Reentrant checkpoints run their function directly, since the plan decides what is recomputed."""
     cls = torch.utils.checkpoint.CheckpointFunction
     cls.apply = staticmethod(lambda function, preserve, *args: function(*args))  # type: ignore[method-assign]
     try:
@@ -69,7 +69,7 @@ def _plain_checkpoint() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scripts_as_python() -> Iterator[None]:
-    """Scripted functions run the Python they were made from, scripted modules their graphs: a trace sees inside."""
+    """Scripted functions run as their Python source, scripted modules operation by operation, to be recorded."""
     function: Any = torch.jit.ScriptFunction
     module: Any = torch.jit.ScriptModule
     original = function.__call__
@@ -88,7 +88,7 @@ def _scripts_as_python() -> Iterator[None]:
 
 
 class _Untraced:
-    """``torch`` as modules see it that ask whether they are traced: they are not."""
+    """Takes the place of ``torch`` in modules that ask whether they are traced; it answers no."""
 
     def __init__(self, original: Any, **answers: Any) -> None:
         self._original = original
@@ -100,7 +100,7 @@ class _Untraced:
 
 @contextlib.contextmanager
 def _stateless_as_eager() -> Iterator[None]:
-    """``functional_call`` and ``parametrize.cached`` refuse to be traced, though a trace shows what they do."""
+    """``functional_call`` and ``parametrize.cached`` run under the tracer, which they would otherwise refuse."""
     untraced = _Untraced(
         torch,
         jit=_Untraced(torch.jit, is_tracing=lambda: False),
@@ -118,7 +118,7 @@ def _stateless_as_eager() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sizes_checked() -> Iterator[None]:
-    """``torch._check`` takes no tensors; while traced, sizes inside functions of torch are tensors."""
+    """``torch._check`` takes a tensor as its condition: under the tracer, sizes in torch's functions are tensors."""
     library: Any = torch
     original = library._check_with
 
@@ -134,9 +134,9 @@ def _sizes_checked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_inner_gradients() -> Iterator[None]:
-    """Refuse ``torch.func.grad`` and its kind, forward and reverse, by name."""
+    """``torch.func`` refuses to compute derivatives, forward and reverse, and names the user's line."""
     places: tuple[tuple[Any, str], ...] = (
-        (torch.autograd.graph, "disable_saved_tensors_hooks"),  # as reverse mode does first of all
+        (torch.autograd.graph, "disable_saved_tensors_hooks"),  # the first call of reverse mode
         (torch._functorch.eager_transforms, "jvp_increment_nesting"),
     )
     originals = [getattr(module, name) for module, name in places]
@@ -163,7 +163,7 @@ def _no_inner_gradients() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _libraries_as_eager() -> Iterator[None]:
-    """transformers and torchvision take other paths when they see a trace; let them do what they do in eager mode."""
+    """transformers and torchvision take the paths of eager mode, though a tracer is active."""
     questions = (("transformers.utils.import_utils", "is_jit_tracing"), ("torchvision", "_is_tracing"))
     asked = [(sys.modules[module], name) for module, name in questions if hasattr(sys.modules.get(module), name)]
     originals = [getattr(module, name) for module, name in asked]

@@ -21,7 +21,7 @@ _C: Any = torch._C
 
 @contextlib.contextmanager
 def _functions_marked(seen: Recorder) -> Iterator[None]:
-    """``autograd.Function.apply`` is no torch function: name its call in the scopes, leave its inside alone."""
+    """Name calls of ``autograd.Function.apply`` in the scopes, as the recorder does not see them."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,10 @@ def _functions_marked(seen: Recorder) -> Iterator[None]:
 
 
 def _refuse_hidden_parameters(cls: type, args: tuple[Any, ...]) -> None:
-    """Modules that a function is given train, if their parameters are no arguments, by a backward inside its own."""
+    """Raise ``UnsupportedError`` for a module among the arguments whose parameters are no arguments.
+
+    Such parameters can only be trained by a backward inside the function's own.
+    """
     given = {id(t) for t in tensors_in(args)}
     held = (p for m in args if isinstance(m, torch.nn.Module) for p in m.parameters() if p.requires_grad)
     if any(id(p) not in given for p in held):
@@ -55,7 +58,7 @@ def _refuse_hidden_parameters(cls: type, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _forward_untraced(cls: Any, tracing: Any) -> Iterator[None]:
-    """The forward of an ``autograd.Function`` leaves nothing in the trace: what it writes would be written twice."""
+    """The operations in the forward of an ``autograd.Function`` are not recorded: its writes would be made twice."""
     own = cls.__dict__.get("forward")
     forward = cls.forward
 
@@ -95,45 +98,22 @@ def record(
     seen: Recorder,
     model: torch.nn.Module,
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Trace ``function(*inputs)``, which calls ``model``, into a torch.jit graph whose inputs are ``inputs``; ``seen``
-    looks on.
+    """Trace ``function(*inputs)``, which calls ``model``, into a torch.jit graph whose inputs are ``inputs``.
 
-    Returns the graph and the function's results. The graph's outputs are these, then
-    the markers of ``Recorder.draws`` and those of ``Recorder.reads``.
+    Returns the graph and the function's results. ``seen`` records what the graph cannot hold. The graph's outputs are
+    the results, then the markers of ``Recorder.draws`` and those of ``Recorder.reads``. Raises ``UnsupportedError`` for
+    what torch.jit cannot trace.
     """
     results: list[torch.Tensor] = []
 
     def traced(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with seen:
             results[:] = function(*args)
-        state = torch._C._get_tracing_state()
-        if state is None:
-            raise UnsupportedError(
-                "forward catches the error of an operation, after which torch.jit records nothing: ask before it is "
-                "called whether it can be, or plan the submodules around that line"
-            )
-        if unknown := spell_booleans(state.graph()):
-            line = call_in(unknown.scopeName(), list(seen.calls))[1]
-            given = ", ".join(str(v.type()) for v in unknown.inputs())
-            raise UnsupportedError(
-                f"torch.jit has no overload of {unknown.kind()} for ({given}), as it is called at {line}. Give "
-                "the arguments in another form (tensors for numbers, say), or plan the submodules around that line."
-            )
+        _check_recorded(seen)
         return (*results, *seen.draws, *(t for read in seen.reads for t in read.markers()))
 
     lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
-    with (
-        traceable(),
-        _functions_marked(seen),
-        _modules_named(model),
-        drop_saved(),
-        warnings.catch_warnings(),
-    ):
-        # What Python reads from data, the recorder sees.
-        warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
-        # A weight that was cast before would be a tensor from nowhere. Within the trace the cache does what it does in
-        # eager mode: a weight used twice is cast once, and the gradients of both uses are added before they are cast.
-        torch.clear_autocast_cache()
+    with _traceable_run(model, seen):
         try:
             graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)
         except RuntimeError as error:
@@ -143,7 +123,37 @@ def record(
                     "Call the function as it was before."
                 ) from None
             raise UnsupportedError(f"torch.jit could not trace the module{place(error)}: {error}") from error
-        finally:
-            torch.clear_autocast_cache()
     torch._C._jit_pass_inline(graph)
     return graph, results
+
+
+@contextlib.contextmanager
+def _traceable_run(model: torch.nn.Module, seen: Recorder) -> Iterator[None]:
+    """What holds while ``model`` is traced."""
+    with traceable(), _functions_marked(seen), _modules_named(model), drop_saved(), warnings.catch_warnings():
+        # What Python reads from data, the recorder sees.
+        warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
+        # A weight that was cast before would be a tensor from nowhere. Within the trace the cache does what it does in
+        # eager mode: a weight used twice is cast once, and the gradients of both uses are added before they are cast.
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+
+def _check_recorded(seen: Recorder) -> None:
+    """Raise ``UnsupportedError`` if the tracer has lost the run, or holds an operation in no form that torch has."""
+    state = torch._C._get_tracing_state()
+    if state is None:
+        raise UnsupportedError(
+            "forward catches the error of an operation, after which torch.jit records nothing: ask before it is "
+            "called whether it can be, or plan the submodules around that line"
+        )
+    if unknown := spell_booleans(state.graph()):
+        line = call_in(unknown.scopeName(), list(seen.calls))[1]
+        given = ", ".join(str(v.type()) for v in unknown.inputs())
+        raise UnsupportedError(
+            f"torch.jit has no overload of {unknown.kind()} for ({given}), as it is called at {line}. Give "
+            "the arguments in another form (tensors for numbers, say), or plan the submodules around that line."
+        )

@@ -1,4 +1,4 @@
-"""Calls that torch's tracer does not record, or not as they are, spelled so that it does."""
+"""Other spellings of calls that torch's tracer does not record, or records as something else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def data_of(t: torch.Tensor) -> torch.Tensor:
-    """``t.data``, which the tracer takes for a constant."""
+    """``t.data``, which the tracer would record as a constant."""
     return t.data
 
 
@@ -28,7 +28,7 @@ Respelled = Callable[[torch.Tensor], torch.Tensor]
 
 
 def respelled(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Respelled | None:
-    """What the call ``name(*args, **kwargs)`` does to its first argument, if the tracer would not see it."""
+    """The call ``name(*args, **kwargs)`` as a function of its first argument, if the tracer would not record it."""
     if name == "data.__get__":
         return data_of
     if name == "Tensor.view":
@@ -42,9 +42,9 @@ _BOOLEAN = "boolean"  # an attribute of constants
 
 
 def spell_booleans(block: Any) -> Any:
-    """Python's True and False, given for numbers (``mask & True``), match no overload of torch.jit: make them 1 and 0.
+    """Make True and False that stand for numbers (``mask & True``) 1 and 0, as torch.jit has no overload for them.
 
-    ``constant`` reads them as what they were. Returns the first operation that matches none all the same, or None.
+    ``constant`` returns them as booleans. Returns the first operation that still matches no overload, or None.
     """
     for node in list(block.nodes()):
         unmatched = next(filter(None, map(spell_booleans, node.blocks())), None)
@@ -58,7 +58,7 @@ def spell_booleans(block: Any) -> Any:
 
 
 def _known_with_numbers(node: Any, booleans: list[Any]) -> bool:
-    """Whether ``node`` matches an overload with ``booleans`` as numbers, which they then stay."""
+    """Whether ``node`` matches an overload if ``booleans`` are numbers; if it does, they become numbers."""
     for value in booleans:
         value.setType(torch._C.IntType.get())
     known = _is_known(node)

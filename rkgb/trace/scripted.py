@@ -1,7 +1,7 @@
 """Scripted modules (``torch.jit.script``), run operation by operation in Python.
 
-A trace would swallow them whole, loops and branches included. Here their branches are taken, and their loops
-run, as for any other module: a tensor that decides is read by Python, which makes a guard of it.
+The tracer would record a scripted module as one call, loops and branches included. Here Python takes the branches and
+runs the loops. It reads the tensors that decide, and each read becomes a guard.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_scripted(module: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: 
 
 
 def _block(block: Any, env: dict[str, Any]) -> list[Any]:
-    """Run the nodes of a graph or block; the values it returns."""
+    """Run the nodes of a graph or block, and return its values."""
     for node in block.nodes():
         outputs = [v.debugName() for v in node.outputs()]
         inputs = [env[v.debugName()] for v in node.inputs()]

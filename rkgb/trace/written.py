@@ -1,7 +1,7 @@
-"""Parameters that a module's forward changes (averaged copies of others, clamped scales): put back after a trace.
+"""Restoring the parameters that a module's forward changes, such as averaged copies of others or clamped scales.
 
-In two ways: below autograd, where every write shows (``put_back``), except while tracing (``Written``), where a mode
-there would hide convolutions from the tracer, which records them from inside.
+``put_back`` watches writes below autograd, where all of them show. While tracing, a dispatch mode would hide
+convolutions from the tracer, which records them from inside; ``Written`` watches calls instead.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from typing import Any
 import torch
 
 from rkgb.storages import storage_key
-from rkgb.trace.ran import Ran
+from rkgb.trace.operators import OperatorCount
 from rkgb.trees import tensor_leaves
 
 _Copies = list[tuple[torch.Tensor, int, torch.Tensor]]  # tensor, its version, a copy
 
 
 class Written:
-    """Keeps what parameters held before they were written: each is copied before a call that gets it, and the copy
-    dropped after if the call changed nothing. So planning needs the memory of one parameter, not of all."""
+    """Keeps copies of parameters that were written.
+
+    A parameter is copied before each call that gets it. The copy is dropped after the call if nothing was changed, so
+    that planning needs the memory of one parameter, not of all.
+    """
 
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         strided = list(_strided(own))
@@ -32,26 +35,26 @@ class Written:
         self._changed: set[int] = set()
 
     def before(self, name: str, arguments: Any) -> _Copies:
-        """What to hand to ``after``."""
+        """Copies of the parameters among the arguments of a call, for ``after``."""
         if not self._parameters or name.endswith("__get__"):
             return []
-        found = {id(p): p for t in _strided(arguments) if (p := self._parameters.get(storage_key(t))) is not None}
-        return [(p, p._version, p.detach().clone()) for k, p in found.items() if k not in self._copies]
+        given = {id(p): p for t in _strided(arguments) if (p := self._parameters.get(storage_key(t))) is not None}
+        return [(p, p._version, p.detach().clone()) for k, p in given.items() if k not in self._copies]
 
     def after(self, copies: _Copies) -> None:
-        """The call is over."""
+        """Keep the copies of parameters that the call changed."""
         for p, version, copy in copies:
             if p._version != version:
                 self._copies[id(p)] = (p, copy)
 
     def keep(self, t: torch.Tensor) -> None:
-        """``t`` is about to be had in a form whose changes are not counted."""
+        """Copy ``t``, which is about to be read in a form whose writes its version counter does not show."""
         p = self._parameters.get(storage_key(t))
         if p is not None and id(p) not in self._copies:
             self._copies[id(p)] = (p, p.detach().clone())
 
     def keep_captured(self, t: torch.Tensor) -> None:
-        """``t``, which nobody knew of, is about to be used."""
+        """Copy ``t``, a tensor from outside of the module that is about to be used."""
         if _has_memory(t) and not torch._C._functorch.is_functorch_wrapped_tensor(t):
             self._copies[id(t)] = (t, t.detach().clone())
 
@@ -59,12 +62,12 @@ class Written:
         return id(t) in self._own and isinstance(t, torch.nn.Parameter)
 
     def may_take(self, t: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether ``t.data = value`` is to copy: ``t`` is the module's, and none of the module's holds ``value``."""
+        """Whether ``t.data = value`` may be a copy: ``t`` is the module's, and ``value`` lies in none of its memory."""
         alike = t.shape == value.shape and t.dtype == value.dtype and t.device == value.device
         return id(t) in self._own and alike and storage_key(value) not in self._at
 
     def put_back(self) -> None:
-        """Give every parameter what it held."""
+        """Restore every parameter that was written."""
         with torch.no_grad():
             for key, (p, copy) in self._copies.items():
                 self._changed.add(key)  # also where it holds the same: an average of two equal tensors
@@ -73,11 +76,11 @@ class Written:
         self._copies.clear()
 
     def changed(self, t: torch.Tensor) -> bool:
-        """Whether it may have been written to, so that ``put_back`` had a copy."""
+        """Whether ``put_back`` had a copy of ``t``, which may have been written."""
         return id(t) in self._changed
 
 
-class _Keeping(Ran):
+class _Keeping(OperatorCount):
     """Copies each of ``own`` before the first operation that writes to it."""
 
     def __init__(self, own: Iterable[torch.Tensor]) -> None:
@@ -99,10 +102,10 @@ class _Keeping(Ran):
 
 
 @contextlib.contextmanager
-def put_back(model: torch.nn.Module) -> Iterator[Ran]:
-    """Afterwards parameters, and tensors that modules hold as plain attributes, are what they were.
+def put_back(model: torch.nn.Module) -> Iterator[OperatorCount]:
+    """A context that restores parameters, and tensors in plain attributes of modules, at its end.
 
-    What runs meanwhile is noted. Takes the memory of what is written, not of all.
+    Yields the operators that are called meanwhile. Takes the memory of the tensors that are written, not of all.
     """
     held = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
     own = [t for t in (*model.parameters(), *held) if t.layout == torch.strided]
@@ -122,7 +125,7 @@ def put_back(model: torch.nn.Module) -> Iterator[Ran]:
 
 
 def _strided(tree: Any) -> Iterable[torch.Tensor]:
-    """The tensors of ``tree`` that have memory."""
+    """The tensors of ``tree`` with strided memory."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return (t for t in tensor_leaves(tree) if _has_memory(t) and not wrapped(t))
 

@@ -18,7 +18,7 @@ from rkgb.sample import Call
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
 from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
-from rockmate.calls.dynamo import classes_of, new_entry, settings, unguarded
+from rockmate.calls.dynamo import CONTAINERS_TOO, classes_of, hide_own_warnings, new_entry, settings, unguarded
 from rockmate.calls.front import Front, Terms
 from rockmate.calls.held import check_effects, undone_if_it_fails
 from rockmate.calls.look import end_look
@@ -58,7 +58,7 @@ class PlannedCall:
     """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it."""
 
     call: tuple[str, ...]
-    plan: Plan | None
+    plan: Plan | StepPlan | None
 
 
 class Attachment(Front):
@@ -124,8 +124,7 @@ class Attachment(Front):
         """All kinds of calls so far, those of the last call first."""
         self._check_place()
         if self._steps is not None:
-            budget = self.terms.budget if isinstance(self.terms.budget, int) else 0
-            return [PlannedCall(m.call, m.plan(m.least, budget)) for m in self._steps.every]
+            return [PlannedCall((f"{len(s.members)} graphs",), s.plan) for s in self._steps.known]
         free = (call for calls in self._graphs for call, _ in calls.spacious.values())
         return [*(PlannedCall(v.call, v.plan) for v in self.cache.variants()), *(PlannedCall(c, None) for c in free)]
 
@@ -280,8 +279,9 @@ class Attachment(Front):
             torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
             self._compiled = None  # captures of inner functions are known by the backend
         if self._compiled is None:
-            self._settings, self._asking = settings(), modules_that_ask()
+            self._settings, self._asking = settings(whole), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
+        hide_own_warnings()
         with (
             Heeded(),
             torch._dynamo.config.patch(self._settings),
@@ -295,10 +295,11 @@ class Attachment(Front):
         forward = steps.forward()
         self.inside.forward = forward
         try:
-            with abandoned_if_it_fails(forward):
+            with abandoned_if_it_fails(forward), CONTAINERS_TOO:
                 result = self._run_captured(model, call, whole=False)
         finally:
             self.inside.forward = None
+        forward.over()
         if not forward.ran:
             self._steps = None
             warnings.warn(

@@ -17,7 +17,7 @@ from rkgb.trace.lines import line_of_trace, told
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
-_HERE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "attach.py")  # whose function calls the model
+_HERE = os.path.join(os.path.dirname(__file__), "dynamo.py")  # whose functions call the model
 _WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
 
 

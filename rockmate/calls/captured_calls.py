@@ -27,7 +27,7 @@ from rockmate.calls.families import Family
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import WholeLook
-from rockmate.calls.member import NO_ROOM, Member, carried_schedules, choice_of, outside, schedules_of
+from rockmate.calls.member import NO_ROOM, Member, carried_schedules, choice_of, outside, same_constants, schedules_of
 from rockmate.calls.numbers import split
 from rockmate.calls.steps import Forward, Steps
 from rockmate.calls.variants import Variant
@@ -40,8 +40,12 @@ from rockmate.run.executor import CallState
 from rockmate.tell import LOG
 from solvers.interrupts import Heeded
 
-SMALL = 256
-"""A graph all of whose results take no more than this part of the budget runs as it is, where others are planned."""
+SMALL, VARYING = 100, 16
+"""Among the graphs of a step, one all of whose results take no more than this part of the budget runs as it is: the
+first number is for all graphs, the second for those whose sizes differ in every step, as they follow from values."""
+
+MANY_SIZES = 3
+"""Sizes of a graph, from which on they are said to be others in every step."""
 
 
 class Planned(Exception):
@@ -129,22 +133,34 @@ class CapturedCalls(Calls):
         steps = forward.steps
         member = next((m for m in steps.members.get(key, ()) if missing <= m.planner.missing), None)
         if member is None and key not in steps.small:
-            if self._is_small(arguments):
+            member = self._larger_member(steps, call, key, missing)
+        if member is None and key not in steps.small:
+            if self._is_small(steps, call, arguments):
                 steps.small.add(key)
             else:
-                if forward.look is not None:
-                    forward.look.abandon()  # planning measures memory itself
+                forward.mark("plan", len(forward.ran))
                 member = self._member(steps, call, key)
+                forward.mark("planned", len(forward.ran))
         if member is None:
             forward.small += 1
             return self.program.forward(*arguments)
         results = forward.run(self, call, member, inputs)
         return self.split.joined(results, numbers) if self.split else results
 
-    def _is_small(self, arguments: tuple[Any, ...]) -> bool:
+    def _larger_member(self, steps: Steps, call: Call, key: Hashable, missing: frozenset[str]) -> Member | None:
+        """A member of larger sizes whose program is the same at these."""
+        kind = self.kind(call, sized=False)[0]
+        for member in steps.of_any_size.get(kind, ()):
+            if missing <= member.planner.missing and member.covers(call):
+                steps.members.setdefault(key, []).append(member)
+                return member
+        return None
+
+    def _is_small(self, steps: Steps, call: Call, arguments: tuple[Any, ...]) -> bool:
         """Whether planning this graph would gain next to nothing."""
-        known = self.terms.bytes_known(_device_of(arguments)) or self.front.parameter_bytes
-        return rough_bytes(self.program, arguments) * SMALL <= known
+        budget = self.terms.bytes_known(_device_of(arguments)) or self.front.parameter_bytes
+        varies = steps.sizes[self.kind(call, sized=False)[0]] >= MANY_SIZES
+        return rough_bytes(self.program, arguments) * (VARYING if varies else SMALL) <= budget
 
     def _member(self, steps: Steps, call: Call, key: Hashable) -> Member | None:
         """Plan this graph as a part of longer steps; None if that cannot be done."""
@@ -157,9 +173,15 @@ class CapturedCalls(Calls):
             LOG.info("%s: a graph of the step runs as it is, since it cannot be planned: %s", self.front.name, error)
             steps.small.add(key)
             return None
-        steps.members.setdefault(key, []).append(member)
         steps.latest[member.family] = member
-        steps.news = True
+        steps.sizes[kind] += 1
+        if member.of_any_size:
+            steps.of_any_size.setdefault(kind, []).insert(0, member)
+        member.base = next(
+            (m for m in steps.every if m.family is member.family and m.base is m and m.covers(call)), member
+        )
+        steps.members.setdefault(key, []).append(member)
+        steps.news = steps.news or member.base is member
         return member
 
     def _resized_member(self, steps: Steps, call: Call, kind: Hashable, report: Report) -> Member | None:
@@ -198,7 +220,9 @@ class CapturedCalls(Calls):
         schedules = schedules_of(planner) if like is None else carried_schedules(planner, like.schedules)
         choices = tuple(choice_of(planner.problem, plan, planner.beside) for plan in schedules)
         said = self.front.described(self.names(call), call.leaves)
-        return Member(self, planner, said, family, schedules, choices)
+        free = like is not None and same_constants(planner.graphs.S, like.planner.graphs.S)
+        shapes = tuple(tuple(t.shape) for t in call.tensors)
+        return Member(planner, said, family, schedules, choices, shapes, free)
 
     @contextmanager
     def _in_call(self, inputs: Sequence[Any]) -> Iterator[None]:

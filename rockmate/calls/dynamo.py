@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
+import threading
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -26,15 +29,39 @@ _SETTINGS = {
 }
 
 
-def settings() -> dict[str, Any]:
+_OF_PARTS = {
+    "trace_numpy": False,  # as torch's operations, whose random numbers are others
+    "recompile_limit": 16 * RECOMPILE_LIMIT,  # functions of modules are shared by all models of their class
+    "accumulated_recompile_limit": 128 * RECOMPILE_LIMIT,
+}
+"""Where a call is captured as several graphs."""
+
+
+def settings(whole: bool) -> dict[str, Any]:
     """TorchDynamo's settings while calls are captured, of those that this version of torch has.
 
     What transformers and others say once (``logger.warning_once``) is no reason not to capture a call: it is not said.
     """
     config = torch._dynamo.config
     once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
-    found = {**_SETTINGS, "ignore_logging_functions": getattr(config, "ignore_logging_functions", set()) | once}
+    found = {
+        **_SETTINGS,
+        **({} if whole else _OF_PARTS),
+        "ignore_logging_functions": getattr(config, "ignore_logging_functions", set()) | once,
+    }
     return {name: value for name, value in found.items() if hasattr(config, name)}
+
+
+def hide_own_warnings() -> None:
+    """What TorchDynamo's own code is warned of while it captures is no user's concern, nor a reason to fail where
+    warnings are errors.
+    """
+    if _OF_DYNAMO not in warnings.filters:
+        warnings.filterwarnings("ignore", module=_MODULES)
+
+
+_MODULES = r"torch\.(_dynamo|_subclasses|_higher_order_ops|fx)\."
+_OF_DYNAMO = ("ignore", None, Warning, re.compile(_MODULES), 0)
 
 
 def classes_of(model: torch.nn.Module) -> list[type]:
@@ -63,3 +90,39 @@ def new_entry() -> Callable[..., Any]:
 
 
 _numbers = itertools.count()
+
+
+def _forward(self: torch.nn.Sequential, input: Any) -> Any:
+    for module in self:
+        input = module(input)
+    return input
+
+
+class _Containers:
+    """While it is entered, ``torch.nn.Sequential.forward`` is a function outside of torch.
+
+    TorchDynamo begins no graph in functions of torch's own: where it cannot capture the code that calls a container (a
+    loop with a graph break), the layers in it would run as they are. Several threads may enter.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.entered = threading.Lock(), 0
+        self.original: Any = None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.entered:
+                self.original = torch.nn.Sequential.forward
+                if self.original is _ORIGINAL:
+                    torch.nn.Sequential.forward = _forward  # type: ignore[method-assign]
+            self.entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.entered -= 1
+            if not self.entered:
+                torch.nn.Sequential.forward = self.original  # type: ignore[method-assign]
+
+
+_ORIGINAL = torch.nn.Sequential.forward
+CONTAINERS_TOO = _Containers()

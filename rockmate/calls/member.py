@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rkgb.cost.usage import Usage, all_used
-from rkgb.graphs import D_graph
+from rkgb.graphs import D_graph, S_graph
+from rkgb.sample import Call
 from rockmate.calls.families import Family
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
@@ -17,9 +17,6 @@ from rockmate.run.compiled import compile_schedule
 from rockmate.run.program import Program
 from solvers import ChainPlan, ChainPlanner, Loss, Problem, keep_everything, walk
 from solvers.sequence import Choice
-
-if TYPE_CHECKING:
-    from rockmate.calls.captured_calls import CapturedCalls
 
 MOST_CHOICES = 32
 """Schedules that a graph offers."""
@@ -36,16 +33,22 @@ def outside(d: D_graph) -> Usage:
 @dataclass(eq=False)
 class Member:
     """``planner``: of the graph at these sizes. ``schedules``: what it can run, with the ``choices`` that they are to
-    the step. ``call``: the call in a few words. ``family``: calls of other sizes.
+    the step. ``call``: the call in a few words. ``family``: calls of other sizes. ``shapes``: of the tensors that it is
+    given; ``of_any_size``: no constant of its program depends on them. ``base``: a member of larger sizes, whose
+    schedules these are and for which steps are planned, or the member itself.
     """
 
-    calls: CapturedCalls
     planner: Planner
     call: tuple[str, ...]
     family: Family
     schedules: list[ChainPlan]
     choices: tuple[Choice, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    of_any_size: bool
     programs: dict[int, Program] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.base = self
 
     @property
     def least(self) -> int:
@@ -56,6 +59,14 @@ class Member:
     def everything(self) -> int:
         """The choice that runs nothing again."""
         return min(range(len(self.choices)), key=lambda k: (self.choices[k].time, self.choices[k].kept))
+
+    def covers(self, call: Call) -> bool:
+        """Whether the tensors of ``call`` are of these sizes or smaller."""
+        return all(
+            size <= most
+            for t, shape in zip(call.tensors, self.shapes, strict=True)
+            for size, most in zip(t.shape, shape, strict=True)
+        )
 
     def program(self, k: int) -> Program:
         """The program of choice ``k``."""
@@ -75,6 +86,12 @@ class Member:
 
 def _need(choice: Choice) -> tuple[int, int]:
     return max(choice.forward, choice.backward) + choice.kept, choice.time
+
+
+def same_constants(a: S_graph, b: S_graph) -> bool:
+    """Whether two sizes of a graph run the very same operations: then the program of one serves the other."""
+    pairs = zip(a.d.nodes, b.d.nodes, strict=True)
+    return all((m.args, m.kwargs) == (n.args, n.kwargs) for m, n in pairs)
 
 
 def schedules_of(planner: Planner) -> list[ChainPlan]:

@@ -10,44 +10,65 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import fx
 
 from rkgb.cost.memory import storage_bytes
 from rkgb.device.kind import Moment
+from rkgb.graphs import Structure
 from rkgb.sample import Call
 from rkgb.storages import storage_key
 from rockmate.budget import Budget, show_bytes
+from rockmate.calls.captured import Captured
 from rockmate.calls.families import Family
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Member
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.step import StepPlan
 from rockmate.run.executor import CallState
-from rockmate.tell import LOG
+from rockmate.tell import LOG, warn_once
 from solvers import Frontier, InfeasibleError
 from solvers.sequence import Choice, Stage, choose
 
 if TYPE_CHECKING:
-    from rockmate.calls.captured_calls import CapturedCalls
     from rockmate.calls.front import Front
 
 MOST_LOOKS = 16
 """Steps of a model that are observed: those of one whose steps are never alike are not slowed down for ever."""
 
+SEEN = 4
+"""Steps of one sequence that are observed, where sizes follow from values, so that no step is like another."""
+
 MOST_SEQUENCES = 16
 """Sequences of graphs that are remembered."""
+
+
+class Graph(Protocol):
+    """A captured graph: see ``rockmate.calls.captured_calls.CapturedCalls``."""
+
+    tensors: fx.GraphModule
+    module: Captured
+
+    def returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
+        """What the graph returns, from its program's outputs."""
+
 
 _NOTHING = Choice(0, 0, 0, 0)
 
 
 @dataclass(eq=False)
 class GraphSequence:
-    """The graphs of one step. ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run."""
+    """The graphs of one step.
+
+    ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run. ``small``: how many graphs
+    run as they are. ``seen``: the stages as they were in each step that was observed.
+    """
 
     members: tuple[Member, ...]
     stages: tuple[Stage, ...]
@@ -55,10 +76,11 @@ class GraphSequence:
     chosen: tuple[int, ...]
     budget: int
     small: int
+    seen: list[tuple[Stage, ...]]
 
     def place(self, member: Member, start: int) -> int | None:
         """Where ``member`` comes next."""
-        return next((k for k in range(start, len(self.members)) if self.members[k] is member), None)
+        return next((k for k in range(start, len(self.members)) if self.members[k] is member.base), None)
 
     def choose(self, budget: int, done: dict[int, int] | None = None, at: int = 0) -> tuple[int, ...]:
         """A choice for each member; before place ``at``, members of ``done`` have made theirs and others are left out.
@@ -95,6 +117,8 @@ class Steps:
         self.members: dict[Hashable, list[Member]] = {}
         self.latest: dict[Family, Member] = {}
         self.small: set[Hashable] = set()  # kinds of calls that run as they are
+        self.of_any_size: dict[Hashable, list[Member]] = {}  # by kinds of calls, sizes apart; the last one first
+        self.sizes: Counter[Hashable] = Counter()  # members of each kind of call, sizes apart
         self.known: list[GraphSequence] = []
         self.last: GraphSequence | None = None
         self.problem: InfeasibleBudgetError | None = None
@@ -104,7 +128,7 @@ class Steps:
     @property
     def every(self) -> list[Member]:
         """All members, in the order in which they came."""
-        return [member for members in self.members.values() for member in members]
+        return list(dict.fromkeys(member for members in self.members.values() for member in members))
 
     def forward(self) -> Forward:
         """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
@@ -122,12 +146,16 @@ class Steps:
         found = forward.observed(moments)
         if found is None:
             return
-        self.news = False
         members, stages, options = found
+        before = next((s for s in self.known if s.members == members and s.options == options), None)
+        seen = [*(before.seen if before is not None else ()), stages]
+        self.news = forward.varies and len(seen) < SEEN
+        stages = _bounds(seen)
         every = tuple(m.everything if m.everything in of else of[0] for m, of in zip(members, options, strict=True))
-        sequence = GraphSequence(members, stages, options, every, 0, forward.small)
+        sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen)
         self.solve(sequence)
-        self.known = sorted([sequence, *self.known], key=lambda s: -len(s.members))[:MOST_SEQUENCES]
+        others = [s for s in self.known if s is not before]
+        self.known = sorted([sequence, *others], key=lambda s: -len(s.members))[:MOST_SEQUENCES]
         self.last = sequence
         if self.problem is None:
             LOG.info("%s: %s", self.front.name, _said(sequence.plan))
@@ -183,6 +211,19 @@ class Steps:
 _POINTS = 16
 
 
+def _bounds(seen: list[tuple[Stage, ...]]) -> tuple[Stage, ...]:
+    """Stages with what the code between graphs took in any of some steps, and as much more as these steps differ."""
+
+    def bound(stages: tuple[Stage, ...], name: str) -> int:
+        values: list[int] = [getattr(stage, name) for stage in stages]
+        return 2 * max(values) - min(values)
+
+    names = ("before", "after", "beside", "rest")
+    return tuple(
+        replace(stages[0], **{name: bound(stages, name) for name in names}) for stages in zip(*seen, strict=True)
+    )
+
+
 def _said(plan: StepPlan) -> str:
     return (
         f"planned a step of {len(plan.parts)} graphs: {show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
@@ -221,53 +262,74 @@ class Forward:
         self.small = 0
         if look is not None:
             look.then = partial(steps.learn, self)
+            self.mark("start", 0)  # levels are above this one
 
     def mark(self, what: str, i: int) -> None:
         """Note the memory of now."""
         if self.look is not None and self.look.mark():
             self.marks.append((what, i))
 
+    @property
+    def varies(self) -> bool:
+        """Whether graphs ran at other sizes than those that they are planned for."""
+        return any(member.base is not member or member.of_any_size for member, _ in self.ran)
+
     # ------------------------------------------------------------------------- forward
 
     def choice(self, member: Member) -> int:
-        """The choice of ``member``, whose call comes now."""
+        """The choice of ``member``, whose call comes now: that of the sequence which fits the calls so far best."""
         before = self.living[0][0] if self.living else None
-        living = []
-        for sequence, places in self.living:
-            place = sequence.place(member, max(places, default=-1) + 1)
-            if place is not None:
-                living.append((sequence, {**places, place: len(self.ran)}))
-        self.living = living
-        if not living:
-            self.steps.news = True
-            return member.least
-        sequence, places = living[0]
-        at = max(places)
-        if sequence is not before:
+        self.living = sorted(self._with(member), key=lambda found: (_skipped(found[1]), -len(found[0].members)))
+        while self.living:
+            sequence, places = self.living[0]
+            at = max(places)
+            if sequence is before:
+                return self.chosen[at]
             try:
                 done = {place: self.ran[n][1] for place, n in places.items() if place != at}
                 self.chosen = sequence.choose(sequence.budget, done, at)
+                return self.chosen[at]
             except InfeasibleError:
-                self.living = []
-                return member.least
-        return self.chosen[at]
+                del self.living[0]
+        self.steps.news = True
+        if before is not None:
+            warn_once(
+                f"the forward of {self.steps.front.name} runs other graphs than those that were planned together: such "
+                "steps are planned from the next one on, and this one may exceed the budget",
+                BudgetWarning,
+            )
+        return member.least
 
-    def run(self, calls: CapturedCalls, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
+    def _with(self, member: Member) -> Iterator[tuple[GraphSequence, dict[int, int]]]:
+        """The living sequences that ``member`` continues."""
+        for sequence, places in self.living:
+            place = sequence.place(member, max(places, default=-1) + 1)
+            if place is not None:
+                yield sequence, {**places, place: len(self.ran)}
+
+    def run(self, graph: Graph, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
         """Run a graph; what it returns."""
         k, i = self.choice(member), len(self.ran)
         self.ran.append((member, k))
         self.mark("begin", i)
         state = None
         if member.is_plain(k):
-            result = calls.tensors.forward(*inputs)
+            result = graph.tensors.forward(*inputs)
         else:
             program = member.program(k)
-            state = CallState(program, calls.module.values_of(program.s.d.sources, call.tensors, inputs))
-            result = calls.returned(program.s.d.structure, state.forward())
+            state = CallState(program, graph.module.values_of(program.s.d.sources, call.tensors, inputs))
+            result = graph.returned(program.s.d.structure, state.forward())
         self.states.append(None if state is None else weakref.ref(state))
+        if state is not None:
+            state.backward.arrived = partial(self.reach, i)  # before anything runs again
         self.follow(i, result)
         self.mark("end", i)
         return result
+
+    def over(self) -> None:
+        """Forward has returned."""
+        if self.living:
+            self.steps.last = self.living[0][0]
 
     def follow(self, i: int, result: Any) -> None:
         """Be called when the backward comes to an output of member i."""
@@ -277,12 +339,15 @@ class Forward:
 
     # ------------------------------------------------------------------------ backward
 
-    def reach(self, i: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def reach(self, i: int, gradients: tuple[torch.Tensor | None, ...] = ()) -> None:
         """The backward comes to member i: what graphs behind it have read goes where their backwards are over."""
-        if i in self.reached:
-            return
         came = {storage_key(g): storage_bytes(g) for g in gradients if g is not None}
+        if self.reached.get(i, 0):
+            return
+        first = i not in self.reached
         self.reached[i] = sum(came.values())
+        if not first:
+            return
         for j in self.reached:
             ref = self.states[j]
             state = ref() if ref is not None and j > i else None
@@ -303,9 +368,11 @@ class Forward:
         stages, options, kept = [], [], 0
         for i, (member, k) in enumerate(self.ran):
             begin, end = moments[at["begin", i]], moments[at["end", i]]
+            member = member.base
             own = member.choices[k]
             before = max(begin.level - kept, begin.peak - kept - own.forward)
-            after = end.peak - kept - own.kept
+            peak = max(end.peak, moments[at["planned", i + 1]].peak) if ("planned", i + 1) in at else end.peak
+            after = peak - kept - own.kept
             beside, rest = 0, 0
             free = in_order and i in self.reached
             if i in self.reached:
@@ -316,7 +383,12 @@ class Forward:
             options.append(tuple(range(len(member.choices))) if free else (k,))
             stages.append(Stage(member.choices if free else (own,), before, after, beside, rest))
             kept += own.kept
-        return tuple(member for member, _ in self.ran), tuple(stages), tuple(options)
+        return tuple(member.base for member, _ in self.ran), tuple(stages), tuple(options)
+
+
+def _skipped(places: dict[int, int]) -> int:
+    """How many graphs of a sequence were left out so far."""
+    return max(places) + 1 - len(places)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,8 @@ class SavedPlan(PlanFields):
                 f"the plan in {self.path} is for another graph: {self._difference(s)}. Make a plan for this one."
             )
         missing = frozenset(v for v, x in s.d.sources.items() if x.key in self.missing)
-        k = K_graph(s=s, missing=missing, **{name: getattr(self, name) for name in _FIGURES})
+        figures = {name: getattr(self, name) for name in _FIGURES}
+        k = K_graph(s=s, missing=missing, made_by=(*s.made_by, "read_plan"), **figures)
         k.verify()
         warm(s, model, call.tensors)
         return Graphs(b, d, s, tuple(classes(s)), k)
@@ -80,7 +81,7 @@ class SavedPlan(PlanFields):
         inputs = describe_inputs(s)
         if inputs != self.inputs:
             return f"it is called with {', '.join(self.inputs)}, the sample is {', '.join(inputs)}"
-        saved, now = [n.name for n in self.nodes], [s.d.names[n.makes[0]] if n.makes else n.name for n in s.nodes]
+        saved, now = [n.name for n in self.nodes], [n.label for n in s.nodes]
         if saved == now:
             return "operations have the same names, but other arguments, types, modes or parameters that require grad"
         at = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))

@@ -101,8 +101,13 @@ class Plan(PlanFields):
         write_plan(path, fields, self.graph, format_schedule(self.problem, self.schedule), promised)
 
     def program(self) -> str:
-        """The schedule as a readable program."""
-        return format_schedule(self.problem, self.schedule)
+        """The schedule as a program: one step a line, with its memory and the user's source line.
+
+        ``fwd`` and ``bwd`` run the forward and the backward of a node. ``del`` frees a tensor. "recompute" marks second
+        runs. ``solvers.parse_schedule(plan.problem, text)`` reads it back.
+        """
+        s = self.graph.s
+        return format_schedule(self.problem, self.schedule, [s.main(i).line for i in range(len(s.nodes))])
 
     def problem_with_usual_loss(self) -> Problem:
         """The problem whose walk has the predicted peak."""
@@ -136,7 +141,9 @@ class Plan(PlanFields):
         names: dict[bool, list[str]] = {}
         for k, v in enumerate(d.outputs):
             if k not in usage.roots and v not in d.sources and d.values[v].bytes > 0:
-                names.setdefault(k in usage.held, []).append(f"{d.names[v]} ({show_bytes(d.values[v].bytes)})")
+                names.setdefault(k in usage.held, []).append(
+                    f"{self.graph.s.shown[v]} ({show_bytes(d.values[v].bytes)})"
+                )
         until = {
             False: "until forward has returned: what the caller keeps of them is beside the budget",
             True: "to the end of the backward, as the caller keeps them",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from rockmate.budget import show_bytes
@@ -17,7 +17,8 @@ class BlockChoice:
     """What a schedule does with one block.
 
     ``kept``: bytes of its data that are there when the forward phase is over; ``all``: the same if nothing is
-    run again. ``reruns``: how many nodes run again, each time counted; ``time``: their nanoseconds.
+    run again. ``reruns``: how many nodes run again, each time counted; ``time``: their nanoseconds. ``first`` and
+    ``last``: the names of its outermost nodes.
     """
 
     kind: int
@@ -26,6 +27,8 @@ class BlockChoice:
     all: int
     reruns: int
     time: int
+    first: str = field(default="", compare=False)
+    last: str = field(default="", compare=False)
 
 
 def block_choices(problem: Problem, schedule: Schedule) -> tuple[BlockChoice, ...]:
@@ -45,6 +48,8 @@ def block_choices(problem: Problem, schedule: Schedule) -> tuple[BlockChoice, ..
                 sum(problem.data[d].size for d in full if problem.data[d].owner in inside),
                 len(again),
                 sum(problem.nodes[i].time for i in again),
+                problem.nodes[block.start].name,
+                problem.nodes[block.stop - 1].name,
             )
         )
     return tuple(found)
@@ -62,9 +67,9 @@ def _live_at_loss(problem: Problem, schedule: Schedule) -> set[int]:
 
 def block_table(problem: Problem, schedule: Schedule) -> str:
     """The choices as text; neighbours that are treated alike share a line."""
-    rows = [("blocks", "class", "nodes", "keeps", "of", "runs again", "time")]
-    numbered = enumerate(block_choices(problem, schedule))
-    for choice, group in groupby(numbered, key=lambda pair: pair[1]):
+    rows = [("blocks", "class", "nodes", "keeps", "of", "runs again", "time", "from … to")]
+    choices = block_choices(problem, schedule)
+    for choice, group in groupby(enumerate(choices), key=lambda pair: pair[1]):
         blocks = [b for b, _ in group]
         name = f"{blocks[0]}" if len(blocks) == 1 else f"{blocks[0]}–{blocks[-1]}"
         share = choice.time / problem.eager_time if problem.eager_time else 0.0
@@ -72,10 +77,11 @@ def block_table(problem: Problem, schedule: Schedule) -> str:
         if choice.reruns and len(blocks) > 1:
             time += " each"
         sizes = (show_bytes(choice.kept), show_bytes(choice.all))
-        rows.append((name, str(choice.kind), str(choice.nodes), *sizes, str(choice.reruns), time))
+        span = " … ".join(dict.fromkeys((choices[blocks[0]].first, choices[blocks[-1]].last)))
+        rows.append((name, str(choice.kind), str(choice.nodes), *sizes, str(choice.reruns), time, span))
     left_out = len(rows) - 1 - MOST_LINES
     if left_out > 0:
         rows = rows[: MOST_LINES + 1]
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
     return "\n".join(lines + ([f"… and {left_out} lines more"] if left_out > 0 else []))

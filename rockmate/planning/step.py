@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import shorten
 
 from rockmate.budget import show_bytes
 from rockmate.planning.plan import Plan
@@ -69,8 +70,9 @@ class StepPlan:
             zip(self.names, self.parts, self.stages, self.chosen, strict=True), 1
         ):
             kept, most = stage.choices[k].kept, max(c.kept for c in stage.choices)
+            inputs = shorten(name, 60, placeholder=" …")
             lines.append(
                 f"{number:>5}  {len(part.problem.nodes):>5}  {part.recomputed:>10}  {show_bytes(kept):>10}  "
-                f"{show_bytes(most):>14}   {name}"
+                f"{show_bytes(most):>14}   {inputs}"
             )
         return "\n".join(lines)

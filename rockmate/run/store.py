@@ -195,6 +195,6 @@ class Store:
 
     def _gone(self, i: int) -> GoneError:
         return GoneError(
-            f"{self.program.s.nodes[i].name} must run again for this backward, which the plan did not foresee (a "
+            f"{self.program.s.nodes[i].label} must run again for this backward, which the plan did not foresee (a "
             "second backward, or one of a part of the graph). Call forward again before it."
         )

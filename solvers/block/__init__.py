@@ -1,1 +1,1 @@
-"""The options of one block: what it may keep, at which memory and time (an integer program)."""
+"""The options of one block: which data it keeps, and its memory and time, by integer programs."""

@@ -1,9 +1,9 @@
-"""One block seen on its own, and the exact figures of a way to run it.
+"""One block as a problem of its own, and the exact memory and time of a way to run it.
 
-Inside a block only *counted* data matter: made in the block by nodes that may run again, not held,
-of positive size. All other data are always available here; the chain accounts for what they cost.
-Gradient figures are relative to the block's ``base``, the least gradient bytes at any of its
-backwards, so that equal blocks at different depths have equal figures.
+A block decides on its *counted* data only: data of positive size, not held, made by nodes of the block that may run
+again. All other data are always live here, and the chain counts their memory. Bytes of gradients are relative to the
+block's ``base``, the least gradient bytes at any of its backwards, so that equal blocks at different depths have equal
+figures.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 from solvers.problem import Backward, Block, Node, Problem
 
-Runs = tuple[tuple[int, ...], ...]
-"""Per stage (one per backward of the block, in backward order): node positions in the block, rerun in order."""
+Reruns = tuple[tuple[int, ...], ...]
+"""For each stage (one per backward of the block, in backward order), the nodes that run again, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The reruns before one backward, and that backward. Bytes are relative to the block's base."""
+    """The reruns before one backward, and the backward of ``node``. It reads the counted data ``reads``.
+
+    ``before``, ``peak``: those of the ``Backward``, less the block's base (bytes).
+    """
 
     node: int
     reads: frozenset[int]
@@ -30,9 +33,9 @@ class Stage:
 class BlockView:
     """A block with positions 0..n-1 for its nodes and 0..m-1 for its counted data.
 
-    ``nodes[i].reads`` and ``makes`` hold positions of counted data. ``interface`` are the counted data
-    that later blocks read; ``sizes`` are bytes, ``base`` the gradient bytes that stages leave out. Views
-    of equal blocks are equal but for ``base``, so a view without it is the key under which blocks are solved.
+    ``nodes[i].reads`` and ``nodes[i].makes`` are positions of counted data, as are ``interface``, the data that later
+    blocks read. ``owners``, ``sizes``: the node and bytes of each. ``base``: gradient bytes that stages leave out.
+    Views of equal blocks differ in ``base`` only, so the view without it (``key``) identifies blocks to solve once.
     """
 
     nodes: tuple[Node, ...]
@@ -50,15 +53,15 @@ class BlockView:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What running a block by ``runs`` costs.
+    """Memory and time of a block with the reruns ``runs``.
 
-    ``save``: bytes kept between its forward and backward phase, interface not included.
-    ``forward_peak``: most bytes in its forward phase. ``backward_peak``: most bytes in its backward
-    phase above the base. ``time``: nanoseconds of reruns. ``forward_time``: nanoseconds to make what
-    is saved and the interface, when its forward phase is itself a rerun.
+    ``save``: bytes kept between its forward and backward phase, without the interface. ``forward_peak``: most bytes in
+    its forward phase. ``backward_peak``: most bytes in its backward phase above the base. ``time``: nanoseconds of
+    reruns. ``forward_time``: nanoseconds to make the saved data and the interface, when the forward phase is itself a
+    rerun. ``uses_interface``: whether the backward phase reads interface data as kept from the forward phase.
     """
 
-    runs: Runs
+    runs: Reruns
     save: int
     forward_peak: int
     backward_peak: int
@@ -69,7 +72,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The best found for one pair of limits: its figures, a proven lower bound on time (ns), proven optimal or not."""
+    """The best reruns within limits: their figures, a proven lower bound on time (ns), and whether they are optimal."""
 
     figures: Figures
     bound: int
@@ -77,13 +80,13 @@ class Solved:
 
 
 def counted(problem: Problem, d: int) -> bool:
-    """Whether datum ``d`` can be dropped and made again, to any gain."""
+    """Whether datum ``d`` can be deleted and made again, and has bytes."""
     datum = problem.data[d]
     return datum.size > 0 and d not in problem.held and problem.nodes[datum.owner].rerun
 
 
 def last_readers(problem: Problem) -> list[int]:
-    """Per datum: the last node whose forward or backward reads it; its owner if none does."""
+    """For each datum, the last node whose forward or backward reads it; its owner if none does."""
     last = [d.owner for d in problem.data]
     for i, node in enumerate(problem.nodes):
         for d in node.reads + (node.backward.reads if node.backward else ()):
@@ -92,7 +95,7 @@ def last_readers(problem: Problem) -> list[int]:
 
 
 def block_view(problem: Problem, block: Block, last: list[int] | None = None) -> BlockView:
-    """``block`` on its own; ``last`` are the problem's ``last_readers`` where the caller has them."""
+    """``block`` as a problem of its own. ``last``: the problem's ``last_readers``, if the caller has them."""
     if last is None:
         last = last_readers(problem)
     inside = range(block.start, block.stop)
@@ -124,8 +127,8 @@ def _stage(node: int, reads: frozenset[int], backward: Backward, base: int) -> S
     return Stage(node, reads, backward.before - base, backward.peak - base)
 
 
-def figures(view: BlockView, runs: Runs) -> Figures:
-    """Exact costs of ``runs`` by liveness, reruns that serve nothing left out."""
+def figures(view: BlockView, runs: Reruns) -> Figures:
+    """Exact memory and time of ``runs`` by liveness, without useless reruns."""
     needed: set[int] = set()
     live = peak = time = 0
 
@@ -166,7 +169,7 @@ def figures(view: BlockView, runs: Runs) -> Figures:
 
 
 def forward_figures(view: BlockView, saved: frozenset[int]) -> tuple[int, int]:
-    """Peak bytes of the block's forward phase, and the time to make ``saved`` and the interface alone."""
+    """Of the forward phase that keeps ``saved`` and the interface: peak in bytes, and nanoseconds to make these."""
     needed = set(saved | view.interface)
     made_for = set(needed)
     live = sum(view.sizes[d] for d in needed)

@@ -1,7 +1,7 @@
-"""The block without a limit on its peak: what to save so that the least has to run again.
+"""The integer program of a block without a limit on its peak: which data to save, so that reruns take least time.
 
-What runs again can then run once, right before it is first needed, and stay. So one variable per node and one per
-datum decide everything, a knapsack over a precedence relation:
+Without that limit, a node runs again at most once, right before its data are first read, and they stay. So the program
+has one variable for each node and one for each datum. It is a knapsack with precedence:
 
 - ``R[i]`` in {0,1}: node i runs again;
 - ``P[d]`` in {0,1}: datum d is kept from the forward phase.
@@ -13,19 +13,19 @@ With rows by their names::
     input[i,d]     R[i] <= P[d] + R[owner(d)]          d read by i
     save           sum size(d) P[d] <= save            interface data not counted: the chain stores them
 
-The optimum is that of ``solvers.block.ilp_model`` without a limit on the peak, with a twentieth of the variables.
+Its optimum is that of ``solvers.block.ilp_model`` without a limit on the peak. It has a twentieth of the variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from solvers.block.block import BlockView, Runs, Solved, figures
-from solvers.milp.memory_program import MemoryProgram, SolverOptions
+from solvers.block.block import BlockView, Solved, figures
+from solvers.block.useful import ancestors, late_runs
+from solvers.milp.memory_program import MemoryProgram
+from solvers.milp.options import SolverOptions
 
 
 class ClosureModel:
-    """The program of one block; ``solve`` may be called any number of times."""
+    """The program of one block. ``solve`` may be called any number of times."""
 
     def __init__(self, view: BlockView) -> None:
         self.view = view
@@ -42,35 +42,9 @@ class ClosureModel:
         self.lp.memory_row("save", [(self.P[d], view.sizes[d]) for d in sorted(data - view.interface)])
 
     def solve(self, save: int, options: SolverOptions) -> Solved:
-        """The cheapest reruns with at most ``save`` bytes kept; ``TimeoutError`` if the solver finds none in time."""
+        """The cheapest reruns with at most ``save`` bytes saved; ``TimeoutError`` if the solver finds none in time."""
         found = self.lp.solve({"save": save}, options)
         assert found is not None, "running everything again needs no bytes saved"
         chosen = {i for i, column in self.R.items() if column in found.ones}
         result = figures(self.view, late_runs(self.view, chosen))
         return Solved(result, min(found.bound, result.time), found.optimal)
-
-
-def ancestors(view: BlockView, last: int, data: set[int]) -> tuple[list[int], set[int]]:
-    """The nodes up to ``last`` that ``data`` are made by, directly or not, and all that they read and ``data``."""
-    nodes = []
-    for i in range(last, -1, -1):
-        if not data.isdisjoint(view.nodes[i].makes):
-            nodes.append(i)
-            data.update(view.nodes[i].reads)
-    return nodes[::-1], data
-
-
-def late_runs(view: BlockView, chosen: Iterable[int]) -> Runs:
-    """Each node of ``chosen`` once, in the first stage that needs it."""
-    left = set(chosen)
-    runs: list[tuple[int, ...]] = []
-    for stage in view.stages:
-        needed = set(stage.reads)
-        now: list[int] = []
-        for i in range(stage.node, -1, -1):
-            if i in left and not needed.isdisjoint(view.nodes[i].makes):
-                now.append(i)
-                needed.update(view.nodes[i].reads)
-        left.difference_update(now)
-        runs.append(tuple(reversed(now)))
-    return tuple(runs)

@@ -1,12 +1,12 @@
-"""Nodes of a block that are only worth running together, so that one variable per stage serves them all.
+"""Groups of nodes that are only useful if they run together, and share one variable per stage.
 
-Node i follows its *leader* j, the only node (or group) that reads what i makes, when no backward and no later block
-reads it, and what j makes takes no more bytes: keeping i's datum for a later run of j is then no better than
-keeping what j makes. Attention's scale, mask and softmax run together, as do a projection, its dropout and the
-residual sum. Memory is still counted node by node.
+Node i runs with its *leader* j if j (or its group) alone reads the data of i, neither a backward nor a later block
+reads them, and the data of j take no more bytes. Keeping the data of i for a later run of j is then no better than
+keeping the data of j. Attention's scale, mask and softmax run together, as do a projection, its dropout and the
+residual sum. Memory is still counted for each node.
 
-Where the peak is free this loses nothing. Where it is limited it excludes one thing: a run of i in a stage in which
-j does not run, for the sake of a later one.
+Without a limit on the peak, no optimum is lost. With one, schedules are excluded in which i runs in a stage for the use
+of j in a later stage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from solvers.block.block import BlockView
 
 
 def leaders(view: BlockView) -> tuple[int, ...]:
-    """Per node of ``view``, the node that it always runs with; itself where it has no leader."""
+    """For each node of ``view``, the node that it always runs with; itself if it has no leader."""
     kept = set().union(view.interface, *(stage.reads for stage in view.stages))
     readers: list[set[int]] = [set() for _ in view.sizes]
     for i, node in enumerate(view.nodes):

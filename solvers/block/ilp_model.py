@@ -1,19 +1,19 @@
-"""The staged integer program of one block, built once and solved for many (save, peak).
+"""The staged integer program of one block, built once and solved for many limits on saved bytes and peak.
 
-The forward phase runs every node once. Stage ``s`` ends with the s-th backward ``b(s)`` in backward
-order, before which nodes may run again, each at most once per stage and in forward order, and only if
-they lead to what ``b(s)`` reads; nodes that ``solvers.block.contract`` puts together run together. That is the class
-of schedules in which the optimum is exact. Variables (each exists only where it can be useful):
+The class of schedules: the forward phase runs every node once. Stage ``s`` ends with the s-th backward ``b(s)`` in
+backward order. Before it, nodes may run again that lead to what ``b(s)`` reads, each at most once in the stage and in
+forward order. Groups of ``solvers.block.contract`` run together. The optimum within this class is exact. Variables
+exist only where they can be useful:
 
 - ``R[s,i]`` in {0,1}: node i runs again in stage s; nodes of one group share it;
 - ``P[s,d]`` in {0,1}: datum d is live at the start of stage s, so ``P[0,.]`` is what is saved;
-- ``L[s,d,u]`` in {0,1}: d is live in stage s up to its reader u. Continuous would do, but integer
-  rows give stronger cuts.
+- ``L[s,d,u]`` in {0,1}: d is live in stage s up to its reader u. Continuous variables would do, but integer ones give
+  stronger cuts.
 
 Constraints, by the names they have in the model::
 
     retain[s,d]   P[s+1,d] <= P[s,d] + R[s,owner(d)]
-    once[s,d]     P[s,d] + R[s,owner(d)] <= 1               an old copy would be of no use
+    once[s,d]     P[s,d] + R[s,owner(d)] <= 1               an older copy would be useless
     input[s,i,d]  R[s,i] <= P[s,d] + R[s,owner(d)]          d read by i
     need[s,d]     1 <= P[s,d] + R[s,owner(d)]               d read by b(s)
     use[s,i]      R[s,i] <= sum R[s,u] + sum P[s+1,d]       d made by i, u a reader of d; unless b(s) reads one
@@ -23,30 +23,21 @@ Constraints, by the names they have in the model::
     run[s,i]      sum size(d) live(s,d,i) + peak(i) R[s,i] <= peak - before(s)
     bwd[s]        sum size(d) live(s,d,b(s)) <= peak - peak(s)
 
-``use`` excludes no schedule without useless runs; it is there to make the relaxation tighter.
+``use`` excludes only schedules with useless runs; it makes the linear relaxation tighter. In a *fresh* model nothing is
+live at the start of stage 0, not even the interface.
 
-Source: staged formulation of this project, after Checkmate (Jain et al., 2020).
-In a *fresh* model nothing at all is live at stage 0, not even the interface.
+Source: a staged formulation of this project, after Checkmate (Jain et al., 2020).
 """
 
 from __future__ import annotations
 
-from solvers.block.block import BlockView, Runs, Solved, figures
-from solvers.block.closure import ancestors
+from solvers.block.block import BlockView, Reruns, Solved, figures
 from solvers.block.contract import leaders
-from solvers.milp.memory_program import Found, MemoryProgram, SolverOptions
+from solvers.block.useful import useful_nodes
+from solvers.milp.memory_program import Choice, MemoryProgram
+from solvers.milp.options import SolverOptions
 
 Terms = list[tuple[int, int]]
-
-
-def useful_nodes(view: BlockView) -> list[tuple[list[int], set[int]]]:
-    """Per stage: nodes whose rerun leads to what its backward reads, and data that can serve it or a later one."""
-    result: list[tuple[list[int], set[int]]] = []
-    for s, stage in enumerate(view.stages):
-        nodes, _ = ancestors(view, stage.node, set(stage.reads))
-        _, data = ancestors(view, stage.node, set().union(*(later.reads for later in view.stages[s:])))
-        result.append((nodes, data))
-    return result
 
 
 class StagedModel:
@@ -73,7 +64,7 @@ class StagedModel:
         self.lp.memory_row("save", [(self.P[0, d], view.sizes[d]) for d in sorted(saved) if (0, d) in self.P])
 
     def _runs(self) -> dict[tuple[int, int], int]:
-        """R; the columns of a group have the time of all its nodes."""
+        """The columns R. That of a group costs the time of all its nodes."""
         runs: dict[tuple[int, int], int] = {}
         time = [0] * len(self.view.nodes)
         for i, node in enumerate(self.view.nodes):
@@ -87,7 +78,7 @@ class StagedModel:
         return runs
 
     def _kept(self, fresh: bool) -> dict[tuple[int, int], int]:
-        """P. Where nothing runs in a stage, what is live at its start and end is the same: one variable."""
+        """The columns P. If nothing can run in a stage, the same data are live at its start and end: one column."""
         kept: dict[tuple[int, int], int] = {}
         for s, (_, data) in enumerate(self.useful):
             same = s > 0 and not self.useful[s - 1][0]
@@ -102,11 +93,11 @@ class StagedModel:
         return kept
 
     def _available(self, s: int, d: int) -> list[int]:
-        """The columns of which one is at 1 if d is there in stage s."""
+        """The columns of which one is 1 if d is live in stage s."""
         return [c for c in (self.R.get((s, self.view.owners[d])), self.P.get((s, d))) if c is not None]
 
     def _add_sources(self, s: int) -> None:
-        """Rows retain, once, input and need: data come from somewhere."""
+        """Rows retain, once, input and need: what is live or read was kept or made."""
         view = self.view
         nodes, data = self.useful[s]
         for d in sorted(data) if nodes else ():
@@ -123,7 +114,7 @@ class StagedModel:
             self.lp.at_least(f"need_{s}_{d}", self._available(s, d), [], 1)
 
     def _add_liveness(self, s: int) -> None:
-        """Rows live and until: a datum stays until its last reader in the stage, or into the next stage."""
+        """Rows live and until: a datum is live until its last reader in the stage, or until the next stage."""
         nodes, data = self.useful[s]
         for d in sorted(data - self.view.stages[s].reads):
             later = self.P.get((s + 1, d))
@@ -139,7 +130,7 @@ class StagedModel:
                 self.L[s, d, u] = later
 
     def _add_use(self, s: int) -> None:
-        """Rows use: what runs again serves somebody."""
+        """Rows use: what runs again has a reader."""
         nodes, _ = self.useful[s]
         for i in nodes:
             makes = set(self.view.nodes[i].makes)
@@ -150,7 +141,7 @@ class StagedModel:
             self.lp.at_least(f"use_{s}_{i}", sorted(users), [self.R[s, i]])
 
     def _live(self, s: int, k: int) -> tuple[Terms, int]:
-        """Data live in stage s just before node k (node count: before the backward): terms, and constant bytes."""
+        """Data live in stage s just before node k (k = n: the backward): (column, bytes) each, and constant bytes."""
         terms: Terms = []
         constant = 0
         nodes, data = self.useful[s]
@@ -171,7 +162,7 @@ class StagedModel:
         return terms, constant
 
     def _add_memory(self, s: int) -> None:
-        """Rows run and bwd; ``left_out`` holds what each leaves out of its right-hand side."""
+        """Rows run and bwd. ``left_out``: per row, the constant bytes to subtract from its limit."""
         stage = self.view.stages[s]
         for i in self.useful[s][0]:
             terms, constant = self._live(s, i)
@@ -182,9 +173,9 @@ class StagedModel:
         self.left_out[f"bwd_{s}"] = constant + stage.peak
 
     def solve(self, save: int, peak: int | None, options: SolverOptions) -> Solved | None:
-        """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if there provably are none.
+        """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if it is proven that there are none.
 
-        ``peak=None``: no limit. ``TimeoutError`` if the solver stops at its limit without a solution.
+        ``peak=None``: no limit. Raises ``TimeoutError`` if the solver stops at its time limit without a solution.
         """
         if peak is None:
             peak = sum(self.view.sizes) + sum(n.peak for n in self.view.nodes) + max(self.left_out.values(), default=0)
@@ -192,8 +183,8 @@ class StagedModel:
         found = self.lp.solve(limits, options)
         return self._solved(found) if found else None
 
-    def _solved(self, found: Found) -> Solved:
-        runs: Runs = tuple(
+    def _solved(self, found: Choice) -> Solved:
+        runs: Reruns = tuple(
             tuple(i for i in nodes if self.R[s, i] in found.ones) for s, (nodes, _) in enumerate(self.useful)
         )
         result = figures(self.view, runs)

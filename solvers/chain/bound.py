@@ -1,42 +1,42 @@
-"""What no schedule of a training step can do better: a proven lower bound on time, for a given budget.
+"""A proven lower bound on the time of every schedule of a training step, for a given budget.
 
-At any one step, say the loss, what is live fits the budget together with what the step itself needs. What the
-backwards from then on read is live there or made by later reruns, which again read data that are live
-or made by reruns. The least time of such reruns, each counted once, is an integer program with one memory row:
-``solvers.whole.relaxation`` with that step as its only position. It bounds *every* schedule that the walker accepts,
-in any order of reruns, with persistent checkpoints or not. What it leaves out is memory at all other steps.
+At any one step, say the loss, the live data and what the step allocates fit the budget. The backwards behind it read
+data that are live there or made by later reruns, which read data that are live there or made by reruns. The least time
+of such reruns, each counted once, is an integer program with one memory row: ``solvers.whole.relaxation`` with that
+step as its only position. It bounds *every* schedule that the walker accepts, in any order of reruns, with persistent
+checkpoints or not. It ignores memory at all other steps.
 
-The steps that are looked at, one at a time and then all together, are those where keeping everything oversteps the
-budget most: the loss for deep networks, a late backward where gradients of parameters are what fills memory.
+The bound is the best of several programs. Their positions are the loss and the steps at which keeping everything
+exceeds the budget most (a late backward, if gradients of parameters fill memory): one at a time, then all together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from math import ceil
 
-from solvers.milp.milp import Effort, run
 from solvers.problem import Problem
-from solvers.whole.relaxation import Relaxation
-from solvers.whole.stages import Cell, Staged, peaks, staged_step, timeline
-from solvers.whole.whole_graph import least_step
 
 GAP = 1e-3
-"""Of the reruns' time; what is left open is taken off the bound."""
+"""Relative gap at which a proof may stop; the bound is lower by this gap at most."""
 
 SECONDS = 2.0
-"""Usually a tenth of one is enough."""
+"""Seconds for a bound at most; usually a tenth of a second is enough."""
 
 STEPS = 3
-"""Steps looked at beside the loss."""
+"""Positions beside the loss."""
 
 
 def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: float = SECONDS) -> int:
-    """Nanoseconds that every schedule with a peak of at most ``budget`` bytes takes, backwards included.
+    """Nanoseconds that every schedule with a peak of at most ``budget`` bytes takes at least, backwards included.
 
-    ``name``: a PuLP solver; ``seconds``: when to stop, which makes the bound lower at most.
+    ``name``: a PuLP solver. ``seconds``: when to stop; the bound may be lower then.
     """
+    # Loaded here: `import solvers` is to be quick, and saved plans need no solver of whole graphs.
+    from solvers.milp.milp import Effort, run
+    from solvers.whole.relaxation import relax
+    from solvers.whole.stages import peaks, staged_step, timeline
+
     staged = staged_step(problem)
     keep = timeline(staged, staged.none())
     loss = (len(problem.nodes),) * 2
@@ -46,22 +46,19 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
     for positions in ([loss], *([cell] for cell in worst), *([[loss, *worst]] if worst else ())):
         left = end - time.perf_counter()
         if left > 0:
-            best = max(best, _reruns(staged, budget, positions, name, left))
+            model = relax(staged, budget, positions)
+            outcome = run(model.program, Effort(name, gap=GAP, seconds=left))
+            # If nothing fits, any bound holds. The solver's tolerances: 1e-5 units, 1e-9 of the time of all operations.
+            if outcome.bound < 1e20:
+                best = max(best, ceil((outcome.bound - 1e-5) * model.time_unit))
     return problem.eager_time + best
 
 
-def _reruns(staged: Staged, budget: int, positions: Sequence[Cell], name: str, seconds: float) -> int:
-    """Least time of reruns, seen from ``positions`` only."""
-    model = Relaxation(staged, budget, positions)
-    outcome = run(model.program, Effort(name, gap=GAP, seconds=seconds))
-    if outcome.bound >= 1e20:  # nothing fits, so that any bound holds
-        return 0
-    # Tolerances of the solver: 1e-5 of the unit, which is 1e-9 of the time of all operations.
-    return max(0, ceil((outcome.bound - 1e-5) * model.time_unit))
-
-
 def least_budget(problem: Problem) -> tuple[int, str]:
-    """Bytes below which no schedule fits, and the step that needs them on its own."""
+    """A budget in bytes that every schedule needs, since one step alone does; and the name of that step."""
+    from solvers.whole.stages import staged_step  # loaded here for the same reason as above
+    from solvers.whole.whole_graph import least_step
+
     least, step = least_step(staged_step(problem))
     return least, _name(problem, step)
 

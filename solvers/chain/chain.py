@@ -1,12 +1,12 @@
-"""Plans for a whole chain: the dynamic program's choices, spelled out, walked, and kept if they pay.
+"""Plans for a chain of blocks: the choices of the dynamic program as schedules, walked, the cheapest that fits.
 
-The table works in slots and with conservative constants, so its memory is only nominal. Its distinct
-optima are spelled out as schedules and walked, where bisection leads or evenly taken; a budget gets
-the cheapest schedule walked so far whose peak fits. That wins back what rounding lost.
+The table counts memory in slots and with conservative constants, so its memory is only nominal. Its distinct optima are
+candidates. They become schedules and are walked as bisection needs them, or at even distances. The plan for a budget is
+the cheapest schedule walked so far whose peak fits. So what rounding lost is not lost for the plan.
 
-What is optimal: every option of a block, within the class of ``solvers.block.ilp_model`` and up to its gap; the
-composition of the given options, in slots, for persistent checkpoints and conservative constants. The result as a whole
-is not claimed to be; how far it is from the best of all schedules at most, ``lower_bound`` says.
+What is optimal: each option of a block, within the class of ``solvers.block.ilp_model`` and up to its gap; and the
+composition of the given options, in slots, for persistent checkpoints and conservative constants. The plan as a whole
+is not claimed to be optimal. ``lower_bound`` says how far from the best of all schedules it is at most.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from solvers.baselines import all_baselines, keep_everything
-from solvers.block.ilp import Grid, Limit, pareto
+from solvers.block.ilp import Grid, TimeLimit, pareto
 from solvers.chain.bound import least_budget, lower_bound
 from solvers.chain.costs import Options, SolvedViews, chain_costs, kind_options
 from solvers.chain.expand import expand
@@ -31,24 +31,24 @@ from solvers.text import format_bytes
 from solvers.walker import Walk, step_name, walk
 
 SLOTS = 1000
-"""Slots of a table, unless the chain is so long that it would take too much time."""
+"""Slots of a table for chains of up to ``SHORT`` blocks."""
 
 SHORT = 100
-"""Blocks up to which a table has all its slots; longer chains have half."""
+"""Blocks up to which a table has ``SLOTS`` slots. Longer chains, whose tables take long, have half of them."""
 
 WALKS = 100
-"""Schedules walked at most where budgets are small, and for the frontier; of each of two sets of options."""
+"""Most schedules walked, per set of options, for the frontier and for small budgets."""
 
 NEIGHBOURS = 8
-"""Candidates looked at on both sides of where bisection ends."""
+"""Candidates walked on each side of the one at which bisection ends."""
 
 TIGHT_BELOW = 1.5
-"""Budgets below so many times the largest block's need get options with a limited peak."""
+"""Options with a limited peak are solved for budgets below so many times what the largest block needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
-    """A schedule and what the walker says of it; ``source`` names the solver that found it."""
+    """A schedule and the walker's figures; ``source`` names the solver that found it."""
 
     schedule: Schedule
     walk: Walk
@@ -71,14 +71,16 @@ class ChainPlan:
 
 
 class ChainPlanner:
-    """Plans one problem for any number of budgets; blocks are solved, and schedules walked, when first needed.
+    """Plans one problem for any number of budgets. Blocks are solved, and schedules walked, when first needed.
 
-    Options with a limited peak cost most of the solver's time and serve only budgets that are small
-    beside a single block: they are left out for budgets above ``TIGHT_BELOW`` times what the largest
-    block needs to keep everything. ``options`` (per kind) replace the solved ones. ``report`` is told
-    what is being done, and which part of it is (0 to 1). ``remaining`` (seconds) ends the search for options; what was
-    found until then is used, and ``stopped`` counts the programs that were not solved to the end. ``solved``: blocks
-    that other planners have solved; this one adds to it.
+    Options with a limited peak take most of the solver's time, and are of use only for budgets that are small beside a
+    single block. They are not solved for budgets above ``TIGHT_BELOW`` times what the largest block needs to keep
+    everything.
+
+    ``options``: per kind of block, in place of solved ones. ``slots``: of a table; 0 for the default. ``report``:
+    called with the current work and the part of it that is done, from 0 to 1. ``remaining``: seconds left for the
+    search for options; at 0, the options found so far are used, and ``stopped`` counts the programs that were not
+    solved to the end. ``solved``: options of blocks that other planners have solved; this one adds to it.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class ChainPlanner:
         solved: SolvedViews | None = None,
     ) -> None:
         self.problem, self.grid, self.report = problem, grid or Grid(), report
-        self.limit = Limit(remaining) if remaining else Limit()
+        self.limit = TimeLimit(remaining) if remaining else TimeLimit()
         self.slots = slots or (SLOTS if len(problem.blocks) <= SHORT else SLOTS // 2)
         self._given = options
         self._solved: SolvedViews = {} if solved is None else solved
@@ -107,7 +109,7 @@ class ChainPlanner:
 
     @property
     def stopped(self) -> int:
-        """How many integer programs were stopped, or left out, at a time limit: their options may not be the best."""
+        """How many integer programs were stopped or skipped at a time limit, so that options may not be the best."""
         return self.limit.stopped
 
     def _full(self) -> _Candidates:
@@ -133,11 +135,11 @@ class ChainPlanner:
         return kind_options(self.problem, grid, partial(self.report, doing), self.limit, self._solved)
 
     def solve(self, budget: int) -> ChainPlan:
-        """The cheapest plan with a peak of at most ``budget`` bytes; ``InfeasibleError`` says what would do."""
-        found = None
+        """The cheapest plan with a peak of at most ``budget`` bytes. ``InfeasibleError`` has the least budget known."""
+        plan = None
         if budget >= TIGHT_BELOW * _largest_need(self._partial().options):
-            found = self._partial().cheapest(budget)
-        if found is None:  # small budgets, where peaks do not rise evenly: look everywhere
+            plan = self._partial().cheapest(budget)
+        if plan is None:  # peaks do not rise evenly at small budgets, where bisection may miss the best
             self._partial().cheapest(budget)
             self._full().cheapest(budget)
             self.walked()
@@ -168,12 +170,12 @@ class ChainPlanner:
         return [*self._known, *self._partial().all(), *self._full().all()]
 
     def lower_bound(self, budget: int) -> int:
-        """Nanoseconds that every schedule within ``budget`` bytes takes, whatever its class."""
+        """Nanoseconds that every schedule within ``budget`` bytes takes at least, whatever its class."""
         solver = self.grid.solver
         return lower_bound(self.problem, budget, solver.name)
 
     def frontier(self) -> Frontier:
-        """The whole time-against-memory curve; no schedule of any class fits below its ``lower``."""
+        """Time against memory for all budgets. No schedule of any class needs less than its ``lower``."""
         solutions = _cheapest_per_peak(self.walked())
         keep = walk(self.problem, keep_everything(self.problem))
         points = tuple((s.peak, s.overhead) for s in solutions)
@@ -181,7 +183,10 @@ class ChainPlanner:
 
 
 def solve_chain(problem: Problem, budget: int, options: Options | None = None, slots: int = 0) -> ChainPlan:
-    """The cheapest schedule for one budget (bytes); keep-everything without any solving if that fits."""
+    """The cheapest schedule for one budget (bytes). If keeping everything fits, nothing is solved.
+
+    Raises ``InfeasibleError`` if the solver has no schedule that fits.
+    """
     schedule = keep_everything(problem)
     walked = walk(problem, schedule)
     if walked.peak <= budget:
@@ -195,14 +200,14 @@ def frontier(problem: Problem, options: Options | None = None, slots: int = 0) -
 
 
 def _largest_need(options: Options) -> int:
-    """Bytes of the backward of the largest block that keeps everything."""
+    """The largest backward peak, in bytes, of a block that keeps everything."""
     return max((o.backward_peak for of_kind in options.values() for o in of_kind if not o.time), default=0)
 
 
 class _Candidates:
-    """The distinct optima of the table for one set of options, spelled out as schedules when asked for.
+    """The distinct optima of the table for one set of options. Each becomes a schedule when it is first asked for.
 
-    A second table has finer slots for budgets in the lowest quarter.
+    A second table has finer slots, for budgets in the lowest quarter.
     """
 
     def __init__(self, problem: Problem, options: Options, slots: int) -> None:
@@ -229,13 +234,13 @@ class _Candidates:
         return self.walked[k]
 
     def all(self) -> list[ChainPlan]:
-        """``WALKS`` candidates, evenly taken, and those walked before."""
+        """``WALKS`` candidates at even distances, and those walked before."""
         for k in _evenly(range(len(self.points)), WALKS):
             self.at(k)
         return list(self.walked.values())
 
     def cheapest(self, budget: int) -> ChainPlan | None:
-        """The cheapest candidate that fits: by bisection, then among its neighbours (peaks rise nearly always)."""
+        """The cheapest candidate that fits, among the neighbours of the one at which bisection over peaks ends."""
         low, high = 0, len(self.points)
         while low < high:
             middle = (low + high) // 2

@@ -1,8 +1,8 @@
-"""The numbers of a chain of blocks that the dynamic program adds and compares, in bytes and nanoseconds.
+"""The costs of a chain of blocks that the dynamic program adds and compares, in bytes and nanoseconds.
 
-``I_k``, the interface of block k, is the set of data made before block k that it or a later block
-reads, forward or backward. *Always-live* data (held, or made by nodes that run once) and generator
-states are counted as constants by position, which is conservative; the walker decides exactly.
+``I_k``, the interface of block k, is the set of data made before block k that it or a later block reads, forward or
+backward. *Always-live* data (held, or made by nodes that run once) and generator states are constants that depend on
+the position only. That is conservative; the walker counts exactly.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from solvers.block.block import BlockView, block_view, counted, forward_figures, last_readers
-from solvers.block.ilp import Grid, Limit, Option, member_options, view_options
+from solvers.block.ilp import Grid, Option, TimeLimit, member_options, view_options
 from solvers.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
 class ChainCosts:
-    """Costs of blocks 0..B-1; lists are indexed by block unless said otherwise.
+    """Costs of blocks 0..B-1. Tuples have one item per block.
 
-    ``interface_bytes[i][k]``: bytes of I_k not in I_i, for k in 0..B. ``pass_peak``, ``pass_time``: a forward
-    phase that keeps nothing but the interface. Constants: ``first_base`` while block k runs in the
-    forward phase; ``rerun_base`` while anything runs forward just before the backward of block k;
+    ``interface_bytes[i][k]``: bytes of I_k not in I_i, for k in 0..B. ``pass_peak`` (bytes), ``pass_time``
+    (nanoseconds): those of a forward phase that keeps nothing but the interface. Constant bytes: ``first_base`` while
+    block k runs in the forward phase; ``rerun_base`` during reruns just before the backward of block k;
     ``backward_base`` during the backward of block k; ``loss_peak`` at the loss, beyond what is saved.
     """
 
@@ -41,7 +41,7 @@ class ChainCosts:
         return len(self.options)
 
     def keep_everything_need(self) -> int:
-        """Bytes that the program's arithmetic asks for when every block keeps everything."""
+        """Bytes that the dynamic program counts if every block keeps everything."""
         need, saved = self.loss_peak, 0
         for k, options in enumerate(self.options):
             keep = options[0]
@@ -55,11 +55,11 @@ Options = Mapping[int, tuple[Option, ...]]
 """Options per kind of block."""
 
 SolvedViews = dict[tuple[object, ...], tuple[Option, ...]]
-"""Options by the view of a block and the grid that they were solved for."""
+"""Options by the key of a block's view and the grid for which they were solved."""
 
 
 def kind_views(problem: Problem) -> dict[int, BlockView]:
-    """Per kind of block the view that most of its members have."""
+    """For each kind of block, the view that most of its members have."""
     last = last_readers(problem)
     views: dict[int, Counter[tuple[object, ...]]] = {}
     example: dict[tuple[object, ...], BlockView] = {}
@@ -74,31 +74,31 @@ def kind_options(
     problem: Problem,
     grid: Grid,
     report: Callable[[float], None] = lambda _: None,
-    limit: Limit | None = None,
+    limit: TimeLimit | None = None,
     solved: SolvedViews | None = None,
 ) -> dict[int, tuple[Option, ...]]:
-    """Solve one block per kind, the one that looks like most of its kind; ``report``: which part of them is done.
+    """The options of each kind of block, solved for the view that most of its members have.
 
-    ``limit``: when no time is left, the options found so far have to do. ``solved``: options of views solved before,
-    which is added to.
+    ``report``: called with the part of the kinds that is done. ``limit``: when no time is left, only the options found
+    so far are returned. ``solved``: options of views solved before; those solved now are added.
     """
-    views, limit, solved = kind_views(problem), limit or Limit(), {} if solved is None else solved
-    found: dict[int, tuple[Option, ...]] = {}
+    views, limit, solved = kind_views(problem), limit or TimeLimit(), {} if solved is None else solved
+    options: dict[int, tuple[Option, ...]] = {}
     for done, (kind, view) in enumerate(views.items()):
 
         def of_all(part: float, done: int = done) -> None:
             report((done + part) / len(views))
 
         key, stopped = (view.key, grid), limit.stopped
-        found[kind] = solved.get(key) or view_options(view, grid, of_all, limit)
+        options[kind] = solved.get(key) or view_options(view, grid, of_all, limit)
         if limit.stopped == stopped:
-            solved[key] = found[kind]
+            solved[key] = options[kind]
         of_all(1.0)
-    return found
+    return options
 
 
 def chain_costs(problem: Problem, options: Options) -> ChainCosts:
-    """All costs of the chain; ``options`` per kind get the figures they have in each member."""
+    """All costs of the chain. The options of a kind get the figures that they have in each of its blocks."""
     last = last_readers(problem)
     views = [block_view(problem, block, last) for block in problem.blocks]
     members: dict[tuple[object, ...], tuple[Option, ...]] = {}
@@ -136,7 +136,7 @@ def _interface_bytes(problem: Problem, last: list[int]) -> tuple[tuple[int, ...]
 
 
 def _always_live(problem: Problem) -> tuple[list[int], list[int]]:
-    """Per k in 0..B: bytes of always-live data in the forward phase before block k, and after the loss."""
+    """For each k in 0..B, the bytes of always-live data in the forward phase before block k, and after the loss."""
     read = {d for n in problem.nodes for d in n.reads + (n.backward.reads if n.backward else ())}
     starts = [b.start for b in problem.blocks] + [len(problem.nodes)]
     held = [problem.data[d] for d in problem.held]
@@ -151,12 +151,12 @@ def _always_live(problem: Problem) -> tuple[list[int], list[int]]:
 
 
 def _returned_before(problem: Problem, stop: int) -> int:
-    """Bytes of returned data that nodes before ``stop`` make; those that are saved too count twice, conservatively."""
+    """Bytes of returned data that nodes before ``stop`` make. Those that are also saved count twice (conservative)."""
     return sum(d.size for k in problem.returned - problem.held if (d := problem.data[k]).owner < stop)
 
 
 def _gradients_before(problem: Problem) -> list[int]:
-    """Per block: gradient bytes live when the backward reaches it."""
+    """For each block, the gradient bytes live when the backward phase reaches it."""
     result: list[int] = []
     before = 0
     for block in problem.blocks:

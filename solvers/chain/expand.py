@@ -1,6 +1,6 @@
-"""The choices of the chain's table, spelled out as an order of steps.
+"""From the choices of the chain's table to an order of steps.
 
-Where a block runs again, nodes that make nothing counted do not: what they made stays at no cost.
+Nodes without counted data do not run again with their block: their data are always live.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from solvers.schedule import Bwd, Loss, Run, Step
 
 
 def expand(problem: Problem, table: ChainTable, m: int) -> list[Step]:
-    """The order of steps that the table's choices for ``m`` slots stand for."""
+    """The order of steps that the table chooses for ``m`` slots."""
     out: list[Step] = []
     _expand_top(problem, table, m, out)
     return out
@@ -36,7 +36,7 @@ def _expand_top(problem: Problem, table: ChainTable, m: int, out: list[Step]) ->
 
 
 def _expand_inner(problem: Problem, table: ChainTable, first: int, last: int, memory: int, out: list[Step]) -> None:
-    """Without recursion: chains are long."""
+    """Append reruns and backwards of blocks ``first`` to ``last``. Without recursion, since chains may be long."""
     todo: list[tuple[int, int, int] | tuple[int, Option]] = [(first, last, memory)]
     while todo:
         item = todo.pop()

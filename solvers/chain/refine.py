@@ -1,12 +1,13 @@
-"""A chain's plan as the start of the whole-graph program, which betters it a little and proves how little is left.
+"""Improves a chain's plan by the whole-graph program, which starts from it, and bounds what could still be gained.
 
-The chain's solver composes options of single blocks; the whole-graph program (``solvers.whole.whole_graph``) looks at
-the step as one and at few of its moments. Alone it has to find a schedule; from a good plan it mostly has to prove.
+The chain's solver composes options of single blocks. The whole-graph program (``solvers.whole.whole_graph``) decides on
+the step as a whole, and limits memory at few positions. If it starts from a good plan, it mostly has to prove a bound.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from solvers.chain.bound import lower_bound
 from solvers.chain.chain import ChainPlan
@@ -14,15 +15,18 @@ from solvers.problem import Problem
 from solvers.schedule import Bwd, Run, Schedule
 from solvers.solve import Request
 from solvers.walker import walk
-from solvers.whole.stages import Runs, schedule_step, staged_step, timeline, without_useless
-from solvers.whole.whole_graph import solve_staged
+
+if TYPE_CHECKING:
+    from solvers.whole.stages import Reruns
 
 
 @dataclass(frozen=True, slots=True)
 class Refined:
-    """``schedule``: a better one, None if none was found. ``bound``: nanoseconds that every schedule of the whole-graph
-    program's class takes; one that is not of the class may take less. ``infeasible``: why none of the class fits,
-    where that is proven. ``interrupted``: by Ctrl-C."""
+    """The result of ``refine``. ``schedule``: a better one, or None.
+
+    ``bound``: nanoseconds that every schedule of the whole-graph program's class takes at least; others may take less.
+    ``infeasible``: why no schedule of the class fits, if that is proven. ``interrupted``: whether Ctrl-C ended it.
+    """
 
     schedule: Schedule | None
     bound: int
@@ -31,41 +35,47 @@ class Refined:
 
 
 def refine(problem: Problem, start: Schedule | None, request: Request) -> Refined:
-    """Improve ``start``, which fits ``request.budget``, for as long as ``request`` allows or until nothing is left."""
+    """Improve ``start``, which fits ``request.budget``, until it is proven optimal in its class or time is up."""
+    # Loaded here: `import solvers` is to be quick, and saved plans need no solver of whole graphs.
+    from solvers.whole.stages import schedule_step, staged_step, timeline
+    from solvers.whole.whole_graph import solve_staged
+
     staged = staged_step(problem)
     runs = None if start is None else runs_of(problem, start)
     if runs is not None and timeline(staged, runs).peak > request.budget:
         runs = None
-    found = solve_staged(staged, request, runs)
-    better = found.runs is not None and (runs is None or staged.cost(found.runs) < staged.cost(runs))
-    schedule = schedule_step(problem, found.runs) if better and found.runs is not None else None
-    return Refined(schedule, problem.eager_time + found.bound, found.infeasible, found.interrupted)
+    solution = solve_staged(staged, request, runs)
+    better = solution.runs is not None and (runs is None or staged.cost(solution.runs) < staged.cost(runs))
+    schedule = schedule_step(problem, solution.runs) if better and solution.runs is not None else None
+    return Refined(schedule, problem.eager_time + solution.bound, solution.infeasible, solution.interrupted)
 
 
 def improve(problem: Problem, plan: ChainPlan, budget: int, seconds: float, gap: float = 1e-4) -> tuple[ChainPlan, int]:
-    """``plan`` or a better one within ``budget`` bytes, and a lower bound (nanoseconds): for all schedules that the
-    walker accepts, or for those of the whole-graph program's class if that is higher and the plan is of the class.
+    """``plan`` or a better one within ``budget`` bytes, and a lower bound in nanoseconds.
 
-    Nothing is tried where the first bound, which gets a quarter of the time, already shows the plan to be the best, up
-    to ``gap``. How far it gets in ``seconds`` depends on the machine: what must be equal everywhere must not come from
-    here.
+    The bound holds for all schedules that the walker accepts. If that for the whole-graph program's class is higher,
+    and the plan is no cheaper than it, the bound holds for that class. A quarter of ``seconds`` is for the first bound.
+    If it proves the plan optimal up to ``gap``, nothing else is tried. The result depends on the machine's speed, so it
+    is not for plans that must be equal on several machines. Ctrl-C raises ``KeyboardInterrupt``.
     """
     request = Request(budget, seconds, gap=gap)
     bound = lower_bound(problem, budget, seconds=seconds / 4)
     if plan.time - bound <= gap * plan.time:
         return plan, bound
-    found = refine(problem, plan.schedule, request)
-    if found.interrupted:
+    refined = refine(problem, plan.schedule, request)
+    if refined.interrupted:
         raise KeyboardInterrupt
-    if found.schedule is not None:
-        walked = walk(problem, found.schedule)
+    if refined.schedule is not None:
+        walked = walk(problem, refined.schedule)
         if walked.peak <= budget and walked.time < plan.time:
-            plan = ChainPlan(found.schedule, walked, "chain, then whole graph")
-    return plan, max(bound, found.bound) if found.bound <= plan.time else bound
+            plan = ChainPlan(refined.schedule, walked, "chain, then whole graph")
+    return plan, max(bound, refined.bound) if refined.bound <= plan.time else bound
 
 
-def runs_of(problem: Problem, schedule: Schedule) -> Runs:
-    """The reruns of ``schedule`` per stage, in forward order and each once; what that makes useless is left out."""
+def runs_of(problem: Problem, schedule: Schedule) -> Reruns:
+    """The reruns of ``schedule`` per stage, each once and in forward order, without those that are useless then."""
+    from solvers.whole.stages import staged_step, without_useless  # loaded here for the same reason as above
+
     stages: list[set[int]] = [set() for _ in range(len(problem.nodes) + 1)]
     now: set[int] = set()
     first = len(problem.nodes)

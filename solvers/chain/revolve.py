@@ -1,11 +1,11 @@
-"""Binomial checkpointing over the blocks of a chain, as if they were all alike.
+"""Binomial checkpointing over the blocks of a chain, as if all blocks were equal.
 
-With at most c interfaces stored beside the input, a chain of l blocks is reversed with the fewest block runs::
+The fewest runs of blocks that reverse a chain of l blocks, with at most c interfaces stored beside the input::
 
     runs(c, l) = min over 1 <= j < l of  j + runs(c-1, l-j) + runs(c, j);   runs(0, l) = l (l-1) / 2;  runs(c, 1) = 0
 
-Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26 (2000), of which this is the recurrence. It
-is optimal for equal blocks and counts checkpoints instead of bytes; the walker counts bytes.
+Source: the recurrence of Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26 (2000). It is optimal for equal
+blocks. It counts checkpoints, not bytes; the walker counts bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Splits = list[list[int]]
 
 
 def binomial_splits(length: int, checkpoints: int) -> Splits:
-    """``splits[c][l]``: how many of l blocks (or stages) stand before the next checkpoint, with c of them left.
+    """``splits[c][l]``: how many of l blocks (or stages) run before the next checkpoint is stored, if c may be stored.
 
-    The last block needs no checkpoint: its input is what the run before it made.
+    The last block needs no checkpoint, since the run before it makes its input.
     """
     base = np.arange(length + 1, dtype=np.int64)
     runs = base * (base - 1) // 2

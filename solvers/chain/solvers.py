@@ -1,9 +1,9 @@
 """The solvers of a ``Problem`` by name, behind ``solvers.solve``.
 
-``rotor``: options per block, then the dynamic program (``solvers.chain.chain``). ``auto``: rotor, then, where its plan
-is not proven to be the best, the whole step as one program from there (``solvers.chain.refine``); on its own that is
-``checkmate``. Baselines: ``keep_all``, ``recompute_all``, ``every_block``, ``sqrt``, ``revolve``. All of them carry
-``solvers.chain.bound``'s bound, which holds for every schedule that the walker accepts.
+``rotor``: options per block, then the dynamic program (``solvers.chain.chain``). ``checkmate``: the whole step as one
+integer program (``solvers.chain.refine``). ``auto``: rotor, then, if its plan is not proven optimal, the integer
+program, which starts from it. Baselines: ``keep_all``, ``recompute_all``, ``every_block``, ``sqrt``, ``revolve``.
+``rotor`` and the baselines return the bound of ``solvers.chain.bound``, for every schedule that the walker accepts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from solvers.chain.chain import ChainPlan, ChainPlanner
 from solvers.chain.refine import refine
 from solvers.chain.revolve import revolve_schedules
 from solvers.errors import InfeasibleError
-from solvers.milp.memory_program import SolverOptions
+from solvers.milp.options import SolverOptions
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 from solvers.solution import Frontier
@@ -65,8 +65,7 @@ def _first_fitting(problem: Problem, request: Request, schedules: Iterable[Sched
 
 
 def _bound(problem: Problem, request: Request) -> tuple[int, str]:
-    """The bound for the budget, and what cut it short. It gets a little time even where none is left: it says how good
-    a plan is."""
+    """The bound for the budget, and why it was stopped, if it was. It gets 0.2 seconds even if no time is left."""
     try:
         return lower_bound(problem, request.budget, request.milp, max(0.2, min(2.0, request.remaining()))), ""
     except KeyboardInterrupt:
@@ -99,7 +98,7 @@ def _revolve(problem: Problem, request: Request) -> Answer:
 
 
 def _too_small(problem: Problem, budget: int) -> str:
-    """Why no schedule fits, where one step alone shows it."""
+    """Why no schedule fits, if one step alone needs more than the budget; else empty."""
     least, step = least_budget(problem)
     if least <= budget:
         return ""
@@ -107,7 +106,7 @@ def _too_small(problem: Problem, budget: int) -> str:
 
 
 def _plan(problem: Problem, request: Request) -> tuple[ChainPlan | None, str]:
-    """The chain's plan, and why there is none or what cut the search short."""
+    """The chain's plan, and why there is none or why the search was stopped."""
     planner = _planner(problem, request)
     try:
         plan: ChainPlan | None = planner.solve(request.budget)
@@ -120,7 +119,7 @@ def _plan(problem: Problem, request: Request) -> tuple[ChainPlan | None, str]:
 
 @register(Problem, "rotor")
 def _rotor(problem: Problem, request: Request) -> Answer:
-    """Options per block, then the dynamic program; keeping everything needs no solver."""
+    """Options per block, then the dynamic program; neither if keeping everything fits."""
     why = _too_small(problem, request.budget)
     if why:
         return Answer(None, infeasible=why)
@@ -140,31 +139,31 @@ def _rotor(problem: Problem, request: Request) -> Answer:
 
 @register(Problem, "checkmate")
 def _checkmate(problem: Problem, request: Request) -> Answer:
-    """The whole step as one program, from nothing."""
-    found = refine(problem, None, request)
-    note = f"{STOPPED}; " if found.interrupted else ""
-    reason = f"{note}the bound holds for {WHOLE}" if found.schedule is not None or note else ""
-    return Answer(found.schedule, found.bound, reason, found.infeasible)
+    """The whole step as one integer program, without a schedule to start from."""
+    refined = refine(problem, None, request)
+    note = f"{STOPPED}; " if refined.interrupted else ""
+    reason = f"{note}the bound holds for {WHOLE}" if refined.schedule is not None or note else ""
+    return Answer(refined.schedule, refined.bound, reason, refined.infeasible)
 
 
 @register(Problem, "auto")
 def _auto(problem: Problem, request: Request) -> Answer:
-    """rotor; then, while there is time and something left to gain, the whole-graph program from there."""
+    """rotor, then the whole-graph program from its plan, if the plan is not proven optimal and time is left."""
     chain = _rotor(problem, request)
     cost = None if chain.schedule is None else walk(problem, chain.schedule).time
     done = cost is not None and cost - chain.bound <= request.gap * cost
     if done or chain.infeasible or chain.solver or STOPPED in chain.reason or request.remaining() <= 0:
         return chain
-    found = refine(problem, chain.schedule, request)
-    if chain.schedule is None and found.infeasible:
-        return Answer(None, found.bound, infeasible=found.infeasible)
-    note = f"{STOPPED}; " if found.interrupted else ""
-    if found.schedule is not None:
-        better = walk(problem, found.schedule)
+    refined = refine(problem, chain.schedule, request)
+    if chain.schedule is None and refined.infeasible:
+        return Answer(None, refined.bound, infeasible=refined.infeasible)
+    note = f"{STOPPED}; " if refined.interrupted else ""
+    if refined.schedule is not None:
+        better = walk(problem, refined.schedule)
         if better.peak <= request.budget and (cost is None or better.time < cost):
-            bound = max(chain.bound, found.bound)
-            return Answer(found.schedule, bound, f"{note}the bound holds for {WHOLE}", solver="checkmate")
-    # A chain's schedule may be outside of the whole program's class, and then below its bound.
-    outside = cost is not None and found.bound > cost
+            bound = max(chain.bound, refined.bound)
+            return Answer(refined.schedule, bound, f"{note}the bound holds for {WHOLE}", solver="checkmate")
+    # A chain's schedule may not be of the whole program's class, and then cost less than the bound of the class.
+    outside = cost is not None and refined.bound > cost
     reason = chain.reason if outside else f"{note}the bound holds for {WHOLE}"
-    return Answer(chain.schedule, chain.bound if outside else max(chain.bound, found.bound), reason, solver="rotor")
+    return Answer(chain.schedule, chain.bound if outside else max(chain.bound, refined.bound), reason, solver="rotor")

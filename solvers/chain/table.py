@@ -1,8 +1,8 @@
-"""The rotor dynamic program over blocks with options, vectorised over memory and the end of the segment.
+"""rotor's dynamic program over blocks with options, vectorised over memory and the end of the segment.
 
-``inner[i,j](m)`` is the least time to run blocks i..j forward and backward, given I_i live and m slots
-beyond it, when blocks after j are done. ``top[i](m)`` is the same for i..B-1 in the first forward phase,
-whose forward runs are no recomputation, and includes the loss. With e(i,k) = bytes of I_k not in I_i::
+``inner[i,j](m)`` is the least time to run blocks i..j forward and backward with m slots beyond I_i, which is live, when
+the blocks after j are done. ``top[i](m)`` is the same for blocks i..B-1 in the first forward phase, the loss included;
+forward runs cost nothing there, since they are no recomputation. With e(i,k) = bytes of I_k not in I_i::
 
     inner[i,j](m) = min of
       (a)  fwd(i,o) + time(o) + inner[i+1,j](m - save(o) - e(i,i+1))      over options o of block i (i = j: no inner)
@@ -13,10 +13,10 @@ whose forward runs are no recomputation, and includes the loss. With e(i,k) = by
     top[i](m)     = the same with fwd = pass = 0, first_base for rerun_base, top[k] for inner[k,j], k up to B
     top[B](m)     = 0 if m >= loss_peak
 
-Only times are stored. What reaches a time is found again where it is asked for, which is in few places.
+The table stores times only. The choice that gives a time is computed again for the few cells of a schedule.
 
-Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (rotor), with options per
-block as in Rockmate (Zhao et al., 2023). Known shortcoming: checkpoints are persistent, as in rotor.
+Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (rotor), with options per block as in Rockmate
+(Zhao et al., 2023). Known shortcoming: checkpoints are persistent, as in rotor.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import numpy.typing as npt
 from solvers.chain.costs import ChainCosts
 
 Times = npt.NDArray[np.float32]
-"""Nanoseconds, exact up to 2**24 and to seven digits beyond: the walker counts again. Infinite where nothing fits."""
+"""Nanoseconds, infinite if nothing fits. Seven digits are exact; the walker computes times of schedules exactly."""
 
 Slots = npt.NDArray[np.int64]
 
 ROWS = 128
-"""Ends of segments that are looked at together; their columns stay in the processor's cache."""
+"""Ends of segments that are handled together, so that their columns stay in the processor's cache."""
 
 SPLITS = 8
-"""Splits after which the columns that can still improve are looked for again."""
+"""Splits after which it is determined again which columns can still improve."""
 
 
 class ChainTable:
@@ -53,7 +53,7 @@ class ChainTable:
         self._kept_best = np.array([min(o.time + o.forward_time for o in of) for of in costs.options], np.float64)
         alone = [min(self._alone(k, o)[1] for o in range(len(of))) for k, of in enumerate(costs.options)]
         self._alone_best = np.array(alone, np.float64)
-        # inner[i][j - i] and, to skip what does not fit, its first finite column.
+        # inner[i][j - i], and its first finite column: columns before it need not be read.
         self.inner: list[Times] = [np.full((count - i, size + 1), np.inf, np.float32) for i in range(count)]
         self._first: list[Slots] = [np.full(count - i, size + 1, np.int64) for i in range(count)]
         self.top: Times = np.full((count + 1, size + 1), np.inf, np.float32)
@@ -67,7 +67,7 @@ class ChainTable:
         return -(-size // self.unit)
 
     def _fill_inner(self, i: int) -> None:
-        """``inner[i]`` for all ends; (b) by rising k, since all ends from k on need ``inner[i,k-1]``."""
+        """``inner[i]`` for all ends j. (b) goes by rising k, since all ends from k on read ``inner[i,k-1]``."""
         out, count = self.inner[i], self.costs.blocks
         for o, option in enumerate(self.costs.options[i]):
             row = out[0]
@@ -82,7 +82,7 @@ class ChainTable:
         done_at = np.empty(count - i, np.int64)
         for k in range(i + 1, count):
             if (k - i - 1) % SPLITS == 0:
-                # From here on a row cannot improve: splits at k and later take the time of another pass at least.
+                # Splits at k and later take at least the time of another pass. Columns at this time cannot improve.
                 limit = best[k - i :] + again[k - i - 1]
                 rows = out[k - i :]
                 done_at[k - i :] = np.where(
@@ -92,7 +92,7 @@ class ChainTable:
             self._first[i][k - i] = _first(out[k - i : k - i + 1])[0]
 
     def _pass(self, i: int, k: int, done_at: Slots) -> None:
-        """(b) for k and all ends from k on; rows in groups, whose columns of interest are alike."""
+        """(b) for k and all ends from k on, ``ROWS`` ends at a time."""
         start = int(self._first[i][k - i - 1])
         if start > self.size:
             return
@@ -107,27 +107,27 @@ class ChainTable:
     def _offer(
         self, out: Times, least: Slots, used: int, rest: Times, time: Times | float, first: Slots | None = None
     ) -> None:
-        """Row r of ``out`` takes ``rest[r]`` with ``used`` slots less, plus ``time``, from column ``least[r]`` on."""
+        """Lower row r of ``out`` to ``time`` plus ``rest[r]`` with ``used`` slots less, from column ``least[r]`` on."""
         stop = out.shape[1]
         low = max(used, int(least.min()) if first is None else int(np.maximum(least, first + used).min()))
         if low >= stop:
             return
         more = np.float32(time) if isinstance(time, float) else time[low:stop]
-        found = self._buffer[: len(out) * (stop - low)].reshape(len(out), stop - low)
-        np.add(rest[:, low - used : stop - used], more, out=found)
+        offers = self._buffer[: len(out) * (stop - low)].reshape(len(out), stop - low)
+        np.add(rest[:, low - used : stop - used], more, out=offers)
         high = min(stop, int(least.max()))
         if high > low:
-            found[:, : high - low][self._columns[low:high] < least[:, None]] = np.inf
-        np.minimum(out[:, low:], found, out=out[:, low:])
+            offers[:, : high - low][self._columns[low:high] < least[:, None]] = np.inf
+        np.minimum(out[:, low:], offers, out=out[:, low:])
 
     def _best(self, i: int) -> Times:
-        """Per end, the time of i..j with memory without end, a little more for rounding."""
+        """Per end, the time of i..j with unlimited memory, rounded up."""
         sums = np.concatenate([[0.0], np.cumsum(self._kept_best[i:-1])]) + self._alone_best[i:]
         best: Times = (sums * (1 + 1e-6)).astype(np.float32)
         return best
 
     def _again(self, i: int) -> Times:
-        """Per k, what a split there or later takes at least beyond ``_best``."""
+        """Per k, the time by which a split at k or later exceeds ``_best`` at least."""
         extra = self._passes[i][2][: self.costs.blocks - i] + self._alone_best[i:] - self._kept_best[i:]
         least: Times = np.minimum.accumulate(extra[::-1])[::-1].clip(0).astype(np.float32)
         return least
@@ -184,7 +184,7 @@ class ChainTable:
         return [int(m) for m in np.flatnonzero(times < before * np.float32(1 - 1e-6))]
 
     def top_choice(self, i: int, m: int) -> tuple[int | None, int, int]:
-        """What reaches ``top[i](m)``: (option, i+1) or (None, k), and the slots left for what follows."""
+        """The choice that gives ``top[i](m)``: (option, i+1) or (None, k), and the slots left for what follows."""
         return _cheapest(self._top_offers(i, m))
 
     def inner_choice(self, i: int, j: int, m: int) -> tuple[int | None, int, int]:
@@ -237,5 +237,5 @@ def _cheapest(offers: Iterable[tuple[float, int | None, int, int]]) -> tuple[int
 def _first(rows: Times) -> Slots:
     """Per row, its first finite column; times are finite from there on."""
     finite = np.isfinite(rows)
-    found: Slots = np.where(finite[:, -1], finite.argmax(axis=1), rows.shape[1])
-    return found
+    first: Slots = np.where(finite[:, -1], finite.argmax(axis=1), rows.shape[1])
+    return first

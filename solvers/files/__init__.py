@@ -1,1 +1,1 @@
-"""Problems as files."""
+"""Problems as text and files."""

@@ -3,10 +3,10 @@
 - Checkmate's: nodes have ``id``, ``cost_cpu`` (time) and ``cost_ram`` (bytes of the output).
 - Layered graphs: nodes have ``name``, ``duration`` and ``out_cost``; ``graph.order``, where given, is the order.
 
-Links have ``source`` and ``target``, or ``"0"`` and ``"1"``: the second reads the output of the first. Without an
-order, the nodes' order in the file is kept as far as links allow. Whole numbers are taken as they are. Times that
-are not are multiplied by the smallest power of ten, up to 10^9, that makes all of them whole (what is left is
-rounded); it becomes the problem's ``scale``, so that costs can be told in the file's unit. Bytes are rounded up.
+Links have ``source`` and ``target``, or ``"0"`` and ``"1"``: the second reads the output of the first. Without
+``graph.order``, the nodes' order in the file is kept as far as links allow. Whole times stay as they are. Other times
+are multiplied by the smallest power of ten, up to 10^9, that makes all of them whole; what is left is rounded. This
+factor is the problem's ``scale``: costs divided by it are in the file's unit. Bytes are rounded up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def from_node_link(content: dict[str, Any]) -> GraphProblem:
 
 
 def _keys(nodes: list[dict[str, Any]]) -> tuple[str, str, str]:
-    """The names that identity, time and bytes have in this file."""
+    """The keys of identity, time and bytes in this file."""
     first = nodes[0] if nodes else {}
     if "cost_cpu" in first or not nodes:
         return "id", "cost_cpu", "cost_ram"
@@ -84,7 +84,7 @@ def _link(link: Any, at: dict[Any, int]) -> tuple[int, int]:
 
 
 def _order(graph: Any, names: list[Any], edges: list[tuple[int, int]]) -> list[int]:
-    """The file's own order where it has one; else a topological one. Both are checked."""
+    """The file's order, checked, if it has one; else a topological order."""
     order = topological(names, edges)
     given = graph.get("order") if isinstance(graph, dict) else None
     if given is None:
@@ -100,7 +100,7 @@ def _order(graph: Any, names: list[Any], edges: list[tuple[int, int]]) -> list[i
 
 
 def _whole(times: list[int | float]) -> tuple[list[int], int]:
-    """``times`` as whole numbers, and what they were multiplied by."""
+    """``times`` as whole numbers, and the factor by which they were multiplied."""
     digits = 0
     while digits < MOST_DIGITS and any(round(t * 10**digits, 6) % 1 for t in times):
         digits += 1

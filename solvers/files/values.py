@@ -1,4 +1,4 @@
-"""Values as JSON and back: an object for a dataclass, a list for a tuple or a set. The fields' types say what is read.
+"""Values as JSON and back: an object for a dataclass, a list for a tuple or a set. Fields' types guide the reading.
 
 Types can be dataclasses, ``X | None``, ``tuple[X, ...]``, ``tuple[X, Y]``, ``frozenset[X]``, and what JSON has itself.
 """
@@ -29,7 +29,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(given: Any, wanted: Any, where: str) -> Any:
-    """``given``, from JSON, as a value of the type ``wanted``. ``ProblemError`` says ``where`` it is none."""
+    """``given``, from JSON, as a value of the type ``wanted``. ``ProblemError`` begins with ``where`` it is not one."""
     if is_dataclass(wanted):
         return _object(given, wanted, where)
     origin, args = get_origin(wanted), get_args(wanted)

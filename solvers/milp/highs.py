@@ -1,4 +1,4 @@
-"""HiGHS; where it is missing, an error says so when a solver first needs it, and everything else works."""
+"""HiGHS, loaded when the first program is solved. Without it, everything that solves no program works."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ from typing import Any
 
 from solvers.errors import SolverError
 
-highspy: Any
 
+def load() -> Any:
+    """The package ``highspy``; ``SolverError`` if it is not installed.
 
-class Missing:
-    """Stands for the package where there is none."""
-
-    def __getattr__(self, name: str) -> Any:
+    Imported here because most runs need no solver: their plans are saved, or nothing has to be recomputed.
+    """
+    try:
+        import highspy
+    except ImportError as error:
         raise SolverError(
             "HiGHS is not installed: pip install highspy, or name another solver that PuLP has. "
             "Saved plans, and budgets with which nothing is recomputed, need no solver."
-        )
-
-
-try:
-    import highspy
-except ImportError:
-    highspy = Missing()
+        ) from error
+    return highspy

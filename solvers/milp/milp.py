@@ -1,4 +1,4 @@
-"""Integer programs over 0/1 columns, and one way to run them: HiGHS directly, or any PuLP solver by name."""
+"""Integer programs over 0/1 columns, and ``run``, which solves them with HiGHS or with any PuLP solver by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from solvers.errors import ProblemError
-from solvers.milp.highs import highspy
+from solvers.milp import highs
 from solvers.work import Work
 
 INFINITY = float("inf")
@@ -20,17 +20,21 @@ Terms = Iterable[tuple[int, float]]
 
 
 def limit_in_units(size: int, unit: int, whole: bool) -> float:
-    """The limit of a row of memory, half a unit above ``size`` bytes (in ``whole`` units if its sizes are).
+    """The limit of a row of memory in units: that of ``size`` bytes, plus half a unit.
 
-    HiGHS's presolve has called a program infeasible whose solutions were just within. Who makes the program cuts off
-    what oversteps a limit in bytes.
+    ``whole``: all sizes of the row are whole units. The half unit is there because HiGHS's presolve called a program
+    infeasible whose solutions were just within the limit. So the caller must check solutions in bytes.
     """
     return (size // unit if whole else size / unit) + 0.5
 
 
 @dataclass
-class Program:
-    """Minimise ``cost`` · x over 0/1 columns (continuous in [0, 1] where not ``integer``), rows between two limits."""
+class IntegerProgram:
+    """Minimise ``cost`` · x, with each row between ``lower`` and ``upper``.
+
+    Columns are 0/1 if ``integer``, else continuous in [0, 1]. The terms of row r are ``columns`` and ``values`` from
+    ``starts[r]`` to ``starts[r + 1]``.
+    """
 
     cost: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
@@ -41,13 +45,13 @@ class Program:
     upper: list[float] = field(default_factory=list)
 
     def column(self, cost: float = 0.0, integer: bool = True) -> int:
-        """A new column."""
+        """Add a column; its index."""
         self.cost.append(cost)
         self.integer.append(integer)
         return len(self.cost) - 1
 
     def row(self, terms: Terms, lower: float, upper: float) -> None:
-        """A new row; terms of one column are added up."""
+        """Add a row; terms of the same column are added up."""
         total: dict[int, float] = {}
         for column, value in terms:
             total[column] = total.get(column, 0.0) + value
@@ -60,8 +64,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``values``: the best solution found, if any; ``bound``: proven lower bound on the objective (``INFINITY`` if
-    there provably is no solution)."""
+    """The result of a solver. ``values``: the best solution, or None if it has none.
+
+    ``bound``: proven lower bound on the objective; ``INFINITY`` if it is proven that there is no solution. ``optimal``:
+    whether the solver ended with a proof, up to the gap asked for.
+    """
 
     values: npt.NDArray[np.float64] | None
     bound: float
@@ -69,7 +76,7 @@ class Outcome:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while a program was solved; ``outcome`` is what there was."""
+    """Ctrl-C while a program was solved; ``outcome`` is the result so far."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()
@@ -78,9 +85,9 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Which solver, and how long. ``gap`` is relative to the objective; ``seconds`` is wall time.
+    """Which solver runs, and for how long. ``gap``: relative to the objective. ``seconds``: wall time.
 
-    ``settings``: options of HiGHS by name; other solvers have none.
+    ``settings``: options of HiGHS by name, which other solvers ignore.
     """
 
     name: str = "HiGHS"
@@ -91,14 +98,14 @@ class Effort:
 
 
 def run(
-    program: Program,
+    program: IntegerProgram,
     effort: Effort,
     start: npt.NDArray[np.float64] | None = None,
     report: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Solve ``program``; ``start`` is a known solution, ``report`` is told the bound now and then.
+    """Solve ``program``. ``start``: a known solution. ``report``: called with the bound from time to time.
 
-    Raises ``Interrupted`` after Ctrl-C.
+    Raises ``Interrupted`` after Ctrl-C, ``ProblemError`` if PuLP has no such solver, ``SolverError`` without HiGHS.
     """
     if not program.cost:
         feasible = all(lo <= 0 <= up for lo, up in zip(program.lower, program.upper, strict=True))
@@ -108,7 +115,9 @@ def run(
     return _run_pulp(program, effort)
 
 
-def _highs(program: Program, effort: Effort) -> Any:
+def _model(program: IntegerProgram, effort: Effort) -> Any:
+    """HiGHS with ``program`` and the options of ``effort``."""
+    highspy = highs.load()
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(program.cost), len(program.lower)
     lp.col_cost_ = np.array(program.cost)
@@ -120,7 +129,7 @@ def _highs(program: Program, effort: Effort) -> Any:
     lp.a_matrix_.start_ = np.array(program.starts, np.int32)
     lp.a_matrix_.index_ = np.array(program.columns, np.int32)
     lp.a_matrix_.value_ = np.array(program.values)
-    highs = highspy.Highs()
+    solver = highspy.Highs()
     options = {
         "output_flag": False,
         "threads": effort.threads,
@@ -128,57 +137,57 @@ def _highs(program: Program, effort: Effort) -> Any:
         "mip_rel_gap": effort.gap,
     }
     for name, value in (*options.items(), *effort.settings):
-        highs.setOptionValue(name, value)
-    highs.passModel(lp)
-    return highs
+        solver.setOptionValue(name, value)
+    solver.passModel(lp)
+    return solver
 
 
 def _run_highs(
-    program: Program,
+    program: IntegerProgram,
     effort: Effort,
     start: npt.NDArray[np.float64] | None,
     report: Callable[[float], None] | None,
 ) -> Outcome:
-    highs = _highs(program, effort)
+    solver = _model(program, effort)
     if start is not None:
-        solution = highspy.HighsSolution()
+        solution = highs.load().HighsSolution()
         solution.col_value = start.tolist()
-        highs.setSolution(solution)
-    interrupt = _wait(highs, report)
-    outcome = _outcome(highs, program)
+        solver.setSolution(solution)
+    interrupt = _wait(solver, report)
+    outcome = _outcome(solver, program)
     if interrupt is not None:
         raise Interrupted(outcome) from interrupt
     return outcome
 
 
-def _outcome(highs: Any, program: Program) -> Outcome:
-    status, info = highs.getModelStatus(), highs.getInfo()
+def _outcome(solver: Any, program: IntegerProgram) -> Outcome:
+    highspy, status, info = highs.load(), solver.getModelStatus(), solver.getInfo()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return Outcome(None, INFINITY, True)
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    values = np.array(highs.getSolution().col_value) if found else None
+    feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    values = np.array(solver.getSolution().col_value) if feasible else None
     bound = info.mip_dual_bound if any(program.integer) else info.objective_function_value
     optimal = status == highspy.HighsModelStatus.kOptimal
     return Outcome(values, max(0.0, bound) if np.isfinite(bound) else 0.0, optimal)
 
 
-def _wait(highs: Any, report: Callable[[float], None] | None) -> KeyboardInterrupt | None:
-    """Run HiGHS, in the main thread so that Ctrl-C is heard, which only that thread does; Ctrl-C if it came.
+def _wait(solver: Any, report: Callable[[float], None] | None) -> KeyboardInterrupt | None:
+    """Run HiGHS in a thread while the main thread waits for Ctrl-C; return the Ctrl-C that came, if any.
 
-    Not by highspy's ``startSolve`` and ``wait``: Ctrl-C within leaves their lock, which all instances share, taken, and
-    no program is ever solved again.
+    Called from another thread, which gets no signals, it runs HiGHS there. It does not use highspy's ``startSolve`` and
+    ``wait``: Ctrl-C within them leaves the lock of all instances acquired, and no program can be solved again.
     """
     if threading.current_thread() is not threading.main_thread():
-        highs.run()
+        solver.run()
         return None
-    highs.HandleUserInterrupt = True
+    solver.HandleUserInterrupt = True
     if report:
 
         def tell(event: Any) -> None:
             report(max(0.0, event.data_out.mip_dual_bound))
 
-        highs.cbMipLogging.subscribe(tell)
-    work = Work([lambda: _solve(highs)])
+        solver.cbMipLogging.subscribe(tell)
+    work = Work([lambda: _solve(solver)])
     interrupt: KeyboardInterrupt | None = None
     ended = False
     try:
@@ -188,21 +197,21 @@ def _wait(highs: Any, report: Callable[[float], None] | None) -> KeyboardInterru
                 ended = work.look()
             except KeyboardInterrupt as error:
                 interrupt = error
-                highs.cancelSolve()
+                solver.cancelSolve()
     finally:
-        highs.cancelSolve()  # a handler may raise something else, or Ctrl-C come at the start
+        solver.cancelSolve()  # the handler of SIGINT may raise another error; Ctrl-C may come while the thread starts
     work.results()
     return interrupt
 
 
-def _solve(highs: Any) -> None:
-    highs.run()
-    highspy.Highs.resetGlobalScheduler(False)  # that of this thread, which ends
+def _solve(solver: Any) -> None:
+    solver.run()
+    highs.load().Highs.resetGlobalScheduler(False)  # this thread's scheduler, since the thread ends
 
 
-def _run_pulp(program: Program, effort: Effort) -> Outcome:
-    """Any PuLP solver. PuLP hands back no dual bound, so that of a run cut short is 0."""
-    import pulp
+def _run_pulp(program: IntegerProgram, effort: Effort) -> Outcome:
+    """Run any PuLP solver. PuLP returns no dual bound, so the bound is 0 unless the solution is optimal."""
+    import pulp  # here, since few ask for another solver than HiGHS
 
     available = pulp.listSolvers(onlyAvailable=True)
     if effort.name not in available:
@@ -219,7 +228,7 @@ def _run_pulp(program: Program, effort: Effort) -> Outcome:
         if up < INFINITY:
             model += total <= up
     with warnings.catch_warnings():
-        # CBC as PuLP 3 ships it; the warning is about PuLP 4.
+        # PuLP 3 ships CBC; the warning is about PuLP 4.
         warnings.filterwarnings("ignore", "PULP_CBC_CMD is deprecated", DeprecationWarning)
         solver = pulp.getSolver(
             effort.name, msg=False, timeLimit=effort.seconds, gapRel=effort.gap, threads=effort.threads
@@ -229,7 +238,7 @@ def _run_pulp(program: Program, effort: Effort) -> Outcome:
         return Outcome(None, INFINITY, True)
     if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return Outcome(None, 0.0, False)
-    # PuLP calls a solution "optimal" that CBC found before its time limit; only sol_status tells them apart.
+    # ``status`` is "optimal" for every solution of CBC, proven or not; ``sol_status`` tells them apart.
     optimal = model.sol_status == pulp.LpSolutionOptimal
     objective = float(pulp.value(model.objective) or 0.0)
     values = np.array([float(v.varValue or 0.0) for v in x])

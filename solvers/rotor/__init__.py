@@ -1,1 +1,1 @@
-"""Optimal checkpointing of a chain of layers: chain, table, sequences, and their judge."""
+"""Optimal checkpointing of a chain of layers (rotor): chains, tables, sequences, and the judge of sequences."""

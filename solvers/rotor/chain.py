@@ -1,4 +1,4 @@
-"""A chain of measured stages as rotor's dynamic program sees it: integers only."""
+"""The input of rotor's dynamic program: a chain of measured stages, in integers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from solvers.errors import ProblemError
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run a stage so that its backward can follow (F_all of the paper; way 0 keeps everything).
+    """One way to run a stage whose backward follows (F_all of the paper). Way 0 keeps all that the backward reads.
 
-    ``held``: bytes that stay until the backward, the stage's input and output not counted. ``forward_peak``:
-    the most that the run allocates, results included. ``refill_time``, ``refill_peak``: what is run again before
-    the backward, and the most that it allocates; ``refilled``: bytes that are held then instead of ``held``.
+    ``held``: bytes kept until the backward, without the stage's input and output. ``forward_peak``: the most bytes that
+    the run allocates, results included. ``refill_time``, ``refill_peak``: time and most bytes of the reruns before the
+    backward. ``refilled``: bytes kept after these reruns, in place of ``held``.
     """
 
     held: int
@@ -26,15 +26,15 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage; times in one unit of the caller's choice, memory in bytes. Paper's symbols in brackets.
+    """One stage of a chain. Times have one unit, which the caller chooses; memory is in bytes. The paper's symbols:
 
-    ``forward_time`` (u_f) is that of a whole run; ``tail_time`` is the part of it behind the last tensor that the
-    backward reads: a run right before its own backward stops there. ``pass_peak`` (o_f): the most that a run
-    keeping nothing allocates, the output included. ``stop_peak``: the same for way 0 when it stops before the tail.
-    ``backward_time`` (u_b), ``backward_peak`` (o_b): the most that the backward adds to what is there when it starts.
-    ``state``: bytes kept from the first run on for later runs (generator state). ``input_gradient``: bytes of the
-    gradient that it passes on (δ). ``parameter_gradients``: bytes of gradients that it makes and that stay.
-    ``keeps_input``, ``keeps_output``: whether way 0 keeps them for the backward. ``ways``: at least way 0.
+    ``forward_time`` (u_f): that of a whole run. ``tail_time``: the part of it after the last tensor that the backward
+    reads; a run right before its own backward stops there. ``pass_peak`` (o_f): the most that a run allocates if it
+    keeps nothing, the output included. ``stop_peak``: the same for way 0 if it stops before the tail.
+    ``backward_time`` (u_b). ``backward_peak`` (o_b): the most that the backward allocates beyond what was live before
+    it. ``state``: bytes of generator state, kept from the first run on for later runs. ``input_gradient`` (δ): bytes of
+    the gradient of the input. ``parameter_gradients``: bytes of parameters' gradients that the backward makes and that
+    stay. ``keeps_input``, ``keeps_output``: whether way 0 keeps them for the backward. ``ways``: way 0 and others.
     """
 
     name: str
@@ -54,11 +54,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages in order, and the values between them.
+    """Stages in order, and the values between them. Stage i maps x_i to x_{i+1}; L is the number of stages.
 
-    ``values``: for each x_0..x_L its storages as (identity, bytes); values that share memory share identities. What
-    the caller holds anyway (x_0, parameters) has 0 bytes. ``output_gradient``: bytes of the gradient of x_L.
-    ``loss``: bytes that what lies behind the chain allocates beside. ``unit``: bytes of a slot, for display.
+    ``values``: for each of x_0..x_L its storages as (identity, bytes); values that share memory share identities.
+    Memory of the caller (x_0, parameters) has 0 bytes. ``output_gradient``: bytes of the gradient of x_L. ``loss``: the
+    most other bytes that the code behind the chain allocates. ``unit``: bytes of a slot, for display. Raises
+    ``ProblemError`` for what cannot be a chain.
     """
 
     stages: tuple[Stage, ...]
@@ -68,6 +69,10 @@ class Chain:
     unit: int = 1
 
     def __post_init__(self) -> None:
+        self.verify()
+
+    def verify(self) -> None:
+        """Raise ``ProblemError`` for what cannot be a chain."""
         if not self.stages or len(self.values) != len(self.stages) + 1:
             raise ProblemError("a chain has at least one stage, and one value more than stages")
         for i, stage in enumerate(self.stages):
@@ -93,19 +98,19 @@ class Chain:
 
     @cached_property
     def parameter_gradients_after(self) -> tuple[int, ...]:
-        """For each stage the bytes of parameter gradients that are there before its backward."""
-        found = [0]
+        """For each stage, the bytes of parameters' gradients that are live before its backward."""
+        bytes_after = [0]
         for stage in reversed(self.stages[1:]):
-            found.append(found[-1] + stage.parameter_gradients)
-        return tuple(reversed(found))
+            bytes_after.append(bytes_after[-1] + stage.parameter_gradients)
+        return tuple(reversed(bytes_after))
 
     @property
     def state(self) -> int:
-        """Bytes kept for later runs when no stage runs only once."""
+        """Bytes of generator states if all stages run again."""
         return sum(stage.state for stage in self.stages)
 
     def __str__(self) -> str:
-        """One line a stage; bytes in slots of ``unit``, rounded up."""
+        """A table with a line for each stage; bytes are in slots of ``unit``, rounded up."""
 
         def slots(size: int) -> int:
             return -(-size // self.unit)

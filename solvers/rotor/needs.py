@@ -1,5 +1,6 @@
-"""What the equations of rotor's dynamic program (``solvers.rotor.table``) ask for in bytes, the sequence that takes
-least memory, and how choices become operations.
+"""Bytes that the choices of rotor's dynamic program need (``solvers.rotor.table``), and the sequence of least memory.
+
+``build`` turns choices into operations.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation
 
 
 class Needs:
-    """What the equations ask for, in bytes."""
+    """The bytes that the equations compare with m. (1), (2) and (3) are those of ``solvers.rotor.table``."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -37,7 +38,7 @@ class Needs:
         ]
 
     def leaf(self, s: int, way: int) -> int:
-        """Bytes for (3)."""
+        """Bytes for (3) with a way of stage s."""
         stage, backward = self.chain.stages[s], self.backward[s][way]
         if s < self.chain.length - 1:
             return max(int(self.besides[s]) + stage.stop_peak, backward)
@@ -46,27 +47,27 @@ class Needs:
         return max(w.forward_peak, loss, backward)
 
     def enable(self, s: int, way: int) -> npt.NDArray[np.int64]:
-        """Bytes for (2), for each t."""
+        """Bytes for (2) with a way of stage s, for each t."""
         return np.maximum(self.besides + self.chain.stages[s].ways[way].forward_peak, self.backward[s][way])
 
     def passes(self, s: int, t: int) -> npt.NDArray[np.int64]:
         """Bytes for (1), for k = s+1..t."""
-        found: npt.NDArray[np.int64] = self.pass_peaks[s][: t - s] + self.besides[t]
-        return found
+        peaks: npt.NDArray[np.int64] = self.pass_peaks[s][: t - s] + self.besides[t]
+        return peaks
 
     def _pass_peaks(self, s: int) -> npt.NDArray[np.int64]:
-        """The same for k = s+1..L without D; they grow with k."""
+        """Bytes for (1) without D, for k = s+1..L; they grow with k."""
         peaks = np.array([stage.pass_peak for stage in self.chain.stages[s:]], np.int64)
         peaks[1:] += self.inputs[s + 1 :]
         grown: npt.NDArray[np.int64] = np.maximum.accumulate(peaks)
         return grown
 
     def kept(self, s: int, way: int) -> int:
-        """Bytes that (2) takes from what lies behind s."""
+        """Bytes that (2) keeps while the stages behind s run."""
         return self.chain.stages[s].ways[way].held + self.a[s + 1]
 
     def leaf_ways(self, s: int) -> range:
-        """Ways in which (3) may run: only the first phase has a choice."""
+        """Ways for (3); there is a choice in the first forward phase only."""
         return range(len(self.chain.stages[s].ways) if s == self.chain.length - 1 else 1)
 
 
@@ -76,7 +77,11 @@ def build(
     m: int,
     left: Callable[[int, int, int | None, int], int],
 ) -> tuple[Operation, ...]:
-    """The operations of T[0, L-1](m), following ``choice``. Depth-first with a stack: chains are long."""
+    """The operations of T[0, L-1](m).
+
+    ``choice(s, t, m)``: (way, s+1), or (None, k) to keep x_s and go on from k. ``left(s, k, way, m)``: slots that this
+    leaves for the stages from k on. It uses a stack, since chains may be too long for recursion.
+    """
     last = chain.length - 1
     done: list[Operation] = []
     todo: list[tuple[int, int, int] | Operation] = [(0, last, m)]
@@ -101,7 +106,7 @@ def build(
 
 
 class LeastMemory:
-    """The same recursion with peak bytes in place of time: the sequence that takes least memory, exactly as counted."""
+    """The sequence of least memory: the same recursion with peak bytes in place of time, without slots."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self.needs = chain, Needs(chain)

@@ -26,14 +26,14 @@ from solvers.errors import ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run stage ``index`` forward; the three kinds are the subclasses."""
+    """Run stage ``index`` forward. The subclasses differ in what they keep."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fn(Forward):
-    """Run a stage and keep nothing of it but its output."""
+    """Run a stage, and keep its output only."""
 
     def __repr__(self) -> str:
         return f"Fn_{self.index}"
@@ -44,7 +44,7 @@ class Fn(Forward):
 
 @dataclass(frozen=True, slots=True)
 class Fck(Forward):
-    """Run a stage and keep its input: a checkpoint."""
+    """Run a stage, and keep its input as a checkpoint."""
 
     def __repr__(self) -> str:
         return f"Fck_{self.index}"
@@ -55,7 +55,7 @@ class Fck(Forward):
 
 @dataclass(frozen=True, slots=True)
 class Fe(Forward):
-    """Run a stage and keep what its backward reads, all of it (``way`` 0) or a part."""
+    """Run a stage, and keep what its backward reads: all of it (``way`` 0) or a part."""
 
     way: int = 0
 
@@ -97,27 +97,27 @@ _PATTERN = re.compile(r"(?:(Fn|Fck|Fe|B)_(\d+)(?::(\d+))?|Loss)")
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """An immutable list of operations; ``algorithm`` names what made it."""
+    """An immutable list of operations; ``algorithm`` is the name of the algorithm that made it."""
 
     operations: tuple[Operation, ...]
     algorithm: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Sequence:
-        """Read what ``repr`` shows. Raises ``ScheduleError`` at the first word that is no operation."""
-        found: list[Operation] = []
+        """The sequence whose ``repr`` is ``text``. ``ScheduleError`` names the first word that is no operation."""
+        operations: list[Operation] = []
         for word in text.strip().strip("[]").split(","):
             match = _PATTERN.fullmatch(word.strip())
             if not match or (match[3] and match[1] != "Fe"):
                 raise ScheduleError(f"{word.strip()!r} is no operation: Fn_i, Fck_i, Fe_i, Fe_i:w, B_i or Loss")
             if match[1] is None:
-                found.append(Loss())
+                operations.append(Loss())
             elif match[1] == "Fe":
-                found.append(Fe(int(match[2]), int(match[3] or 0)))
+                operations.append(Fe(int(match[2]), int(match[3] or 0)))
             else:
                 kinds: dict[str, type[Fn] | type[Fck] | type[B]] = {"Fn": Fn, "Fck": Fck, "B": B}
-                found.append(kinds[match[1]](int(match[2])))
-        return cls(tuple(found))
+                operations.append(kinds[match[1]](int(match[2])))
+        return cls(tuple(operations))
 
     @overload
     def __getitem__(self, index: int) -> Operation: ...

@@ -1,10 +1,10 @@
 """Algorithms that make checkpointing sequences, by name: ``ALGORITHMS[name](chain, limit, slots)``.
 
-All return the fastest sequence of their kind whose walked peak is at most ``limit`` bytes, and raise
-``InfeasibleError`` with the smallest limit they know to suffice.
+All return the fastest sequence of their kind whose walked peak is at most ``limit`` bytes. They raise
+``InfeasibleError`` if they have none, with the smallest limit for which they have one.
 
-``persistent``: the optimal persistent sequence (``solvers.rotor.table``), stages run in any of their ways. ``rotor``:
-the same with way 0 only, which is the problem of the paper. ``no_checkpoint``: keep everything.
+``persistent``: the optimal persistent sequence (``solvers.rotor.table``), with all ways of the stages. ``rotor``: the
+same with way 0 only, which is the problem of the paper. ``no_checkpoint``: keep everything.
 ``sequential``: equal segments, each checkpointed but the last, as ``torch.utils.checkpoint.checkpoint_sequential``;
 the number of segments is chosen. ``griewank``: binomial checkpointing as if all stages were alike (Griewank and
 Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkpoints that fits.
@@ -23,14 +23,14 @@ from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 from solvers.rotor.table import Table
 from solvers.rotor.walk import Walked, walk_sequence
 
-# Values that share memory are counted twice by the table, so a nominal limit above the real one may fit.
+# The table counts values that share memory twice, so sequences for a larger nominal limit may fit the real one.
 _NOMINAL = (1.05, 1.6)
-# The table takes time by length³ · slots: chains shorter than _LONG get up to _FINER times the slots for nothing.
+# A table's time grows with length³ · slots. Chains shorter than _LONG get up to _FINER times the slots at little cost.
 _LONG, _FINER = 120, 8
 
 
 def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
-    """The fastest persistent sequence within ``limit`` bytes, divided into ``slots``, or more on a short chain."""
+    """The fastest persistent sequence within ``limit`` bytes. ``slots``: of the table; short chains get more."""
     name = f"persistent({limit} bytes, {slots} slots)"
     slots *= max(1, min(_FINER, (_LONG // chain.length) ** 2))
     everything = no_checkpoint_sequence(chain)
@@ -38,8 +38,8 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
         return everything
     fitting: list[Sequence] = []
     for nominal in _NOMINAL:
-        found, top = _from_table(chain, limit, slots, nominal, name)
-        fitting += found
+        sequences, top = _from_table(chain, limit, slots, nominal, name)
+        fitting += sequences
         if not top:
             break
     if fitting:
@@ -55,22 +55,22 @@ def rotor(chain: Chain, limit: int, slots: int) -> Sequence:
 
 
 def _from_table(chain: Chain, limit: int, slots: int, nominal: float, name: str) -> tuple[list[Sequence], bool]:
-    """The sequence of the largest nominal memory that walks within ``limit``; whether that is the top of the table.
+    """The sequence of the largest nominal memory whose walked peak fits; whether it is the last of the table.
 
-    The walked peak grows with the nominal memory but for rounding, so a bisection finds it.
+    Except for rounding, walked peaks grow with the nominal memory, so bisection finds it.
     """
     table = Table(chain, max(1.0, nominal * max(1, limit - chain.state) / slots), slots)
     steps = table.breakpoints()
-    found: list[Sequence] = []
+    fitting: list[Sequence] = []
     low, high = 0, len(steps)
     while low < high:
         middle = (low + high) // 2
         sequence = Sequence(table.sequence(steps[middle]), name)
         if walk_sequence(chain, sequence).peak <= limit:
-            found, low = [sequence], middle + 1
+            fitting, low = [sequence], middle + 1
         else:
             high = middle
-    return found, bool(steps) and low == len(steps)
+    return fitting, bool(steps) and low == len(steps)
 
 
 def no_checkpoint_sequence(chain: Chain) -> Sequence:
@@ -117,7 +117,7 @@ def griewank(chain: Chain, limit: int, slots: int = 0) -> Sequence:
 
 
 def _revolve_sequences(chain: Chain) -> Iterable[Sequence]:
-    """Every useful number of checkpoints: with the last, every stage runs twice at most."""
+    """One sequence for each useful number of checkpoints. With most of them, each stage runs twice at most."""
     most = max(0, chain.length - 1)
     splits = binomial_splits(chain.length, most)
     return (revolve_sequence(chain, c, splits) for c in range(most + 1))

@@ -1,4 +1,4 @@
-"""The judge of checkpointing sequences: runs one over a chain on paper, and returns peak and time.
+"""The judge of checkpointing sequences: it follows a sequence over a chain, and computes peak and time.
 
 Shares no code with the algorithms. Memory is counted by storage, so values that share memory count once.
 """
@@ -16,7 +16,7 @@ from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One operation: the most memory (bytes) while it runs, what is there after it, and when it ends."""
+    """One operation: most bytes in use while it runs, bytes in use after it, and the time at which it ends."""
 
     operation: Operation
     peak: int
@@ -26,7 +26,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """``peak`` in bytes, ``time`` in the chain's unit, ``base`` the time without recomputation."""
+    """The costs of a sequence. ``peak``: bytes. ``time``: in the chain's unit. ``base``: time without recomputation."""
 
     peak: int
     time: int
@@ -35,7 +35,7 @@ class Walked:
 
     @property
     def overhead(self) -> float:
-        """Recomputation as a fraction of the time without."""
+        """Recompute time as a fraction of the time without recomputation."""
         return (self.time - self.base) / self.base if self.base else 0.0
 
     @property
@@ -135,7 +135,7 @@ class _Walker:
         return peak
 
     def _remember(self, i: int, state: int, last_run: bool) -> None:
-        """What later runs of stage i need is there from its first run to its last."""
+        """Generator state of stage i is kept from its first run to its last."""
         if last_run and i in self.states:
             self.states.remove(i)
             self.level -= state

@@ -1,21 +1,21 @@
-"""What people do without a solver, as reruns of any staged problem: recompute all, and sqrt(n) segments."""
+"""Reruns without a solver, for any staged problem: recompute all, and sqrt(n) segments."""
 
 from __future__ import annotations
 
 from math import ceil, sqrt
 
-from solvers.whole.stages import Runs, Staged, without_useless
+from solvers.whole.stages import Reruns, Staged, without_useless
 
 
-def recompute_all(staged: Staged) -> Runs:
-    """Keep nothing: each step runs everything that leads to it again, as far as it may run again."""
+def recompute_all(staged: Staged) -> Reruns:
+    """Keep nothing: before each step, all that leads to it runs again, if it may."""
     return _rerun(staged, list(range(staged.steps)), frozenset())
 
 
-def sqrt_segments(staged: Staged) -> Runs:
-    """About sqrt(n) segments of steps; what one hands to the next is kept, all else runs again where it is read.
+def sqrt_segments(staged: Staged) -> Reruns:
+    """About sqrt(n) segments of steps. Data read in the next segment are kept; others run again where they are read.
 
-    After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016): a datum is a checkpoint if its first
+    After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). A datum is a checkpoint if its first
     reader outside its own segment lies in the next one. Others run again once in each later segment that reads them.
     """
     length = max(1, ceil(sqrt(staged.steps)))
@@ -29,8 +29,8 @@ def sqrt_segments(staged: Staged) -> Runs:
     return _rerun(staged, segment, kept)
 
 
-def _rerun(staged: Staged, segment: list[int], kept: frozenset[int]) -> Runs:
-    """Before each step: what it reads from earlier segments that is neither kept nor has run in this one."""
+def _rerun(staged: Staged, segment: list[int], kept: frozenset[int]) -> Reruns:
+    """Before each step, what it reads runs again unless it is kept or has run in the step's segment."""
     runs: list[list[int]] = []
     here: set[int] = set()
     for t in range(staged.steps):

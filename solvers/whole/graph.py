@@ -1,11 +1,11 @@
-"""A general rematerialization problem: a graph of computations, any of which may run any number of times.
+"""A general rematerialization problem: a graph of computations, each of which may run any number of times.
 
-Bytes and times are integers; ``unit`` names the unit of time (nanoseconds unless a file has its own). Node ``i``
-is ``problem.nodes[i]``, and datum ``i`` is its output. The order of the nodes is the order of first runs.
+Bytes and times are integers; ``unit`` names the unit of time (nanoseconds unless a file has another). Node ``i`` is
+``problem.nodes[i]``, and datum ``i`` is its output. Nodes first run in their order.
 
-A schedule is a sequence of ``Run`` and ``Del`` steps in which every node runs at least once and finds the outputs
-of all its inputs live. Memory while a node runs is the bytes of the live outputs, plus its own output, plus its
-``transient``; ``solvers.whole.walker`` is the reference.
+A schedule is a sequence of ``Run`` and ``Del`` steps. Each node runs at least once, and all that it reads is live then.
+Memory while a node runs is the bytes of live outputs, plus its own output, plus its ``transient``.
+``solvers.whole.walker`` is the reference.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class GraphProblem:
 
 
 def topological(names: Sequence[object], edges: Iterable[tuple[int, int]]) -> list[int]:
-    """The positions of ``names`` in an order in which every edge leads forward, otherwise as given.
+    """The positions of ``names`` in topological order, the lowest first where ``edges`` allow several.
 
-    ``ProblemError`` names a node on a cycle.
+    Raises ``ProblemError``, which names a node on or behind a cycle.
     """
     readers: list[list[int]] = [[] for _ in names]
     waiting = [0] * len(names)
     for a, b in edges:
         readers[a].append(b)
         waiting[b] += 1
-    ready = [i for i, count in enumerate(waiting) if not count]  # sorted, so a heap
+    ready = [i for i, count in enumerate(waiting) if not count]  # sorted, and therefore a heap
     order: list[int] = []
     while ready:
         i = heapq.heappop(ready)
@@ -89,7 +89,7 @@ def topological(names: Sequence[object], edges: Iterable[tuple[int, int]]) -> li
 
 
 def graph_schedule(problem: GraphProblem, order: Iterable[int]) -> Schedule:
-    """The schedule that runs ``order`` and deletes every output right after its last read before it is made again."""
+    """The schedule that runs ``order`` and deletes each copy of an output right after its last read."""
     needed: set[int] = set()
     steps: list[Step] = []
     for i in reversed(tuple(order)):

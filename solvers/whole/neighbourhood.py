@@ -1,9 +1,9 @@
-"""Large-neighbourhood search: part of a schedule is decided anew, exactly, with all else as it is.
+"""Large-neighbourhood search: part of a schedule is decided anew by an exact program, the rest stays as it is.
 
-For graphs that are too large for one program. A neighbourhood is a set of free operations, taken around a cell that
-is nearly full: those whose data are live there or were dropped, and those that run again. The program is the
-``Relaxation`` of the whole graph with all other reruns fixed, its positions generated lazily as there. What
-a larger program would take long to prove, many small ones find; they prove nothing about the whole.
+It is for graphs that are too large for one program. A neighbourhood is a set of free operations around a cell that is
+nearly full: those whose data live across it, and those that run again. The program is the ``Relaxation`` of the whole
+graph with all other reruns fixed. Its positions are generated lazily, as for the whole graph. Many small programs often
+find better schedules sooner than one large program. They prove no bound.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import numpy as np
 
 from solvers.milp.milp import Effort, run
 from solvers.solve import Request
-from solvers.whole.relaxation import Cover, Relaxation
+from solvers.whole.columns import Fixed
+from solvers.whole.relaxation import Cover, relax
 from solvers.whole.relaxation_runs import overstepped, spell, start_values
-from solvers.whole.stages import Cell, Runs, Staged, Timeline, peaks, timeline
+from solvers.whole.stages import Cell, Reruns, Staged, Timeline, peaks, timeline
 
 ROUNDS = 15
-"""Of one neighbourhood at most."""
+"""Most programs for one neighbourhood."""
 
 NEIGHBOURHOOD = 5.0
-"""Seconds for one neighbourhood at most."""
+"""Most seconds for one neighbourhood."""
 
 FULL = 0.9
-"""A cell that uses so much of the budget is nearly full."""
+"""A cell is nearly full if it uses this part of the budget."""
 
 
 class Neighbourhoods:
-    """The search, any number of times; ``positions`` grow as it learns which cells matter."""
+    """The search. ``positions``: cells whose memory decides; it adds those that it finds. ``size``: free operations."""
 
     def __init__(self, staged: Staged, request: Request, positions: Iterable[Cell]) -> None:
         self.staged, self.request = staged, request
@@ -38,20 +39,22 @@ class Neighbourhoods:
         self.size = 40
         self.draw = random.Random(0)
 
-    def improve(self, runs: Runs, until: Callable[[], float], target: int, told: Callable[[Runs], None]) -> None:
-        """Search from ``runs``, which fit, until no time is left or the cost is down to ``target``; tell of better."""
+    def improve(
+        self, runs: Reruns, remaining: Callable[[], float], target: int, report: Callable[[Reruns], None]
+    ) -> None:
+        """Search from ``runs``, which fit, until no seconds remain or the cost is ``target``; report better ones."""
         now, cost = timeline(self.staged, runs), self.staged.cost(runs)
-        while until() > 0 and cost > target:
-            left = until()
+        while remaining() > 0 and cost > target:
+            left = remaining()
             better = self._decide(now, cost, self._free(now, runs), min(left, NEIGHBOURHOOD))
             if better is not None:
                 runs, now, cost = better, timeline(self.staged, better), self.staged.cost(better)
-                told(runs)
-            # Programs as large as are solved in a second or two.
-            quick = left - until() < NEIGHBOURHOOD / 3
+                report(runs)
+            # Keep programs so large that one takes a second or two.
+            quick = left - remaining() < NEIGHBOURHOOD / 3
             self.size = min(self.staged.steps, self.size * 9 // 8) if quick else max(8, self.size * 4 // 5)
 
-    def _free(self, now: Timeline, runs: Runs) -> frozenset[int]:
+    def _free(self, now: Timeline, runs: Reruns) -> frozenset[int]:
         """Operations around a random cell that is nearly full."""
         staged = self.staged
         full = np.flatnonzero(now.memory >= FULL * self.request.budget)
@@ -71,8 +74,8 @@ class Neighbourhoods:
         chosen.update(near[at : at + self.size // 2])
         return frozenset(chosen)
 
-    def _decide(self, now: Timeline, cost: int, free: frozenset[int], seconds: float) -> Runs | None:
-        """The best for the ``free`` operations; None if that is no better."""
+    def _decide(self, now: Timeline, cost: int, free: frozenset[int], seconds: float) -> Reruns | None:
+        """The cheapest reruns that differ in ``free`` operations only; None if none cheaper than ``cost`` is found."""
         staged, request = self.staged, self.request
         deadline = request.seconds() + seconds
         covers: list[Cover] = []
@@ -81,7 +84,7 @@ class Neighbourhoods:
             left = deadline - request.seconds()
             if left <= 0:
                 return None
-            model = Relaxation(staged, request.budget, positions, covers, free, now)
+            model = relax(staged, request.budget, positions, covers, Fixed(now, free))
             outcome = run(model.program, Effort(request.milp, request.threads, 1e-3, left), start_values(model, now))
             if outcome.values is None:
                 return None
@@ -95,8 +98,8 @@ class Neighbourhoods:
             new = {*cells, *spelled.conflicts} - positions
             positions |= new
             self.positions |= new
-            found = overstepped(model, outcome.values, cells)
-            covers += found
-            if not new and not found:
+            over_budget = overstepped(model, outcome.values, cells)
+            covers += over_budget
+            if not new and not over_budget:
                 return None
         return None

@@ -1,4 +1,7 @@
-"""Between reruns of a schedule and solutions of its relaxation: what a solution means, and how to start from one."""
+"""What a solution of the relaxation means as a schedule, and which solution a schedule is.
+
+``spell`` turns a solution into reruns; ``start_values`` turns a schedule into the solution that a solver starts from.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from solvers.whole.relaxation import ONE, ZERO, Cover, Relaxation
-from solvers.whole.stages import Cell, Runs, Timeline, without_useless
+from solvers.whole.columns import ONE, ZERO
+from solvers.whole.relaxation import Cover, Relaxation
+from solvers.whole.stages import Cell, Reruns, Timeline, without_useless
 
 Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """The reruns of a solution, and positions without which it cannot be put into one order of cells."""
+    """The reruns of a solution. ``conflicts``: positions to add, since no order of cells is the solution otherwise."""
 
-    runs: Runs
+    runs: Reruns
     conflicts: frozenset[Cell]
 
 
@@ -28,95 +32,97 @@ def _is_one(values: Values, column: int) -> bool:
 
 
 def spell(model: Relaxation, values: Values) -> Spelled:
-    """The reruns that ``values`` stand for: each at the first cell of its segment that needs it, else at the last.
+    """The reruns that ``values`` stand for: each in the last cell of its segment before the first that needs it.
 
-    In the stage of p_k = (t, i), a segment has cells for operations after i only. A rerun that is needed there
-    but lies before p_k is a conflict; with (t, t) as a position there is none.
+    In the stage of p_k = (t, i), segment k has cells for operations after i only. A rerun that this stage needs, but
+    that would have to stand before p_k, is a conflict; with (t, t) as a position there is none.
     """
     staged = model.staged
     runs: list[set[int]] = [set() for _ in range(staged.steps)]
     conflicts: set[Cell] = set()
-    for k in range(len(model.positions) + 1):
+    for k in range(model.segments.count + 1):
         _spell_segment(model, values, k, runs, conflicts)
-    for k, column in model.Q.items():
+    for k, column in model.columns.Q.items():
         if _is_one(values, column):
-            t, i = model.limits[k]
+            t, i = model.segments.limits[k]
             runs[t].add(i)
     return Spelled(without_useless(staged, [sorted(stage) for stage in runs]), frozenset(conflicts))
 
 
 def _spell_segment(model: Relaxation, values: Values, k: int, runs: list[set[int]], conflicts: set[Cell]) -> None:
-    staged, end = model.staged, model.limits[k + 1][0]
-    stage: dict[int, int] = {}  # of the first cell that reads an operation's data
-    for t in model.steps[k]:
-        for d in model.reads[t]:
-            stage[staged.owners[d]] = min(stage.get(staged.owners[d], end), t)
-    for i in model.again[k]:
-        if not _is_one(values, model.R[k, i]):
+    """Add the reruns of segment k to ``runs``; the place of each follows from its readers'."""
+    segments, owners = model.segments, model.staged.owners
+    end = segments.limits[k + 1][0]
+    needed: dict[int, int] = {}  # per operation, the first stage that reads its data
+    for t in segments.steps[k]:
+        for d in segments.reads[t]:
+            needed[owners[d]] = min(needed.get(owners[d], end), t)
+    for i in model.useful.again[k]:
+        if not _is_one(values, model.columns.R[k, i]):
             continue
-        cells = _known_cells(model, k, i)
-        if not cells:
-            chosen = model.stage_of(k, i, stage.get(i, end))
+        stages = _fixed_stages(model, k, i)
+        if not stages:
+            chosen = segments.stage_of(k, i, needed.get(i, end))
             if chosen is None:
-                chosen = model.stage_of(k, i, end)
+                chosen = segments.stage_of(k, i, end)
                 assert chosen is not None
-                conflicts.add((model.limits[k][0],) * 2)
-            cells = [chosen]
-        for t in cells:
+                conflicts.add((segments.limits[k][0],) * 2)
+            stages = [chosen]
+        for t in stages:
             runs[t].add(i)
-            for d in model.reads[i]:
-                stage[staged.owners[d]] = min(stage.get(staged.owners[d], end), t)
+            for d in segments.reads[i]:
+                needed[owners[d]] = min(needed.get(owners[d], end), t)
 
 
-def _known_cells(model: Relaxation, k: int, i: int) -> list[int]:
-    """The stages in which a rerun that is not decided on stands in segment k."""
-    if model.current is None or i in model.free:
+def _fixed_stages(model: Relaxation, k: int, i: int) -> list[int]:
+    """The stages in which i runs again in segment k, if that is not decided anew."""
+    if model.fixed is None or i in model.fixed.free:
         return []
-    low, high = model.limits[k], model.limits[k + 1]
-    cells = model.current.cells
-    made = (cells[copy[0]] for copy in model.current.copies[model.makes[i][0]])
-    return [c[0] for c in made if low < c < high and c[0] != i]
+    low, high = model.segments.limits[k : k + 2]
+    return [t for t, _ in model.fixed.reruns(i, model.segments.makes[i], low, high)]
 
 
 def start_values(model: Relaxation, schedule: Timeline) -> Values:
     """The solution of ``model`` that a schedule, given by its timeline, amounts to; feasible if the schedule fits."""
     values = np.zeros(len(model.program.cost))
+    columns, limits, makes = model.columns, model.segments.limits, model.segments.makes
+    cells = schedule.cells
     runs: dict[int, list[Cell]] = {}
-    for cell in schedule.cells:
+    for cell in cells:
         runs.setdefault(cell[1], []).append(cell)
 
     def put(column: int, value: bool) -> None:
         if column >= 0:
             values[column] = value
 
-    cells, limits = schedule.cells, model.limits
-    for (k, d), column in model.X.items():
+    for (k, d), column in columns.X.items():
         put(column, any(cells[c[0]] < limits[k] <= cells[c[-1]] for c in schedule.copies[d]))
-    for k, column in model.Q.items():
+    for k, column in columns.Q.items():
         put(column, limits[k] in runs[limits[k][1]])
-    for (k, i), column in model.R.items():
-        # Where the one datum that i makes is still live, an earlier copy serves and later is made again.
-        copies = [model.X.get((k, d), ZERO) for d in model.makes[i]] if len(model.makes[i]) == 1 else []
-        serves = any(_is_one(values, copy) for copy in copies)
-        put(column, not serves and any(limits[k] < cell < limits[k + 1] for cell in runs[i]))
-    for (k, i), column in model.states.items():
+    for (k, i), column in columns.R.items():
+        # If the one datum that i makes is still live at p_k, that copy counts for the segment instead of its rerun.
+        copies = [columns.X.get((k, d), ZERO) for d in makes[i]] if len(makes[i]) == 1 else []
+        live = any(_is_one(values, copy) for copy in copies)
+        put(column, not live and any(limits[k] < cell < limits[k + 1] for cell in runs[i]))
+    for (k, i), column in columns.S.items():
         put(column, (i, i) <= limits[k] <= runs[i][-1] and len(runs[i]) > 1)
     return values
 
 
 def overstepped(model: Relaxation, values: Values, cells: Iterable[Cell]) -> list[Cover]:
-    """Covers for the positions among ``cells`` that a solution oversteps in bytes, though not in floating point.
+    """Covers for the positions among ``cells`` at which a solution is over budget in bytes, not in floating point.
 
-    Solvers have tolerances; beside terabytes, a byte is below all of them.
+    Beside terabytes, a byte is below the tolerances of every solver.
     """
     covers: list[Cover] = []
+    staged, columns, positions = model.staged, model.columns, model.segments.limits[1:-1]
     for cell in cells:
-        k = bisect_left(model.positions, cell) + 1
-        if k > len(model.positions) or model.positions[k - 1] != cell:
+        k = bisect_left(positions, cell) + 1
+        if k > len(positions) or positions[k - 1] != cell:
             continue
-        data = frozenset(d for d in model.alive[k] if _is_one(values, model.X[k, d]))
-        runs = cell[0] == cell[1] or _is_one(values, model.Q[k])
-        used = sum(model.staged.sizes[d] for d in data) + runs * model.staged.operations[cell[1]].own
-        if used > model.room(cell):
-            covers.append((cell, data, k in model.Q and runs))
+        data = frozenset(d for d in model.useful.alive[k] if _is_one(values, columns.X[k, d]))
+        runs = cell[0] == cell[1] or _is_one(values, columns.Q[k])
+        used = sum(staged.sizes[d] for d in data) + runs * staged.operations[cell[1]].own
+        if used > model.room(k):
+            covers.append((cell, data, k in columns.Q and runs))
     return covers

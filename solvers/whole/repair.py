@@ -1,11 +1,10 @@
-"""The fast heuristic: drop the datum that gives most for least until all cells fit, then take back what was not needed.
+"""The fast heuristic: drop data at the peak until all cells fit the budget, then remove reruns that are not needed.
 
-``repair`` starts from any reruns, those of no schedule at all (keep all) or of a relaxation. At the cell that
-oversteps most, every live datum that waits there for a later reader is a candidate: dropping it frees its bytes,
-and costs the reruns that make it again just before that reader, down to what is live there or can stay live. The
-candidates of best cost per byte are tried, and the one that takes most of the overstepping bytes away for
-its cost is kept; where none does, it is tried to make the datum again earlier, where memory is low. ``trim`` then
-removes reruns, the dearest first, as long as all cells fit.
+``repair`` starts from any reruns: none (keep all), or those of a relaxation. At the cell with most memory, each live
+datum with a later reader is a candidate. Dropping it frees its bytes. It costs the reruns that make it again just
+before that reader, from data that are live there or can stay live. The candidates of least cost per byte are tried, and
+the one that reduces the excess over the budget most for its cost is dropped. If none reduces it, reruns are tried at
+earlier cells with little memory. ``trim`` then removes reruns, the most expensive first, as long as all cells fit.
 """
 
 from __future__ import annotations
@@ -17,46 +16,51 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from solvers.whole.stages import Runs, Staged, Timeline, memory, timeline, without_useless
+from solvers.whole.stages import Reruns, Staged, Timeline, memory, timeline, without_useless
 
 TRIED = 6
-"""Candidates that are tried out per step; if none of them helps, five times as many."""
+"""Candidates tried for each drop; if none of them reduces the excess, five times as many."""
 
 LOW = 4
-"""Steps between a drop and its next reader at which it is tried to make the datum again."""
+"""Earlier steps, between a drop and its next reader, at which a rerun is tried."""
 
 MOST_CANDIDATES = 50
-"""Candidates kept per step, those of the best rates."""
+"""Candidates kept for each drop, those of least cost per byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """Reruns ``extra`` in stage ``stage``, which free ``freed`` bytes where they are wanted, for ``time``."""
+    """A dropped datum: ``reruns`` make it again in ``stage``, for ``time``; this frees ``freed`` bytes at the peak."""
 
     stage: int
-    extra: frozenset[int]
+    reruns: frozenset[int]
     time: int
     freed: int
 
 
-def repair(staged: Staged, budget: int, runs: Runs, remaining: Callable[[], float]) -> Runs | None:
-    """Reruns that fit ``budget``, from ``runs``; None if the way down ends before, or no time is left."""
+def repair(staged: Staged, budget: int, runs: Reruns, remaining: Callable[[], float]) -> Reruns | None:
+    """Reruns that fit ``budget``, from ``runs``; None if no drop reduces the excess, or no time (seconds) remains."""
     now = timeline(staged, runs)
-    over = _over(now.memory, budget)
-    while over:
+    excess = _excess(now.memory, budget)
+    while excess:
         drops = _candidates(staged, budget, now)
-        found = _many(staged, budget, runs, now, drops, over) or _one(staged, budget, runs, drops, over, remaining)
-        if found is None:
-            found = _one(staged, budget, runs, _candidates(staged, budget, now, early=True), over, remaining)
-        if found is None:
+        dropped = _drop_several(staged, budget, runs, now, drops, excess)
+        if dropped is None:
+            dropped = _drop_best(staged, budget, runs, drops, excess, remaining)
+        if dropped is None:
+            drops = _candidates(staged, budget, now, early=True)
+            dropped = _drop_best(staged, budget, runs, drops, excess, remaining)
+        if dropped is None:
             return None
-        runs, now = found, timeline(staged, found)
-        over = _over(now.memory, budget)
+        runs, now = dropped, timeline(staged, dropped)
+        excess = _excess(now.memory, budget)
     return trim(staged, budget, runs, remaining)
 
 
-def _many(staged: Staged, budget: int, runs: Runs, now: Timeline, drops: list[_Drop], over: int) -> Runs | None:
-    """The best candidates together, as long as they free no more than half of what is wanted; None if that is one."""
+def _drop_several(
+    staged: Staged, budget: int, runs: Reruns, now: Timeline, drops: list[_Drop], excess: int
+) -> Reruns | None:
+    """The best candidates together that free up to half of the excess at the peak; None if these are fewer than two."""
     wanted = (int(now.memory.max()) - budget) / 2
     count = 0
     while count < len(drops) and wanted >= drops[count].freed:
@@ -64,32 +68,32 @@ def _many(staged: Staged, budget: int, runs: Runs, now: Timeline, drops: list[_D
         count += 1
     if count < 2:
         return None
-    tried = _with(staged, runs, drops[:count])
-    return tried if _over(memory(staged, staged.cells(tried)), budget) < over else None
+    tried = _with_drops(staged, runs, drops[:count])
+    return tried if _excess(memory(staged, staged.cells(tried)), budget) < excess else None
 
 
-def _one(
-    staged: Staged, budget: int, runs: Runs, drops: list[_Drop], over: int, remaining: Callable[[], float]
-) -> Runs | None:
-    """The candidate that takes most of what oversteps away for its cost."""
+def _drop_best(
+    staged: Staged, budget: int, runs: Reruns, drops: list[_Drop], excess: int, remaining: Callable[[], float]
+) -> Reruns | None:
+    """The candidate that reduces the excess most for its cost; None if none does, or no time remains."""
     cost = staged.cost(runs)
-    best: tuple[float, int, Runs] | None = None
+    best: tuple[float, int, Reruns] | None = None
     for rank, drop in enumerate(drops[: 5 * TRIED]):
         if remaining() <= 0 or (rank >= TRIED and best):
             break
-        tried = _with(staged, runs, [drop])
-        left = _over(memory(staged, staged.cells(tried)), budget)
-        if left < over:
-            score = ((staged.cost(tried) - cost) / (over - left), left)
+        tried = _with_drops(staged, runs, [drop])
+        left = _excess(memory(staged, staged.cells(tried)), budget)
+        if left < excess:
+            score = ((staged.cost(tried) - cost) / (excess - left), left)
             if best is None or score < best[:2]:
                 best = (*score, tried)
     return best[2] if best and remaining() > 0 else None
 
 
-def trim(staged: Staged, budget: int, runs: Runs, remaining: Callable[[], float]) -> Runs:
-    """``runs``, which fit, without those that are not needed to fit; the dearest are tried first.
+def trim(staged: Staged, budget: int, runs: Reruns, remaining: Callable[[], float]) -> Reruns:
+    """``runs``, which fit, without those that are not needed to fit. The most expensive are removed first.
 
-    One pass: where a rerun is left out, an older copy lives on, so that what did not fit before hardly does later.
+    One pass is enough. Without a rerun an older copy stays live, so a removal that did not fit hardly fits later.
     """
     runs = without_useless(staged, runs)
     chosen = [(staged.operations[i].time, t, i) for t, stage in enumerate(runs) for i in stage]
@@ -100,40 +104,40 @@ def trim(staged: Staged, budget: int, runs: Runs, remaining: Callable[[], float]
             break
         stage = tuple(j for j in runs[t] if j != i)
         tried = (*runs[:t], stage, *runs[t + 1 :])
-        if not _over(memory(staged, staged.cells(tried)), budget):
+        if not _excess(memory(staged, staged.cells(tried)), budget):
             runs = without_useless(staged, tried)
     return runs
 
 
-def _over(used: npt.NDArray[np.int64], budget: int) -> int:
-    """Bytes over budget, summed over all cells."""
+def _excess(used: npt.NDArray[np.int64], budget: int) -> int:
+    """Bytes above ``budget``, summed over all cells."""
     return int(np.maximum(used - budget, 0).sum())
 
 
-def _with(staged: Staged, runs: Runs, drops: Sequence[_Drop]) -> Runs:
+def _with_drops(staged: Staged, runs: Reruns, drops: Sequence[_Drop]) -> Reruns:
     stages = list(runs)
     for drop in drops:
-        stages[drop.stage] = tuple(sorted({*stages[drop.stage], *drop.extra}))
+        stages[drop.stage] = tuple(sorted({*stages[drop.stage], *drop.reruns}))
     return without_useless(staged, stages)
 
 
 def _candidates(staged: Staged, budget: int, now: Timeline, early: bool = False) -> list[_Drop]:
-    """Ways to free bytes at the cell with most memory, the best rates first, as many as may be tried.
+    """Ways to free bytes at the cell with most memory, those of least cost per byte first.
 
-    ``early``: data are made again where memory is low on the way to their next reader, not just before it.
+    ``early``: data are made again at earlier cells with little memory, not just before their next reader.
     """
     p = int(now.memory.argmax())
     wanted = int(now.memory[p]) - budget
-    rates: list[float] = []  # the best so far, rising
+    rates: list[float] = []  # costs per byte of the best so far, rising
     drops: list[_Drop] = []
-    chains = _Chains(staged, budget, now, p)
-    # Short chains come first, as far as one operation tells, so that hopeless ones are given up early.
-    live = sorted(_waiting(staged, now, p), key=lambda w: (staged.operations[staged.owners[w[0]]].time, w[0]))
+    remaking = _Remaking(staged, budget, now, p)
+    # Data of cheap operations come first, so that expensive ones are rejected early.
+    live = sorted(_droppable(staged, now, p), key=lambda w: (staged.operations[staged.owners[w[0]]].time, w[0]))
     if early:
-        live = [(d, q) for d, reader in live for q in _low(now, p, reader)]
+        live = [(d, q) for d, reader in live for q in _emptiest(now, p, reader)]
     for d, reader in live:
         most = rates[-1] if len(rates) >= MOST_CANDIDATES else float("inf")
-        drop = chains.drop(d, reader, most * min(staged.sizes[d], wanted))
+        drop = remaking.drop(d, reader, most * min(staged.sizes[d], wanted))
         if drop:
             drops.append(drop)
             insort(rates, drop.time / min(drop.freed, wanted))
@@ -141,7 +145,7 @@ def _candidates(staged: Staged, budget: int, now: Timeline, early: bool = False)
     return sorted(drops, key=lambda drop: (drop.time / min(drop.freed, wanted), -drop.freed))
 
 
-def _waiting(staged: Staged, now: Timeline, p: int) -> Iterator[tuple[int, int]]:
+def _droppable(staged: Staged, now: Timeline, p: int) -> Iterator[tuple[int, int]]:
     """Data that could be dropped at p, each with the position that reads it next."""
     for d, size in enumerate(staged.sizes):
         if size and d not in staged.held and staged.operations[staged.owners[d]].rerun:
@@ -150,7 +154,7 @@ def _waiting(staged: Staged, now: Timeline, p: int) -> Iterator[tuple[int, int]]
                 yield d, reader
 
 
-def _low(now: Timeline, p: int, reader: int) -> list[int]:
+def _emptiest(now: Timeline, p: int, reader: int) -> list[int]:
     """The positions of the ``LOW`` emptiest steps between p and ``reader``."""
     steps = (q for q in range(p + 1, reader) if now.cells[q][0] == now.cells[q][1])
     return sorted(steps, key=lambda q: (int(now.memory[q]), q))[:LOW]
@@ -165,8 +169,8 @@ def _next_reader(now: Timeline, d: int, p: int) -> int | None:
     return None
 
 
-class _Chains:
-    """What it takes to make a datum again at some position, for drops at ``p``."""
+class _Remaking:
+    """The reruns that make a datum again, for drops at position ``p``."""
 
     def __init__(self, staged: Staged, budget: int, now: Timeline, p: int) -> None:
         self.staged, self.budget, self.now, self.p = staged, budget, now, p
@@ -180,27 +184,27 @@ class _Chains:
         return self.most[reader][start] if start < reader else 0
 
     def drop(self, d: int, reader: int, most_time: float) -> _Drop | None:
-        """Drop d, to be made again just before ``reader``; None if that frees nothing, or takes over ``most_time``.
+        """Drop d, and make it again just before ``reader``; None if that frees nothing, or takes over ``most_time``.
 
-        What a rerun reads and is not live there stays live if memory allows, or runs again itself.
+        A rerun may read data that are not live there. They stay live if memory allows; else they are made again too.
         """
         staged = self.staged
         stage = self.now.cells[reader][0]
         if stage < staged.first:
             return None
-        extra: set[int] = set()
+        reruns: set[int] = set()
         freed, time = staged.sizes[d], 0
         pending = [staged.owners[d]]
         while pending:
             i = pending.pop()
-            if i in extra:
+            if i in reruns:
                 continue
-            extra.add(i)
+            reruns.add(i)
             time += staged.operations[i].time
             if time > most_time:
                 return None
             for j in staged.operations[i].reads:
-                end = _ends(self.now, j, reader)
+                end = _copy_end(self.now, j, reader)
                 if end is None or not staged.sizes[j] or j in staged.held:
                     continue
                 stays = self._most_between(end + 1, reader) + staged.sizes[j] <= self.budget
@@ -208,11 +212,11 @@ class _Chains:
                     freed -= staged.sizes[j] if end < self.p else 0
                 else:
                     pending.append(staged.owners[j])
-        return _Drop(stage, frozenset(extra), time, freed) if freed > 0 else None
+        return _Drop(stage, frozenset(reruns), time, freed) if freed > 0 else None
 
 
-def _ends(now: Timeline, d: int, reader: int) -> int | None:
-    """Where the last copy of d made before ``reader`` ends, if before it."""
+def _copy_end(now: Timeline, d: int, reader: int) -> int | None:
+    """The position at which the last copy of d made before ``reader`` ends, if that is before ``reader``."""
     for copy in reversed(now.copies[d]):
         if copy[0] < reader:
             return copy[-1] if copy[-1] < reader else None

@@ -1,10 +1,10 @@
-"""What the whole-graph solvers see of a problem: operations in the order of their first runs, and stages.
+"""Problems as the whole-graph solvers see them: operations in the order of their first runs, and stages.
 
-Both kinds of problem, a ``GraphProblem`` and a training step (``Problem``), are ``Staged``. Stage t consists of
-reruns, each operation at most once and in order, and ends with step t, the first run of operation t. Rerun i of
-stage t is the *cell* (t, i) with i < t, step t itself the cell (t, t); a schedule goes through its cells in
-lexicographic order. This is the class "fixed order of first runs, frontier-advancing" of Checkmate (Jain et al.,
-MLSys 2020); in it, what must be kept follows from the reruns by liveness, so ``Runs`` is all there is to decide.
+Both kinds of problem, a ``GraphProblem`` and a training step (``Problem``), become a ``Staged``. Stage t consists of
+reruns, each operation at most once and in order, and ends with step t, the first run of operation t. The rerun of i in
+stage t is the *cell* (t, i) with i < t, and step t is the cell (t, t). A schedule executes its cells in lexicographic
+order. This is the class "fixed order of first runs, frontier-advancing" of Checkmate (Jain et al., MLSys 2020). What
+must be kept follows from the reruns by liveness, so a solver decides on ``Reruns`` only.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from solvers.schedule import Bwd, Loss, Run, Schedule, Step
 from solvers.whole.graph import GraphProblem, graph_schedule
 
 Cell = tuple[int, int]
-Runs = tuple[tuple[int, ...], ...]
-"""Per stage, the operations that run again in it, in order."""
+Reruns = tuple[tuple[int, ...], ...]
+"""For each stage, the operations that run again in it, in order."""
 
 MOST_NEW = 12
-"""Cells that ``peaks`` returns at most."""
+"""Most cells that ``peaks`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """``own``: the most bytes that a run allocates, results included. ``rng``: bytes kept from first to last run."""
+    """One computation. ``own``: the most bytes that a run allocates, results included.
+
+    ``rng``: bytes of generator state, kept from the first run to the last.
+    """
 
     time: int
     reads: tuple[int, ...]
@@ -42,10 +45,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Staged:
-    """Operation t is that of step t. Data have ``sizes`` (bytes) and ``owners`` (operations).
+    """A problem in stages: operation t first runs in step t. Data have ``sizes`` (bytes) and ``owners`` (operations).
 
-    ``base[t]``: bytes besides data and ``own`` while step t runs; ``before[t]``: the same while operations run
-    again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted.
+    ``base[t]``: bytes besides data and ``own`` while step t runs, those of gradients. ``before[t]``: the same while
+    operations run again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted.
+    ``rises[t]``: for steps that can delete several data, the bytes by which stage t+1 begins with more than step t
+    takes besides data.
     """
 
     operations: tuple[Operation, ...]
@@ -56,17 +61,25 @@ class Staged:
     first: int = 0
     held: frozenset[int] = frozenset()
     reads: tuple[frozenset[int], ...] = field(init=False)
+    rises: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reads", tuple(frozenset(op.reads) for op in self.operations))
+        reads = tuple(frozenset(op.reads) for op in self.operations)
+        rises = {
+            t: self.before[t + 1] - self.base[t] - self.operations[t].own
+            for t in range(self.steps - 1)
+            if len(reads[t] - self.held) > 1
+        }
+        object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "rises", {t: rise for t, rise in rises.items() if rise > 0})
 
     @property
     def steps(self) -> int:
-        """How many steps, operations and stages there are."""
+        """The number of steps, which is that of operations and of stages."""
         return len(self.operations)
 
     def cells(self, runs: Sequence[Sequence[int]]) -> list[Cell]:
-        """All cells that execute, in order."""
+        """All cells that execute with ``runs``, in order."""
         return [(t, i) for t in range(self.steps) for i in (*runs[t], t)]
 
     def extra(self, cell: Cell) -> int:
@@ -74,7 +87,7 @@ class Staged:
         t, i = cell
         return self.base[t] if i == t else self.before[t]
 
-    def none(self) -> Runs:
+    def none(self) -> Reruns:
         """No reruns."""
         return ((),) * self.steps
 
@@ -84,14 +97,19 @@ class Staged:
 
 
 def staged_graph(problem: GraphProblem) -> Staged:
-    """A general graph: every node is an operation, its output a datum."""
+    """A general graph: each node is an operation, and its output is its datum."""
     nodes, count = problem.nodes, len(problem.nodes)
     operations = tuple(Operation(n.time, n.reads, (i,), n.size + n.transient) for i, n in enumerate(nodes))
     return Staged(operations, tuple(n.size for n in nodes), tuple(range(count)), (0,) * count, (0,) * count)
 
 
 def staged_step(problem: Problem) -> Staged:
-    """A training step: forward nodes, the loss, then backwards, which run once. Nothing runs again before the loss."""
+    """A training step: forward nodes, the loss, then backwards, which run once. Nothing runs again before the loss.
+
+    ``Staged.rises`` is empty where the loss has room for the gradients that it leaves, and each backward for those that
+    the next one begins with. Elsewhere a deletion between them may set the peak, which ``memory`` counts, and the
+    integer program of ``solvers.whole.relaxation`` does not.
+    """
     operations = [Operation(n.time, n.reads, n.makes, n.peak, n.rerun, n.rng) for n in problem.nodes]
     operations.append(Operation(0, tuple(sorted(problem.returned)), (), problem.loss, rerun=False))
     base, before = [0] * len(operations), [0] * len(operations)
@@ -112,12 +130,12 @@ def staged_step(problem: Problem) -> Staged:
     )
 
 
-def schedule_graph(problem: GraphProblem, runs: Runs) -> Schedule:
+def schedule_graph(problem: GraphProblem, runs: Reruns) -> Schedule:
     """``runs`` as a schedule."""
     return graph_schedule(problem, (i for _, i in staged_graph(problem).cells(runs)))
 
 
-def schedule_step(problem: Problem, runs: Runs) -> Schedule:
+def schedule_step(problem: Problem, runs: Reruns) -> Schedule:
     """``runs`` of ``staged_step(problem)`` as a schedule."""
     count = len(problem.nodes)
     last: list[Step] = [*(Run(i) for i in range(count)), Loss(), *(Bwd(i) for i in problem.backward_order())]
@@ -128,8 +146,8 @@ def schedule_step(problem: Problem, runs: Runs) -> Schedule:
     return with_deletes(problem, order)
 
 
-def without_useless(staged: Staged, runs: Sequence[Sequence[int]]) -> Runs:
-    """``runs`` in order, without those whose results nobody reads before they are made again."""
+def without_useless(staged: Staged, runs: Sequence[Sequence[int]]) -> Reruns:
+    """``runs`` in order, without those whose results nothing reads before they are made again."""
     kept: list[tuple[int, ...]] = []
     needed: set[int] = set()
     for t in reversed(range(staged.steps)):
@@ -165,7 +183,7 @@ class Timeline:
 
 
 def timeline(staged: Staged, runs: Sequence[Sequence[int]]) -> Timeline:
-    """The memory of ``runs``, by liveness."""
+    """The memory of ``runs`` by liveness."""
     cells = staged.cells(runs)
     copies: list[list[list[int]]] = [[] for _ in staged.sizes]
     for p, (_, i) in enumerate(cells):
@@ -178,10 +196,10 @@ def timeline(staged: Staged, runs: Sequence[Sequence[int]]) -> Timeline:
 
 
 def memory(staged: Staged, cells: Sequence[Cell]) -> npt.NDArray[np.int64]:
-    """Bytes while each of ``cells`` executes; the same as a timeline's, without its copies."""
+    """Bytes while each of ``cells`` executes: ``Timeline.memory``, for callers that need no copies."""
     sizes, operations = staged.sizes, staged.operations
     change = [0] * (len(cells) + 1)
-    last: list[int] = [-1] * len(sizes)  # where the present copy was made, or read last
+    last: list[int] = [-1] * len(sizes)  # where the current copy was made, or read last
     for p, cell in enumerate(cells):
         operation = operations[cell[1]]
         own = operation.own + staged.extra(cell)
@@ -200,7 +218,28 @@ def memory(staged: Staged, cells: Sequence[Cell]) -> npt.NDArray[np.int64]:
         if end >= 0 and d not in staged.held:
             change[end + 1] -= sizes[d]
     _add_generator_states(staged, cells, change)
-    return np.cumsum(np.array(change[:-1], np.int64))
+    used = np.cumsum(np.array(change[:-1], np.int64))
+    _count_deletions(staged, cells, used)
+    return used
+
+
+def _count_deletions(staged: Staged, cells: Sequence[Cell], used: npt.NDArray[np.int64]) -> None:
+    """Where gradients rise behind a step: it takes as much as is there when the first datum has been deleted.
+
+    Data are deleted one by one, in the order in which the step reads them (``solvers.liveness.with_deletes``).
+    """
+    if not staged.rises:
+        return
+    needed: set[int] = set()
+    for p in reversed(range(len(cells))):
+        t, i = cells[p]
+        operation = staged.operations[i]
+        if t == i and t in staged.rises:
+            first = next((d for d in operation.reads if d not in needed and d not in staged.held), None)
+            if first is not None:
+                used[p] += max(0, staged.rises[t] - staged.sizes[first])
+        needed.difference_update(operation.makes)
+        needed.update(operation.reads)
 
 
 def _add_generator_states(staged: Staged, cells: Sequence[Cell], change: list[int]) -> None:
@@ -213,17 +252,17 @@ def _add_generator_states(staged: Staged, cells: Sequence[Cell], change: list[in
             change[last[i] + 1] -= staged.operations[i].rng
 
 
-def peaks(found: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
-    """Of each stretch of cells over ``budget``, the one with most memory; the ``most`` worst of them."""
-    over = found.memory > budget
+def peaks(spread: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
+    """For each stretch of cells above ``budget`` bytes, the cell with most memory; the ``most`` worst of these."""
+    above = spread.memory > budget
     worst: list[tuple[int, Cell]] = []
     start = None
-    for p in range(len(found.cells) + 1):
-        inside = p < len(found.cells) and over[p]
+    for p in range(len(spread.cells) + 1):
+        inside = p < len(spread.cells) and above[p]
         if inside and start is None:
             start = p
         if not inside and start is not None:
-            top = start + int(found.memory[start:p].argmax())
-            worst.append((int(found.memory[top]), found.cells[top]))
+            top = start + int(spread.memory[start:p].argmax())
+            worst.append((int(spread.memory[top]), spread.cells[top]))
             start = None
     return [cell for _, cell in sorted(worst, reverse=True)[:most]]

@@ -1,4 +1,4 @@
-"""The reference semantics of schedules of a ``GraphProblem``: checks every step and counts every byte.
+"""The reference semantics of schedules of a ``GraphProblem``: a walk that checks each step and counts bytes in use.
 
 Shares no code with the solvers. Memory while a step executes is
 
@@ -17,7 +17,7 @@ from solvers.whole.graph import GraphProblem
 
 @dataclass(frozen=True, slots=True)
 class GraphWalk:
-    """What a schedule costs: bytes per step (``timeline``), their maximum and where, and time in the problem's unit."""
+    """The costs of a schedule: bytes at each step (``timeline``), their maximum and its step; time in its unit."""
 
     peak: int
     peak_step: int
@@ -32,9 +32,10 @@ class GraphWalk:
 
 
 def walk_graph(problem: GraphProblem, schedule: Schedule) -> GraphWalk:
-    """Check ``schedule`` and return its costs; ``ScheduleError`` names the first step that is forbidden.
+    """Check ``schedule`` and return its costs.
 
-    ``ProblemError`` for what is no ``GraphProblem`` (``walk`` walks a ``Problem``).
+    Raises ``ScheduleError``, which names the first step that is not allowed, and ``ProblemError`` if ``problem`` is not
+    a ``GraphProblem`` (``walk`` is for a ``Problem``).
     """
     if not isinstance(problem, GraphProblem):
         raise ProblemError(

@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 from hypothesis import strategies as st
 
 from solvers import GraphNode, GraphProblem
-from solvers.whole.stages import Runs, Staged
+from solvers.whole.stages import Reruns, Staged
 
 
 @st.composite
@@ -24,7 +24,7 @@ def graphs(draw: st.DrawFn, max_nodes: int = 5, largest: int = 4) -> GraphProble
     return GraphProblem(tuple(nodes))
 
 
-def all_runs(staged: Staged) -> Iterator[Runs]:
+def all_runs(staged: Staged) -> Iterator[Reruns]:
     """Every way to rerun operations, each at most once a stage, in order."""
     stages = []
     for t in range(staged.steps):
@@ -33,7 +33,7 @@ def all_runs(staged: Staged) -> Iterator[Runs]:
     return product(*stages)
 
 
-def least_costs(staged: Staged, judge: Callable[[Runs], tuple[int, int]]) -> list[tuple[int, int]]:
+def least_costs(staged: Staged, judge: Callable[[Reruns], tuple[int, int]]) -> list[tuple[int, int]]:
     """The Pareto set of (peak, cost) over the whole class, by rising peak; ``judge`` is the walker."""
     best: list[tuple[int, int]] = []
     for peak, cost in sorted(judge(runs) for runs in all_runs(staged)):

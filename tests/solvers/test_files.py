@@ -1,4 +1,4 @@
-"""Problems as files: every kind comes back equal, public graphs are read, bad files are refused with the place."""
+"""Problems as text and files: every kind comes back equal, public graphs are read, bad ones refused with the place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ import pytest
 from graph_strategies import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from solver_cases import lin_relu_lin
 from solver_strategies import problems
+from test_rotor import chains
 
-from solvers import GraphNode, GraphProblem, Problem, ProblemError, read_problem, write_problem
+from solvers import (
+    GraphNode,
+    GraphProblem,
+    Problem,
+    ProblemError,
+    format_problem,
+    parse_problem,
+    read_problem,
+    write_problem,
+)
+from solvers.rotor.chain import Chain
 
 CHECKMATE = {
     "nodes": [
@@ -35,11 +47,41 @@ def read(tmp_path: Path, content: object) -> Any:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.one_of(graphs(), problems()))
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, problem: GraphProblem | Problem) -> None:
+@given(st.one_of(graphs(), problems(), chains()))
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, problem: GraphProblem | Problem | Chain) -> None:
     path = tmp_path_factory.getbasetemp() / "round_trip.json"
     write_problem(problem, path)
     assert read_problem(path) == problem
+    text = format_problem(problem)
+    assert parse_problem(text) == problem
+    assert json.loads(text) == json.loads(path.read_text())
+
+
+LIN_RELU_LIN = """\
+{
+"format": "rockmate-problem",
+"version": 1,
+"kind": "step",
+"nodes": [
+  {"name": "input", "time": 0, "reads": [], "makes": [0], "peak": 1048576, "backward": null, "rerun": true, "rng": 0},
+"""
+
+
+def test_text_has_a_line_for_each_node() -> None:
+    text = format_problem(lin_relu_lin())
+    assert text.startswith(LIN_RELU_LIN)
+    assert text.splitlines()[-6:] == [
+        '"blocks": [',
+        '  {"start": 0, "stop": 2, "kind": 0},',
+        '  {"start": 2, "stop": 4, "kind": 1}',
+        "],",
+        '"returned": []',
+        "}",
+    ]
+    with pytest.raises(ProblemError, match=r"^is not JSON: Expecting value"):
+        parse_problem("")
+    with pytest.raises(ProblemError, match=r"^a chain has at least one stage"):
+        parse_problem(json.dumps(ours("chain", stages=[], values=[], output_gradient=0)))
 
 
 def test_a_graph_is_written_as_documented(tmp_path: Path) -> None:

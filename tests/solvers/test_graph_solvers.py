@@ -31,7 +31,7 @@ from solvers import (
     solver_names,
     walk_graph,
 )
-from solvers.whole.stages import Runs, memory, schedule_graph, staged_graph, timeline
+from solvers.whole.stages import Reruns, memory, schedule_graph, staged_graph, timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 TERA = 10**13
@@ -107,7 +107,7 @@ def test_sizes_of_all_scales_in_one_graph(data: st.DataObject) -> None:
     nodes = (replace(n, size=n.size * data.draw(SCALES), time=n.time * data.draw(SCALES)) for n in problem.nodes)
     problem = GraphProblem(tuple(nodes))
 
-    def judge(runs: Runs) -> tuple[int, int]:
+    def judge(runs: Reruns) -> tuple[int, int]:
         walked = walk_graph(problem, schedule_graph(problem, runs))
         return walked.peak, walked.time
 

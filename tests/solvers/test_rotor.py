@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError
-from solvers.rotor import table as rotor_table
+from solvers.rotor import fill
 from solvers.rotor.chain import Chain, Stage, Way
 from solvers.rotor.needs import LeastMemory, Needs
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 from solvers.rotor.plans import ALGORITHMS, no_checkpoint_sequence, persistent, revolve_sequence, segments_sequence
+from solvers.rotor.table import Table
 from solvers.rotor.walk import walk_sequence
 
 SIZES = st.integers(0, 6)
@@ -115,12 +116,12 @@ def least_time(chain: Chain) -> Callable[[int, int, int], float]:
 def test_table_is_what_the_equations_say(chain: Chain, parts_from: int) -> None:
     """All cells, across tiles and, in half of the examples, parts of the columns."""
     size = 60
-    with mock.patch.object(rotor_table, "_LONG", parts_from):
-        table = rotor_table.Table(chain, 1, size)
+    with mock.patch.object(fill, "LONG", parts_from):
+        table = Table(chain, 1, size)
     least = least_time(chain)
     for s in range(chain.length):
         for t in range(s, chain.length):
-            found = table.times[:, s, t].reshape(-1)[: size + 1] * table.scale
+            found = table.times[:, s, t].reshape(-1)[: size + 1] * table.terms.scale
             np.testing.assert_allclose(found, [least(s, t, m) for m in range(size + 1)], rtol=1e-5)
 
 

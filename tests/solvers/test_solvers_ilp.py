@@ -26,16 +26,17 @@ from solvers import (
     walk,
     with_deletes,
 )
-from solvers.block.block import Runs, block_view, figures
+from solvers.block.block import Reruns, block_view, figures
 from solvers.block.closure import ClosureModel
 from solvers.block.contract import leaders
-from solvers.block.ilp_model import StagedModel, useful_nodes
+from solvers.block.ilp_model import StagedModel
+from solvers.block.useful import useful_nodes
 
 EXACT = SolverOptions(gap=0.0)
 SMALL = Grid(saves=(0.5, 0.0), peaks=(0.5,), fresh_peaks=(0.3,), solver=EXACT)
 
 
-def order_of(problem: Problem, runs: Runs) -> list[Step]:
+def order_of(problem: Problem, runs: Reruns) -> list[Step]:
     """The whole step of a one-block problem."""
     order: list[Step] = [*(Run(i) for i in range(len(problem.nodes))), Loss()]
     for again, i in zip(runs, problem.backward_order(), strict=True):
@@ -43,7 +44,7 @@ def order_of(problem: Problem, runs: Runs) -> list[Step]:
     return order
 
 
-def walked_figures(problem: Problem, runs: Runs) -> tuple[int, int, int, int]:
+def walked_figures(problem: Problem, runs: Reruns) -> tuple[int, int, int, int]:
     """Save, forward peak, backward peak and time of ``runs``, by the walker, for a plain one-block problem."""
     schedule = with_deletes(problem, order_of(problem, runs))
     walked = walk(problem, schedule)
@@ -54,7 +55,7 @@ def walked_figures(problem: Problem, runs: Runs) -> tuple[int, int, int, int]:
     return save, max(walked.timeline[:loss]), backward, walked.recompute
 
 
-def all_runs(problem: Problem) -> list[Runs]:
+def all_runs(problem: Problem) -> list[Reruns]:
     """Every choice of reruns, each node at most once per stage."""
     useful = useful_nodes(block_view(problem, problem.blocks[0]))
     stages = []
@@ -64,7 +65,7 @@ def all_runs(problem: Problem) -> list[Runs]:
     return list(product(*stages))
 
 
-def together(problem: Problem, runs: Runs) -> bool:
+def together(problem: Problem, runs: Reruns) -> bool:
     """Whether nodes that the model puts together run together in every stage."""
     view = block_view(problem, problem.blocks[0])
     leader = leaders(view)

@@ -19,6 +19,7 @@ from torch import nn
 
 import rockmate.calls.variants
 import rockmate.planning.planner
+import rockmate.planning.prepare
 from rockmate import BudgetError, PlanError, PlanningWarning, Rockmate
 from solvers import parse_schedule
 
@@ -33,7 +34,7 @@ def test_a_saved_plan_runs_without_measuring_or_solving(
     rk.plan.save(path)
     args, kwargs = c.call(0)
     monkeypatch.setattr(rockmate.planning.planner.Planner, "solve", None)
-    monkeypatch.setattr(rockmate.planning.planner, "make_all_graphs", None)
+    monkeypatch.setattr(rockmate.planning.prepare, "make_all_graphs", None)
     loaded = Rockmate(c.model(), args, plan=path, sample_kwargs=kwargs)
     assert loaded.plan.schedule == rk.plan.schedule
     assert loaded.plan.problem == rk.plan.problem

@@ -1,0 +1,141 @@
+"""The bytes of gradients at each moment of the backward phase, by the rules of autograd's engine.
+
+Source of the rules: ``torch/csrc/autograd/input_buffer.cpp`` and ``functions/accumulate_grad.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rkgb.cost.measure import Cost
+from rkgb.graphs import S_graph
+
+
+def _written_views(s: S_graph) -> set[int]:
+    """Results that are views of memory into which their own node writes, beside another result in that memory.
+
+    Autograd rebuilds the history of such a view at its first use. The backward of that history makes a gradient as
+    large as the whole memory, as soon as the view's own gradient is there.
+    """
+    views: set[int] = set()
+    for node in s.nodes:
+        written = {x for op in node.ops for x in s.d.facts[op].writes}
+        first: set[int] = set()
+        for v in node.makes:
+            storage = s.d.values[v].storage
+            if storage in written and storage in first:
+                views.add(v)
+            first.add(storage)
+    return views
+
+
+class GradientBuffers:
+    """For each value whose backward has not run yet, the memory that holds its gradient so far.
+
+    A second contribution is added in place if the first is no view and nothing else refers to its memory; otherwise the
+    sum takes new memory. The contributions to a parameter are added up, then go to ``.grad``, whose memory stays if the
+    parameter had none before.
+    """
+
+    def __init__(self, s: S_graph, costs: Sequence[Cost], roots: Sequence[int], missing: frozenset[int]) -> None:
+        self.s, self.costs, self.missing = s, costs, missing
+        self.size: dict[int, int] = {}  # memory -> bytes
+        self.holds: dict[int, int] = {}  # value -> memory
+        self.holders: dict[int, int] = {}  # memory -> how many values it holds
+        self.live = 0  # bytes of all memory that holds something
+        self.uses: dict[int, int] = {}  # source -> backwards still to contribute
+        self.views: set[int] = set()  # values whose gradient so far is a view
+        self.written = _written_views(s)
+        for i, cost in enumerate(costs):
+            for v in s.nodes[i].reads if cost.results else ():
+                if v in s.d.sources and s.d.values[v].requires_grad:
+                    self.uses[v] = self.uses.get(v, 0) + 1
+        for v in roots:
+            self._hold(v, self._new(s.d.values[v].bytes))
+
+    def _new(self, size: int) -> int:
+        self.size[len(self.size)] = size
+        return len(self.size) - 1
+
+    def _hold(self, v: int, memory: int) -> None:
+        self._release(v)
+        self.holds[v] = memory
+        self.holders[memory] = self.holders.get(memory, 0) + 1
+        self.live += self.size[memory] if self.holders[memory] == 1 else 0
+
+    def _release(self, v: int) -> int | None:
+        memory = self.holds.pop(v, None)
+        if memory is not None:
+            self.holders[memory] -= 1
+            self.live -= 0 if self.holders[memory] else self.size[memory]
+        return memory
+
+    def _with(self, others: set[int]) -> int:
+        """Bytes of all memory that holds something, and of ``others``."""
+        return self.live + sum(self.size[m] for m in others if not self.holders.get(m))
+
+    def _added(self, cost: Cost, incoming: list[int | None]) -> int:
+        """Bytes that the backward adds. The memory of incoming gradients is freed with the last of them."""
+        known = [m for m in incoming if m is not None]
+        different = len(set(known))
+        if any(self.holders.get(m) for m in known):
+            return cost.held_peak
+        if different == len(known):
+            return cost.backward_peak
+        return cost.together_peak if different == 1 and len(known) == len(incoming) else cost.held_peak
+
+    def backward(self, i: int) -> tuple[int, int, int]:
+        """Bytes of gradients before, at the worst moment of, and after the backward of node i."""
+        s, node, cost = self.s, self.s.nodes[i], self.costs[i]
+        before = self.live
+        incoming = [self._release(node.makes[k]) for k in cost.results]
+        peak = before + self._added(cost, incoming) - cost.incoming
+        arrived: dict[int, int] = {}  # position in reads -> memory
+        for position, gradient in sorted(enumerate(cost.inputs), key=lambda item: node.reads[item[0]] in self.uses):
+            if gradient is None:  # parameters come last, as they were measured
+                continue
+            kind, k = gradient.shares or ("", 0)
+            shared = incoming[k] if kind == "result" else arrived[k] if kind == "input" else None
+            arrived[position] = self._new(gradient.bytes) if shared is None else shared
+        waiting = dict(arrived)
+        for position, memory in arrived.items():
+            v = node.reads[position]
+            if v in self.uses:
+                continue
+            del waiting[position]
+            first = self.holds.get(v)
+            if first is None:
+                if v in self.written:
+                    memory = self._new(s.d.storages[s.d.values[v].storage].bytes)
+                self._hold(v, memory)
+                if position in cost.views:
+                    self.views.add(v)
+                continue
+            others = {*waiting.values(), memory}
+            if self.holders[first] > 1 or first in others or v in self.views:
+                self._hold(v, self._new(self.s.d.values[v].bytes))
+                self.views.discard(v)
+            peak = max(peak, self._with(others | {first}))
+        peak = max(peak, self._parameters(node.reads, cost.views, arrived))
+        after = self.live
+        return before, max(peak, before, after), after
+
+    def _parameters(self, reads: tuple[int, ...], views: frozenset[int], arrived: dict[int, int]) -> int:
+        """Add the contributions to parameters. Returns the peak of all gradients (bytes) meanwhile."""
+        peak = 0
+        for position, v in enumerate(reads):
+            if v not in self.uses:
+                continue
+            self.uses[v] -= 1
+            size = self.s.d.values[v].bytes
+            if v not in self.holds:
+                self._hold(v, arrived[position] if position in arrived else self._new(size))
+                if position in views:
+                    self.views.add(v)
+            elif v in self.views:
+                peak = max(peak, self.live + 2 * size)
+                self._hold(v, self._new(size))
+                self.views.discard(v)
+            if not self.uses[v] and v not in self.missing:
+                self._release(v)
+        return peak

@@ -1,0 +1,60 @@
+"""Counts of the operators that a run calls below autograd.
+
+Two runs of a module with different counts took different branches in Python.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# A program calls these where the module calls dropout (``rkgb/probe/decompose.py``). A wrong argument of one changes
+# results whatever the values are, as does one of a view, so their arguments need not be compared.
+_ARITHMETIC = frozenset(
+    "add sub rsub mul div pow add_ sub_ mul_ div_ fill_ fill full arange empty empty_like empty_strided bernoulli_ "
+    "_to_copy copy_ clone".split()
+)
+
+
+class OperatorCount(TorchDispatchMode):
+    """Counts operators while it is active.
+
+    ``given``: counts by operator and arguments that are no tensors. Some arguments have no effect on some values, such
+    as the bounds of ``clamp`` or the target that a loss ignores.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+        self.given: Counter[tuple[str, str]] = Counter()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to skip them, torch would import TorchDynamo, which takes seconds."""
+        return False
+
+    def got_arguments_of(self, ours: OperatorCount) -> bool:
+        """Whether the operators of this run had, in a run of a program, the same arguments."""
+        return all(n <= self.given[call] for call, n in ours.given.items() if call[0] in self.operators)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        self.operators[name] += 1
+        if not func.is_view and func._schema.name.removeprefix("aten::") not in _ARITHMETIC:
+            self.given[name, _without_tensors((args, kwargs))] += 1
+        return func(*args, **kwargs)
+
+
+def _without_tensors(a: Any) -> str:
+    """Arguments as text, without the tensors."""
+    if isinstance(a, torch.Tensor):
+        return "t"
+    if isinstance(a, (list, tuple)):
+        return f"[{', '.join(map(_without_tensors, a))}]"
+    if isinstance(a, dict):
+        return f"{{{', '.join(f'{k}={_without_tensors(x)}' for k, x in sorted(a.items()))}}}"
+    return repr(a)

@@ -1,0 +1,94 @@
+"""Every script in examples/ runs, recomputes, and prints the same losses without the lines that name ``rockmate``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LIBRARIES = ("accelerate", "lightning", "peft", "torchvision", "transformers")
+LINE = re.compile(r"^( *).*\brockmate\.\w+.*$", re.MULTILINE)
+
+
+def let_torchvision_be_imported() -> None:
+    """Where its compiled operators do not load."""
+    if "vision" not in sys.modules:  # as tests/training imports it
+        spec = importlib.util.spec_from_file_location("vision", ROOT / "tests" / "training" / "vision.py")
+        assert spec and spec.loader
+        sys.modules["vision"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["vision"])
+    sys.modules["vision"].import_can_go_on()
+
+
+def without_rockmate(source: str) -> str:
+    """The script as it was before."""
+    before, text, code = source.split('"""', 2)
+    return '"""'.join((before, text, LINE.sub(r"\1pass", code)))
+
+
+@pytest.fixture(autouse=True)
+def apart() -> Iterator[None]:
+    """accelerate has one state a process, which the next Accelerator would find."""
+    yield
+    if accelerate := sys.modules.get("accelerate"):
+        accelerate.state.AcceleratorState._reset_state(True)
+
+
+def run_here(source: str, path: Path) -> str:
+    """What the script prints; warnings are errors."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(source, str(path), "exec"), {"__name__": "__main__"})
+    if accelerate := sys.modules.get("accelerate"):
+        accelerate.state.AcceleratorState._reset_state(True)
+    return printed.getvalue()
+
+
+def run_apart(source: str, path: Path, folder: Path) -> str:
+    """What the script prints in a process of its own, as it starts others that import it."""
+    copied = folder / path.name
+    copied.write_text(source, encoding="utf-8")
+    known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, copied], check=False, env=known, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "Warning:" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # asked by peft
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",  # TorchDynamo hides it, but not where it is an error
+    "ignore:The 'train_dataloader' does not have many workers",
+)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: Path, tmp_path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    for library in LIBRARIES:
+        if re.search(rf"^(?:import|from) {library}\b", source, re.MULTILINE):
+            let_torchvision_be_imported()
+            pytest.importorskip(library)
+    apart = "multiprocessing.spawn" in source
+    if apart and not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    assert LINE.search(source)
+    printed = [
+        run_apart(text, path, tmp_path) if apart else run_here(text, path)
+        for text in (source, without_rockmate(source))
+    ]
+    losses = [re.findall(r"^loss (\S+)$", text, re.MULTILINE) for text in printed]
+    assert len(losses[0]) > 2
+    assert losses[0] == losses[1]
+    assert "predicted peak" not in printed[1]
+    overheads = re.findall(r"^predicted overhead +([\d.]+) %", printed[0], re.MULTILINE)
+    assert any(float(found) for found in overheads), "the budget forces nothing"
