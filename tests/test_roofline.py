@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rkgb.cost.gradients import gradient, randomized
+from rkgb.cost.piece import gradient, randomized
 from rkgb.device import Cpu, Cuda
 from rkgb.device.roofline import UNKNOWN, roofline_of
 

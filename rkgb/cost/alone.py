@@ -1,4 +1,4 @@
-"""One S node, run alone under autograd on given values (``Piece`` in ``rkgb/cost/gradients.py``)."""
+"""One S node, run alone under autograd on given values (``Piece`` in ``rkgb/cost/piece.py``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rkgb.cost.gradients import Gradients, Layouts, Tap, gradient, ignore
+from rkgb.cost.piece import Gradients, Layouts, Tap, gradient, ignore
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
 from rkgb.graphs import D_graph, S_node
 from rkgb.program import run_node, same

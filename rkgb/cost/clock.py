@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rkgb.cost.gradients import Piece, randomized, run_backward
+from rkgb.cost.piece import Piece, randomized, run_backward
 from rkgb.device import kind_of
 
 Mark = Callable[[], Any]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rkgb.cost.gradients import Piece, run_backward
+from rkgb.cost.piece import Piece, run_backward
 from rkgb.cost.saved import each_saved
 
 Model = Callable[[int, int], int]

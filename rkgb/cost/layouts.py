@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 
 from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
-from rkgb.cost.gradients import Layouts, feed, ignore
+from rkgb.cost.piece import Layouts, feed, ignore
 from rkgb.graphs import S_graph, S_node, Value
 from rkgb.program import source_values
 from rkgb.trace.capture import preserved

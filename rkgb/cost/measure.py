@@ -13,9 +13,9 @@ import torch
 from rkgb.blocks.classes import nodes_key
 from rkgb.cost.alone import NodeRun, gradients_watched
 from rkgb.cost.costs import Cost, InputGradient, Kept, Known, check_costs
-from rkgb.cost.gradients import Layouts
 from rkgb.cost.layouts import differentiated, gradient_layouts
 from rkgb.cost.node import measure_node, times_by
+from rkgb.cost.piece import Layouts
 from rkgb.cost.stand_ins import Runs, runs
 from rkgb.cost.usage import Usage, supposed, turned_strides
 from rkgb.cost.warm import warm

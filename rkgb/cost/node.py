@@ -13,8 +13,8 @@ from rkgb.cost.alone import NodeRun
 from rkgb.cost.clock import Clock
 from rkgb.cost.costs import Cost, InputGradient
 from rkgb.cost.counted import modelled_times
-from rkgb.cost.gradients import Gradients, backward_memory, feed
 from rkgb.cost.memory import measure_memory
+from rkgb.cost.piece import Gradients, backward_memory, feed
 from rkgb.device import kind_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import preserved

@@ -8,8 +8,8 @@ import torch
 
 from rkgb.blocks.classes import nodes_key
 from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
-from rkgb.cost.gradients import feed, ignore
 from rkgb.cost.layouts import differentiated
+from rkgb.cost.piece import feed, ignore
 from rkgb.cost.usage import differentiable
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph, S_node

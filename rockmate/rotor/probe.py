@@ -11,8 +11,8 @@ import torch
 
 from rkgb.cost.clock import Clock, Mark
 from rkgb.cost.counted import counted_tail, modelled_times
-from rkgb.cost.gradients import backward_memory
 from rkgb.cost.memory import bytes_by_storage, measure_after, measure_memory
+from rkgb.cost.piece import backward_memory
 from rkgb.cost.saved import each_saved
 from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from rkgb.cost.gradients import Gradients, Layouts, Tap, gradient, ignore
 from rkgb.cost.memory import storage_bytes
+from rkgb.cost.piece import Gradients, Layouts, Tap, gradient, ignore
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.values import Function, device_of, mapped
 
 
 class StageRun:
-    """A stage on the input ``x`` (``Piece`` in ``rkgb/cost/gradients.py``).
+    """A stage on the input ``x`` (``Piece`` in ``rkgb/cost/piece.py``).
 
     Parameters are replaced by tensors in the same memory with a ``.grad`` of their own, so that the model's stay as
     they are.

@@ -1,4 +1,4 @@
-"""Gradients for a piece of a model that runs alone, and the memory that its backward takes.
+"""A piece of a model that runs alone: how gradients reach its backward, and the memory that this takes.
 
 In a whole step autograd is the only owner of the gradients between two operations. ``Tap`` and ``Feed`` keep it so for
 a piece that runs alone: ``Feed``, behind the piece, makes the gradients of its results inside the backward; ``Tap``,
