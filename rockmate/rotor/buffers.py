@@ -79,7 +79,7 @@ def quantizations_of(module: torch.nn.Module) -> set[str]:
     return {f"{prefix}.{name}" if prefix else name for prefix, m in quantizers for name, _ in m.named_buffers()}
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,6 @@ class Attributes:
     """
 
     def __init__(self, function: Any) -> None:
-        self.function = function
         self.of = [
             _Own(
                 m,
@@ -116,7 +115,7 @@ class Attributes:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Meanwhile the modules have the attributes of that moment; afterwards those of now."""
-        with attributes_kept(self.function):
+        with _kept([own.module for own in self.of]):
             for own in self.of:
                 attributes, buffers = vars(own.module), own.module._buffers
                 for name in attributes.keys() - own.names:
@@ -136,12 +135,18 @@ def attributes_kept(function: Any) -> Iterator[None]:
 
     A lazy module that gets its parameters meanwhile keeps what it became.
     """
-    kept = [(d, dict(d)) for m in _modules(function) for d in (vars(m), m._buffers)]
+    with _kept(_modules(function)):
+        yield
+
+
+@contextmanager
+def _kept(modules: list[torch.nn.Module]) -> Iterator[None]:
+    kept = [(d, dict(d)) for m in modules for d in (vars(m), m._buffers)]
     try:
         yield
     finally:
         for now, before in kept:
-            if now.keys() != before.keys() or any(now[k] is not v for k, v in before.items()):
+            if [*map(id, now.values())] != [*map(id, before.values())] or now.keys() != before.keys():
                 now.clear()
                 now.update(before)
 
