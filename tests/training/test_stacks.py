@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stack_ranks
 import torch
-import torch.distributed as dist
 from against_eager import assert_same, snapshot
 from models import randn, tokens
-from ranks import RANKS
-from torch import multiprocessing, nn
+from torch import nn
 from torch.nn import functional as F
 from vision import import_can_go_on
 
@@ -842,14 +839,6 @@ def test_adapters_that_change_while_training() -> None:
 
 
 # ------------------------------------------------------------------------------- DistributedDataParallel
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize(
-    "works", [("equal_with_all_options",), ("overlap", "accumulation", "other_way_round")], ids="+".join
-)
-def test_ranks(works: tuple[str, ...], tmp_path: Path) -> None:
-    multiprocessing.spawn(stack_ranks.start, (works, str(tmp_path)), nprocs=RANKS)
 
 
 # ---------------------------------------------------------------------------------- plain PyTorch scripts
