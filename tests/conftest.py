@@ -1,5 +1,24 @@
 """Tests plan for themselves: what they find on disk they have put there, in a folder of their own."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 
 os.environ["ROCKMATE_CACHE"] = "off"  # before anything plans; programs that tests start inherit it
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Callable[..., Any]]:
+    """Makes Accelerators, each as the first of its process."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def make(**options: Any) -> Any:
+        accelerate.state.AcceleratorState._reset_state(True)
+        return accelerate.Accelerator(cpu=True, **options)
+
+    yield make
+    accelerate.state.AcceleratorState._reset_state(True)

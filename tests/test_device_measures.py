@@ -13,7 +13,7 @@ import torch
 from models import randn, square_loss
 from torch import nn
 
-from rkgb.cost.measure import _times
+from rkgb.cost.clock import Clock
 from rkgb.cost.memory import _where, measure_after, measure_memory, measure_peak
 from rkgb.device import KINDS, Cpu, Cuda, device_in_use
 from rkgb.errors import MeasureError
@@ -60,7 +60,7 @@ class Queue:
         monkeypatch.setattr("torch.cuda.current_stream", lambda device: f"stream of {device}")
         monkeypatch.setattr("torch.cuda.device", Guard)
         monkeypatch.setattr("torch.cuda._sleep", lambda cycles: queue.launch(cycles // 2))
-        monkeypatch.setattr("rkgb.cost.measure.time", SimpleNamespace(perf_counter_ns=lambda: queue.host))
+        monkeypatch.setattr("rkgb.cost.clock.time", SimpleNamespace(perf_counter_ns=lambda: queue.host))
 
 
 class Guard:
@@ -99,16 +99,16 @@ def test_times_are_those_of_kernels_and_not_of_launches(
     queue = Queue()
     queue.install(monkeypatch)
     run: Any = Kernels(queue, duration, count)
-    assert _times(run, 5, [])[0] == duration * count
+    assert Clock(repeat=5).times(run)[0] == duration * count
 
 
 def test_timed_backwards_get_random_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
-    monkeypatch.setattr("rkgb.cost.measure._backward", lambda ends, grads: given.extend(grads))
+    monkeypatch.setattr("rkgb.cost.clock.run_backward", lambda ends, grads: given.extend(grads))
     run: Any = SimpleNamespace(
         device=torch.device("cpu"), forward=list, ends=lambda r: r, gradients=lambda r: [torch.ones(8)]
     )
-    _times(run, 1, [])
+    Clock(repeat=1).times(run)
     assert len(set(given[0].tolist())) == 8
 
 

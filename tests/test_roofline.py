@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rkgb.cost.alone import gradient
-from rkgb.cost.measure import _random
+from rkgb.cost.piece import gradient, randomized
 from rkgb.device import Cpu, Cuda
 from rkgb.device.roofline import UNKNOWN, roofline_of
 
@@ -48,7 +47,7 @@ def test_gradients_of_timed_runs_are_random(stride: Any, dtype: torch.dtype) -> 
     """On a GPU matrix products of ones take less power, and so less time."""
     ones = gradient(torch.Size((4, 3)), stride, dtype, torch.device("cpu"))
     form = ones.stride()
-    filled = _random(ones)
+    filled = randomized(ones)
     assert filled.stride() == form
     values = set(filled.flatten().tolist())
     assert 1.0 not in values

@@ -1,1 +1,1 @@
-"""What each node takes: time, memory, and how gradients reach its backward."""
+"""Costs: the time and memory of each node or stage, measured alone, and the layouts of gradients."""

@@ -1,18 +1,13 @@
-"""One S node, run alone under autograd, between two small functions.
-
-A tap before it collects the gradients of its inputs; a feed behind it makes the gradients of its results inside the
-backward, so that autograd is their only owner, as in a whole step.
-"""
+"""One S node, run alone under autograd on given values (``Piece`` in ``rkgb/cost/piece.py``)."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
+from rkgb.cost.piece import Gradients, Layouts, Tap, gradient, ignore
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
 from rkgb.graphs import D_graph, S_node
 from rkgb.program import run_node, same
@@ -20,73 +15,13 @@ from rkgb.trace.guards import GuardFailed, is_guard
 
 _NOTHING = contextlib.nullcontext()
 
-Layouts = tuple[tuple[int, ...] | None, ...]
-"""The strides of some gradients; None: contiguous."""
-
-
-class _Tap(torch.autograd.Function):
-    """Identity; its backward hands the gradients over to ``collect`` and stops."""
-
-    @staticmethod
-    def forward(ctx: Any, collect: Callable[[Any], None], anchor: torch.Tensor, *xs: torch.Tensor) -> Any:
-        ctx.collect = collect
-        ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.collect(grads)
-        return (None,) * (len(grads) + 2)
-
-
-class _Feed(torch.autograd.Function):
-    """Ends the graph; its backward makes one gradient for each result."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, note: Callable[[Any], None], layouts: Layouts, together: bool, *ys: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.note, ctx.like = note, [(y.shape, x, y.dtype, y.device) for y, x in zip(ys, layouts, strict=True)]
-        ctx.together = together
-        return torch.empty((), device=ys[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        grads = tuple(gradients_together(ctx.like) if ctx.together else (gradient(*form) for form in ctx.like))
-        ctx.note(grads)
-        return (None, None, None, *grads)
-
-
-def gradients_together(
-    forms: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype, torch.device]],
-) -> list[torch.Tensor]:
-    """Gradients of one type that are views of one memory, as are the gradients of what ``cat`` reads."""
-    like = [gradient(shape, stride, dtype, torch.device("meta")) for shape, stride, dtype, _ in forms]
-    counts = [t.untyped_storage().nbytes() // t.element_size() for t in like]
-    starts = itertools.accumulate(counts, initial=0)
-    memory = torch.ones(sum(counts), dtype=like[0].dtype, device=forms[0][3])
-    return [memory.as_strided(t.shape, t.stride(), start) for t, start in zip(like, starts, strict=False)]
-
-
-def gradient(
-    shape: torch.Size, stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A gradient of ones, contiguous or with the strides given."""
-    if stride is None:
-        return torch.ones(shape, dtype=dtype, device=device)
-    dense = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if 0 not in stride:
-        return dense.fill_(1)
-    return torch.ones(dense.untyped_storage().nbytes() // dtype.itemsize, dtype=dtype, device=device).as_strided(
-        shape, stride
-    )
-
 
 class NodeRun:
-    """One S node, ready to run alone on given values of what it reads.
+    """One S node, ready to run alone on ``values`` of what it reads.
 
-    ``fed``: positions in ``makes`` whose gradients its backward gets, with the strides ``layouts``. ``given``: leaves
-    that have a ``.grad`` already. ``guarded``: guards must hold; numbers that are drawn again are others.
+    ``fed``: positions in ``makes`` of the results that get gradients; ``layouts``: the strides of these gradients.
+    ``with_grad``: parameters that have a ``.grad`` already. ``guarded``: whether a guard that fails is an error; after
+    random numbers were drawn again it may fail.
     """
 
     def __init__(
@@ -96,7 +31,7 @@ class NodeRun:
         values: dict[int, torch.Tensor],
         fed: tuple[int, ...],
         layouts: Layouts,
-        given: frozenset[int] = frozenset(),
+        with_grad: frozenset[int] = frozenset(),
         guarded: bool = True,
     ) -> None:
         self.d, self.node, self.fed, self.layouts, self.guarded = d, node, fed, layouts, guarded
@@ -104,39 +39,42 @@ class NodeRun:
         self.inputs = [v for v in node.reads if not is_parameter(d, v)]
         self.tapped = [v for v in self.inputs if d.values[v].requires_grad]
         self.values = values
-        self.leaves = {v: _leaf(values[v], v in given) for v in node.reads if is_parameter(d, v)}
+        self.leaves = {v: _leaf(values[v], v in with_grad) for v in node.reads if is_parameter(d, v)}
         self.without_grad = [leaf for leaf in self.leaves.values() if leaf.grad is None]
         self.device = next((d.values[v].device for v in (*node.makes, *node.reads)), torch.device("cpu"))
         self.anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, collect: Callable[[Any], None] = lambda _: None) -> list[torch.Tensor]:
-        """The results (``makes``) of one run under autograd."""
+    def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
+        """The results (``makes``) of one run, with history. ``collect`` gets the gradients of the inputs."""
         self.drop_gradients()
         env = {v: self.values[v].detach() for v in self.inputs} | self.leaves
         if self.tapped:
-            env |= zip(self.tapped, _Tap.apply(collect, self.anchor, *[env[v] for v in self.tapped]), strict=True)
+            env |= zip(self.tapped, Tap.apply(collect, self.anchor, *[env[v] for v in self.tapped]), strict=True)
         for op in self.ops:
             with _NOTHING if self.guarded or not is_guard(op) else contextlib.suppress(GuardFailed):
                 env.update(zip(op.outputs, run_node(op, env.__getitem__), strict=True))
         return [env[v] for v in self.node.makes]
 
     def drop_gradients(self) -> None:
-        """Leaves without a ``.grad`` are again without one."""
+        """Remove the ``.grad`` of the parameters that had none at first."""
         for leaf in self.without_grad:
             leaf.grad = None
 
     def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The results whose gradients go in."""
+        """The results that get gradients."""
         return [results[k] for k in self.fed]
 
     def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients for ``ends(results)``."""
+        """New gradients of ones for ``ends(results)``, with the strides ``layouts``."""
         return [gradient(t.shape, x, t.dtype, t.device) for t, x in zip(self.ends(results), self.layouts, strict=True)]
 
 
 @contextlib.contextmanager
 def gradients_watched(model: torch.nn.Module, d: D_graph, node: S_node) -> Iterator[None]:
-    """Raise ``UnsupportedError`` if the backward of ``node`` gives parameters of ``model`` gradients by itself."""
+    """Raise ``UnsupportedError`` if a backward within the body changes the ``.grad`` of parameters of ``model``.
+
+    Only an ``autograd.Function`` that calls backward inside its own can do so. The gradients are put back.
+    """
     functions = [d.nodes[op] for op in node.ops if not isinstance(d.nodes[op].op, torch._ops.OpOverload)]
     if not functions:
         yield
@@ -152,25 +90,14 @@ def gradients_watched(model: torch.nn.Module, d: D_graph, node: S_node) -> Itera
         raise UnsupportedError(BACKWARD_INSIDE.format(what=functions[0].name, line=functions[0].line))
 
 
-def feed(
-    note: Callable[[Any], None], run: NodeRun, results: list[torch.Tensor], *, together: bool = False
-) -> torch.Tensor:
-    """A tensor whose ``backward()`` gives every result that needs one its gradient; ``note`` is told of them.
-
-    ``together``: as views of one memory.
-    """
-    end: torch.Tensor = _Feed.apply(note, run.layouts, together, *run.ends(results))
-    return end
-
-
 def is_parameter(d: D_graph, v: int) -> bool:
-    """Sources that require grad end in autograd's accumulation into ``.grad``."""
+    """Whether ``v`` is a source that requires grad: autograd accumulates its gradient into ``.grad``."""
     return v in d.sources and d.values[v].requires_grad
 
 
-def _leaf(t: torch.Tensor, given: bool) -> torch.Tensor:
-    """The same memory with a ``.grad`` of its own, present if ``given``."""
+def _leaf(t: torch.Tensor, with_grad: bool) -> torch.Tensor:
+    """A leaf in the memory of ``t`` with a ``.grad`` of its own: zeros if ``with_grad``, else None."""
     leaf = t.detach().requires_grad_(t.requires_grad)
-    if t.requires_grad and given:
+    if t.requires_grad and with_grad:
         leaf.grad = torch.zeros_like(t)
     return leaf

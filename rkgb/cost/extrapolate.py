@@ -1,8 +1,8 @@
-"""What a graph costs at sizes at which it never ran: each figure fitted to what it was at a few small sizes.
+"""Costs of a graph at a size at which it never ran, fitted to its costs at a few small sizes.
 
-A figure is one operation's: the bytes of a result, the most that a kernel takes. It is nearly always affine in the size
-that grows, or quadratic (attention over a length). What a step takes is the most of many sums of them at many moments,
-which is no such function: it is computed from the fitted figures as from measured ones.
+Each figure of each operation is fitted alone: the bytes of a result, the peak of a kernel. Such a figure is nearly
+always affine in the size, or quadratic (attention over a length). The peak of a step is no such function, since it is
+the largest of many sums; it is computed from the fitted figures as from measured ones.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from rkgb.cost.measure import Cost
+from rkgb.cost.costs import Cost
 from rkgb.cost.usage import Usage
 from rkgb.graphs import Facts, S_graph, Saved, Storage
 from rkgb.probe.resize import skeleton
 
 FEWEST = 3
-"""Sizes at which a graph must have been measured: a line through two points says nothing of whether there is a line."""
+"""The fewest sizes at which a graph must be measured. Two points always lie on a line, so they cannot confirm one."""
 
 POWERS = (1, 2, 3, 4)
-"""Of the size: areas grow as its square where images do, attention over their patches as the square of that."""
+"""Powers of the size that figures may grow with: images grow with its square, attention over their patches with its
+fourth power."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Extrapolated:
-    """The graph at another size. ``rough``: names of the nodes whose bytes follow no fitted function."""
+    """The graph and its costs at another size. ``rough``: names of nodes whose bytes no fitted function describes."""
 
     s: S_graph
     costs: dict[Usage, list[Cost]]
@@ -46,7 +47,7 @@ class Extrapolated:
 
 
 def form(point: Measured) -> Hashable:
-    """What points must have in common for their figures to be functions of the size."""
+    """What must be equal at all sizes for figures to be functions of the size: operations, edges, and shared memory."""
     s = point.s
     saved = [x for f in s.d.facts for x in (f.saved, f.context)] + [n.saved for n in s.nodes]
     costs = tuple(
@@ -57,7 +58,7 @@ def form(point: Measured) -> Hashable:
 
 
 def extrapolated(points: Sequence[Measured], size: int) -> Extrapolated:
-    """The graph of ``points``, which have one ``form`` and rising sizes, for ``size``."""
+    """The graph and costs of ``points`` at ``size``. The points have the same ``form``, and their sizes rise."""
     columns: list[list[int]] = []
     for point in points:
         column: list[int] = []
@@ -77,24 +78,24 @@ def extrapolated(points: Sequence[Measured], size: int) -> Extrapolated:
         row = next(rows)
         if (row, growth) not in known:
             known[row, growth] = fitted(sizes, row, size, growth)
-        found, exact = known[row, growth]
+        figure, exact = known[row, growth]
         if name and not exact:
             rough[name] = None
-        return found
+        return figure
 
     s, costs = _rebuilt(points[-1], put)
     number: dict[tuple[int, ...], int] = {}
-    kinds = zip(*(p.classes for p in points), strict=True)  # equal at one size by chance only are not alike
+    kinds = zip(*(p.classes for p in points), strict=True)  # two blocks may be equal at one size by chance
     return Extrapolated(s, costs, tuple(number.setdefault(k, len(number)) for k in kinds), tuple(rough))
 
 
 def fitted(sizes: Sequence[int], seen: Sequence[int], now: int, growth: Fraction) -> tuple[int, bool]:
-    """(the figure at ``now``, whether a function says so), given what it was at ``sizes``, which rise.
+    """(the figure at the size ``now``, whether a function gives it), from the figures ``seen`` at rising ``sizes``.
 
-    The last three points may lie on a line over the size, or over a power of it: what counted for smaller sizes only is
-    over by then (of two kernels, or two moments, the larger one counts). All four may lie on a parabola. Otherwise
-    another function begins where it was measured last, of which nobody knows more than one point. A kernel's memory is
-    taken to become at most ``growth`` times as much, as the values around it do, unless the last step suggests more.
+    First a line through the last three points is tried, over the size or a power of it. Earlier points may lie off the
+    line: a figure is often the larger of two, and another one was larger at small sizes. Then a parabola through all
+    points. Otherwise the figure is estimated: between two sizes it is interpolated; beyond them it is the last figure
+    times ``growth``, by which the values around it grow, or along the last slope if that gives more.
     """
     if now in sizes:
         return seen[sizes.index(now)], True
@@ -115,10 +116,10 @@ def fitted(sizes: Sequence[int], seen: Sequence[int], now: int, growth: Fraction
 
 
 def _rebuilt(point: Measured, take: Callable[[int, str, Fraction], int]) -> tuple[S_graph, dict[Usage, list[Cost]]]:
-    """Graph and costs with every figure replaced by what ``take`` gives for it, for the name of what it is a figure of,
-    and for how many times larger the values around that have become.
+    """The graph and costs of ``point`` with each figure replaced by ``take(figure, name, growth)``.
 
-    The name is empty where the figure is not one of memory.
+    ``name``: the value or node of the figure; empty if it is no figure of memory. ``growth``: the ratio by which the
+    values around it have grown.
     """
     s, d = point.s, point.s.d
     one = Fraction(1)

@@ -1,6 +1,6 @@
-"""Exact allocator measurements: the largest sum of bytes allocated while a function runs.
+"""Measures memory: the most bytes that are allocated at once while a function runs, as the allocator reports them.
 
-What an allocator reports, and how it is asked, is its device's (``rkgb/device/__init__.py``).
+How the allocator is asked depends on the device (``rkgb/device/kind.py``).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,18 +16,24 @@ import torch
 from rkgb.device import device_in_use, kind_of
 from rkgb.device.kind import Timeline, Window
 from rkgb.errors import MeasureError
+from rkgb.storages import storage_key
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the memory of ``tensor``, of which it may be a part; of a sparse one, indices and values."""
+    """Bytes of the storage of ``tensor``, all of it if ``tensor`` is a view; of a sparse one, indices and values."""
     if tensor.layout == torch.sparse_coo:
         return storage_bytes(tensor._indices()) + storage_bytes(tensor._values())
     return tensor.untyped_storage().nbytes()
 
 
+def bytes_by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Storage (``storage_key``) -> bytes, for the distinct memories that ``tensors`` lie in."""
+    return {storage_key(t): storage_bytes(t) for t in tensors}
+
+
 _MEASURING = threading.Lock()
-_measurers: list[int] = []  # the thread that measures
-_PATIENCE = 60.0  # seconds that another thread waits for it
+_measurers: list[int] = []  # the thread that is measuring, if any
+_PATIENCE = 60.0  # seconds that another thread waits until it is done
 
 
 _WITHIN = (
@@ -38,14 +44,14 @@ _WITHIN = (
 
 
 def refuse_within_measurements() -> None:
-    """Raise ``MeasureError`` where this thread measures already: what planning takes would count."""
+    """Raise ``MeasureError`` if this thread is measuring: memory that planning takes would be counted."""
     if threading.get_ident() in _measurers:
         raise MeasureError(_WITHIN)
 
 
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
-    """One measurement at a time: a second one would end what the first one counts, which then comes out too small."""
+    """Measure once at a time. A second measurement would end the counting of the first, whose peak would be too low."""
     refuse_within_measurements()
     if not _MEASURING.acquire(timeout=_PATIENCE):
         raise MeasureError(_WITHIN)
@@ -59,45 +65,48 @@ def _measuring(device: torch.device) -> Iterator[None]:
 
 
 def measure_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
-    """(result, peak, net): bytes above the level at the call, at the worst moment and at the end."""
+    """(result, peak, net) of ``function``: bytes above the level at the call, at the peak and at the end.
+
+    Raises ``MeasureError`` within another measurement.
+    """
     with _measuring(device):
         return kind_of(device).measured(function, device)
 
 
 def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device) -> tuple[Any, int]:
-    """(result, peak) of ``function(prepare())``: bytes above the level between the two, at the worst moment of the
-    second.
+    """(result, peak) of ``function(prepare())``: the most bytes during ``function`` above the level at its start.
 
-    What ``prepare`` allocated and ``function`` releases counts, which ``measure_memory`` cannot see on the CPU.
+    Memory that ``prepare`` allocates and ``function`` releases is subtracted; ``measure_memory`` cannot see this on the
+    CPU. Raises ``MeasureError`` within another measurement.
     """
     with _measuring(device):
         return kind_of(device).measured_after(prepare, function, device)
 
 
 def window(device: torch.device) -> Window | None:
-    """What other people's code allocates on ``device`` from now on; None while something is measured, or profiled."""
+    """A ``Window`` on the allocator of ``device``; None during a measurement or a session of torch's profiler."""
     return None if _measurers else kind_of(device).window(device)
 
 
 def timeline(device: torch.device) -> Timeline | None:
-    """As ``window``, for any number of moments."""
+    """A ``Timeline`` on the allocator of ``device``; None during a measurement or a session of torch's profiler."""
     return None if _measurers else kind_of(device).timeline(device)
 
 
 def measure_peak(
     function: Callable[[], Any], device: torch.device | str | torch.nn.Module | None = None, *, reserved: bool = False
 ) -> int:
-    """Bytes that ``function`` allocates above the level at the call, at its worst moment.
+    """The most bytes that ``function`` allocates at once above the level at the call.
 
-    ``device``: where to look, or a module whose parameters lie there; by default the CUDA device that holds memory if
-    there is one (if there are several, ``MeasureError``), else the CPU.
-    Call the function once before: the first use of a kernel allocates workspaces that stay, and a plan cannot be made
-    while it is measured (``MeasureError``).
+    ``device``: a device, or a module whose parameters lie on it; by default the CUDA device that holds memory, or else
+    the CPU. Call the function once before: the first use of a kernel allocates workspaces that stay, and no plan can be
+    made during the measurement. Raises ``MeasureError`` where a plan would have to be made, within another measurement,
+    and where ``device`` is left out and several devices hold memory.
 
-    On CUDA these are the bytes that were asked for, of all threads and streams, as budgets are. Blocks that the
-    allocator hands out are larger: ``torch.cuda.max_memory_allocated``, whose peak this resets, says by how much.
-    ``reserved=True``: what the allocator takes from the device for it, unused parts of its blocks included, if it
-    begins with none that are unused; what other programs cannot have meanwhile.
+    On CUDA, the requests of all threads and streams are counted, as in budgets. The allocator's blocks are larger than
+    the requests; ``torch.cuda.max_memory_allocated`` counts blocks. This function resets its peak.
+    ``reserved=True``: the bytes that the allocator reserves on the device for the function, after it has released
+    everything unused. Other programs cannot use these.
     """
     gc.collect()
     where = _where(device)

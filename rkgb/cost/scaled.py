@@ -1,6 +1,6 @@
-"""What a graph costs at other sizes: costs that were measured at one size, scaled.
+"""Costs of a graph at another size, scaled from costs that were measured at one size.
 
-Bytes of results and gradients are exact; what kernels take is bounded from above.
+Bytes of results and gradients are exact. Temporary memory of kernels is an upper bound.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from math import ceil
 
-from rkgb.cost.measure import Cost, InputGradient
+from rkgb.cost.costs import Cost, InputGradient
 from rkgb.graphs import S_graph
 
 
 def growth(old: S_graph, new: S_graph) -> Fraction:
-    """How many times larger than in ``old`` the largest value of ``new`` has become, which has the same skeleton."""
+    """The largest ratio of a value's bytes in ``new`` to its bytes in ``old``, which has the same skeleton."""
     return max((Fraction(x.bytes, max(1, old.d.values[v].bytes)) for v, x in new.d.values.items()), default=Fraction(1))
 
 
 def scaled_costs(old: S_graph, new: S_graph, costs: Sequence[Cost]) -> list[Cost]:
-    """What the nodes of ``new`` cost, which has the skeleton of ``old``, whose nodes cost ``costs``.
+    """The costs of the nodes of ``new``, from ``costs`` of the nodes of ``old``, which has the same skeleton.
 
-    Times are in proportion to the bytes that a node reads and makes. Memory is an upper bound if what kernels take for
-    themselves grows no faster than the values around them (in operations on all pairs, than the square of that), and
-    is no more for smaller ones where an algorithm is chosen by size (convolutions).
+    Times are scaled by the bytes that a node reads and makes. Memory is an upper bound under two assumptions: temporary
+    memory of a kernel grows no faster than the values that it reads and makes (for operations on all pairs, than the
+    square of their growth), and a convolution of a smaller input needs no more than the measured one.
     """
-    found: dict[Hashable, Cost] = {}
+    known: dict[Hashable, Cost] = {}
     every = []
     for i, cost in enumerate(costs):
         own = tuple((old.d.values[v].bytes, new.d.values[v].bytes) for v in (*old.nodes[i].reads, *old.nodes[i].makes))
         key = id(cost), own, old.nodes[i].saved.private, new.nodes[i].saved.private  # equal nodes have one cost
-        if key not in found:
-            found[key] = _scaled(old, new, i, cost)
-        every.append(found[key])
+        if key not in known:
+            known[key] = _scaled(old, new, i, cost)
+        every.append(known[key])
     return every
 
 
 NUMBERS = 64
-"""Bytes for the numbers that kernels keep (scales, counts), whatever the sizes are."""
+"""Bytes of numbers that kernels keep at any size (scales, counts)."""
 
 _PAIRS = frozenset("scaled_dot_product_attention cdist _cdist_forward ctc_loss _ctc_loss pdist".split())
 
@@ -53,13 +53,15 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     names = {new.d.nodes[op].name for op in node.ops}
     if most > 1 and names & _PAIRS:
         most = most * most
-    if most < 1 and any("conv" in name for name in names):  # another algorithm may be chosen there
+    if most < 1 and any("conv" in name for name in names):  # another algorithm may be chosen for smaller inputs
         most = Fraction(1)
     share = Fraction(sum(after.values()) or 1, sum(before.values()) or 1)
 
     def bounded(measured: int) -> int:
-        """``measured`` bytes at another size. At each moment some of them, for ``fixed`` and a copy of it, stay as they
-        are, and the others become at most ``most`` times as many.
+        """An upper bound of ``measured`` bytes at the new size.
+
+        At most twice ``fixed`` of them do not shrink: values of fixed size and one copy. All others are scaled by
+        ``most``.
         """
         stays = min(measured, 2 * fixed) if most < 1 else 0
         return ceil(most * (measured - stays)) + stays

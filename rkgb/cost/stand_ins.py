@@ -1,7 +1,7 @@
-"""Which nodes must run for the distinct ones to be measured on real values.
+"""Which nodes must run so that each distinct node can be measured on real values.
 
-Equal nodes give results of equal form, so a result of the first of them stands in for those of the others: the norm
-behind forty-eight equal layers can be measured on what the first layer gives, and the others need not run.
+Results of equal nodes have the same form, so a result of the first of them can stand in for those of the others. The
+norm after forty-eight equal layers is measured on the output of the first layer, and the other layers need not run.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from rkgb.graphs import S_graph
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """``measured``: nodes that are the first of their key. ``needed``: nodes whose results are read by what runs or is
-    measured. ``reads``: for each node of both, the values in place of ``S_node.reads``. ``last``: the last reader."""
+    """Which nodes to run and to measure.
+
+    ``measured``: nodes that are the first of their key. ``needed``: nodes whose results a measured or needed node
+    reads. ``reads``: for each of these nodes, the values in place of ``S_node.reads``. ``last``: for each value, the
+    last node that reads it.
+    """
 
     measured: frozenset[int]
     needed: frozenset[int]
@@ -24,9 +28,9 @@ class Runs:
 
 
 def runs(s: S_graph, keys: Sequence[Hashable], stand_ins: bool) -> Runs:
-    """What to run, with or without stand-ins. ``keys``: one a node, equal for equal nodes.
+    """Which nodes to run and to measure, with or without stand-ins. ``keys``: one for each node, equal for equal nodes.
 
-    Only values that gradients reach have one: indices, masks and what Python reads stay what they are.
+    Only values that require grad have stand-ins. Indices, masks and numbers that Python reads are not replaced.
     """
     first: dict[Hashable, int] = {}
     stands: dict[int, int] = {}

@@ -1,4 +1,7 @@
-"""What the caller does with a module's outputs, which decides what they cost: supposed first, then seen in a step."""
+"""What the caller does with a module's outputs: assumed before the first step, and observed in it.
+
+It decides which gradients come from outside, and how long outputs stay.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from rkgb.graphs import D_graph, Value
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the caller does with the outputs, which are named by their (first) position in ``D_graph.outputs``.
+    """What the caller does with the outputs. An output is named by its first position in ``D_graph.outputs``.
 
-    ``roots``: outputs that the backward starts from: their gradients come from outside. ``held``: outputs that the
-    caller holds until the backward ends; the others are released at the latest when the loss has been computed.
-    ``attached``: those of them whose autograd graph it holds, too.
-    ``turned``: roots whose gradients are not contiguous, as those of a loss on a transposed view; None if that is not
-    known yet, so that a plan must suffice for both.
+    ``roots``: outputs that the backward starts from; their gradients come from outside. ``held``: outputs that the
+    caller holds until the backward ends; all others are released before the backward starts. ``attached``: held outputs
+    whose autograd graph the caller holds, too.
+    ``turned``: roots whose gradients are not contiguous, as those of a loss on a transposed view. None: not known yet;
+    a plan must then suffice for both layouts.
     """
 
     roots: tuple[int, ...]
@@ -41,32 +44,33 @@ def first_places(d: D_graph) -> dict[int, int]:
 
 
 def assigned(d: D_graph) -> frozenset[int]:
-    """Positions behind the module's outputs: buffers that forward assigns, which the module holds."""
+    """Positions after the module's own outputs: buffers that forward assigns. The module holds these."""
     return frozenset(range(len(d.outputs) - len(d.structure.assigned), len(d.outputs)))
 
 
 def differentiable(d: D_graph) -> tuple[int, ...]:
-    """Positions of outputs that may get a gradient, each value once."""
+    """Positions of outputs that require grad, each value once."""
     return tuple(sorted(k for v, k in first_places(d).items() if d.values[v].requires_grad))
 
 
 def upstream(d: D_graph, ends: set[int]) -> set[int]:
-    """The values that ``ends`` are computed from, as far as gradients flow."""
-    found: set[int] = set()
+    """The values that require grad and from which ``ends`` are computed."""
+    values: set[int] = set()
     wanted = set(ends)
     for node in reversed(d.nodes):
         if not wanted.isdisjoint(node.outputs):
             read = {v for v in node.reads() if d.values[v].requires_grad}
-            found |= read
+            values |= read
             wanted |= read
-    return found
+    return values
 
 
 def supposed(d: D_graph) -> Usage:
-    """What a plan assumes before the first step: a scalar beside other outputs is the loss.
+    """The usage that a plan assumes before the first step.
 
-    The outputs that it is computed from then get no gradient from outside. Without a scalar, every output that requires
-    grad gets one. The caller holds the outputs that get a gradient; the module holds the buffers that forward assigns.
+    A scalar among the outputs is taken to be the loss; outputs that it is computed from get no gradient from outside.
+    All other outputs that require grad get one. The caller holds the outputs that get a gradient; the module holds the
+    buffers that forward assigns.
     """
     carried = differentiable(d)
     scalars = {d.outputs[k] for k in carried if not d.values[d.outputs[k]].shape}
@@ -76,16 +80,17 @@ def supposed(d: D_graph) -> Usage:
 
 
 def all_used(d: D_graph) -> Usage:
-    """Every output gets the gradient that it can get, and is held to the end."""
+    """The usage in which every output that requires grad gets a gradient, and all are held until the backward ends."""
     every = differentiable(d)
     return Usage(every, frozenset(range(len(d.outputs))), frozenset(every), frozenset())
 
 
 def turned_strides(value: Value) -> tuple[int, ...] | None:
-    """The strides of the gradient if the loss takes a view whose second dimension comes last (``y.transpose(1, 2)``,
-    ``y.permute(0, 2, 3, 1)``, or ``y.t()`` of a matrix). None if these strides are contiguous too.
+    """The strides of the gradient of ``value`` if the loss reads a view whose second dimension comes last.
 
-    One layout stands for all that are not contiguous: an operation that needs a contiguous gradient copies any of them.
+    Such views are ``y.transpose(1, 2)``, ``y.permute(0, 2, 3, 1)``, and ``y.t()`` of a matrix. None if these strides
+    are contiguous, too. One layout stands for all that are not contiguous: an operation that needs a contiguous
+    gradient copies any of them.
     """
     shape = value.shape
     if len(shape) < 2:

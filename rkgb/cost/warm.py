@@ -1,4 +1,4 @@
-"""First uses of kernels, before a step under a plan that was not measured here: what they allocate is then there."""
+"""Runs each distinct node once before a plan that was loaded, so that its kernels allocate their workspaces first."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Hashable
 import torch
 
 from rkgb.blocks.classes import nodes_key
-from rkgb.cost.alone import NodeRun, feed, gradients_watched, is_parameter
+from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
 from rkgb.cost.layouts import differentiated
+from rkgb.cost.piece import feed, ignore
 from rkgb.cost.usage import differentiable
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph, S_node
@@ -17,9 +18,9 @@ from rkgb.trace.capture import preserved
 
 
 def warm(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
-    """Run each distinct node once on zeros, forward and backward, in the threads where a plan runs it.
+    """Run each distinct node once on zeros, forward and backward, in the threads in which a plan runs it.
 
-    Only where first uses leave something. Memory: that of one node.
+    Nothing runs on devices whose kernels keep no workspaces. The memory needed is that of one node.
     """
     seen: set[Hashable] = set()
     with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
@@ -37,17 +38,17 @@ def _run(run: NodeRun) -> None:
     try:
         kind_of(run.device).first_use(run.forward, run.device)
         if run.fed:
-            feed(lambda _: None, run, run.forward()).backward()
-    except Exception:  # noqa: BLE001 - an operation may refuse zeros, each in its own way: its first use is later
+            feed(ignore, run, run.forward()).backward()
+    except Exception:  # noqa: BLE001 - an operation may refuse zeros; the first step is then its first use
         return
 
 
 def _values(s: S_graph, node: S_node, model: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """What the node reads: parameters as they are, zeros for all that has strides."""
+    """Inputs of the node: parameters and sparse inputs themselves, and zeros in place of all others."""
     forms = {v: s.d.values[v] for v in node.reads}
     own = {v for v, x in forms.items() if is_parameter(s.d, v) or len(x.stride) != len(x.shape)}
-    found = source_values({v: s.d.sources[v] for v in own}, model, inputs)
+    values = source_values({v: s.d.sources[v] for v in own}, model, inputs)
     for v, x in forms.items():
         if v not in own:
-            found[v] = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
-    return found
+            values[v] = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
+    return values

@@ -1,6 +1,7 @@
-"""The kinds of devices: their generators, clock, memory, workspaces and settings of torch.
+"""Kinds of devices: the CPU, and GPUs with CUDA's interface.
 
-Whatever differs between kinds is a method of ``Kind``. A new kind is a new class in ``KINDS``.
+Whatever depends on the kind is a method of ``Kind``: random generators, the clock, measuring memory, workspaces of
+kernels, settings of torch. To support another kind, write a class like ``Cpu`` and add it to ``KINDS``.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ __all__ = [
 ]
 
 KINDS: dict[str, Kind] = {kind.type: kind for kind in (Cpu(), Cuda())}
-"""The kinds by torch's names. Autocast has a setting for each."""
+"""The kinds by torch's name of the device type. Autocast is read and set for each of them."""
 
 SETTINGS = tuple(read for kind in KINDS.values() for read in kind.settings_read)
-"""Functions that read the settings of torch on which results or kernels' memory depend, on any device."""
+"""Functions that each read one setting of torch on which results, or the memory of kernels, depend."""
 
 
 def kind_of(device: torch.device) -> Kind:
-    """The kind of ``device``; the CPU for a device without memory (meta)."""
+    """The kind of ``device``. The meta device, which has no memory, is treated as the CPU."""
     return KINDS.get(device.type, KINDS["cpu"])
 
 
 def default_device() -> str:
-    """The name of the device that programs run on unless they are told where."""
+    """The device type that scripts use by default: "cuda" if the machine has a GPU, else "cpu"."""
     return next(name for name, kind in reversed(KINDS.items()) if kind.available())
 
 
 def device_in_use() -> torch.device:
-    """The device whose memory is in use. Raises ``MeasureError`` if there are several."""
+    """The GPU on which the program holds memory, or else the CPU. Raises ``MeasureError`` if there are several."""
     used = next(devices for kind in reversed(KINDS.values()) if (devices := kind.in_use()))
     if len(used) > 1:
         raise MeasureError(f"there is memory on {', '.join(map(str, used))}: say which of them to measure (device=…)")
@@ -54,9 +55,10 @@ def device_in_use() -> torch.device:
 def one_device(
     parameters: Iterable[tuple[str, torch.device]], others: Iterable[tuple[str, torch.device]] = ()
 ) -> torch.device:
-    """The device of all ``parameters``, as (name, device), and of ``others``, which may also be on the CPU.
+    """The one device of all ``parameters`` and ``others``, which are pairs of a name and a device.
 
-    Raises ``UnsupportedError``, with the name, for a second device or one of an unknown kind.
+    ``others`` may also lie on the CPU. Raises ``UnsupportedError``, which names the tensors, if there are two devices
+    or one of an unknown kind.
     """
     home: tuple[str, torch.device] | None = None
     for required, named in ((True, parameters), (False, others)):

@@ -1,13 +1,13 @@
-"""A simulator of torch's caching allocator for CUDA, which also counts the bytes that are reserved and not in use.
+"""A simulator of torch's caching allocator for CUDA, which knows how many bytes the allocator reserves.
 
-An out-of-memory error depends on the bytes that the allocator holds (*reserved*), and these on the order of all
+An out-of-memory error depends on the bytes that the allocator holds (*reserved*). These depend on the order of all
 allocations and releases. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, whose functions and constants
 are named beside them, as they were in torch 2.6 and after 2.10; the constants are those of 2.13. One stream, no
 graph capture, no private pools, and torch's defaults: ``max_split_size_mb`` unlimited,
 ``roundup_power2_divisions`` off, ``garbage_collection_threshold`` 0, ``large_segment_size_mb`` 20.
 
-The addresses that the driver gives are not known; here each segment lies behind the one before. Addresses only decide
-between free blocks of equal size, of which the lowest is taken.
+Where the driver puts a segment is not known: here each lies behind the one before. That decides only between free
+blocks of equal size, of which the lowest is taken.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ UNLIMITED = 2**60  # bytes of addresses of an expandable segment where the devic
 
 
 def round_size(size: int) -> int:
-    """Bytes of a block for ``size`` bytes (``round_size``)."""
+    """Bytes of the block for a request of ``size`` bytes (``round_size``)."""
     return max(GRAIN, -(-size // GRAIN) * GRAIN)
 
 
 def segment_size(size: int) -> int:
-    """Bytes that the driver is asked for when no free block has ``size`` bytes (``get_allocation_size``)."""
+    """Bytes of the new segment when no free block has ``size`` bytes (``get_allocation_size``)."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     return LARGE_BUFFER if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
 class Allocator:
-    """``limit``: bytes that the device has. ``expandable``: ``expandable_segments:True``.
+    """The simulated allocator.
 
-    ``allowed``: bytes that ``torch.cuda.set_per_process_memory_fraction`` allows. It is checked before the driver is
-    asked, with a segment's size even where fewer pages would do, so that expandable segments can be refused sooner,
-    and can go beyond it by less than a page.
+    ``limit``: bytes of the device's memory; None: unlimited. ``expandable``: whether torch's setting
+    ``expandable_segments`` is on. ``allowed``: bytes that ``torch.cuda.set_per_process_memory_fraction`` allows. Torch
+    compares it with the size of a whole segment, also where fewer pages would do. So an expandable segment may be
+    refused although its pages would fit, and may exceed the limit by less than a page.
     """
 
     def __init__(self, limit: int | None = None, expandable: bool = False, allowed: int | None = None) -> None:
@@ -53,32 +54,35 @@ class Allocator:
         self.actions: list[Action] = []
         self._small, self._large = Pool(True, SMALL_BUFFER), Pool(False, LARGE_BUFFER)
         self._blocks = Blocks()
-        self._live: dict[int, Block | None] = {}  # by handle; None has no bytes
+        self._live: dict[int, Block | None] = {}  # handle -> block; None for a request of no bytes
         self._handles = 0
-        self._end = 0  # of all segments so far
+        self._end = 0  # address after all segments so far
         self.peak = self.levels
 
     @property
     def levels(self) -> Levels:
-        """What is in use and held now; ``peak`` has the most of each since the last ``reset_peak``."""
+        """Bytes requested, allocated and reserved now. ``peak`` has the most of each since the last ``reset_peak``."""
         return Levels(self.requested, self.allocated, self.reserved)
 
     def reset_peak(self) -> None:
-        """``torch.cuda.reset_peak_memory_stats``."""
+        """As ``torch.cuda.reset_peak_memory_stats``."""
         self.peak = self.levels
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """All memory held, by address; of an expandable segment the mapped stretches, as in torch's snapshots."""
+        """All segments, by address. Of an expandable one each mapped stretch counts, as in torch's snapshots."""
         return self._blocks.segments()
 
     def address(self, handle: int) -> int | None:
-        """Where the block of ``handle`` lies; None for one of no bytes."""
+        """The address of the block of ``handle``; None for a request of no bytes."""
         block = self._known(handle)
         return block.address if block else None
 
     def malloc(self, size: int) -> int:
-        """A handle to ``size`` bytes. Raises ``OutOfMemory`` if they do not fit even after ``empty_cache``."""
+        """Allocate ``size`` bytes; a handle to them.
+
+        Raises ``OutOfMemory`` if they do not fit even after ``empty_cache``, ``AllocatorError`` for a negative size.
+        """
         if size < 0:
             raise AllocatorError(f"{size} bytes cannot be allocated")
         if not size:  # NativeCachingAllocator::allocate returns a null pointer
@@ -95,7 +99,7 @@ class Allocator:
         return self._use(block, size)
 
     def free(self, handle: int) -> None:
-        """Give back what ``malloc`` returned (``free``, ``free_block``)."""
+        """Release the block of ``handle``, which ``malloc`` returned (``free``, ``free_block``)."""
         block = self._known(handle)
         del self._live[handle]
         if block:
@@ -105,7 +109,7 @@ class Allocator:
             self._blocks.put(block)
 
     def empty_cache(self) -> None:
-        """Give back whole free segments, and free pages of expandable ones (``release_cached_blocks``)."""
+        """Return free segments, and free pages of expandable ones, to the driver (``release_cached_blocks``)."""
         for pool in (self._large, self._small):
             free = [self._blocks.at[address] for _, address in pool.free]
             for block in free:
@@ -118,9 +122,9 @@ class Allocator:
                     self._unmap(block)
 
     def adopt(self, segments: Iterable[Segment]) -> dict[int, int]:
-        """Begin with ``segments``. Returns the handles of their blocks in use, by address.
+        """Start with ``segments``; address -> handle, for their blocks in use.
 
-        Expandable ones of a pool are taken for parts of one, whose addresses begin with the first.
+        All expandable segments of one pool are taken to be parts of one, which begins at the lowest address.
         """
         ordered = sorted(segments, key=lambda s: s.address)
         pools = [group for small in (True, False) if (group := [s for s in ordered if s.small == small])]
@@ -184,7 +188,10 @@ class Allocator:
         )
 
     def _cached(self, pool: Pool, size: int) -> Block | None:
-        """Best fit (``get_free_block``). An expandable block counts with the addresses behind it that it can take."""
+        """The smallest free block of at least ``size`` bytes, or None (``get_free_block``).
+
+        The unmapped addresses behind an expandable block count as part of it.
+        """
         at = bisect_left(pool.free, (size, -1))
         if at == len(pool.free):
             return None
@@ -197,7 +204,7 @@ class Allocator:
         return block
 
     def _new(self, pool: Pool, size: int) -> Block | None:
-        """Memory from the driver (``alloc_block``), None if there is too little."""
+        """A block in a new segment from the driver, or None if too little is left (``alloc_block``)."""
         wanted = segment_size(size)
         if self.allowed is not None and self.reserved + wanted > self.allowed:
             return None
@@ -210,7 +217,7 @@ class Allocator:
         return block
 
     def _split(self, block: Block, size: int) -> None:
-        """What is left behind ``size`` bytes becomes a free block, if it is large enough (``should_split``)."""
+        """Cut ``block`` to ``size`` bytes; the rest becomes a free block if it is large enough (``should_split``)."""
         rest = block.size - size
         if rest >= GRAIN if block.pool.small or self.expandable else rest > SMALL_SIZE:
             self._blocks.put(self._blocks.cut(block, size))
@@ -251,7 +258,7 @@ class Allocator:
         return -(-(UNLIMITED if self.limit is None else self.limit + self.limit // 8) // pool.page) * pool.page
 
     def _map(self, block: Block, size: int) -> bool:
-        """Give the first ``size`` bytes of ``block`` memory, in pages (``map_block``): all of it or none."""
+        """Map pages to the first ``size`` bytes of ``block`` (``map_block``); False if they do not fit."""
         size = -(-size // block.pool.page) * block.pool.page
         if self.limit is not None and self.reserved + size > self.limit:
             return False
@@ -266,7 +273,9 @@ class Allocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Give back the pages that lie within ``block`` (``unmap_block``), and addresses that none is left of."""
+        """Return the whole pages within ``block`` to the driver (``unmap_block``), and the addresses of a segment that
+        has no page left.
+        """
         base, page = block.base or 0, block.pool.page
         start = base - (base - block.address) // page * page
         stop = base + (block.address + block.size - base) // page * page

@@ -1,6 +1,6 @@
-"""What the simulated allocator (``rkgb/device/allocator.py``) is made of: blocks, neighbours, sorted free ones.
+"""Blocks of the simulated allocator (``rkgb/device/allocator.py``): their neighbours, and pools of free ones.
 
-What ``Block`` and ``BlockPool`` are in ``c10/cuda/CUDACachingAllocator.cpp``.
+They correspond to ``Block`` and ``BlockPool`` in ``c10/cuda/CUDACachingAllocator.cpp``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Kind = Literal["segment_alloc", "segment_free", "segment_map", "segment_unmap"]
 
 
 class Action(NamedTuple):
-    """Memory that the driver gave or took back, named as in torch's traces."""
+    """One request to the driver for memory, or its return; ``kind`` is named as in torch's traces."""
 
     kind: Kind
     address: int
@@ -21,9 +21,8 @@ class Action(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """Bytes asked for; bytes of the blocks that hold them; bytes held by the allocator.
-
-    Those that ``torch.cuda.memory_stats`` calls ``requested_bytes``, ``allocated_bytes`` and ``reserved_bytes``.
+    """``requested``: bytes that the program asked for. ``allocated``: bytes of their blocks. ``reserved``: bytes of all
+    segments. ``torch.cuda.memory_stats`` calls them ``requested_bytes``, ``allocated_bytes`` and ``reserved_bytes``.
     """
 
     requested: int
@@ -32,8 +31,10 @@ class Levels(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A stretch of the device's memory. ``blocks``, in order and without a gap: (address, bytes, how many of them were
-    asked for, 0 where the block is free)."""
+    """A stretch of the device's memory.
+
+    ``blocks``, in order and without a gap: (address, bytes, bytes requested of them); the last is 0 in a free block.
+    """
 
     address: int
     size: int
@@ -43,7 +44,7 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one size class. ``page``: bytes that an expandable segment of it grows by."""
+    """Free blocks of one size class. ``page``: bytes by which its expandable segments grow."""
 
     small: bool
     page: int
@@ -53,49 +54,49 @@ class Pool:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Neighbours are blocks of one segment; ``base`` is the address of its expandable segment, if it lies in one."""
+    """A block of a segment. ``before``, ``after``: its neighbours. ``base``: address of its segment if expandable."""
 
     address: int
     size: int
     pool: Pool
     base: int | None = None
     mapped: bool = True
-    requested: int = 0  # 0 where nobody uses the block
+    requested: int = 0  # 0 in a free block
     before: Block | None = None
     after: Block | None = None
 
 
 class Blocks:
-    """Every block, by its address. A block is in use, in a list of its pool, or with the caller that took it out."""
+    """All blocks, by address. Each is in use, or in a list of its pool, or was taken out of it by a caller."""
 
     def __init__(self) -> None:
         self.at: dict[int, Block] = {}
 
     def add(self, block: Block) -> Block:
-        """Make ``block`` known; it is in no list."""
+        """Register ``block``, which is in no list."""
         self.at[block.address] = block
         return block
 
     def drop(self, block: Block) -> None:
-        """Forget ``block``, which is in no list."""
+        """Remove ``block``, which is in no list."""
         del self.at[block.address]
 
     def put(self, block: Block) -> None:
-        """Add ``block`` to the free blocks of its pool, or to its unmapped ones."""
+        """Insert ``block`` into its pool: into the free blocks if it is mapped, else into the unmapped addresses."""
         if block.mapped:
             insort(block.pool.free, (block.size, block.address))
         else:
             insort(block.pool.unmapped, block.address)
 
     def take(self, block: Block) -> None:
-        """Remove ``block`` from the list to which ``put`` added it."""
+        """Remove ``block`` from the list of its pool that ``put`` inserted it into."""
         if block.mapped:
             del block.pool.free[bisect_left(block.pool.free, (block.size, block.address))]
         else:
             del block.pool.unmapped[bisect_left(block.pool.unmapped, block.address)]
 
     def cut(self, block: Block, size: int) -> Block:
-        """Shorten ``block`` to ``size`` bytes, and return the rest as a block."""
+        """Shorten ``block`` to ``size`` bytes, and return the rest as a new block."""
         rest = Block(block.address + size, block.size - size, block.pool, block.base, block.mapped)
         rest.before, rest.after = block, block.after
         if rest.after:
@@ -124,7 +125,7 @@ class Blocks:
 
     def segments(self) -> tuple[Segment, ...]:
         """Stretches of mapped blocks, by address."""
-        segments = []
+        stretches = []
         for block in sorted(self.at.values(), key=lambda b: b.address):
             if not block.mapped or (block.before and block.before.mapped):
                 continue
@@ -133,8 +134,8 @@ class Blocks:
             while at and at.mapped:
                 blocks.append((at.address, at.size, at.requested))
                 at = at.after
-            segments.append(Segment(block.address, sum(b[1] for b in blocks), block.pool.small, tuple(blocks)))
-        return tuple(segments)
+            stretches.append(Segment(block.address, sum(b[1] for b in blocks), block.pool.small, tuple(blocks)))
+        return tuple(stretches)
 
 
 def reach(block: Block) -> int:

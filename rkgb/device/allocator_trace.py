@@ -1,4 +1,4 @@
-"""Allocations and releases as events: reading torch's recordings, and replaying them with the simulated allocator.
+"""Allocations and releases as events: read from torch's recordings, and replayed by the simulated allocator.
 
 On CUDA a step is recorded and replayed thus:
 
@@ -23,7 +23,7 @@ from rkgb.errors import AllocatorError
 
 @dataclass(frozen=True, slots=True)
 class Alloc:
-    """``size`` bytes are allocated; ``name`` is unique among those in use at that time."""
+    """``size`` bytes are allocated under ``name``, which no other memory in use has."""
 
     size: int
     name: Hashable
@@ -31,14 +31,14 @@ class Alloc:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The bytes called ``name`` are freed."""
+    """The memory of ``name`` is released."""
 
     name: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyCache:
-    """Free segments go back to the device, by ``torch.cuda.empty_cache()`` or because memory is short."""
+    """Free segments go back to the driver, by ``torch.cuda.empty_cache()`` or because memory was short."""
 
 
 Event = Alloc | Free | EmptyCache
@@ -46,7 +46,7 @@ Event = Alloc | Free | EmptyCache
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording: segments at its ``start``, the ``events`` to replay, and the ``actions`` that they must cause."""
+    """A recording: the segments at its ``start``, ``events`` to replay, and the driver's ``actions`` that follow."""
 
     start: tuple[Segment, ...]
 
@@ -57,10 +57,10 @@ class Trace:
 def replay(
     events: Iterable[Event], allocator: Allocator | None = None, live: Mapping[Any, int] | None = None
 ) -> Allocator:
-    """The allocator, by default a new one, after all ``events``; what they leave in use stays so.
+    """Apply ``events`` to ``allocator``, by default a new one, and return it.
 
-    ``live``: names of what is in use before, with handles. ``AllocatorError`` and ``OutOfMemory`` name the event that
-    cannot be.
+    ``live``: name -> handle of the memory in use before. Raises ``AllocatorError`` and ``OutOfMemory`` with a note that
+    names the event.
     """
     allocator = allocator or Allocator()
     handles: dict[Hashable, int] = dict(live or {})
@@ -87,26 +87,28 @@ _DRIVER = ("segment_alloc", "segment_map", *_GIVES_BACK)
 
 
 def read_segments(segments: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:
-    """What is held, as in ``torch.cuda.memory._snapshot()["segments"]`` of one device and one stream."""
-    read = []
+    """The segments in ``torch.cuda.memory._snapshot()["segments"]``, which must be of one device and one stream."""
+    held = []
     for segment in segments:
         blocks = []
         for block in segment["blocks"]:
             used = block["requested_size"] if block["state"] != "inactive" else 0
             blocks.append((block["address"], block["size"], used))
         small = segment["segment_type"] == "small"
-        read.append(Segment(segment["address"], segment["total_size"], small, tuple(blocks)))
-    return tuple(read)
+        held.append(Segment(segment["address"], segment["total_size"], small, tuple(blocks)))
+    return tuple(held)
 
 
 def read_trace(entries: Iterable[Mapping[str, Any]], start: Iterable[Mapping[str, Any]] = ()) -> Trace:
-    """The trace of one device and one stream, as in ``_snapshot()["device_traces"][0]``; names are addresses.
+    """The trace in ``_snapshot()["device_traces"][0]``, which must be of one device and one stream.
 
-    ``start``: the snapshot's segments before, which are not needed if the device was not used before.
+    ``start``: the segments of a snapshot before the recording; not needed if the device was not used before. Names of
+    events are addresses. Raises ``AllocatorError`` for an unknown action, a second stream, or the release of memory
+    that is not in ``start``.
 
-    Fields as ``torch/csrc/cuda/Module.cpp`` writes them. Sizes of "alloc" are those asked for. "free_requested" comes
-    before "free_completed", at once unless another stream uses the block. "segment_free" and "segment_unmap" become
-    ``EmptyCache``, whatever caused them: a replay needs no limit. "oom" and "snapshot" change nothing.
+    Fields are those that ``torch/csrc/cuda/Module.cpp`` writes. The size of "alloc" is the request. "free_requested"
+    comes before "free_completed", directly unless another stream uses the block. "segment_free" and "segment_unmap"
+    become ``EmptyCache`` whatever their cause, so that a replay needs no limit. "oom" and "snapshot" are skipped.
     """
     held = read_segments(start)
     events: list[Event] = []
@@ -143,7 +145,7 @@ def read_trace(entries: Iterable[Mapping[str, Any]], start: Iterable[Mapping[str
 
 
 class _Recorded(Allocator):
-    """An allocator whose driver gives the addresses of a recording; the first thing that differs is an error."""
+    """An allocator whose driver gives the addresses of a recording. Any difference from it raises an error."""
 
     def __init__(self, trace: Trace, expandable: bool) -> None:
         super().__init__(expandable=expandable)
@@ -170,9 +172,10 @@ class _Recorded(Allocator):
 
 
 def replay_trace(trace: Trace, expandable: bool = False) -> Allocator:
-    """Replay a recording; ``AllocatorError`` unless every action, and the address of every block, is as recorded.
+    """Replay a recording, and return the allocator after it.
 
-    ``expandable``: whether it was made under ``expandable_segments:True``.
+    ``expandable``: whether the recording was made under ``expandable_segments:True``. Raises ``AllocatorError`` unless
+    each action of the driver and the address of each block is as recorded.
     """
     allocator = _Recorded(trace, expandable)
     replay(trace.events, allocator, allocator.adopt(trace.start))

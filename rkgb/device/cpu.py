@@ -1,4 +1,4 @@
-"""The machine itself as a kind of device."""
+"""The CPU and the machine's memory as a kind of device."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rkgb.device.roofline import UNKNOWN, Roofline
 from rkgb.errors import MeasureError
 
 _C: Any = torch._C
-_GROUP = "/sys/fs/cgroup"  # of a container: Linux's control groups, whose memory.max is a number or "max"
+_GROUP = "/sys/fs/cgroup"  # Linux's control group of a container; its memory.max is a number or "max"
 
 
 def _figures(path: str) -> dict[str, int]:
-    """The second word of each line, as a number, by the first word."""
+    """A file of lines such as "name 12": first word -> second."""
     with open(path, encoding="ascii") as lines:
         return {words[0]: int(words[1]) for words in map(str.split, lines)}
 
 
 class Cpu(Kind):
-    """The CPU. Its allocator reports the bytes that were requested."""
+    """The CPU. Its allocator reports the bytes that were requested, to torch's profiler."""
 
     type = "cpu"
     scalars = 64
@@ -41,7 +41,7 @@ class Cpu(Kind):
         partial(precision, "generic", "all"),
         *(partial(precision, "mkldnn", op) for op in PRECISE),
     )
-    _cache = 64 * 2**20  # bytes, more than a processor's
+    _cache = 64 * 2**20  # bytes, more than a processor's cache
 
     def random_state(self, device: torch.device) -> torch.Tensor:
         return torch.default_generator.get_state()
@@ -79,7 +79,7 @@ class Cpu(Kind):
         return None if torch._C._autograd._profiler_enabled() else ProfiledTimeline()
 
     def free(self, device: torch.device) -> int:
-        """Available bytes of the machine, or of its container if these are fewer."""
+        """Bytes available in the machine, or in the container if these are fewer."""
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         with contextlib.suppress(OSError, LookupError):
             available = 1024 * _figures("/proc/meminfo")["MemAvailable:"]
@@ -92,20 +92,20 @@ class Cpu(Kind):
         return [torch.device("cpu")]
 
     def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Parameters that fill a processor's cache, or all of them if they are fewer."""
-        tensors: list[torch.Tensor] = []
+        """Parameters that together fill a processor's cache, or all of them: a whole step reads them, too."""
+        read: list[torch.Tensor] = []
         left = self._cache
         for p in parameters:
             if left <= 0:
                 break
             if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.is_contiguous():
                 count = min(p.numel(), left // p.element_size())
-                tensors.append(p.detach().view(-1)[:count])
-                left -= tensors[-1].nbytes
-        return tensors
+                read.append(p.detach().view(-1)[:count])
+                left -= read[-1].nbytes
+        return read
 
     def model(self, device: torch.device) -> str:
-        """The processor, and the instruction set that torch's kernels use."""
+        """The processor's name, and the instruction set that torch's kernels use."""
         name = platform.processor() or platform.machine()
         with contextlib.suppress(OSError):
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

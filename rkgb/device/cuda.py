@@ -18,19 +18,19 @@ _RNNS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 class Cuda(Kind):
     """NVIDIA's and AMD's GPUs.
 
-    Memory means the bytes *requested* of the caching allocator. The bytes that it allocates for them depend on earlier
-    requests: blocks are multiples of 512 bytes, and one above 1 MiB may have up to 1 MiB more. Only the requests follow
-    from the program, so only they can be planned to the byte.
+    Memory is counted in bytes *requested* of the caching allocator. Its blocks are larger: they are rounded up to 512
+    bytes, and one above 1 MiB may have up to 1 MiB more, depending on which blocks are free. Only the requests follow
+    from the program alone, so only they can be planned to the byte.
     """
 
     type = "cuda"
-    # A reduction of many numbers to one leaves 4 or 8 bytes a thread block in memory for a moment (ATen's Reduce.cuh):
-    # some thousand blocks, or, above 2 ** 27 numbers, one for each 2 ** 17 of them.
+    # A reduction of many numbers to one takes 4 or 8 bytes of temporary memory for each thread block (ATen's
+    # Reduce.cuh). There are some thousand blocks, or above 2 ** 27 numbers one for each 2 ** 17 of them.
     scalars = 65_536
     counts_states = False  # a seed and an offset, in host memory
     keeps_workspaces = True
-    # Without the flags that were TF32's before: reading these is an error once the new ones are set, which in turn show
-    # what the old ones set.
+    # The old flags of TF32 are left out: reading them is an error once the new ones are set, and the new ones show what
+    # the old ones set.
     settings_read = (
         *(partial(precision, "cuda", op) for op in PRECISE),
         _C._get_cudnn_enabled,
@@ -51,7 +51,7 @@ class Cuda(Kind):
         torch.cuda.set_rng_state(state, device)
 
     def hides_draws(self, name: str, arguments: Mapping[str, Any]) -> bool:
-        """cuDNN's recurrent layers draw the masks between layers from a state that torch keeps on the device."""
+        """Recurrent layers of cuDNN draw dropout masks from a state that torch keeps on the device."""
         if name not in _RNNS or not torch.backends.cudnn.enabled:
             return False
         return bool(arguments["train"]) and arguments["dropout"] > 0 and arguments["num_layers"] > 1
@@ -60,7 +60,7 @@ class Cuda(Kind):
         torch.cuda.synchronize(device)
 
     def mark(self, device: torch.device) -> Any:
-        """An event in the queue."""
+        """An event in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
@@ -70,16 +70,16 @@ class Cuda(Kind):
         return round(1e6 * float(start.elapsed_time(end)))
 
     def hold(self, device: torch.device, at_least: int = 0) -> None:
-        """Make the queue wait, for a millisecond at least.
+        """Delay the stream for ``at_least`` nanoseconds, and for a millisecond at least.
 
-        On an empty queue, events around kernels that are shorter than their launches (10 to 50 µs) would show when
-        Python launched them. A nanosecond is two cycles at most.
+        Most kernels are shorter than their launches (10 to 50 µs). On an empty stream, events around them would measure
+        the launches. A nanosecond has at most two cycles.
         """
         with torch.cuda.device(device):
             torch.cuda._sleep(2 * max(at_least, 1_000_000))
 
     def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Memory of its own, twice as large as the second-level cache."""
+        """One tensor that is twice as large as the second-level cache."""
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 * 2**20
         return [torch.zeros(2 * cache, dtype=torch.uint8, device=device)]
 
@@ -119,13 +119,13 @@ class Cuda(Kind):
         return _StatisticsTimeline(self, device)
 
     def _begin(self, what: str, device: torch.device) -> int:
-        """The level, in bytes. Resets the allocator's peak, of which the process has only one."""
+        """The level in bytes, after the allocator's only peak was reset; ``measure_peak`` documents that it is lost."""
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return int(torch.cuda.memory_stats(device).get(f"{what}.all.current", 0))
 
     def _counted(self) -> str:
-        """The statistic that counts. CUDA's own asynchronous allocator has none of requests."""
+        """The statistic to read: CUDA's asynchronous allocator counts no requests, only blocks."""
         native = torch.cuda.get_allocator_backend() == "native"
         return "requested_bytes" if native else "allocated_bytes"
 
@@ -134,16 +134,15 @@ class Cuda(Kind):
         return torch.cuda.mem_get_info(device)[0] + cached
 
     def in_use(self) -> list[torch.device]:
-        """Those that hold memory, or else the current one."""
+        """The GPUs on which the program holds memory, or else the current one."""
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return []
         used = [k for k in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(k) > 0]
         return [torch.device("cuda", k) for k in used or [torch.cuda.current_device()]]
 
     def first_use(self, function: Callable[[], Any], device: torch.device) -> None:
-        """Run ``function`` in this thread, where forwards run, and in autograd's, where backwards and second runs do.
-
-        cuBLAS has a workspace, and cuDNN's benchmark a memory, for each thread.
+        """Run ``function`` in this thread, in which forwards run, and in autograd's thread for the device, in which
+        backwards and recomputes run. cuBLAS has a workspace, and cuDNN's benchmark a memory, for each thread.
         """
         function()
         anchor = torch.ones((), device=device, requires_grad=True)
@@ -162,12 +161,12 @@ class Cuda(Kind):
 
 
 class _StatisticsWindow(Window):
-    """A window that reads the allocator's statistics, and resets their peak."""
+    """A window by the allocator's statistics; it resets their peak."""
 
     def __init__(self, kind: Cuda, device: torch.device) -> None:
         self.kind, self.device, self.what = kind, device, kind._counted()
         self.before = 0
-        self.seen: tuple[int, int] | None = None  # at the mark
+        self.seen: tuple[int, int] | None = None  # peak and level at the second moment
 
     def begin(self) -> None:
         self.before = self.kind._begin(self.what, self.device)
@@ -185,7 +184,7 @@ class _StatisticsWindow(Window):
 
 
 class _StatisticsTimeline(Timeline):
-    """By the allocator's statistics, whose peak it resets at each moment."""
+    """A timeline by the allocator's statistics; it resets their peak at each moment."""
 
     def __init__(self, kind: Cuda, device: torch.device) -> None:
         self.kind, self.device, self.what = kind, device, kind._counted()
@@ -210,7 +209,7 @@ class _StatisticsTimeline(Timeline):
 
 
 class _InBackward(torch.autograd.Function):
-    """Calls a function in its backward, in autograd's thread."""
+    """Its backward calls a function, and so in autograd's thread."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[], Any], anchor: torch.Tensor) -> torch.Tensor:

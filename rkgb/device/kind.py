@@ -1,4 +1,4 @@
-"""The interface of a kind of device, which ``rkgb/device/cpu.py`` and ``rkgb/device/cuda.py`` implement."""
+"""What the packages need of a kind of device. The kinds are in ``rkgb/device/cpu.py`` and ``rkgb/device/cuda.py``."""
 
 from __future__ import annotations
 
@@ -12,64 +12,66 @@ import torch
 from rkgb.device.roofline import Roofline
 
 PRECISE = ("all", "matmul", "conv", "rnn")
-"""The operations for which torch has a setting of float32 precision."""
+"""The groups of operations for which torch has a precision of float32, on each kind of device."""
 
 precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 
 class Window(ABC):
-    """Measures what the caller's code allocates and frees between two moments, ``begin`` and ``mark``.
+    """Measures what any code allocates and releases between two moments, ``begin`` and ``mark``.
 
-    Open it before anything is allocated that may be freed meanwhile. Call ``close`` in the same thread, and not within
-    a backward.
+    Open it before any memory is allocated that may be released between the moments. Call ``close`` in the thread that
+    opened it, and not within a backward.
     """
 
     @abstractmethod
     def begin(self) -> None:
-        """The first moment is now."""
+        """Mark the first moment."""
 
     @abstractmethod
     def mark(self) -> None:
-        """The second moment is now."""
+        """Mark the second moment."""
 
     @abstractmethod
     def close(self) -> tuple[int, int, int] | None:
-        """(peak, new, left) in bytes; None if ``mark`` was not called.
+        """(peak, new, left) in bytes, or None if ``mark`` was never called.
 
-        ``peak``: the most above the level of the first moment. ``new``: allocated since, and there at the second
-        moment; ``left``: allocated since, and there now. A kind that does not know these returns changes of the level.
+        ``peak``: the most above the level of the first moment. ``new``: allocated since the first moment and still
+        there at the second. ``left``: the same, still there now. A kind that cannot tell the last two gives the change
+        of the level instead.
         """
 
 
 class Moment(NamedTuple):
-    """``level``: bytes above the first moment's. ``peak``: the most, likewise, from here to the next moment."""
+    """``level``: bytes above the level of the first moment. ``peak``: the most above it until the next moment."""
 
     level: int
     peak: int
 
 
 class Timeline(ABC):
-    """What other people's code has allocated at any number of moments. It is opened before the first of them.
+    """Measures how much any code has allocated at each of several moments. Open it before the first of them.
 
-    ``close`` must follow in the thread that opened it, and outside of a backward.
+    Call ``close`` in the thread that opened it, and not within a backward.
     """
 
     @abstractmethod
     def mark(self) -> None:
-        """A moment is now."""
+        """Mark a moment."""
 
     @abstractmethod
     def close(self) -> list[Moment] | None:
-        """All moments, in order; None if they cannot be told."""
+        """All moments, in order; None if some are missing from the recording."""
 
 
 class Kind(ABC):
     """One kind of device.
 
-    ``scalars``: bytes of each budget for the numbers of the loss (its value, its gradient, counts). ``counts_states``:
-    whether states of generators are in device memory. ``keeps_workspaces``: whether the first use of a kernel in a
-    thread may allocate memory that stays. ``settings_read``: functions that read the settings of torch on which
-    results, or the memory of kernels, depend.
+    ``scalars``: bytes that a budget reserves for the numbers of the loss (its value, its gradient, counts).
+    ``counts_states``: whether the states of generators lie in the device's memory, and so count in a budget.
+    ``keeps_workspaces``: whether the first use of a kernel in a thread may allocate a workspace that stays.
+    ``settings_read``: functions that each read one setting of torch on which results of this kind, or the memory of its
+    kernels, depend.
     """
 
     type: ClassVar[str]
@@ -80,7 +82,7 @@ class Kind(ABC):
 
     @abstractmethod
     def random_state(self, device: torch.device) -> torch.Tensor:
-        """The state of the default generator, as bytes in host memory."""
+        """The state of the default generator: a uint8 tensor in host memory."""
 
     @abstractmethod
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
@@ -88,7 +90,7 @@ class Kind(ABC):
 
     @abstractmethod
     def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
-        """(result, peak, net) of ``function()``: the most bytes above the level at the call, and those at its end."""
+        """(result, peak, net) of ``function``: bytes above the level at the call, at the peak and at the end."""
 
     @abstractmethod
     def measured_after(
@@ -98,61 +100,60 @@ class Kind(ABC):
 
     @abstractmethod
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
-        """Bytes that the allocator reserves for ``function()``."""
+        """The most bytes that the allocator reserves for ``function``. Raises ``MeasureError`` if it reserves none."""
 
     @abstractmethod
     def window(self, device: torch.device) -> Window | None:
-        """An open window; None if none can be opened."""
+        """An open window; None if the allocator cannot be watched now."""
 
     @abstractmethod
     def timeline(self, device: torch.device) -> Timeline | None:
-        """What other people's code allocates, from now on; None where that cannot be seen."""
+        """An open timeline; None if the allocator cannot be watched now."""
 
     @abstractmethod
     def free(self, device: torch.device) -> int:
-        """Bytes that can be allocated."""
+        """Bytes that the program can still allocate."""
 
     def free_for_budgets(self, device: torch.device) -> int:
-        """The part of ``free`` that a budget may have, in bytes.
-
-        A tenth is left for unused parts of blocks, and for the temporary memory of the optimizer.
+        """Nine tenths of ``free``, in bytes. The rest is for what budgets do not count: unused parts of the allocator's
+        blocks, and temporaries of the optimizer.
         """
         return self.free(device) * 9 // 10
 
     @abstractmethod
     def in_use(self) -> list[torch.device]:
-        """The devices of this kind that a program works on."""
+        """The devices of this kind on which the program holds memory."""
 
     @abstractmethod
     def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors to read before a timed run, so that its own inputs are in no cache."""
+        """Tensors to read before a timed run, which push its inputs out of the caches."""
 
     @abstractmethod
     def model(self, device: torch.device) -> str:
-        """The name of the device. Kernels take equal times on devices of one name."""
+        """The name of the hardware. Devices of one name run kernels in the same time."""
 
     @abstractmethod
     def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
-        """The roofline of an operation with results of ``dtype``."""
+        """The roofline of operations with results of ``dtype``; ``convolution``: whether they are convolutions."""
 
     def available(self) -> bool:
-        """Whether the machine has one."""
+        """Whether the machine has such a device."""
         return True
 
     def hides_draws(self, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Whether the operation draws from a state that can neither be read nor restored."""
+        """Whether the operation ``name`` draws random numbers from a state that can be neither read nor restored."""
         return False
 
     def before_measuring(self) -> None:
-        """Warn of what measuring memory disturbs."""
+        """Warn of what a measurement of memory interrupts."""
         return
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait for all kernels that were launched."""
+        """Wait until all kernels that were launched are done."""
         return
 
     def mark(self, device: torch.device) -> Any:
-        """A time stamp of the device, for ``between``."""
+        """A mark of this moment in the device's order of execution."""
         return time.perf_counter_ns()
 
     def between(self, start: Any, end: Any) -> int:
@@ -160,13 +161,13 @@ class Kind(ABC):
         return int(end - start)
 
     def hold(self, device: torch.device, at_least: int = 0) -> None:
-        """Delay the kernels that are launched next until all are launched; ``at_least``: for so many nanoseconds."""
+        """Delay the kernels that are launched next for ``at_least`` nanoseconds, so that none waits for its launch."""
         return
 
     def first_use(self, function: Callable[[], Any], device: torch.device) -> None:
-        """Run ``function`` in each thread in which plans run kernels, for these to allocate what stays."""
+        """Run ``function`` once in every thread that runs plans, so that its kernels allocate their workspaces."""
         function()
 
     def warm_up(self, device: torch.device) -> None:
-        """Make kernels allocate what stays, before any memory is measured."""
+        """Allocate the workspaces of matrix products, before any memory is measured."""
         return

@@ -1,6 +1,6 @@
-"""The CPU allocator's events in a profiler session, replayed in time order.
+"""Memory on the CPU: the allocator's events in a session of torch's profiler, replayed in the order of their times.
 
-Releases of blocks older than the session are left out.
+The profiler does not report the release of a block that was allocated before the session.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch.autograd.profiler import profile
 
 from rkgb.device.kind import Moment, Timeline, Window
 
-# The profiler announces every session on stderr unless it is told not to before its first use.
+# The profiler announces each session on stderr; it reads this level at its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-# Bytes of a block whose allocation marks a moment among the events. No other block is likely to have this size.
+# A block of this many bytes marks a moment among the events; no other block is likely to have this size.
 _MARK = 1_000_003
 
 
 def profiled(function: Callable[[], Any]) -> tuple[Any, int, int]:
-    """(result, peak, net): bytes above the level at the call, at the worst moment and at the end."""
+    """(result, peak, net) of ``function``: bytes above the level at the call, at the peak and at the end."""
     with profile(use_cpu=True, profile_memory=True) as prof:
         result = function()
     return result, *replay(events(prof))
 
 
 def profiled_after(prepare: Callable[[], Any], function: Callable[[Any], Any]) -> tuple[Any, int]:
-    """(result, peak) of ``function(prepare())``, above the level between the two."""
+    """(result, peak) of ``function(prepare())``: the most bytes above the level between the two."""
     with profile(use_cpu=True, profile_memory=True) as prof:
         made = prepare()
         torch.empty(_MARK, dtype=torch.uint8)
@@ -42,9 +42,9 @@ def profiled_after(prepare: Callable[[], Any], function: Callable[[Any], Any]) -
 
 
 class ProfiledWindow(Window):
-    """By a profiler session. The allocator reports the release of a block only if it reported the allocation.
+    """A window by a profiler session.
 
-    Ended inside a backward, the session would be restored when the backward ends.
+    The session must not end inside a backward: autograd would start it again when the backward ends.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ProfiledWindow(Window):
 
 
 class ProfiledTimeline(Timeline):
-    """By a profiler session, as ``ProfiledWindow``. A moment is an allocation of ``_MARK`` bytes."""
+    """A timeline by a profiler session. An allocation of ``_MARK`` bytes marks each moment."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -78,16 +78,16 @@ class ProfiledTimeline(Timeline):
 
     def close(self) -> list[Moment] | None:
         self.session.__exit__(None, None, None)
-        found = _moments(events(self.session))
-        return found if len(found) == self.marks else None
+        moments = _moments(events(self.session))
+        return moments if len(moments) == self.marks else None
 
 
-def _moments(found: list[tuple[int, int, int]]) -> list[Moment]:
-    """The moments among events; an event of a mark, and that of its release, are no memory."""
+def _moments(recorded: list[tuple[int, int, int]]) -> list[Moment]:
+    """The moments that marks stand for among ``recorded`` events. Marks and their releases do not count as memory."""
     blocks: dict[int, int] = {}
     moments: list[list[int]] = []
     level = 0
-    for _, address, size in found:
+    for _, address, size in recorded:
         if size == _MARK:
             moments.append([level, level])
         elif size > 0:
@@ -102,6 +102,7 @@ def _moments(found: list[tuple[int, int, int]]) -> list[Moment]:
 
 
 def _between_marks(recorded: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
+    """What ``Window.close`` returns, from the ``recorded`` events."""
     sizes = [size for _, _, size in recorded]
     if _MARK not in sizes or _MARK + 1 not in sizes:
         return None
@@ -114,7 +115,7 @@ def _between_marks(recorded: list[tuple[int, int, int]]) -> tuple[int, int, int]
 
 
 def events(prof: profile) -> list[tuple[int, int, int]]:
-    """(time, address, signed bytes) of every allocation and release on the CPU."""
+    """(time, address, bytes) of every allocation and release on the CPU, by time; bytes of a release are negative."""
     recorded: list[tuple[int, int, int]] = []
     results: Any = prof.kineto_results
     stack = list(results.experimental_event_tree())
@@ -128,7 +129,7 @@ def events(prof: profile) -> list[tuple[int, int, int]]:
 
 
 def replay(recorded: list[tuple[int, int, int]], start: int = 0) -> tuple[int, int]:
-    """(peak, level at the end); the peak from event ``start`` on."""
+    """(peak, level at the end) in bytes; the peak counts from event ``start`` on."""
     blocks: dict[int, int] = {}
     level = peak = 0
     for k, (_, address, size) in enumerate(recorded):

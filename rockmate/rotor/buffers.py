@@ -1,51 +1,65 @@
-"""Which buffers a layer changes when it runs, and what they were before."""
+"""What a run of a stage changes in its modules, beside parameters: buffers and plain attributes.
+
+A recompute must find both as the first run found them, or it may take another branch; and it must leave both as they
+are, since eager mode runs the stage once.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 
 class Buffers:
-    """The buffers of a function before a run, to see afterwards which ones it changes.
+    """The buffers of a stage before a run, with copies, to see afterwards which of them it changed in place.
 
-    Which ones a module changes is learned at its first run, with copies of all; later only those are copied. Batch
-    norm's statistics need no copy: in training nothing is computed from them. Those of fake quantizations always count
-    as changed: what they are written by leaves version counters alone.
+    Batch norm's statistics are left out: in training nothing is computed from them. Those of fake quantizations always
+    count as changed, since the operation that writes them leaves version counters alone. A buffer may change in some
+    runs only (a codebook at every third step), so all are copied before each run, and those that never changed are
+    released after it.
     """
 
     learned: ClassVar[weakref.WeakKeyDictionary[Any, frozenset[str]]] = weakref.WeakKeyDictionary()
+    """The names of the buffers that any run of a module has changed in place."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, *, copied: bool = True) -> None:
         self.function = function
-        self.copies: dict[str, torch.Tensor] = {}
         self.before: dict[str, tuple[torch.Tensor, int]] = {}
         if isinstance(function, torch.nn.Module):
-            known = self.learned.get(function)
             buffers = dict(function.named_buffers())
             statistics = statistics_of(function, buffers)
             self.before = {n: (b, b._version) for n, b in buffers.items() if n not in statistics}
-            self.copies = {n: b.clone() for n, (b, _) in self.before.items() if known is None or n in known}
+        self.copies = {n: b.clone() for n, (b, _) in self.before.items() if copied}
+
+    def learn(self) -> None:
+        """After the run: note which buffers it changed in place."""
+        if self.before:
+            assert isinstance(self.function, torch.nn.Module)
+            names = {n for n, (b, version) in self.before.items() if b._version != version}
+            names |= quantizations_of(self.function) & self.before.keys()
+            self.learned[self.function] = changing(self.function) | names
 
     def changed(self) -> dict[str, torch.Tensor]:
-        """What the buffers that the run changed were before it."""
-        if not self.before:
-            return {}
-        assert isinstance(self.function, torch.nn.Module)
-        after = dict(self.function.named_buffers())
-        names = {n for n, (b, version) in self.before.items() if after.get(n) is not b or b._version != version}
-        names |= quantizations_of(self.function) & self.before.keys()
-        late = names - self.copies.keys()
-        if late:
-            raise RuntimeError(
-                f"{type(self.function).__name__} changed {', '.join(sorted(late))}, which it did not before"
-            )
-        self.learned[self.function] = self.learned.get(self.function, frozenset()) | names
-        return {n: self.copies[n] for n in names}
+        """Copies from before the run of all buffers that this run, or an earlier one, changed in place.
+
+        A plan counts the copies of buffers that are known to change, so they are kept whether or not this run changes
+        them.
+        """
+        self.learn()
+        return {n: self.copies[n] for n in changing(self.function) if n in self.copies}
+
+
+def changing(function: Any) -> frozenset[str]:
+    """The names of the buffers that any run of the module ``function`` has changed in place so far."""
+    return Buffers.learned.get(function, frozenset()) if isinstance(function, torch.nn.Module) else frozenset()
 
 
 def statistics_of(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -63,3 +77,87 @@ def quantizations_of(module: torch.nn.Module) -> set[str]:
     """The names of the buffers of fake quantizations, which are computed with what they observe."""
     quantizers = ((prefix, m) for prefix, m in module.named_modules() if isinstance(m, FakeQuantizeBase))
     return {f"{prefix}.{name}" if prefix else name for prefix, m in quantizers for name, _ in m.named_buffers()}
+
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The attributes of one module: all names, the values of plain ones; its buffers: names, and those that are set."""
+
+    module: torch.nn.Module
+    names: frozenset[str]
+    plain: dict[str, Any]
+    buffers: frozenset[str]
+    filled: frozenset[str]
+
+
+class Attributes:
+    """The plain attributes of a stage's modules (numbers, strings, None), and which buffers they had, at a moment.
+
+    Other attributes are not held, as they may be activations of an earlier step. What is in lists and dicts is not
+    restored.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.of = [
+            _Own(
+                m,
+                frozenset(vars(m)),
+                {k: v for k, v in vars(m).items() if type(v) in _PLAIN},
+                frozenset(m._buffers),
+                frozenset(k for k, b in m._buffers.items() if b is not None),
+            )
+            for m in _modules(function)
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Meanwhile the modules have the attributes of that moment; afterwards those of now."""
+        with _kept([own.module for own in self.of]):
+            for own in self.of:
+                attributes, buffers = vars(own.module), own.module._buffers
+                for name in attributes.keys() - own.names:
+                    del attributes[name]
+                attributes.update(own.plain)
+                for name in buffers.keys() - own.filled:
+                    if name in own.buffers:
+                        buffers[name] = None
+                    else:
+                        del buffers[name]
+            yield
+
+
+@contextmanager
+def attributes_kept(function: Any) -> Iterator[None]:
+    """Afterwards attributes and buffers of the modules of ``function`` are the same objects as before.
+
+    A lazy module that gets its parameters meanwhile keeps what it became.
+    """
+    with _kept(_modules(function)):
+        yield
+
+
+@contextmanager
+def _kept(modules: list[torch.nn.Module]) -> Iterator[None]:
+    kept = [(d, dict(d)) for m in modules for d in (vars(m), m._buffers)]
+    try:
+        yield
+    finally:
+        for now, before in kept:
+            if [*map(id, now.values())] != [*map(id, before.values())] or now.keys() != before.keys():
+                now.clear()
+                now.update(before)
+
+
+def _modules(function: Any) -> list[torch.nn.Module]:
+    """The modules of a stage whose attributes Python holds, without lazy ones that have no parameters yet."""
+    if not isinstance(function, torch.nn.Module):
+        return []
+    return [
+        m
+        for m in function.modules()
+        if not isinstance(m, torch.jit.ScriptModule)
+        and not any(p is not None and is_lazy(p) for p in (*m._parameters.values(), *m._buffers.values()))
+    ]

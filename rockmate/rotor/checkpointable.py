@@ -14,8 +14,9 @@ from rkgb.trees import tensor_leaves
 from rockmate.budget import parse_bytes, show_bytes
 from rockmate.calls.surroundings import is_transformed, leave_plan, without_saved_hooks
 from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.rotor.checks import check_tensors
 from rockmate.rotor.execution import Call
-from rockmate.rotor.inspection import Measured, check_tensors, measure_chain
+from rockmate.rotor.inspection import Measured, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
 from rockmate.rotor.situation import Situation
 from solvers.errors import InfeasibleError
@@ -25,12 +26,12 @@ from solvers.rotor.ops import Sequence
 from solvers.rotor.plans import ALGORITHMS
 from solvers.rotor.walk import Walked, walk_sequence
 
-# Room for the usual losses beside the outputs and their gradients, in outputs of single precision; cross entropy takes
-# one, a mean square three.
+# Room for the loss, beside the outputs and their gradients, in multiples of the outputs in single precision. Cross
+# entropy takes one, a mean square three.
 _LOSS_OUTPUTS = 3
-# What holds in one situation; how many situations that were left are remembered.
+# Attributes that belong to one situation, and how many earlier situations are remembered.
 _OF_A_SITUATION = ("_situation", "_measured", "names", "chain", "sequence")
-_MOST_LEFT = 8
+_MOST_EARLIER = 8
 
 
 class Checkpointable(nn.Module):
@@ -49,8 +50,10 @@ class Checkpointable(nn.Module):
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
     then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
     that may need more is measured and planned anew: with larger inputs than those measured, under another autocast,
-    with other layers, with more that requires grad; a few such situations are remembered. In ``eval()`` mode, without
-    gradients, and under ``torch.func``'s transforms (with a ``BudgetWarning``) the model itself runs.
+    with other layers, with more that requires grad, or after a call in which a layer changed a buffer in place for the
+    first time; a few such situations are remembered. That call itself may exceed the limit by copies of these buffers,
+    and by tables that a layer makes for a longer input. In ``eval()`` mode, without gradients, and under
+    ``torch.func``'s transforms (with a ``BudgetWarning``) the model itself runs.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
     https://hiepacs.gitlabpages.inria.fr/rotor). Raises ``InputError`` for arguments that cannot be used and for a layer
@@ -87,7 +90,7 @@ class Checkpointable(nn.Module):
         self.sequence: Sequence | None = None
         self._measured: Measured | None = None
         self._situation: Situation | None = None
-        self._left: list[dict[str, Any]] = []
+        self._earlier: list[dict[str, Any]] = []
         self.training = model.training  # of the layers, some may be in another mode
         if custom_input is not None:
             self.measure(custom_input)
@@ -119,7 +122,7 @@ class Checkpointable(nn.Module):
             )
         self._situation = Situation.of(functions, custom_input)
         self.chain = self.sequence = None
-        self._left = []
+        self._earlier = []
 
     def build_chain(self, mem_limit: int | float | str) -> None:
         """Make ``chain`` from what was measured, in slots of ``mem_limit / mem_slots`` bytes."""
@@ -150,13 +153,13 @@ class Checkpointable(nn.Module):
         if custom_mem_limit_bytes is not None and mem_limit is not None:
             raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
         self.mem_slots = self.mem_slots if mem_slots is None else _slots(mem_slots)
-        self._left = []
+        self._earlier = []
         self._compute(
             next((g for g in (custom_mem_limit_bytes, mem_limit, self.mem_limit) if g is not None), None), algo
         )
 
-    def _compute(self, given: int | float | str | None, algo: str) -> None:
-        limit = self.free_limit() if given is None else parse_bytes(given)
+    def _compute(self, mem_limit: int | float | str | None, algo: str) -> None:
+        limit = self.free_limit() if mem_limit is None else parse_bytes(mem_limit)
         self.build_chain(limit)
         assert self.chain is not None
         scalars = kind_of(self._device()).scalars
@@ -182,7 +185,7 @@ class Checkpointable(nn.Module):
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     def forward(self, x: Any) -> Any:
-        """What the model returns for ``x``."""
+        """The model's output for ``x``, within the limit where gradients are recorded in training mode."""
         if not (self.training and torch.is_grad_enabled()):
             return self.model(x)
         if not torch.compiler.is_compiling() and is_transformed():
@@ -201,18 +204,21 @@ class Checkpointable(nn.Module):
         return Call(functions, self.sequence, names, self.preserve_rng_state, self._measured.keeps).forward(x)
 
     def _turn_to(self, situation: Situation, x: Any) -> None:
-        """Take what was measured and computed in a situation like this one that was left, or measure ``x``."""
-        here = {name: getattr(self, name) for name in _OF_A_SITUATION}
-        found = next((k for k in self._left if k["_situation"].covers(situation)), None)
-        left = [k for k in self._left if k is not found]
-        if found is None:
+        """Use the chain and sequence of an earlier situation that covers this one, or measure ``x``."""
+        present = {name: getattr(self, name) for name in _OF_A_SITUATION}
+        fitting = next((k for k in self._earlier if k["_situation"].covers(situation)), None)
+        others = [k for k in self._earlier if k is not fitting]
+        if fitting is None:
             self.measure(x)
         else:
-            vars(self).update(found)
-        self._left = [here, *left][:_MOST_LEFT]
+            vars(self).update(fitting)
+        self._earlier = [present, *others][:_MOST_EARLIER]
 
     def walked(self) -> Walked:
-        """The computed sequence on paper: peak, time, and memory at every operation. Raises if there is none."""
+        """The predicted peak, time, and memory at every operation of ``sequence``.
+
+        Raises ``InputError`` if there is no sequence yet.
+        """
         if self.chain is None or self.sequence is None:
             raise InputError("there is no sequence yet: call measure(sample), then compute_sequence(limit)")
         return walk_sequence(self.chain, self.sequence)
@@ -235,22 +241,26 @@ class Checkpointable(nn.Module):
 
 
 def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """(name, layer) of all layers; a Sequential in it counts as its layers, unless it computes something else."""
+    """(name, layer) of all layers of ``model``; a nested ``nn.Sequential`` counts as its layers.
+
+    One that is an ``AtomicSequential``, has hooks, or overrides ``forward`` counts as one layer. Raises ``InputError``
+    if the model is no ``nn.Sequential``, has hooks, or has no layers.
+    """
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise InputError(f"the model is a {type(model).__name__}: rotor works on an nn.Sequential")
     if not prefix and _has_hooks(model):
         raise InputError("the model has hooks, which would not run: register them on a layer or on the Checkpointable")
-    found: list[tuple[str, nn.Module]] = []
+    layers: list[tuple[str, nn.Module]] = []
     for name, child in model._modules.items():  # a layer that stands in two places is two stages
         if child is None:
             continue
         if isinstance(child, nn.Sequential) and not _is_atomic(child):
-            found += flatten(child, f"{prefix}{name}.") if len(child) else []
+            layers += flatten(child, f"{prefix}{name}.") if len(child) else []
         else:
-            found.append((prefix + name, child))
-    if not found and not prefix:
-        raise InputError("the model has no layers")
-    return found
+            layers.append((prefix + name, child))
+    if not layers and not prefix:
+        raise InputError("the model has no layers: give it at least one")
+    return layers
 
 
 def _has_limit(layer: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """Runs a chain of functions by a checkpointing sequence, under autograd.
 
-The forward phase runs every stage once and leaves the graph that eager mode leaves. Stages that the sequence keeps
-(Fe) are saved by autograd itself; of the others autograd holds slots (``stages``). When the backward asks for the
-first slot of a stage, the sequence is run up to that stage's backward.
+The forward phase runs every stage once and leaves the autograd graph of eager mode. For stages that the sequence keeps
+(Fe), autograd holds the saved tensors; for all others it holds slots (``rockmate/rotor/stages.py``). When the backward
+reads the first slot of a stage, the sequence is run up to that stage's backward.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
 
-from rockmate.rotor.stages import Function, Held, Stage, versions_of
+from rockmate.rotor.checks import in_place_message
+from rockmate.rotor.stages import Stage
+from rockmate.rotor.values import Function, Held, versions_of
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 
 class Call:
-    """One forward and its backward.
+    """One forward and its backward, by the operations of ``sequence``.
 
-    ``names``: if given, every operation is announced on stderr. ``keeps[i][w]``: the expensive operations of stage i
-    whose results way w > 0 keeps.
+    ``names``: of the stages; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a
+    recompute draws the same random numbers. ``keeps[i][w]``: the numbers of the expensive operations of stage i whose
+    results way w > 0 keeps.
     """
 
     def __init__(
@@ -43,9 +46,9 @@ class Call:
         self.start: Held | None = None
 
     def forward(self, x: Any) -> Any:
-        """The output of the last stage, with history.
+        """Run the forward phase on ``x``; the output of the last stage, with history.
 
-        Raises ``ValueError`` for a backward operation in the forward phase, ``AttributeError`` for what is no
+        Raises ``ValueError`` for operations in an order that cannot run, ``AttributeError`` for an object that is no
         operation.
         """
         self.start = Held.of(x)
@@ -87,7 +90,7 @@ class Call:
         return output
 
     def prepare(self, i: int, index: int) -> None:
-        """Run the sequence up to the backward of stage ``i``, which fills its slots, ``index`` among them."""
+        """Run the sequence up to the backward of stage ``i``, so that its slots are filled, ``index`` among them."""
         todo = self.backward_part
         while B(i) in todo[self.position :] and todo[self.position] != B(i):
             operation = todo[self.position]
@@ -102,17 +105,17 @@ class Call:
             elif operation.index <= i:
                 self._announce(operation)
                 self._rerun(operation, following == B(operation.index))
-            else:  # its backward was not needed, or read nothing
+            else:  # the backward of that stage was not needed, or read no saved tensor
                 self.stored.pop(operation.index, None)
         if self.stages[i].input is not None:
             self.stages[i].refill()
-            self.stages[i].spend()
+            self.stages[i].release_states()
         if self.stages[i].slots[index] is None:
             self._from_start(i)
         self._drop_unread()
 
     def _drop_unread(self) -> None:
-        """Let go the inputs of stages whose backward comes next and reads nothing: nobody will ask for their slots."""
+        """Release the inputs of the next stages whose backward reads no saved tensor: no slot will ask for them."""
         todo = self.backward_part[self.position :]
         for backward, run, following in zip(todo[0::2], todo[1::2], todo[2::2], strict=False):
             if not isinstance(backward, B) or not isinstance(run, Fe) or following != B(run.index):
@@ -140,11 +143,13 @@ class Call:
             x = stage.skim(x, keep)
         else:
             x = stage.fill(x, not last)
-            stage.spend()
+            stage.release_states()
         self.current = None if x is None else (i + 1, x)
 
     def _from_start(self, i: int) -> None:
-        """Fill the slots of a stage outside the sequence: a second backward, or one in another order."""
+        """Fill the slots of stage ``i`` from the chain's input, for a backward that the sequence does not provide for:
+        a second one, or one in another order.
+        """
         assert self.start is not None
         x = self.start.read(self._name(0))
         for stage in self.stages[:i]:
@@ -158,11 +163,3 @@ class Call:
         if self.names:
             index = getattr(operation, "index", None)
             sys.stderr.write(f"{operation!r} {'' if index is None else self.names[index]}\n")
-
-
-def in_place_message(i: int, name: str) -> str:
-    """What is wrong with a layer that writes into its input, and what to do."""
-    return (
-        f"layer {i} ({name}) changes its input in place, so it cannot run again from it. Make it out of place, or "
-        "join it with the layer before: rotor.models.utils.ReLUAtEnd(layer) is layer and an in-place ReLU in one"
-    )

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.execution import Call
-from rockmate.rotor.stages import Function
+from rockmate.rotor.values import Function
 from solvers.rotor.ops import Operation, Sequence
 
 
@@ -27,8 +27,8 @@ class CheckpointOptim(torch.autograd.Function):
     ``torch.autograd.grad`` and ``retain_graph`` work too.
 
     Raises ``ValueError`` for a backward operation in the forward phase or ``Loss`` in the backward phase,
-    ``AttributeError`` for what is no operation, ``InputError`` if no ``arg`` requires grad: then autograd would never
-    call the backward.
+    ``AttributeError`` for an object that is no operation, ``InputError`` if no ``arg`` requires grad: autograd would
+    then never call the backward.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Keeps the results of a stage's expensive operations, so that its second run only computes the cheap ones.
+"""Keeps the results of a stage's expensive operations, so that a recompute runs only the cheap ones.
 
 Expensive operations are those that PyTorch's flop counter counts: matrix products, convolutions, attention. They are
-numbered in the order in which a run calls them. The idea is that of selective activation checkpointing in PyTorch;
-which results are kept is decided by the dynamic program, from what they cost.
+numbered in the order in which a run calls them. This is selective activation checkpointing as in
+``torch.utils.checkpoint``, but the dynamic program decides which results are kept, from their times and bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rkgb.trees import tensor_leaves
 
 @dataclass
 class Kept:
-    """Results of expensive operations by number, and the numbers of the in-place operations that changed them since."""
+    """``results``: of expensive operations, by number. ``changes``: numbers of the in-place operations on them."""
 
     results: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     changes: set[int] = field(default_factory=set)
 
 
 def _is_expensive(func: Any) -> bool:
-    random = torch.Tag.nondeterministic_seeded in func.tags  # must draw again, so that later draws are the same
+    random = torch.Tag.nondeterministic_seeded in func.tags  # must run again, for later draws to be the same
     return func._overloadpacket in flop_registry and not random
 
 
@@ -38,7 +38,7 @@ def _is_in_place(func: Any) -> bool:
 
 
 class Keep(TorchDispatchMode):
-    """Fills ``kept`` with the results of the operations numbered in ``numbers``."""
+    """Runs a stage and puts the results of the expensive operations ``numbers`` into ``kept``."""
 
     def __init__(self, numbers: frozenset[int], kept: Kept) -> None:
         super().__init__()
@@ -50,9 +50,9 @@ class Keep(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if _is_expensive(func):
             if self.expensive in self.numbers:
-                found = tuple(t.detach() for t in tensor_leaves(out))
-                self.kept.results[self.expensive] = found
-                self.storages |= {storage_key(t) for t in found}
+                results = tuple(t.detach() for t in tensor_leaves(out))
+                self.kept.results[self.expensive] = results
+                self.storages |= {storage_key(t) for t in results}
             self.expensive += 1
         elif _is_in_place(func):
             if storage_key(args[0]) in self.storages:
@@ -62,9 +62,9 @@ class Keep(TorchDispatchMode):
 
 
 class Replay(TorchDispatchMode):
-    """Takes kept results instead of computing them.
+    """Runs a stage with the kept results in place of the operations that computed them.
 
-    A kept result that was changed in place has its final value, so the change is not made again.
+    A kept result that was changed in place has its final value, so these changes are skipped.
     """
 
     def __init__(self, kept: Kept) -> None:
@@ -77,8 +77,8 @@ class Replay(TorchDispatchMode):
             number = self.expensive
             self.expensive += 1
             if number in self.kept.results:
-                found = tuple(t.detach() for t in self.kept.results.pop(number))
-                return found[0] if len(found) == 1 else found
+                results = tuple(t.detach() for t in self.kept.results.pop(number))
+                return results[0] if len(results) == 1 else results
         elif _is_in_place(func):
             number = self.in_place
             self.in_place += 1
@@ -89,8 +89,10 @@ class Replay(TorchDispatchMode):
 
 @dataclass
 class Expensive:
-    """One expensive operation: the memory of its results (storage → bytes), marks of the device's clock before and
-    after it, its counted operations.
+    """One expensive operation in a run.
+
+    ``results``: storage → bytes of its results. ``span``: marks of the device's clock before and after it. ``flops``:
+    its counted floating-point operations. ``keepable``: whether a recompute may use its kept results.
     """
 
     results: dict[int, int]
@@ -101,17 +103,17 @@ class Expensive:
 
 @dataclass
 class Survey(TorchDispatchMode):
-    """Lists the expensive operations of a run. ``mark`` gives a moment of the device.
+    """Lists the expensive operations of a run. ``mark`` marks a moment of the device.
 
-    A result is not keepable if it is read between two changes: a second run would read the final value.
+    A result that is read before an in-place change is not keepable: a recompute would read the final value.
     """
 
     mark: Callable[[], Any]
-    found: list[Expensive] = field(default_factory=list)
+    operations: list[Expensive] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.alive: list[torch.Tensor] = []  # addresses stay given
+        self.alive: list[torch.Tensor] = []  # so that no other tensor gets the same address
         self.owner: dict[int, Expensive] = {}
         self.read: set[int] = set()
 
@@ -131,16 +133,16 @@ class Survey(TorchDispatchMode):
         if _is_expensive(func):
             flops = int(flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out))
             operation = Expensive(made, span, flops, keepable=not (made.keys() & read))
-            self.found.append(operation)
+            self.operations.append(operation)
             self.owner |= dict.fromkeys(made, operation)
             self.alive += [t.detach() for t in tensor_leaves(out)]
         return out
 
 
 def nested_choices(operations: list[tuple[int, int, int]], limit: int) -> list[frozenset[int]]:
-    """Sets of operations to keep, largest first, at most ``limit``: those that cost most for their bytes are in all.
+    """At most ``limit`` sets of operations whose results may be kept, largest first; each contains the next.
 
-    ``operations``: (number, bytes, cost) of each.
+    ``operations``: (number, bytes, cost) of each. The operations of most cost per byte are in all sets.
     """
     ranked = sorted(operations, key=lambda o: (-o[2] / max(1, o[1]), o[0]))
     lengths = sorted({round(len(ranked) * k / limit) for k in range(1, limit + 1)} - {0}, reverse=True)

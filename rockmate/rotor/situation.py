@@ -1,4 +1,4 @@
-"""What the memory of a call follows from, so that another call can be compared with the one that was measured."""
+"""What decides the memory of a call, to tell whether a plan for one call fits another."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch import nn
 from rkgb.graphs import Mode
 from rkgb.trace.capture import current_mode
 from rkgb.trees import tensor_leaves
+from rockmate.rotor.buffers import changing
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Layers and their modes, autocast, parameters, and the input.
+    """Layers and their modes, autocast, parameters, buffers, and the input.
 
-    ``wants``: which parameters and inputs require grad.
+    ``wants``: which parameters and inputs require grad. ``changing``: the buffers of each layer that runs are known to
+    change in place, of which copies are kept for a recompute.
     """
 
     layers: tuple[tuple[nn.Module, bool], ...]
@@ -25,10 +27,11 @@ class Situation:
     kinds: tuple[tuple[torch.dtype, torch.device, int], ...]
     wants: tuple[bool, ...]
     shapes: tuple[tuple[int, ...], ...]
+    changing: tuple[frozenset[str], ...]
 
     @classmethod
     def of(cls, functions: tuple[nn.Module, ...], x: Any) -> Situation:
-        """That of a call of ``functions`` with ``x``."""
+        """The situation of a call of ``functions`` with ``x``."""
         inputs = tensor_leaves(x)
         tensors = [*(p for f in functions for p in f.parameters()), *inputs]
         return cls(
@@ -37,13 +40,19 @@ class Situation:
             tuple((t.dtype, t.device, t.dim()) for t in tensors),
             tuple(t.requires_grad for t in tensors),
             tuple(tuple(t.shape) for t in inputs),
+            tuple(changing(f) for f in functions),
         )
 
     def covers(self, other: Situation) -> bool:
-        """Whether ``other`` needs no more memory: the same, or with a smaller batch, or less that requires grad."""
+        """Whether a call in ``other`` needs at most the memory of one in this situation.
+
+        Layers, modes, dtypes and devices must be equal. Sizes of the input may be smaller, fewer tensors may require
+        grad, and fewer buffers may change.
+        """
         return (
             (self.layers, self.mode, self.kinds) == (other.layers, other.mode, other.kinds)
             and all(a or not b for a, b in zip(self.wants, other.wants, strict=True))
+            and all(a >= b for a, b in zip(self.changing, other.changing, strict=True))
             and all(a >= b for a, b in zip(_sizes(self.shapes), _sizes(other.shapes), strict=True))
         )
 

@@ -1,8 +1,8 @@
-"""How one stage of a chain runs: first without keeping what its backward reads, and again to make it anew.
+"""Runs one stage of a chain: first without keeping its saved tensors, and later again to recompute them.
 
-The first run records autograd's graph as eager mode does, but ``pack`` puts a numbered slot where a saved tensor
-would be. A later run packs the same tensors in the same order into the slots, its own graph is thrown away, and it
-stops at the last one unless its output is wanted. So gradients, hooks and accumulation are autograd's own.
+The first run records the autograd graph of eager mode, with a numbered slot in place of each saved tensor. A recompute
+saves the same tensors in the same order; they go into the slots, and its own graph is dropped. It stops at the last
+saved tensor unless its output is wanted. Gradients, hooks and accumulation are autograd's own.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
-from rkgb.randomness import Drawn, own_generators, random_state, set_random_state
+from rkgb.randomness import Drawn, random_state, set_random_state
 from rkgb.storages import storage_key
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.buffers import Buffers, statistics_of
+from rockmate.rotor.buffers import Attributes, Buffers, statistics_of
 from rockmate.rotor.selective import Keep, Kept, Replay
+from rockmate.rotor.values import Fixed, Function, Held, detached, generator_states, owned_by, version_of
 
-Function = Callable[[Any], Any]
 Prepare = Callable[[int], None]
 
 
 class Stop(Exception):
-    """Everything that the backward reads is there."""
+    """Ends a recompute when all slots are filled."""
 
 
 @dataclass
 class Slot:
-    """What autograd holds instead of a saved tensor. ``prepare(index)`` fills it.
+    """Stands for the saved tensor ``index`` of ``stage`` in the autograd graph. ``prepare(index)`` fills it.
 
-    A call's state belongs to its slots, and so to the graph: stages and calls know nothing of either.
+    Only slots hold the state of a call, so it is released with the graph.
     """
 
     stage: Stage
@@ -44,70 +43,29 @@ class Slot:
     prepare: Prepare
 
     def take(self) -> torch.Tensor:
-        """The tensor. The slot is empty afterwards: autograd drops the tensor as soon as eager mode would."""
+        """The tensor. The slot is empty afterwards, so that the tensor is released as early as in eager mode."""
         stage, index = self.stage, self.index
-        t = stage.slots[index] if stage.slots[index] is not None else stage.taken(index)
+        t = stage.slots[index] if stage.slots[index] is not None else stage.still_alive(index)
         if t is None:
             self.prepare(index)
             t = stage.slots[index]
         if t is None:
-            raise RuntimeError(f"{stage.name} saved fewer tensors for backward when it ran again")
-        stage.slots[index], stage.given[index] = None, weakref.ref(t)
+            raise RuntimeError(other_tensors_message(stage.name, "fewer"))
+        stage.slots[index], stage.unpacked[index] = None, weakref.ref(t)
         return t
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A saved parameter or buffer, which is there anyway, and its version."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """A value from which a stage runs again, and its versions: a change in place would make another value of it."""
-
-    value: Any
-    versions: list[int]
-
-    @classmethod
-    def of(cls, x: Any) -> Held:
-        """``x`` without its history, as it is now."""
-        value = detached(x)
-        return cls(value, versions_of(value))
-
-    def read(self, name: str) -> Any:
-        """The value; ``name`` is the stage's. Raises ``RuntimeError`` if it was changed."""
-        if versions_of(self.value) != self.versions:
-            raise RuntimeError(
-                f"the input of {name} was changed in place between forward and backward, and the layer has to run "
-                "again from it: change a copy of it, or call backward first"
-            )
-        return self.value
-
-
-def versions_of(value: Any) -> list[int]:
-    """The version counters of the tensors in ``value``; those of inference mode have none."""
-    return [_version(t) for t in tensor_leaves(value)]
-
-
-def _version(t: torch.Tensor) -> int:
-    return 0 if t.is_inference() else t._version
-
-
-def detached(value: Any) -> Any:
-    """The same memory without history, requiring grad where the original does."""
-
-    def leaf(t: Any) -> Any:
-        return t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
-
-    return pytree.tree_map(leaf, value)
 
 
 @dataclass
 class Stage:
-    """One stage in one call."""
+    """One stage in one call: its slots, and what a recompute needs of the first run.
+
+    ``slots``: recomputed saved tensors that autograd has not read yet. ``unpacked``: those that it has read, if they
+    are alive. ``generators``, ``buffers``: random states, and contents of buffers, from before the first run, as far as
+    it changed them. ``autocasts``, ``autocast_cache``, ``attributes``: as in the first run. ``owned``: parameters and
+    buffers of the first run, with their version counters. ``saved_by_autograd``: whether the first run left its saved
+    tensors to autograd. ``finished``: whether ``generators`` and ``buffers`` were released. ``input``, ``kept``: what
+    ``refill`` recomputes from.
+    """
 
     function: Function
     preserve_rng_state: bool
@@ -117,20 +75,22 @@ class Stage:
     autocasts: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     autocast_cache: bool = True
     owned: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    attributes: Attributes | None = None
     saved_by_autograd: bool = False
     finished: bool = False
     kept: Kept = field(default_factory=Kept)
     input: Held | None = None
-    given: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
+    unpacked: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
 
     @property
     def name(self) -> str:
+        """The class of the layer, for messages."""
         return type(self.function).__name__
 
     def first(self, x: Any, prepare: Prepare, keep: frozenset[int] = frozenset()) -> Any:
-        """The output, with history; what the backward reads is dropped, for ``prepare`` to make it again.
+        """Run for the first time; the output, with history. Slots stand for saved tensors, and ``prepare`` fills them.
 
-        If results are to be kept, so is the input, for ``refill``.
+        ``keep``: numbers of expensive operations whose results are kept, together with ``x``, for ``refill``.
         """
         self._remember(x)
         generators = generator_states(self.function, x) if self.preserve_rng_state else {}
@@ -140,17 +100,23 @@ class Stage:
             output = self.function(x)
         self.generators = {d: s for d, s in generators.items() if not torch.equal(s, random_state(d))}
         self.buffers = before.changed()
-        self.given = [None] * len(self.slots)
+        self.unpacked = [None] * len(self.slots)
         return output
 
     def keep_all(self, x: Any) -> Any:
-        """The output, with history; autograd itself saves what the backward reads."""
+        """Run for the first time; the output, with history. Autograd keeps the saved tensors."""
         self._remember(x)
         self.saved_by_autograd = True
-        return self.function(x)
+        buffers = Buffers(self.function, copied=False)
+        output = self.function(x)
+        buffers.learn()
+        return output
 
     def fill(self, x: Any, wanted: bool) -> Any:
-        """Run again from the detached input ``x`` into the slots. The detached output if ``wanted``, else None."""
+        """Recompute the saved tensors from the detached input ``x``, into the slots.
+
+        Returns the detached output if ``wanted``; else None, and the run stops at the last saved tensor.
+        """
         if wanted or self.slots:
             counter = iter(range(len(self.slots)))
             last = len(self.slots) - 1
@@ -158,16 +124,16 @@ class Stage:
             def pack(t: torch.Tensor) -> None:
                 index = next(counter, None)
                 if index is None:
-                    raise RuntimeError(f"{self.name} saved more tensors for backward when it ran again")
+                    raise RuntimeError(other_tensors_message(self.name, "more"))
                 self.slots[index] = t.detach()
                 if index == last and not wanted:
                     raise Stop
 
-            return self._again(x, pack)
+            return self._recompute(x, pack)
         return None
 
     def refill(self) -> None:
-        """Run again from the kept input and results into the slots."""
+        """Recompute the saved tensors from the kept input and results, into the slots."""
         assert self.input is not None
         x, self.input = self.input.read(self.name), None
         kept, self.kept = self.kept, Kept()
@@ -175,9 +141,9 @@ class Stage:
             self.fill(x, False)
 
     def skim(self, x: Any, keep: frozenset[int] = frozenset()) -> Any:
-        """Run again from the detached input ``x``, dropping what the backward reads. The detached output."""
+        """Recompute the detached output from the detached input ``x``, without its saved tensors."""
         with self._keeping(x, keep):
-            return self._again(x, lambda _: None)
+            return self._recompute(x, lambda _: None)
 
     def _keeping(self, x: Any, keep: frozenset[int]) -> AbstractContextManager[Any]:
         if not keep:
@@ -185,18 +151,18 @@ class Stage:
         self.input, self.kept = Held.of(x), Kept()
         return Keep(keep, self.kept)
 
-    def taken(self, index: int) -> torch.Tensor | None:
-        """What the slot held, if it is still alive: a custom function may ask twice."""
-        known = self.given[index]
-        return None if known is None else known()
+    def still_alive(self, index: int) -> torch.Tensor | None:
+        """The tensor that the slot held, if it is alive: a custom function may read a saved tensor twice."""
+        tensor = self.unpacked[index]
+        return None if tensor is None else tensor()
 
     def clear(self) -> None:
-        """Empty all slots."""
+        """Release what the slots hold, and what ``refill`` recomputes from."""
         self.slots = [None] * len(self.slots)
         self.input, self.kept = None, Kept()
 
-    def spend(self) -> None:
-        """The last run is done: what a later one would need goes."""
+    def release_states(self) -> None:
+        """Release random states and buffers of the first run: the last recompute is done."""
         self.finished = self.finished or bool(self.generators or self.buffers)
         self.generators, self.buffers = {}, {}
 
@@ -206,14 +172,19 @@ class Stage:
         self.slots.append(None)
         return Slot(self, len(self.slots) - 1, prepare)
 
-    def _again(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
+    def _recompute(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
         if self.finished:
             raise RuntimeError(self._gone())
+        assert self.attributes is not None
+        with self.attributes.restored():
+            return self._recompute_there(x, pack)
+
+    def _recompute_there(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
         instead = self._scratch()
         self._check_owned(instead)
         instead = self._replaced() | instead
         fixed = self._fixed(instead)
-        x = detached(x)  # autograd may hold on to the input of this run, not to ours
+        x = detached(x)  # autograd may hold the input of this run, and must not hold ours
 
         def packed(t: torch.Tensor) -> None:
             if storage_key(t) not in fixed:
@@ -237,14 +208,16 @@ class Stage:
 
     def _check_owned(self, scratch: dict[str, torch.Tensor]) -> None:
         for name, (t, version) in self.owned.items():
-            if _version(t) != version and name not in scratch:
+            if version_of(t) != version and name not in scratch:
+                parameter = isinstance(t, torch.nn.Parameter)
+                before = "optimizer.step()" if parameter else "the next forward, or what else changes it"
                 raise RuntimeError(
                     f"{name} of {self.name} was changed in place between forward and backward, and the layer has to "
-                    "run again: call backward before optimizer.step()"
+                    f"run again: call backward before {before}"
                 )
 
     def _replaced(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of the first run that are others by now (``torch.func.functional_call``)."""
+        """The parameters and buffers of the first run that other tensors have replaced since."""
         now = owned_by(self.function)
         return {name: t for name, (t, _) in self.owned.items() if now.get(name) is not t}
 
@@ -252,7 +225,7 @@ class Stage:
         return {storage_key(t) for t in (*owned_by(self.function).values(), *scratch.values())}
 
     def _scratch(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers that a run changes: they take the second change, which eager mode does not make."""
+        """Copies of the buffers that the run changes, for a recompute to change instead: eager mode runs once."""
         if not isinstance(self.function, torch.nn.Module):
             return {}
         current = dict(self.function.named_buffers())
@@ -262,13 +235,14 @@ class Stage:
         kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensor_leaves(x))])
         self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.owned = {name: (t, _version(t)) for name, t in owned_by(self.function).items()}
+        self.owned = {name: (t, version_of(t)) for name, t in owned_by(self.function).items()}
+        self.attributes = Attributes(self.function)
 
     @contextmanager
     def _modes(self, x: Any) -> Iterator[None]:
-        """Grad mode, autocast and generators as in the first run; the outer stream of random numbers goes on.
+        """Meanwhile grad mode, autocast and generators are those of the first run; afterwards those of now.
 
-        Raises ``RuntimeError`` if the run draws random numbers and nobody knows where the first one began.
+        Raises ``RuntimeError`` if the run draws random numbers and the states of the first run are not known.
         """
         unknown = self.saved_by_autograd and self.preserve_rng_state
         with ExitStack() as stack:
@@ -293,32 +267,18 @@ class Stage:
                 raise RuntimeError(self._gone())
 
 
-def owned_by(function: Function) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a function, by name."""
-    if not isinstance(function, torch.nn.Module):
-        return {}
-    return {**dict(function.named_parameters()), **dict(function.named_buffers())}
-
-
-def generator_states(function: Function, x: Any) -> dict[Drawn, torch.Tensor]:
-    """The states of the default generators of the CPU and of all other devices in reach, and of the function's own."""
-    module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
-    devices = {t.device for t in (*tensor_leaves(x), *module.parameters())} | {torch.device("cpu")}
-    sources: list[Drawn] = [*devices, *own_generators(module)]
-    return {source: random_state(source) for source in sources}
-
-
 def _unpack(packed: Slot | Fixed) -> torch.Tensor:
-    if isinstance(packed, Fixed):
-        if packed.tensor._version != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter or buffer of shape {tuple(packed.tensor.shape)} is at version {packed.tensor._version}, "
-                f"expected {packed.version}"
-            )
-        return packed.tensor
-    return packed.take()
+    return packed.read() if isinstance(packed, Fixed) else packed.take()
 
 
 def _lost(_: None) -> torch.Tensor:
-    raise RuntimeError("the graph of a second run has no backward")
+    raise RuntimeError("the graph of a recompute has no backward: a layer called backward within its forward")
+
+
+def other_tensors_message(name: str, how: str) -> str:
+    """The error of a layer called ``name`` that saves ``how`` (fewer or more) tensors in a recompute."""
+    return (
+        f"{name} saved {how} tensors for backward when it ran again: its forward depends on something that is neither "
+        "its input, a parameter, a buffer, a number among its attributes nor a random number of torch's. Make that an "
+        "input or a buffer"
+    )

@@ -1,7 +1,11 @@
-"""What each of two processes runs in ``test_distributed``: training with and without Rockmate, compared here."""
+"""What each of two processes runs in ``test_distributed``: training with and without Rockmate, compared here.
+
+``attached_ranks`` has the same for models that are attached.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,13 +30,13 @@ RANKS = 2
 IDS = (4, 16)
 
 
-def start(rank: int, works: tuple[str, ...], folder: str) -> None:
-    """The program of one process: the functions below that are named, one after the other."""
+def start(rank: int, module: str, works: tuple[str, ...], folder: str) -> None:
+    """The program of one process: the functions ``works`` of ``module``, one after the other."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     try:
         for work in works:
-            globals()[work](rank, Path(folder))
+            getattr(importlib.import_module(module), work)(rank, Path(folder))
     finally:
         dist.destroy_process_group()
 
@@ -58,19 +62,63 @@ def planned(rank: int, folder: Path) -> Rockmate:
     return Rockmate(gpt(), ids(rank, 0), plan=path)
 
 
-def trained(rank: int, call: nn.Module, steps: int = 3, clip: Callable[..., Any] | None = None) -> Iterator[Any]:
+def trained(
+    rank: int, call: nn.Module, clip: Callable[..., Any] | None = None, begin: Callable[[], None] = lambda: None
+) -> Iterator[Any]:
+    """Three steps; ``begin`` is called before each. Losses, gradients before and after clipping, norms, parameters."""
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(call.parameters(), lr=0.01)
-    for k in range(steps):
+    for k in range(3):
+        begin()
         loss = loss_of(call, ids(rank, k))
         loss.backward()
         yield loss.detach()
         yield from (p.grad.clone() for p in call.parameters() if p.grad is not None)
         if clip is not None:
-            clip(call.parameters(), 0.5)
+            yield clip(call.parameters(), 0.5)
+            yield from snapshot(call)
         optimizer.step()
         optimizer.zero_grad()
     yield from snapshot(call)
+
+
+def accumulate(rank: int, call: DistributedDataParallel, k: int) -> None:
+    """A backward without synchronisation, and one with it."""
+    with call.no_sync():
+        loss_of(call, ids(rank, k)).backward()
+    loss_of(call, ids(rank, k + 5)).backward()
+
+
+def average(bucket: Any) -> Any:
+    """What DistributedDataParallel does with a bucket if it has no hook: the mean over all ranks."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda f: f.value()[0] / RANKS)
+
+
+def assert_overlap(rank: int, parallel: DistributedDataParallel) -> None:
+    """Buckets are sent while later backwards still compute nodes again."""
+    events: list[str] = []
+
+    def reduce(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, and not as texts
+        events.append("bucket")
+        return average(bucket)
+
+    parallel.register_comm_hook(None, reduce)
+    original = Store.run_again
+
+    def run_again(self: Store, i: int) -> None:
+        events.append("rerun")
+        original(self, i)
+
+    Store.run_again = run_again  # type: ignore[method-assign]
+    try:
+        for k in range(3):  # buckets have their final order from the second step on
+            events.clear()
+            loss_of(parallel, ids(rank, k)).backward()
+    finally:
+        Store.run_again = original  # type: ignore[method-assign]
+    assert events.count("bucket") > 2
+    assert "rerun" in events[events.index("bucket") :], events
 
 
 def ddp(rank: int, folder: Path) -> None:
@@ -107,9 +155,7 @@ def ddp_accumulation(rank: int, folder: Path) -> None:
         results = []
         for call in parallel:
             torch.manual_seed(rank)
-            with call.no_sync():
-                loss_of(call, ids(rank, k)).backward()
-            loss_of(call, ids(rank, k + 5)).backward()
+            accumulate(rank, call, k)
             results.append([*snapshot(call)])
         assert_same(results[1], results[0])
 
@@ -144,32 +190,7 @@ def ddp_budget(rank: int, folder: Path) -> None:
 
 
 def ddp_overlap(rank: int, folder: Path) -> None:
-    """Buckets are reduced while later backwards still compute nodes again."""
-    events: list[str] = []
-    rk = planned(rank, folder)
-    parallel = DistributedDataParallel(rk, bucket_cap_mb=0.02)
-
-    def reduce(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, and not as texts
-        events.append("bucket")
-        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return future.then(lambda f: f.value()[0] / RANKS)
-
-    parallel.register_comm_hook(None, reduce)
-    original = Store.run_again
-
-    def run_again(self: Store, i: int) -> None:
-        events.append("rerun")
-        original(self, i)
-
-    Store.run_again = run_again  # type: ignore[method-assign]
-    try:
-        for k in range(2):  # buckets have their final order from the second step on
-            events.clear()
-            loss_of(parallel, ids(rank, k)).backward()
-    finally:
-        Store.run_again = original  # type: ignore[method-assign]
-    assert events.count("bucket") > 2
-    assert "rerun" in events[events.index("bucket") :], events
+    assert_overlap(rank, DistributedDataParallel(planned(rank, folder), bucket_cap_mb=0.02))
 
 
 def fsdp(rank: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two processes over gloo: DistributedDataParallel and fully_shard, with and without Rockmate."""
+"""Two processes over gloo: DistributedDataParallel and fully_shard, with Rockmate or attached models, and without."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import multiprocessing
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize(
-    "works",
+    ("module", "works"),
     [
-        ("ddp", "ddp_one_plan", "ddp_accumulation", "ddp_budget", "ddp_overlap"),
-        ("fsdp", "fsdp_budget", "other_way_round"),
+        ("ranks", ("ddp", "ddp_one_plan", "ddp_accumulation", "ddp_budget", "ddp_overlap")),
+        ("ranks", ("fsdp", "fsdp_budget", "other_way_round")),
+        ("attached_ranks", ("equal_with_all_options",)),
+        ("attached_ranks", ("overlap", "accumulation", "other_way_round")),
     ],
-    ids="+".join,
+    ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )
-def test_ranks(works: tuple[str, ...], tmp_path: Path) -> None:
-    multiprocessing.spawn(ranks.start, (works, str(tmp_path)), nprocs=ranks.RANKS)
+def test_ranks(module: str, works: tuple[str, ...], tmp_path: Path) -> None:
+    multiprocessing.spawn(ranks.start, (module, works, str(tmp_path)), nprocs=ranks.RANKS)

@@ -19,7 +19,7 @@ from models import case, square_loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import rkgb.cost.measure
+import rkgb.cost.node
 import rkgb.pipeline
 import rkgb.probe.check
 from rkgb.cost.memory import measure_memory
@@ -135,7 +135,7 @@ PHASES = [
     (rkgb.pipeline, "trace"),
     (rkgb.probe.check, "probe"),
     (rkgb.pipeline, "D_to_S"),
-    (rkgb.cost.measure, "measure_memory"),
+    (rkgb.cost.node, "measure_memory"),
     (rkgb.pipeline, "S_to_K"),
     (ChainPlanner, "solve"),
 ]

@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, under_budget
+from libraries import ASKED, LORA, QUIET, lightning, llama, peft, transformers
 from models import randn, tokens
 from sections import Sections
 from torch import nn
 from torch.nn import functional as F
-from vision import import_can_go_on
 
 from rockmate import Rockmate, frontier
 from rockmate.planning.planner import SCALARS
-
-import_can_go_on()
-transformers: Any = pytest.importorskip("transformers")
-peft: Any = pytest.importorskip("peft")
-lightning: Any = pytest.importorskip("lightning")
-accelerate: Any = pytest.importorskip("accelerate")
-
-
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def batch(seed: int, size: int = 4) -> dict[str, torch.Tensor]:
@@ -61,8 +41,8 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def test_a_transformers_model_by_keywords_with_labels() -> None:
-    eager = llama()
-    rk = under_budget(llama(), **batch(0))
+    eager = llama(attn_implementation="eager")
+    rk = under_budget(llama(attn_implementation="eager"), **batch(0))
 
     def train(model: nn.Module, call: nn.Module) -> Any:
         optimizer = torch.optim.AdamW(model.parameters())
@@ -113,9 +93,9 @@ def test_transformers_trainer(precision: str, tmp_path: Path) -> None:
         )
         return transformers.Trainer(model, options, train_dataset=Texts(24))
 
-    eager = llama()
+    eager = llama(attn_implementation="eager")
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-        rk = under_budget(llama(), **batch(0))
+        rk = under_budget(llama(attn_implementation="eager"), **batch(0))
     histories = []
     for k, model in enumerate((eager, rk)):
         found = trainer(model)
@@ -134,15 +114,11 @@ def test_transformers_trainer(precision: str, tmp_path: Path) -> None:
     assert_nothing_added(rk, sections)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning:transformers.modeling_utils"  # asked by peft
-)
+@pytest.mark.filterwarnings(ASKED)
 def test_peft_lora() -> None:
-    config = peft.LoraConfig(
-        r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-    )
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], **LORA)
     torch.manual_seed(1)
-    eager = peft.get_peft_model(llama(), config)
+    eager = peft.get_peft_model(llama(attn_implementation="eager"), config)
     rk = under_budget(copy.deepcopy(eager), **batch(0))
 
     def train(model: nn.Module, call: nn.Module) -> Any:
@@ -169,11 +145,7 @@ def rows(seed: int) -> torch.Tensor:
     return randn(64, 32, seed=seed)
 
 
-@pytest.mark.filterwarnings(
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning:lightning.pytorch.utilities._pytree",
-    "ignore:The 'train_dataloader' does not have many workers:lightning.pytorch.utilities.warnings.PossibleUserWarning",
-    "ignore:The number of training batches:lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
+@pytest.mark.filterwarnings(*QUIET)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_lightning(precision: str, tmp_path: Path) -> None:
     class Module(lightning.LightningModule):  # type: ignore[misc]
@@ -226,11 +198,10 @@ def test_lightning(precision: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate(precision: str) -> None:
+def test_accelerate(precision: str, accelerator: Callable[..., Any]) -> None:
     results = []
     for model in (mlp(), mlp()):
-        accelerate.state.AcceleratorState._reset_state(True)
-        tool = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+        tool = accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
         net = model
         if results:
             with tool.autocast():
@@ -255,13 +226,11 @@ def test_accelerate(precision: str) -> None:
         results.append([*losses, *tool.unwrap_model(net).parameters()])
     assert_same(results[1], results[0])
     assert_nothing_added(rk, sections)
-    accelerate.state.AcceleratorState._reset_state(True)
 
 
-def test_outputs_that_accelerate_casts_fit_in_the_room_for_the_loss() -> None:
+def test_outputs_that_accelerate_casts_fit_in_the_room_for_the_loss(accelerator: Callable[..., Any]) -> None:
     """In mixed precision its wrapper returns them in float32, which is a copy. Here the peak is at the loss."""
-    accelerate.state.AcceleratorState._reset_state(True)
-    tool = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    tool = accelerator(mixed_precision="bf16")
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 8), *(nn.Tanh() for _ in range(8)), nn.Linear(8, 512)), randn(64, 32, seed=0)
     with tool.autocast():
@@ -274,4 +243,3 @@ def test_outputs_that_accelerate_casts_fit_in_the_room_for_the_loss() -> None:
         tool.backward(F.cross_entropy(out, target))
 
     assert_in_budget(rk, lambda: step(net))
-    accelerate.state.AcceleratorState._reset_state(True)

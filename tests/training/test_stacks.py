@@ -12,24 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stack_ranks
 import torch
-import torch.distributed as dist
 from against_eager import assert_same, snapshot
+from libraries import ASKED, LORA, QUIET, accelerate, lightning, llama, peft, transformers
 from models import randn, tokens
-from ranks import RANKS
-from torch import multiprocessing, nn
+from torch import nn
 from torch.nn import functional as F
-from vision import import_can_go_on
 
 import rockmate
 from rockmate import BudgetWarning, measure_peak
-
-import_can_go_on()
-transformers: Any = pytest.importorskip("transformers")
-peft: Any = pytest.importorskip("peft")
-lightning: Any = pytest.importorskip("lightning")
-accelerate: Any = pytest.importorskip("accelerate")
 
 NOT_A_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"
 """TorchDynamo asks for gradients of inputs, and hides this warning, but not where it is an error."""
@@ -112,22 +103,6 @@ def gpt2(**options: Any) -> Any:
         vocab_size=64, n_positions=32, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0, **options
     )
     return transformers.GPT2LMHeadModel(config)
-
-
-def llama(**options: Any) -> Any:
-    """Grouped queries, rotary positions."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-        **options,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -581,18 +556,6 @@ def loss_of_rows(model: Any, seed: int = 0) -> torch.Tensor:
     return F.cross_entropy(model(randn(128, 32, seed=seed)), tokens(128, high=8, seed=seed))
 
 
-@pytest.fixture
-def accelerator() -> Iterator[Callable[..., Any]]:
-    """Makes Accelerators, each as the first of its process."""
-
-    def make(**options: Any) -> Any:
-        accelerate.state.AcceleratorState._reset_state(True)
-        return accelerate.Accelerator(cpu=True, **options)
-
-    yield make
-    accelerate.state.AcceleratorState._reset_state(True)
-
-
 @pytest.mark.parametrize("first", ["attach", "prepare"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(first: str, precision: str, accelerator: Callable[..., Any], tmp_path: Path) -> None:
@@ -644,13 +607,6 @@ def test_accelerate(first: str, precision: str, accelerator: Callable[..., Any],
 
 
 # ------------------------------------------------------------------------------------------- Lightning
-
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '.*_dataloader' does not have many workers",
-    "ignore:The number of training batches",
-    "ignore:Checkpoint directory .* exists and is not empty",
-]
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc]
@@ -781,9 +737,6 @@ def test_lightning_by_hand_with_two_models(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ PEFT
 
-LORA = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
-ASKED = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning:transformers.modeling_utils"
-
 
 @pytest.mark.filterwarnings(ASKED)
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -842,14 +795,6 @@ def test_adapters_that_change_while_training() -> None:
 
 
 # ------------------------------------------------------------------------------- DistributedDataParallel
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize(
-    "works", [("equal_with_all_options",), ("overlap", "accumulation", "other_way_round")], ids="+".join
-)
-def test_ranks(works: tuple[str, ...], tmp_path: Path) -> None:
-    multiprocessing.spawn(stack_ranks.start, (works, str(tmp_path)), nprocs=RANKS)
 
 
 # ---------------------------------------------------------------------------------- plain PyTorch scripts

@@ -1,33 +1,20 @@
-"""What each of two processes runs in ``test_stacks``: models attached under DistributedDataParallel, and plain ones."""
+"""What each of two processes runs in ``test_distributed``: models attached under DistributedDataParallel, or plain."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from against_eager import assert_same, snapshot
-from ranks import RANKS, gpt, ids, loss_of
+from ranks import accumulate, assert_overlap, average, gpt, ids, loss_of, trained
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rockmate
 from rockmate import InputError, measure_peak
-from rockmate.run.store import Store
-
-
-def start(rank: int, works: tuple[str, ...], folder: str) -> None:
-    """The program of one process: the functions below that are named, one after the other."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    try:
-        for work in works:
-            globals()[work](rank, Path(folder))
-    finally:
-        dist.destroy_process_group()
 
 
 @cache
@@ -52,21 +39,6 @@ def recomputes(handle: rockmate.Attachment) -> bool:
     return not handle.reason and any(p.plan is not None and p.plan.recomputed for p in handle.plans)
 
 
-def trained(rank: int, parallel: nn.Module, events: list[Any]) -> list[Any]:
-    """Three steps."""
-    torch.manual_seed(rank)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
-    found = []
-    for k in range(3):
-        events.append("step")
-        loss = loss_of(parallel, ids(rank, k))
-        loss.backward()
-        found += [loss.detach(), nn.utils.clip_grad_norm_(parallel.parameters(), 0.5), *snapshot(parallel)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
 def equal_with_all_options(rank: int, folder: Path) -> None:
     """Gradients and parameters are equal, and gradients become ready and buckets are sent in the same order."""
     others = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
@@ -81,13 +53,13 @@ def equal_with_all_options(rank: int, folder: Path) -> None:
 
             def reduce(log: list[Any], bucket):  # type: ignore[no-untyped-def] # torch reads annotations
                 log.append(("bucket", bucket.index(), [*map(tuple, map(torch.Tensor.size, bucket.parameters()))]))
-                future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-                return future.then(lambda f: f.value()[0] / RANKS)
+                return average(bucket)
 
             parallel.register_comm_hook(events, reduce)
             for name, p in model.named_parameters():
                 p.register_post_accumulate_grad_hook(lambda _, name=name, log=events: log.append(name))
-            results.append(trained(rank, parallel, events))
+            begin = partial(events.append, "step")
+            results.append([*trained(rank, parallel, nn.utils.clip_grad_norm_, begin)])
             logs.append(events)
             assert handle is None or recomputes(handle)
         for ours, log in zip(results[1:], logs[1:], strict=True):
@@ -100,33 +72,9 @@ def equal_with_all_options(rank: int, folder: Path) -> None:
 
 
 def overlap(rank: int, folder: Path) -> None:
-    """Buckets are sent while later backwards still compute nodes again."""
-    events: list[str] = []
     model = gpt()
     attached(model)
-    parallel = DistributedDataParallel(model, bucket_cap_mb=0.02)
-
-    def reduce(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations
-        events.append("bucket")
-        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return future.then(lambda f: f.value()[0] / RANKS)
-
-    parallel.register_comm_hook(None, reduce)
-    original = Store.run_again
-
-    def run_again(self: Store, i: int) -> None:
-        events.append("rerun")
-        original(self, i)
-
-    Store.run_again = run_again  # type: ignore[method-assign]
-    try:
-        for k in range(3):
-            events.clear()
-            loss_of(parallel, ids(rank, k)).backward()
-    finally:
-        Store.run_again = original  # type: ignore[method-assign]
-    assert events.count("bucket") > 2
-    assert "rerun" in events[events.index("bucket") :], events
+    assert_overlap(rank, DistributedDataParallel(model, bucket_cap_mb=0.02))
 
 
 def accumulation(rank: int, folder: Path) -> None:
@@ -139,9 +87,7 @@ def accumulation(rank: int, folder: Path) -> None:
         torch.manual_seed(rank)
         found = []
         for k in range(2):
-            with parallel.no_sync():
-                loss_of(parallel, ids(rank, k)).backward()
-            loss_of(parallel, ids(rank, k + 5)).backward()
+            accumulate(rank, parallel, k)
             found += [*snapshot(parallel)]
             if rank == 0:
                 with torch.no_grad():

@@ -1,0 +1,80 @@
+"""How long a piece of a model takes: medians of timed runs on its device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from rkgb.cost.piece import Piece, randomized, run_backward
+from rkgb.device import kind_of
+
+Mark = Callable[[], Any]
+"""Marks this moment of a device."""
+
+TimedRun = Callable[[Mark], Sequence[tuple[Any, Any]]]
+"""Runs a piece once, and returns pairs of marks: begin and end of each part that is timed."""
+
+_ENOUGH = 50_000_000  # ns of timed runs after which no more are made
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Times what runs on a device, in nanoseconds.
+
+    ``read``: tensors that are read before each timed run. A piece that is recomputed in a step finds its inputs in
+    memory; a run right before would leave them in the processor's cache, and a layer norm would take half the time.
+    ``repeat``: how many runs a median is of; fewer if together they take more than 50 ms.
+    """
+
+    read: tuple[torch.Tensor, ...] = ()
+    repeat: int = 5
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, repeat: int) -> Clock:
+        """A clock that reads what ``Kind.to_read`` says for the parameters of ``model`` and their device."""
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        return cls(tuple(kind_of(device).to_read(device, model.parameters())), repeat)
+
+    def once(self, run: TimedRun, device: torch.device) -> list[int]:
+        """The times of the parts of one ``run``."""
+        return self._once(run, device, 0)[0]
+
+    def medians(self, run: TimedRun, device: torch.device) -> tuple[int, ...]:
+        """The median times of the parts of ``run``."""
+        runs: list[list[int]] = []
+        launched = 0
+        while len(runs) < self.repeat and sum(map(sum, runs)) < _ENOUGH:
+            times, launched = self._once(run, device, launched)
+            runs.append(times)
+        return tuple(int(median(part)) for part in zip(*runs, strict=True))
+
+    def times(self, piece: Piece) -> tuple[int, int]:
+        """The median times of forward and backward; the latter is 0 where no result gets a gradient."""
+        grads = [randomized(g) for g in piece.gradients(piece.forward())]
+
+        def run(mark: Mark) -> Sequence[tuple[Any, Any]]:
+            start = mark()
+            results = piece.forward()
+            middle = mark()
+            if grads:
+                run_backward(piece.ends(results), grads)
+            return (start, middle), (middle, mark())
+
+        forward, backward = self.medians(run, piece.device)
+        return forward, backward if grads else 0
+
+    def _once(self, run: TimedRun, device: torch.device, launched: int) -> tuple[list[int], int]:
+        """The times of the parts, and how long the host took for the run, which was ``launched`` ns the last time."""
+        kind = kind_of(device)
+        for t in self.read:
+            t.sum()
+        kind.hold(device, 2 * launched)
+        began = time.perf_counter_ns()
+        marks = run(lambda: kind.mark(device))
+        launched = time.perf_counter_ns() - began
+        return [kind.between(start, end) for start, end in marks], launched

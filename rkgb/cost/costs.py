@@ -1,0 +1,95 @@
+"""What measuring finds: the cost of a node, and all costs of a graph that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from rkgb.cost.layouts import Outgoing
+from rkgb.cost.usage import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class InputGradient:
+    """The gradient that a backward computes for one input: ``bytes`` of new memory, or memory of another gradient.
+
+    A parameter's ``.grad`` is this tensor itself if its strides are the parameter's; where it is a view, all of its
+    memory stays. With other strides ``.grad`` is a copy, and ``bytes`` are the copy's.
+
+    ``shares``: ("result", k) if it lies in the incoming gradient of the k-th result, ("input", k) if in the gradient of
+    the earlier input k, None for new memory.
+    """
+
+    bytes: int
+    shares: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Costs of one S node; times in nanoseconds, memory in bytes.
+
+    ``forward_peak``: the most that a run allocates, results and saved tensors included. ``backward_peak``: the most
+    that the backward adds to the level at its start, with ``incoming`` bytes of gradients of the results; saved
+    tensors are released operation by operation. ``held_peak``: the same if somebody else holds the incoming gradients
+    to the end. ``together_peak``: the same if the incoming gradients are views of one memory.
+    ``results``: positions in ``makes`` of the results that get gradients. ``inputs``: for each position in ``reads``
+    the gradient that the backward computes, or None. ``views``: positions in ``reads`` whose gradient is a view of
+    other memory; autograd never accumulates into such a gradient in place.
+    """
+
+    forward_time: int
+    forward_peak: int
+    backward_time: int = 0
+    backward_peak: int = 0
+    held_peak: int = 0
+    together_peak: int = 0
+    incoming: int = 0
+    results: tuple[int, ...] = ()
+    inputs: tuple[InputGradient | None, ...] = ()
+    views: frozenset[int] = frozenset()
+
+
+class Kept:
+    """A store of costs that outlives the process. This one stores nothing."""
+
+    def get(self, usage: Usage, given: frozenset[int]) -> list[Cost] | None:
+        """The costs of all nodes for this ``usage``, where sources ``given`` have a ``.grad``; None if not stored."""
+        return None
+
+    def put(self, usage: Usage, given: frozenset[int], costs: list[Cost]) -> None:
+        """Store what was measured."""
+        return
+
+
+class Known:
+    """All costs of a graph that are known, so that equal nodes are measured once.
+
+    ``given``: the sources that had a ``.grad`` at the first measuring; they are taken to have one ever after.
+    ``stand_ins``: whether results of equal nodes may stand for each other. ``costs``: by the node, its gradients, their
+    layouts, and what is held. ``of``: costs of all nodes of the graph, for each usage that was asked for. ``like``:
+    gives costs that need no measuring, scaled from a graph of other sizes, or None. ``kept``: costs of an earlier
+    process. ``own``: whether any costs are of this graph, and not from ``like``. ``measurings``: how often nodes were
+    measured.
+    """
+
+    def __init__(self, like: Callable[[Usage], list[Cost] | None] = lambda _: None, kept: Kept | None = None) -> None:
+        self.kept = kept or Kept()
+        self.own = False
+        self.measurings = 0
+        self.given: frozenset[int] | None = None
+        self.stand_ins = True
+        self.costs: dict[tuple[Hashable, ...], Cost] = {}
+        self.outgoing: dict[Hashable, Outgoing] = {}
+        self.of: dict[Usage, list[Cost]] = {}
+        self.like = like
+
+    def times(self, key: tuple[Hashable, ...]) -> tuple[int, int] | None:
+        """Times of forward and backward of the node of ``key``, if it was measured with gradients of other layouts."""
+        same = next((cost for other, cost in self.costs.items() if other[:2] == key[:2]), None)
+        return None if same is None else (same.forward_time, same.backward_time)
+
+
+def check_costs(costs: str, error: type[ValueError] = ValueError) -> None:
+    """Raise ``error`` unless ``costs`` is "measured" or "flops"."""
+    if costs not in ("measured", "flops"):
+        raise error(f'costs={costs!r}: choose "measured" (time every operation) or "flops" (same on every run)')

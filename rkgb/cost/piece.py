@@ -1,0 +1,188 @@
+"""A piece of a model that runs alone: how gradients reach its backward, and the memory that this takes.
+
+In a whole step autograd is the only owner of the gradients between two operations. ``Tap`` and ``Feed`` keep it so for
+a piece that runs alone: ``Feed``, behind the piece, makes the gradients of its results inside the backward; ``Tap``,
+before it, collects the gradients of its inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rkgb.cost.memory import measure_after, storage_bytes
+
+Layouts = tuple[tuple[int, ...] | None, ...]
+"""The strides of some gradients; None: contiguous."""
+
+Gradients = tuple[torch.Tensor | None, ...]
+"""Gradients in the order of the inputs that they are of; None where there is none."""
+
+
+class Piece(Protocol):
+    """A piece of a model that can run alone, forward and backward: a node of a graph, or a stage of a chain.
+
+    ``device``: where it runs. ``layouts``: the strides of its incoming gradients, one for each of ``ends``; None if all
+    are contiguous.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+    @property
+    def layouts(self) -> Layouts | None:
+        """The strides of its incoming gradients; None if all are contiguous."""
+        ...
+
+    def forward(self, collect: Callable[[Gradients], None] = ...) -> list[torch.Tensor]:
+        """The results of one run, with history. ``collect`` gets the gradients of the inputs from the backward."""
+        ...
+
+    def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results that get gradients."""
+        ...
+
+    def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """New gradients of ones for ``ends(results)``."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Remove the ``.grad`` of parameters that an earlier backward made."""
+        ...
+
+
+class Tap(torch.autograd.Function):
+    """Identity of its tensors. Its backward calls ``collect`` with their gradients and ends there.
+
+    ``anchor``: a scalar that requires grad, so that autograd records the function whatever the tensors are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, collect: Callable[[Any], None], anchor: torch.Tensor, *xs: torch.Tensor) -> Any:
+        ctx.collect = collect
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.collect(grads)
+        return (None,) * (len(grads) + 2)
+
+
+class Feed(torch.autograd.Function):
+    """A scalar whose backward makes one gradient for each of the tensors ``ys``, and gives all of them to ``note``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, note: Callable[[Any], None], layouts: Layouts | None, together: bool, *ys: torch.Tensor
+    ) -> torch.Tensor:
+        strides = (None,) * len(ys) if layouts is None else layouts
+        ctx.note, ctx.like = note, [(y.shape, x, y.dtype, y.device) for y, x in zip(ys, strides, strict=True)]
+        ctx.together = together
+        return torch.empty((), device=ys[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        grads = tuple(gradients_together(ctx.like) if ctx.together else (gradient(*form) for form in ctx.like))
+        ctx.note(grads)
+        return (None, None, None, *grads)
+
+
+def feed(
+    note: Callable[[Any], None], piece: Piece, results: list[torch.Tensor], *, together: bool = False
+) -> torch.Tensor:
+    """A scalar whose ``backward()`` runs the backward of ``piece``, which gave ``results``.
+
+    ``note`` gets the incoming gradients when they are made. ``together``: make them as views of one memory.
+    """
+    end: torch.Tensor = Feed.apply(note, piece.layouts, together, *piece.ends(results))
+    return end
+
+
+def gradients_together(
+    forms: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype, torch.device]],
+) -> list[torch.Tensor]:
+    """Gradients of one dtype that are views of one memory, as ``cat`` makes them for the tensors that it reads."""
+    like = [gradient(shape, stride, dtype, torch.device("meta")) for shape, stride, dtype, _ in forms]
+    counts = [t.untyped_storage().nbytes() // t.element_size() for t in like]
+    starts = itertools.accumulate(counts, initial=0)
+    memory = torch.ones(sum(counts), dtype=like[0].dtype, device=forms[0][3])
+    return [memory.as_strided(t.shape, t.stride(), start) for t, start in zip(like, starts, strict=False)]
+
+
+def gradient(
+    shape: torch.Size, stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A gradient of ones with the strides given; None: contiguous."""
+    if stride is None:
+        return torch.ones(shape, dtype=dtype, device=device)
+    dense = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    if 0 not in stride:
+        return dense.fill_(1)
+    return torch.ones(dense.untyped_storage().nbytes() // dtype.itemsize, dtype=dtype, device=device).as_strided(
+        shape, stride
+    )
+
+
+def randomized(gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient``, filled with random numbers: on a GPU, matrix products of ones take less power, and so less time."""
+    if gradient.dtype.itemsize > 1:
+        count = gradient.untyped_storage().nbytes() // gradient.element_size()
+        gradient.as_strided((count,), (1,), 0).normal_(0, 0.1)
+    return gradient
+
+
+def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """``torch.autograd.backward``, without its check of shapes, which imports torch's symbolic shapes at first use."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(ends), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def ignore(_: Any) -> None:
+    """Takes gradients that nobody needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardMemory:
+    """Memory of one backward, in bytes.
+
+    ``incoming``: the gradients of the results. ``peak``: the most that the backward adds to the level at its start,
+    ``incoming`` included. ``inputs``: the gradients of the inputs that require grad, which are still there.
+    """
+
+    incoming: int
+    peak: int
+    inputs: tuple[torch.Tensor | None, ...]
+
+
+def backward_memory(
+    piece: Piece, hold: Callable[[Any], None] = ignore, held: tuple[int, ...] = (), *, together: bool = False
+) -> BackwardMemory:
+    """Measure the backward of ``piece``, which has at least one of ``ends``.
+
+    ``hold`` gets the incoming gradients and may hold them until the backward ends. ``held``: positions of the results
+    that are held meanwhile; autograd releases all else that it saved as the backward goes on. ``together``: make the
+    incoming gradients as views of one memory.
+    """
+    collected: list[Gradients] = []
+    results: list[torch.Tensor] = []
+    sizes: list[int] = []
+
+    def note(grads: tuple[torch.Tensor, ...]) -> None:
+        sizes.extend(storage_bytes(g) for g in grads)
+        hold(grads)
+
+    def prepare() -> torch.Tensor:
+        made = piece.forward(collected.append)
+        results.extend(made[k] for k in held)
+        return feed(note, piece, made, together=together)
+
+    piece.drop_gradients()  # here, as the profiler warns of a block that is older than its session and released in it
+    _, peak = measure_after(prepare, torch.Tensor.backward, piece.device)
+    return BackwardMemory(sum(sizes), peak, collected[0] if collected else ())

@@ -1,0 +1,271 @@
+"""Measures one stage alone, through the code that will run it (``rockmate/rotor/stages.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rkgb.cost.clock import Clock, Mark
+from rkgb.cost.counted import counted_tail, modelled_times
+from rkgb.cost.memory import bytes_by_storage, measure_after, measure_memory
+from rkgb.cost.piece import backward_memory
+from rkgb.cost.saved import each_saved
+from rkgb.storages import storage_key
+from rkgb.trace.capture import preserved
+from rkgb.trees import tensor_leaves
+from rockmate.rotor.buffers import attributes_kept
+from rockmate.rotor.selective import Expensive, Survey, nested_choices
+from rockmate.rotor.stage_run import StageRun
+from rockmate.rotor.stages import Stage
+from rockmate.rotor.values import Function, device_of, mapped, owned_by
+from solvers.rotor import chain as rotor_chain
+from solvers.rotor.chain import Way
+
+# How many sets of kept results are measured for each stage. Each set takes three runs.
+_WAYS = 5
+
+# With costs="flops" operations decide; bytes decide between plans with equally many operations.
+_BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Nanoseconds of a stage: its forward, the part of it after the last saved tensor, its backward."""
+
+    forward: int
+    tail: int
+    backward: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What a run leaves until its backward.
+
+    ``private``: bytes beside input, output and parameters. ``lasting``: the part of them that is no saved tensor and
+    may stay as long as the graph. ``keeps_input``, ``keeps_output``: whether autograd saves these.
+    """
+
+    private: int
+    keeps_input: bool
+    keeps_output: bool
+    lasting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """Memory of a backward in bytes: ``added`` at its peak beside the incoming gradient, and the gradients it makes."""
+
+    added: int = 0
+    input_gradient: int = 0
+    parameter_gradients: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Surveyed:
+    """Expensive operations of a run up to its last saved tensor, their times in nanoseconds, and the run's output."""
+
+    operations: list[Expensive]
+    times: list[int]
+    output: Any
+
+
+class Probe:
+    """One stage on its real input ``x``. Without a ``clock`` its times are computed from counted operations."""
+
+    def __init__(self, function: Function, x: Any, clock: Clock | None, preserve_rng_state: bool) -> None:
+        self.function, self.clock = function, clock
+        self.preserve_rng_state = preserve_rng_state
+        self.x = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), x)
+        self.device = device_of(self.x)
+
+    def measure(self, name: str) -> tuple[rotor_chain.Stage, Any, tuple[frozenset[int], ...]]:
+        """The figures of the stage, its output for the next one, and the operations whose results each way keeps."""
+        with self._untouched():
+            self._stage().first(self.x, _no_backward)  # learns which buffers change
+        stage = self._stage()
+        output, pass_peak, state = self._memory(lambda: stage.first(self.x, _no_backward))
+        state = max(0, state - self._allocated(output))  # generators, buffers, and what no slot can hold
+        run, kept_peak, kept = self._memory(self._run)
+        saved = self._saved(kept - self._allocated(run))
+        del run
+        stop_peak = self._fill_peak(stage, wanted=False)
+        kept_peak = max(kept_peak, self._fill_peak(stage, wanted=True))
+        piece = StageRun(self.function, self.x)
+        backward = self._backward(piece, output)
+        with self._untouched():
+            times = self._times(piece, saved, output)
+        ways, keeps = [Way(saved.private, kept_peak, saved.private)], [frozenset[int]()]
+        for keep, way in self._partial_ways(times.forward - times.tail, saved, state):
+            ways.append(way)
+            keeps.append(keep)
+        figures = rotor_chain.Stage(
+            name,
+            forward_time=times.forward,
+            tail_time=times.tail if stage.slots else times.forward,
+            backward_time=times.backward,
+            pass_peak=pass_peak - state,
+            stop_peak=stop_peak,
+            backward_peak=backward.added,
+            input_gradient=backward.input_gradient,
+            parameter_gradients=backward.parameter_gradients + saved.lasting,
+            ways=tuple(ways),
+            keeps_input=saved.keeps_input,
+            keeps_output=saved.keeps_output,
+            state=state,
+        )
+        return figures, mapped(lambda t: t.detach().requires_grad_(t.requires_grad), output), tuple(keeps)
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def _stage(self) -> Stage:
+        return Stage(self.function, self.preserve_rng_state)
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Afterwards buffers, attributes and generators are as before, so that all runs are alike."""
+        module = self.function if isinstance(self.function, torch.nn.Module) else torch.nn.Module()
+        with attributes_kept(module), preserved(module, []):
+            yield
+
+    def _run(self) -> Any:
+        return self.function(self.x)
+
+    def _memory(self, function: Callable[[], Any]) -> tuple[Any, int, int]:
+        """(result, peak, net) of ``function`` in bytes.
+
+        The net includes the low-precision copies of weights that autocast caches, and tensors that a custom
+        ``autograd.Function`` keeps in its ``ctx``: both stay, and neither is a saved tensor that can be dropped.
+        """
+        with self._untouched():
+            torch.clear_autocast_cache()
+            return measure_memory(function, self.device)
+
+    def _allocated(self, output: Any) -> int:
+        """Bytes of ``output`` that the run allocated: not those of input, parameters or buffers."""
+        old = self._owned() | bytes_by_storage(tensor_leaves(self.x)).keys()
+        return sum(size for key, size in bytes_by_storage(tensor_leaves(output)).items() if key not in old)
+
+    def _owned(self) -> set[int]:
+        return {storage_key(t) for t in owned_by(self.function).values()}
+
+    def _fill_peak(self, stage: Stage, *, wanted: bool) -> int:
+        peak = self._memory(lambda: stage.fill(self.x, wanted))[1]
+        stage.clear()
+        return peak
+
+    def _saved(self, stays: int = 0) -> _Saved:
+        """What a run leaves, of which ``stays`` bytes beside its output were measured."""
+        tensors: list[torch.Tensor] = []
+        with self._untouched(), each_saved(tensors.append):
+            output = self._run()
+        sizes = bytes_by_storage(tensors)
+        inputs = {storage_key(t) for t in tensor_leaves(self.x)}
+        outputs = {storage_key(t) for t in tensor_leaves(output)}
+        elsewhere = self._owned() | inputs | outputs
+        private = sum(size for key, size in sizes.items() if key not in elsewhere)
+        lasting = max(0, stays - private)
+        return _Saved(private + lasting, bool(inputs & sizes.keys()), bool((outputs - inputs) & sizes.keys()), lasting)
+
+    def _backward(self, piece: StageRun, output: Any) -> _Backward:
+        if not piece.ends(tensor_leaves(output)):
+            return _Backward()
+        with self._untouched():
+            memory = backward_memory(piece)
+        passed = bytes_by_storage(g for g in memory.inputs if g is not None)
+        made = piece.parameter_gradients()
+        piece.drop_gradients()
+        return _Backward(memory.peak - memory.incoming, sum(passed.values()), made)
+
+    # ------------------------------------------------------------------------------------------- times
+
+    def _times(self, piece: StageRun, saved: _Saved, output: Any) -> _Times:
+        if self.clock is None:
+            touched = sum(t.nbytes for t in (*tensor_leaves(self.x), *tensor_leaves(output))) + saved.private
+            forward, backward = modelled_times(
+                piece, touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
+            )
+            return _Times(forward, counted_tail(self._run) // _FLOPS_PER_NS, backward)
+        forward, backward = self.clock.times(piece)
+        (tail,) = self.clock.medians(self._tail, self.device)
+        return _Times(forward, min(tail, forward), backward)
+
+    def _tail(self, mark: Mark) -> list[tuple[Any, Any]]:
+        """Run the stage; the marks of its last saved tensor and of its end."""
+        last = mark()
+
+        def note(_: torch.Tensor) -> None:
+            nonlocal last
+            last = mark()
+
+        with each_saved(note):
+            self._run()
+        return [(last, mark())]
+
+    # ------------------------------------------------------------------------------------ partial ways
+
+    def _partial_ways(self, rerun_time: int, saved: _Saved, state: int) -> list[tuple[frozenset[int], Way]]:
+        """Ways that keep results of expensive operations, and these operations; only ways that hold less than way 0."""
+        with self._untouched():
+            surveyed = self._survey()
+        size = {k: sum(o.results.values()) for k, o in enumerate(surveyed.operations)}
+        cost = dict(enumerate(surveyed.times))
+        ends = {storage_key(t) for t in (*tensor_leaves(self.x), *tensor_leaves(surveyed.output))}
+        able = [k for k, o in enumerate(surveyed.operations) if o.keepable and not o.results.keys() & ends]
+        # The second run makes a saved output again, whether or not the first one is still there.
+        again = sum(bytes_by_storage(tensor_leaves(surveyed.output)).values()) if saved.keeps_output else 0
+        ways: list[tuple[frozenset[int], Way]] = []
+        for keep in nested_choices([(k, size[k], cost[k]) for k in able], _WAYS):
+            held = sum(size[k] for k in keep)
+            if held < saved.private:
+                left = max(0, rerun_time - sum(cost[k] for k in keep))
+                first_peak, refill_peak = self._partial_peaks(keep, state)
+                ways.append((keep, Way(held, first_peak, saved.private + again, left, refill_peak)))
+        return ways
+
+    def _survey(self) -> _Surveyed:
+        last = 0
+        operations: list[Expensive] = []
+        output = None
+
+        def run(mark: Mark) -> list[tuple[Any, Any]]:
+            nonlocal operations, output
+            survey = Survey(mark)
+
+            def note(_: torch.Tensor) -> None:
+                nonlocal last
+                last = len(survey.operations)
+
+            with each_saved(note), survey:
+                output = self._run()
+            operations = survey.operations[:last]  # the others come after the last saved tensor
+            return [o.span for o in operations]
+
+        if self.clock is None:
+            run(lambda: None)
+            return _Surveyed(operations, [o.flops // _FLOPS_PER_NS for o in operations], output)
+        times = self.clock.once(run, self.device)
+        return _Surveyed(operations, times, output)
+
+    def _partial_peaks(self, keep: frozenset[int], state: int) -> tuple[int, int]:
+        """The peak of a run that keeps the results of ``keep``, and that of the recomputation before its backward."""
+        stage = self._stage()
+        _, first_peak, _ = self._memory(lambda: stage.first(self.x, _no_backward, keep))
+        stage.clear()
+        _, again_peak, _ = self._memory(lambda: stage.skim(self.x, keep))
+        stage.clear()
+
+        def skim() -> None:
+            stage.skim(self.x, keep)
+            torch.clear_autocast_cache()
+
+        _, refill_peak = measure_after(skim, lambda _: stage.refill(), self.device)
+        stage.clear()
+        return max(first_peak - state, again_peak), refill_peak
+
+
+def _no_backward(_: int) -> None:
+    raise AssertionError("a measured stage has no backward")
