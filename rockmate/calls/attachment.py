@@ -314,11 +314,14 @@ class Attachment(Front):
         """The backend that TorchDynamo calls with what it has captured."""
         self._classes = classes_of(self.model)
         self._unguarded = unguarded(self._classes)
-        if line := line_of_derivatives(program):
-            raise UnsupportedError(f"derivatives are computed inside forward{line}")
-        check_effects()
-        if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
-            keep_draws_of_other_threads()
+        try:
+            check_capture(program)
+        except UnsupportedError as error:
+            if self._steps is None:
+                raise
+            raise torch._dynamo.exc.SkipFrame(
+                str(error)
+            ) from error  # this code runs as it is, what it calls is captured
         identity = identity_of(program)
         calls = next((calls for calls in self._graphs if identity and calls.identity == identity), None)
         if calls is None:
@@ -413,6 +416,15 @@ class Attachment(Front):
             return name.removeprefix("kwargs.").removeprefix("model.")
 
         return described([name_of(name) for name in names], values, model.training)
+
+
+def check_capture(program: fx.GraphModule) -> None:
+    """Raise ``UnsupportedError`` where a capture would not do as Python does, while TorchDynamo calls its backend."""
+    if line := line_of_derivatives(program):
+        raise UnsupportedError(f"derivatives are computed inside forward{line}")
+    check_effects()
+    if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
+        keep_draws_of_other_threads()
 
 
 def _backend_of(attachment: weakref.ref[Attachment]) -> Callable[..., Any]:

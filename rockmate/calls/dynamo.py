@@ -30,6 +30,7 @@ _SETTINGS = {
 
 
 _OF_PARTS = {
+    "suppress_errors": True,  # code that cannot be captured runs as it is
     "trace_numpy": False,  # as torch's operations, whose random numbers are others
     "recompile_limit": 16 * RECOMPILE_LIMIT,  # functions of modules are shared by all models of their class
     "accumulated_recompile_limit": 128 * RECOMPILE_LIMIT,

@@ -50,7 +50,7 @@ def _noise(size: int) -> torch.Tensor:
     return torch.randn(size, 1)
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], Scale]] = {
+NOT_CAPTURED: dict[str, tuple[Callable[[], Any], Scale]] = {
     "random.Random": (lambda: random.Random(1), lambda m, x: m.held.random()),
     "random.Random, a branch": (lambda: random.Random(1), lambda m, x: 1 if m.held.random() < 0.5 else 2),
     "random.Random, a list": (lambda: random.Random(1), lambda m, x: m.held.sample(range(9), 1)[0]),
@@ -128,12 +128,11 @@ def compared(hold: Callable[[], Any], scale: Scale) -> Any:
     return handle
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace", "ignore:.*lru_cache.*", "ignore:.*torch.jit")
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_kept_is_refused_and_undone(what: str) -> None:
-    with pytest.warns(BudgetWarning, match="runs as it is from now on"):
-        handle = compared(*REFUSED[what])
-    assert handle.plans == []
+@pytest.mark.filterwarnings("ignore:.*lru_cache.*", "ignore:.*torch.jit", "ignore:.*:rockmate.BudgetWarning")
+@pytest.mark.parametrize("what", NOT_CAPTURED)
+def test_what_cannot_be_captured_runs_as_in_eager_mode(what: str) -> None:
+    """It runs between captured graphs; at this size there may be no plan for the step then, which a warning says."""
+    compared(*NOT_CAPTURED[what])
 
 
 @pytest.mark.parametrize("what", AS_EAGER)
@@ -144,17 +143,16 @@ def test_what_can_be_kept_is_as_in_eager_mode(what: str) -> None:
     assert any(p.plan is not None and p.plan.recomputed for p in handle.plans)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_draws_are_undone_beside_other_threads() -> None:
-    """The state of Python's generator cannot be put back then: nothing may be drawn."""
+@pytest.mark.filterwarnings("ignore:.*:rockmate.BudgetWarning")
+def test_draws_are_those_of_eager_mode_beside_other_threads() -> None:
+    """The state of Python's generator cannot be put back then: nothing may be drawn by a capture."""
     import threading
 
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        with pytest.warns(BudgetWarning, match="draws from Python's random module"):
-            compared(*REFUSED["random"])
+        compared(*NOT_CAPTURED["random"])
     finally:
         done.set()
         thread.join()
@@ -199,8 +197,9 @@ def caught(y: torch.Tensor) -> torch.Tensor:
         return y
 
 
+@pytest.mark.filterwarnings("ignore:.*:rockmate.BudgetWarning")
 @pytest.mark.parametrize("way", [hooked, caught])
-def test_what_has_no_plan_runs_as_it_is_where_least_is_asked_for(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_code_that_cannot_be_captured_runs_as_in_eager_mode(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
     class Model(Net):
         def body(self, x: torch.Tensor) -> torch.Tensor:
             return way(super().body(x))
@@ -212,11 +211,8 @@ def test_what_has_no_plan_runs_as_it_is_where_least_is_asked_for(way: Callable[[
         if attached:
             attach(model, "70%", costs="flops", on_infeasible="least")
         torch.manual_seed(5)
-        with (
-            pytest.warns(BudgetWarning, match="from now on, with no budget") if attached else warnings.catch_warnings()
-        ):
-            for k in range(3):
-                model(randn(64, 32, seed=k)).square().mean().backward()
+        for k in range(4):
+            model(randn(64, 32, seed=k)).square().mean().backward()
         results.append([*snapshot(model)])
     assert_same(results[1], results[0])
 
