@@ -26,6 +26,7 @@ from rkgb.Dtools import probe
 from rkgb.errors import UnsupportedError
 from rkgb.pipeline import make_all_graphs, make_S
 from rkgb.probe.check import _shifted
+from rkgb.sample import Call
 from rkgb.trace.capture import Recorder
 from rkgb.trace.record import record
 from rockmate import rotor
@@ -131,7 +132,7 @@ def test_the_check_calls_the_module_with_valid_indices() -> None:
 
 def test_what_the_check_moves() -> None:
     numbers, edges, row, mask = randn(3, 2, seed=1), torch.arange(8).view(2, 4), torch.arange(5), torch.eye(3).bool()
-    moved = _shifted(((numbers, edges, row, mask, torch.arange(3)[:, None]), {}))[0]
+    moved = _shifted(Call((numbers, edges, row, mask, torch.arange(3)[:, None]), {})).args
     assert torch.equal(moved[0], numbers.roll(1, 0))
     assert torch.equal(moved[1], edges.roll(1, 1))
     assert torch.equal(moved[2], row)
