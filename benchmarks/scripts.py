@@ -311,7 +311,8 @@ SCRIPTS = {
         lambda: sounds((8000,), 10, "input_values"), language_loss, None, 70, 1.3,
     ),
     "transformer": Script(transformer, lambda: pairs(STEPS, 1, 64), square, None, 85, 1.3),
-    "lstm": Script(Recurrent, lambda: text(STEPS, 1, 95, 97, 512), itself, None, 105, 1.3),  # one kernel: nothing to save
+    # One kernel: there is nothing to save.
+    "lstm": Script(Recurrent, lambda: text(STEPS, 1, 95, 97, 512), itself, None, 105, 1.3),
 }  # fmt: skip
 SHORT = {
     "transformer": Script(lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True), lambda: pairs(4, 3, 16), square),
