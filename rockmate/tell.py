@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 from typing import Any
 
 import torch
@@ -89,13 +88,3 @@ def _difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     if len(before) != len(now):
         changed.append(f"{len(now)} inputs, before {len(before)}")
     return "new: " + ", ".join(changed) if changed else "new: something in the module's Python, or gradients, differs"
-
-
-_warned: set[str] = set()
-
-
-def warn_once(message: str, category: type[Warning]) -> None:
-    """Warn, unless this was said in this process."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, category, stacklevel=3)

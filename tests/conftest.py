@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
+import rkgb.warn
+
 os.environ["ROCKMATE_CACHE"] = "off"  # before anything plans; programs that tests start inherit it
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said once in a process is said once in each test."""
+    monkeypatch.setattr(rkgb.warn, "_said", set())
 
 
 @pytest.fixture

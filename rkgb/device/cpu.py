@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from rkgb.device.kind import PRECISE, Kind, Timeline, Window, precision
 from rkgb.device.profiled import ProfiledTimeline, ProfiledWindow, profiled, profiled_after
 from rkgb.device.roofline import UNKNOWN, Roofline
 from rkgb.errors import MeasureError
+from rkgb.warn import warn
 
 _C: Any = torch._C
 _GROUP = "/sys/fs/cgroup"  # Linux's control group of a container; its memory.max is a number or "max"
@@ -51,11 +51,10 @@ class Cpu(Kind):
 
     def before_measuring(self) -> None:
         if torch._C._autograd._profiler_enabled():
-            warnings.warn(
+            warn(
                 "the running profiler session ends: memory is measured by another one. Start the profiler when plans "
                 "are made, after a first call of each kind",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:

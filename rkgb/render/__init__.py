@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rkgb.errors import RenderWarning
 from rkgb.pipeline import Graphs, make_all_graphs
 from rkgb.render.drawing import Graph, draw, draw_chain
 from rkgb.sample import Sample
+from rkgb.warn import warn
 
 FORMATS = ("svg", "pdf", "png", "text")
 
@@ -66,10 +66,9 @@ def _rendered(source: Path, path: Path, render_format: str) -> bool:
         missing = isinstance(error, graphviz.ExecutableNotFound)
         reason = "the program dot is not installed" if missing else f"the program dot failed: {error}"
         remedy = "install Graphviz (for example: apt install graphviz) and call again" if missing else "open that file"
-        warnings.warn(
+        warn(
             f"{reason}; {source} was written, but not {path.name}; {remedy}, or pass render_format='text'",
             RenderWarning,
-            stacklevel=3,
         )
         return False
     return True
@@ -82,7 +81,7 @@ def _view(path: Path) -> None:
     try:
         graphviz.view(str(path))
     except OSError as error:
-        warnings.warn(f"{path} was written, but there is no viewer: {error}", RenderWarning, stacklevel=3)
+        warn(f"{path} was written, but there is no viewer: {error}", RenderWarning)
 
 
 def print_all_graphs(

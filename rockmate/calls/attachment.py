@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from rkgb.errors import GraphError, UnsupportedError
 from rkgb.sample import Call
+from rkgb.warn import warn, warn_once
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
 from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
@@ -45,7 +45,7 @@ from rockmate.planning.checks import first_lazy
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import NOTHING_COMPUTED
 from rockmate.planning.step import StepPlan
-from rockmate.tell import LOG, described, warn_once
+from rockmate.tell import LOG, described
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -215,11 +215,10 @@ class Attachment(Front):
         """Whether layers get their sizes in this call, so that there is nothing to plan yet."""
         self._lazy = bool(first_lazy(model))
         if self._lazy:
-            warnings.warn(
+            warn(
                 f"{self.name}: layers get their sizes in this call ({first_lazy(model)}), which runs with no budget. "
                 "The next one is planned",
                 BudgetWarning,
-                stacklevel=4,
             )
         return self._lazy
 
@@ -302,11 +301,10 @@ class Attachment(Front):
         forward.over()
         if not forward.ran:
             self._steps = None
-            warnings.warn(
+            warn(
                 f"{self.name}: nothing of this call could be captured, and it ran with no plan. The next call is "
                 f"traced as a whole ({self.reason})",
                 BudgetWarning,
-                stacklevel=6,
             )
         return result
 
@@ -376,11 +374,7 @@ class Attachment(Front):
         if not self.terms.least or self.only_plans:
             raise error from reason
         self._refused = True
-        warnings.warn(
-            f"{self.name} cannot be planned, and runs as it is from now on, with no budget: {error}",
-            BudgetWarning,
-            stacklevel=6,
-        )
+        warn(f"{self.name} cannot be planned, and runs as it is from now on, with no budget: {error}", BudgetWarning)
         return model._call_impl(*call.args, **call.kwargs)
 
     def _check_stale(self, model: torch.nn.Module, names: set[str], variant: Variant) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from rkgb.sample import Call
 from rkgb.trace.guards import GuardFailed
 from rkgb.trace.patches import TRACING
 from rkgb.trees import unflatten
+from rkgb.warn import warn
 from rockmate.budget import Budget
 from rockmate.calls.families import Family
 from rockmate.calls.front import Front
@@ -257,7 +257,7 @@ class Calls(ABC):
         except InfeasibleBudgetError as error:
             if not self.terms.least:
                 raise
-            warnings.warn(f"{error} The plan of least memory runs instead.", BudgetWarning, stacklevel=4)
+            warn(f"{error} The plan of least memory runs instead.", BudgetWarning)
             return carried_variant(_with_auto_solver(planner), error.min_budget, like)
 
     def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
@@ -267,7 +267,7 @@ class Calls(ABC):
         except InfeasibleBudgetError as error:
             if not self.terms.least:
                 raise
-            warnings.warn(f"{error} The plan of least memory runs instead.", BudgetWarning, stacklevel=4)
+            warn(f"{error} The plan of least memory runs instead.", BudgetWarning)
             return make_variant(_with_auto_solver(planners[-1]), error.min_budget, state)
 
     def set_budget(self, budget: Budget) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +18,7 @@ from rkgb.graphs import S_graph
 from rkgb.probe.resize import Point, resized, sizes_of
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
+from rkgb.warn import warn
 from rockmate.budget import show_bytes
 from rockmate.calls.bound import rough_bytes, rough_peak
 from rockmate.calls.calls import Calls
@@ -113,11 +113,10 @@ class CapturedCalls(Calls):
                 if not self.terms.least:
                     raise
                 self.refused = True
-                warnings.warn(
+                warn(
                     f"{self.front.name} cannot be planned for such calls, which run as they are from now on, with no "
                     f"budget: {error}",
                     BudgetWarning,
-                    stacklevel=3,
                 )
                 return self.program.forward(*arguments)
             self.front.last = self
@@ -303,11 +302,10 @@ class CapturedCalls(Calls):
                 )  # fmt: skip
                 return
             self.binding.add(kind)
-            warnings.warn(
+            warn(
                 f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
                 "which the sizes of the results did not show. Later steps like it are planned.",
                 BudgetWarning,
-                stacklevel=3,
             )
 
         look = WholeLook(_device_of(arguments), measured)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from rkgb.warn import warn_once
 from rockmate.calls.state import NO_REPLICAS
 from rockmate.errors import BudgetWarning, InputError
-from rockmate.tell import warn_once
 
 
 def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -25,6 +24,7 @@ from rkgb.device.kind import Moment
 from rkgb.graphs import Structure
 from rkgb.sample import Call
 from rkgb.storages import storage_key
+from rkgb.warn import warn, warn_once
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.captured import Captured
 from rockmate.calls.families import Family
@@ -33,7 +33,7 @@ from rockmate.calls.member import Member
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.step import StepPlan
 from rockmate.run.executor import CallState
-from rockmate.tell import LOG, warn_once
+from rockmate.tell import LOG
 from solvers import Frontier, InfeasibleError
 from solvers.sequence import Choice, Stage, choose, least_budget
 
@@ -183,7 +183,7 @@ class Steps:
             if not terms.least:
                 self.problem = InfeasibleBudgetError(message, error.min_budget)
                 return
-            warnings.warn(f"{message} The plan of least memory runs instead.", BudgetWarning, stacklevel=4)
+            warn(f"{message} The plan of least memory runs instead.", BudgetWarning)
             sequence.chosen = sequence.choose(error.min_budget)
 
     def set_budget(self) -> None:

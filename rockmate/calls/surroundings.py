@@ -6,7 +6,6 @@ import contextlib
 import random
 import sys
 import threading
-import warnings
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from types import FunctionType
@@ -22,6 +21,7 @@ from rkgb.graphs import Mode
 from rkgb.program import in_mode
 from rkgb.trace.capture import current_mode
 from rkgb.trace.patches import is_traced
+from rkgb.warn import warn
 from rockmate.errors import BudgetWarning, HookError
 
 _GLOBAL_HOOKS = {
@@ -88,21 +88,16 @@ def settings() -> tuple[Hashable, ...]:
 
 def leave_plan() -> None:
     """Say that the model itself runs."""
-    warnings.warn(
-        "under torch.func's transforms the model itself runs, and the memory budget does not hold",
-        BudgetWarning,
-        stacklevel=3,
-    )
+    warn("under torch.func's transforms the model itself runs, and the memory budget does not hold", BudgetWarning)
 
 
 def warn_of_saved_hooks() -> None:
     """Say that others' hooks of saved tensors (torch.utils.checkpoint, save_on_cpu) allocate beside the plan."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        warnings.warn(
+        warn(
             "a model with a plan was called under hooks of saved tensors (torch.utils.checkpoint, save_on_cpu): "
             "results are right, but these keep or compute tensors of their own, for which the budget has no room",
             BudgetWarning,
-            stacklevel=3,
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.errors import MeasureError
 from rkgb.graphs import Structure
 from rkgb.trace.code import Code
+from rkgb.warn import warn
 from rockmate.calls.families import Family
 from rockmate.calls.observe import CallLook, Observer
 from rockmate.calls.python_state import PythonState
@@ -133,10 +133,9 @@ def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inpu
         return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
     if observer.unsure or not _asks_for_more(wanted, observer.room, plan):
         return variant  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
-    warnings.warn(
+    warn(
         f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",
         BudgetWarning,
-        stacklevel=4,
     )
     return variant
 
@@ -233,12 +232,11 @@ class PlanCache:
             first = over > 0 and not self.dropped
             self.dropped += over
         if first:
-            warnings.warn(
+            warn(
                 f"more than {MAX_PLANS} kinds of calls (shapes, constants, modes) were planned: the plan that was not "
                 "used for longest is dropped, and made again when it is needed. Pad inputs to a few shapes, and keep "
                 "what changes at every step in tensors.",
                 PlanningWarning,
-                stacklevel=4,
             )
 
     def used(self, variant: Variant) -> None:

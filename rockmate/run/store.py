@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections import defaultdict
 
@@ -13,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rkgb.randomness import drawing_again
 from rkgb.storages import storage_key
 from rkgb.trace.capture import drop_saved
+from rkgb.warn import warn
 from rockmate.calls.surroundings import running_in
 from rockmate.errors import BudgetWarning, GoneError
 from rockmate.run.program import NodeCode, Program
@@ -183,10 +183,9 @@ class Store:
         """Say once that the budget is not promised for this call."""
         if not self.warned:
             self.warned = True
-            warnings.warn(
+            warn(
                 f"{why}: results are right, but what is kept or computed again for it may exceed the memory budget",
                 BudgetWarning,
-                stacklevel=2,
             )
 
     def changed(self, v: int, tensor: torch.Tensor) -> RuntimeError:

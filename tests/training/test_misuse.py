@@ -12,8 +12,7 @@ from against_eager import assert_same, snapshot
 from models import randn
 from torch import nn
 
-import rockmate.tell
-from rockmate import BudgetWarning, InputError, Rockmate, VariantLimitError, attach, attached
+from rockmate import BudgetWarning, InputError, Rockmate, VariantLimitError, attach, attached, detach
 
 X = randn(256, 32, seed=1)
 
@@ -23,12 +22,6 @@ def net() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [[nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)] for _ in range(3)]
     return nn.Sequential(*(layer for block in layers for layer in block))
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said once in a process is said once in each test."""
-    monkeypatch.setattr(rockmate.tell, "_warned", set())
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -143,7 +136,7 @@ def test_no_replicas_of_attached_models() -> None:
     attach(model, "1 MiB")
     with pytest.raises(InputError, match=r"DataParallel copies modules.*attach"):
         model._replicate_for_data_parallel()
-    rockmate.detach(model)
+    detach(model)
     assert attached(model._replicate_for_data_parallel()) is None
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
+import against_eager
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, step
@@ -17,7 +18,7 @@ from torch.nn.modules import module as modules
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
-from rockmate import BudgetWarning, HookError, InputError, Rockmate
+from rockmate import BudgetWarning, HookError, InputError, Rockmate, attach
 
 # ------------------------------------------------------------------------------------------- compilers
 
@@ -108,6 +109,16 @@ def test_under_transforms_the_model_itself_runs_and_says_so(way: Any) -> None:
 
     with pytest.warns(BudgetWarning, match=r"under torch\.func's transforms the model itself runs"):
         assert_trains_as_eager(net(), planned(net()), train)
+
+
+def test_warnings_name_the_users_line() -> None:
+    """Whatever of torch's lies between; TorchDynamo's own warnings are hidden, and a line of its would hide ours."""
+    model = net()
+    attach(model, planned(net()).budget, costs="flops")
+    list(step(model, (X,)))
+    with pytest.warns(BudgetWarning, match="under hooks of saved tensors") as said, torch.autograd.graph.save_on_cpu():
+        list(step(model, (X,)))
+    assert {w.filename for w in said} == {against_eager.__file__}
 
 
 # --------------------------------------------------------------------------------- hooks of all modules
@@ -202,14 +213,14 @@ def test_cached_parametrizations_while_planning() -> None:
 
 
 def test_several_calls_with_cached_parametrizations() -> None:
-    """Each call computes the weight for itself, as eager mode does without the cache."""
+    """The calls share one weight, and so one gradient of it, as in eager mode."""
     eager, model = net(), net()
     rk = planned(model)
     for m in (eager, model):
         parametrize.register_parametrization(m.head, "weight", nn.Softmax(dim=0))
 
     def train(_: nn.Module, call: nn.Module) -> Any:
-        with parametrize.cached() if call is rk else nullcontext():
+        with parametrize.cached():
             (square_loss(call(X)) + square_loss(call(X + 1))).backward()
         yield from gradients(call)
 
