@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from solvers.errors import InfeasibleError
+from solvers.pareto import evenly, front
 from solvers.text import format_bytes
 
 MOST = 4000
@@ -92,41 +93,24 @@ def choose(stages: Sequence[Stage], budget: int) -> tuple[int, ...]:
 
 
 def _cheapest(stages: Sequence[Stage], budget: int) -> tuple[int, ...] | None:
-    partials: list[_Partial | None] = [None]
+    partials: Sequence[_Partial] = [_Partial(0, 0, -1, None)]
     for stage in stages:
-        reached: list[_Partial] = []
-        for partial in partials:
-            kept, time = (partial.kept, partial.time) if partial else (0, 0)
-            reached += [
-                _Partial(kept + c.kept, time + c.time, k, partial)
-                for k, c in enumerate(stage.choices)
-                if kept + stage.highest(c) <= budget
-            ]
-        partials = list(_thinned(_undominated(reached)))
+        choices = [(k, c, budget - stage.highest(c)) for k, c in enumerate(stage.choices)]
+        reached = [
+            _Partial(p.kept + c.kept, p.time + c.time, k, p)
+            for p in partials
+            for k, c, most in choices
+            if p.kept <= most
+        ]
+        partials = evenly(front(reached, lambda p: (p.kept, p.time)), MOST)
         if not partials:
             return None
-    last = min(partials, key=lambda p: (p.time, p.kept) if p else (0, 0), default=None)
+    last = min(partials, key=lambda p: (p.time, p.kept))
     chosen: list[int] = []
-    while last is not None:
+    while last.before is not None:
         chosen.append(last.choice)
         last = last.before
     return tuple(reversed(chosen))
-
-
-def _undominated(partials: list[_Partial]) -> list[_Partial]:
-    """By rising memory, each faster than all before it."""
-    found: list[_Partial] = []
-    for p in sorted(partials, key=lambda p: (p.kept, p.time)):
-        if not found or p.time < found[-1].time:
-            found.append(p)
-    return found
-
-
-def _thinned(partials: list[_Partial]) -> list[_Partial]:
-    """At most ``MOST``, the ends among them."""
-    if len(partials) <= MOST:
-        return partials
-    return [partials[k * (len(partials) - 1) // (MOST - 1)] for k in range(MOST)]
 
 
 def least_budget(stages: Sequence[Stage], above: int = 0) -> int:

@@ -21,8 +21,8 @@ from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
 from rockmate.calls.dynamo import CONTAINERS_TOO, classes_of, hide_own_warnings, new_entry, settings, unguarded
 from rockmate.calls.front import Front, Terms
 from rockmate.calls.held import check_effects, undone_if_it_fails
-from rockmate.calls.look import end_look
-from rockmate.calls.steps import Steps, abandoned_if_it_fails
+from rockmate.calls.look import abandoned, end_look
+from rockmate.calls.steps import Steps
 from rockmate.calls.surroundings import (
     as_eager,
     check_global_hooks,
@@ -112,7 +112,7 @@ class Attachment(Front):
     @property
     def plans_made(self) -> int:
         """How many kinds of calls were planned; of steps of several graphs, how many graphs."""
-        return self._made if self._steps is None else len(self._steps.every)
+        return self._made if self._steps is None else len(self._steps.members.every)
 
     @property
     def plans_dropped(self) -> int:
@@ -294,7 +294,7 @@ class Attachment(Front):
         forward = steps.forward()
         self.inside.forward = forward
         try:
-            with abandoned_if_it_fails(forward), CONTAINERS_TOO:
+            with abandoned(forward.look), CONTAINERS_TOO:
                 result = self._run_captured(model, call, whole=False)
         finally:
             self.inside.forward = None
@@ -317,9 +317,8 @@ class Attachment(Front):
         except UnsupportedError as error:
             if self._steps is None:
                 raise
-            raise torch._dynamo.exc.SkipFrame(
-                str(error)
-            ) from error  # this code runs as it is, what it calls is captured
+            # This code runs as it is; what it calls is captured.
+            raise torch._dynamo.exc.SkipFrame(str(error)) from error
         identity = identity_of(program)
         calls = next((calls for calls in self._graphs if identity and calls.identity == identity), None)
         if calls is None:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rkgb.cost.measure import Known
 from rkgb.cost.memory import refuse_within_measurements
-from rkgb.graphs import S_graph, Structure
+from rkgb.cost.usage import Usage, supposed
+from rkgb.graphs import D_graph, S_graph, Structure
 from rkgb.probe.resize import Point, resized, sizes_of
 from rkgb.program import source_values
 from rkgb.sample import Call
@@ -38,6 +39,13 @@ from rockmate.run.executor import CallState
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
+if TYPE_CHECKING:
+    from rockmate.calls.member import Member
+
+L = TypeVar("L", "Variant", "Member")
+
+UsageOf = Callable[[D_graph], Usage]
+
 MAX_VARIANTS = 16
 """Plans for calls that differ only in what the module's Python reads from tensors."""
 
@@ -56,8 +64,12 @@ class Calls(ABC):
     # ------------------------------------------------- what a subclass knows better
 
     @abstractmethod
-    def kind(self, call: Call, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
+    def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
         """(key, parameters without gradient that need one): see ``call_key``."""
+
+    @abstractmethod
+    def sizeless(self, call: Call) -> Hashable:
+        """The key of calls that differ from this one in sizes at most."""
 
     def names(self, call: Call) -> list[str]:
         """What arguments are called in what is said of a call."""
@@ -181,61 +193,70 @@ class Calls(ABC):
     def _make_variant(self, call: Call, saved: SavedPlan | None = None) -> Variant:
         refuse_within_measurements()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
-            key, kind = (self.kind(call, sized)[0] for sized in (True, False))
-            variant = None
-            if saved is None:
-                variant = self._at_other_sizes(call, kind, report)
-            if variant is None:
-                variant = self._traced(call, kind, report, saved)
+            key, latest = self.kind(call)[0], partial(self._fitting_latest, call)
+            known = None if saved is not None else self.resized_planner(call, latest, report)
+            if known is not None:
+                planner, like = known
+                variant = self._carried(planner, replace(like, state=self.state_of(planner, call)))
+            else:
+                variant = self._traced(call, report, saved)
             variant = replace(variant, call=self.front.described(self.names(call), call.leaves))
             self.cache.add(key, variant.planner.missing, variant)
         self.front.tell(variant)
         return variant
 
-    def _traced(self, call: Call, kind: Hashable, report: Report, saved: SavedPlan | None) -> Variant:
-        """Trace the call and plan for it. Costs are measured if the graph is new."""
-        families, inputs = self.front.families, call.tensors
-
-        def known_of(s: S_graph) -> Known:
-            return self._known_of(s, families.of(s))
-
+    def _traced(self, call: Call, report: Report, saved: SavedPlan | None) -> Variant:
+        """Trace the call and plan for it; as at other sizes, where the graph came at other sizes."""
+        planner, family = self.traced_planner(call, report, saved)
+        like, inputs = self._latest(family), call.tensors
         with self.planning(call), self.module_ready():
-            planner = make_planner(self.module, call, self.terms.options, report, saved, known_of)
-            s, point = planner.graphs.S, Point(sizes_of(inputs), planner.graphs.S)
-            family = families.of(s)
-            like = None if family is None else self._latest(family)
             if like is not None:
-                planner = like.planner.at_other_sizes(s, planner.graphs.known, self.module, inputs)
+                graphs = planner.graphs
+                planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs)
             planners = [as_before(planner, self.last, self.module, inputs), planner]
         state = self.state_of(planner, call)
         if like is not None:
             variant = self._carried(planner, replace(like, state=state))
         else:
             variant = self._first(list(dict.fromkeys(planners)), state)
-        if family is None:
-            family = families.new(planner, point)
-        else:
-            family.add(point)
-        family.kinds.add(kind)
         family.learn(variant.planner, variant.plan)
         return replace(variant, family=family)
 
-    def _at_other_sizes(self, call: Call, kind: Hashable, report: Report) -> Variant | None:
-        """The plan for a call that runs a known graph at sizes that did not come before, without a trace; None if that
-        graph does not compute what the module computes there.
+    def traced_planner(
+        self, call: Call, report: Report, saved: SavedPlan | None = None, usage_of: UsageOf = supposed
+    ) -> tuple[Planner, Family]:
+        """Trace the call: a planner for it, and the family of its graph. Costs are measured if the graph is new."""
+        families, sizeless = self.front.families, self.sizeless(call)
+
+        def known_of(s: S_graph) -> Known:
+            return self._known_of(s, families.of(s))
+
+        with self.planning(call), self.module_ready():
+            planner = make_planner(self.module, call, self.terms.options, report, saved, known_of, usage_of)
+        family = families.of(planner.graphs.S) or families.new(planner)
+        family.add(Point(sizes_of(call.tensors), planner.graphs.S))
+        family.kinds.add(sizeless)
+        return planner, family
+
+    def resized_planner(
+        self, call: Call, latest: Callable[[Family], L | None], report: Report
+    ) -> tuple[Planner, L] | None:
+        """A planner for a call that runs a known graph at sizes that did not come before, without a trace; and the
+        ``latest`` that was planned for that graph, which it is like.
+
+        None if no known graph computes what the module computes there.
         """
-        for family in self.front.families.running(kind):
-            like = self._latest(family)
-            if like is None or not self.fitting([like], call):
+        for family in self.front.families.running(self.sizeless(call)):
+            like = latest(family)
+            if like is None:
                 continue
             report("resize", 0.0)
             with self.planning(call), self.module_ready():
                 s = resized(family.points, family.skeleton, self.module, call)
-                if s is None:
-                    continue
-                like.planner.report = report
-                planner = like.planner.at_other_sizes(s, self._known_of(s, family), self.module, call.tensors)
-            return self._carried(planner, replace(like, state=self.state_of(planner, call)))
+                if s is not None:
+                    like.planner.report = report
+                    known = self._known_of(s, family)
+                    return like.planner.at_other_sizes(s, known, self.module, call.tensors), like
         return None
 
     def _known_of(self, s: S_graph, family: Family | None) -> Known:
@@ -249,6 +270,11 @@ class Calls(ABC):
     def _latest(self, family: Family) -> Variant | None:
         """The plan of this graph that was used last."""
         return next((v for v in self.cache.variants() if v.family is family), None)
+
+    def _fitting_latest(self, call: Call, family: Family) -> Variant | None:
+        """The same, if Python outside of tensors allows it for ``call``."""
+        like = self._latest(family)
+        return like if like is not None and self.fitting([like], call) else None
 
     def _carried(self, planner: Planner, like: Variant) -> Variant:
         """See ``carried_variant``; if no plan fits, and the terms say so, the plan of least memory."""

@@ -5,47 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from rkgb.cost.measure import Known
-from rkgb.cost.memory import refuse_within_measurements
 from rkgb.errors import GraphError
-from rkgb.graphs import S_graph
-from rkgb.probe.resize import Point, resized, sizes_of
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
-from rockmate.calls.bound import rough_bytes, rough_peak
+from rockmate.calls.bound import rough_peak
 from rockmate.calls.calls import Calls
 from rockmate.calls.captured import Captured, captured_sources
-from rockmate.calls.families import Family
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import WholeLook
-from rockmate.calls.member import NO_ROOM, Member, carried_schedules, choice_of, outside, same_constants, schedules_of
 from rockmate.calls.numbers import split
-from rockmate.calls.steps import Forward, Steps
+from rockmate.calls.steps import Forward
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
-from rockmate.planning.planner import Planner
-from rockmate.planning.prepare import make_planner
-from rockmate.planning.problem import problem_of
-from rockmate.progress import Progress, Report
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
-from solvers.interrupts import Heeded
-
-SMALL, VARYING = 100, 16
-"""Among the graphs of a step, one all of whose results take no more than this part of the budget runs as it is: the
-first number is for all graphs, the second for those whose sizes differ in every step, as they follow from values."""
-
-MANY_SIZES = 3
-"""Sizes of a graph, from which on they are said to be others in every step."""
 
 
 class Planned(Exception):
@@ -122,104 +103,15 @@ class CapturedCalls(Calls):
             self.front.last = self
             return self.split.joined(results, numbers) if self.split else results
 
-    # -------------------------------------------------------------- one of several graphs of a step
-
     def _run_in_step(
         self, forward: Forward, call: Call, inputs: Sequence[Any], numbers: Any, arguments: tuple[Any, ...]
     ) -> Any:
         """Run this graph as its step's plan says; small ones run as they are."""
-        key, missing = self.kind(call)
-        steps = forward.steps
-        member = next((m for m in steps.members.get(key, ()) if missing <= m.planner.missing), None)
-        if member is None and key not in steps.small:
-            member = self._larger_member(steps, call, missing)
-        if member is None and key not in steps.small:
-            if self._is_small(steps, call, arguments):
-                steps.run_as_it_is(key)
-            else:
-                forward.mark("plan", len(forward.ran))
-                member = self._member(steps, call, key)
-                forward.mark("planned", len(forward.ran))
+        member = forward.member(self, call, arguments)
         if member is None:
-            forward.small += 1
             return self.program.forward(*arguments)
         results = forward.run(self, call, member, inputs)
         return self.split.joined(results, numbers) if self.split else results
-
-    def _larger_member(self, steps: Steps, call: Call, missing: frozenset[str]) -> Member | None:
-        """A member of larger sizes whose program is the same at these."""
-        kind = self.kind(call, sized=False)[0]
-        for member in steps.of_any_size.get(kind, ()):
-            if missing <= member.planner.missing and member.covers(call):
-                return member
-        return None
-
-    def _is_small(self, steps: Steps, call: Call, arguments: tuple[Any, ...]) -> bool:
-        """Whether planning this graph would gain next to nothing."""
-        budget = self.terms.bytes_known(_device_of(arguments)) or self.front.parameter_bytes
-        varies = steps.sizes[self.kind(call, sized=False)[0]] >= MANY_SIZES
-        return rough_bytes(self.program, arguments) * (VARYING if varies else SMALL) <= budget
-
-    def _member(self, steps: Steps, call: Call, key: Hashable) -> Member | None:
-        """Plan this graph as a part of longer steps; None if that cannot be done."""
-        refuse_within_measurements()
-        try:
-            with TRACING, Heeded(), Progress(self.terms.progress) as report:
-                kind = self.kind(call, sized=False)[0]
-                member = self._resized_member(steps, call, kind, report) or self._traced_member(call, kind, report)
-        except (GraphError, CannotBeCalledError) as error:
-            LOG.info("%s: a graph of the step runs as it is, since it cannot be planned: %s", self.front.name, error)
-            steps.run_as_it_is(key)
-            return None
-        steps.sizes[kind] += 1
-        if member.of_any_size:
-            steps.of_any_size.setdefault(kind, []).insert(0, member)
-        member.base = next(
-            (m for m in steps.every if m.family is member.family and m.base is m and m.covers(call)), member
-        )
-        steps.remember(key, member)
-        steps.news = steps.news or member.base is member
-        return member
-
-    def _resized_member(self, steps: Steps, call: Call, kind: Hashable, report: Report) -> Member | None:
-        for family in self.front.families.running(kind):
-            like = steps.latest.get(family)
-            if like is None:
-                continue
-            report("resize", 0.0)
-            with self.planning(call), self.module_ready():
-                s = resized(family.points, family.skeleton, self.module, call)
-                if s is None:
-                    continue
-                planner = like.planner.at_other_sizes(s, self._known_of(s, family), self.module, call.tensors)
-            return self._made_member(planner, call, family, like)
-        return None
-
-    def _traced_member(self, call: Call, kind: Hashable, report: Report) -> Member:
-        families = self.front.families
-
-        def known_of(s: S_graph) -> Known:
-            return self._known_of(s, families.of(s))
-
-        with self.planning(call), self.module_ready():
-            planner = make_planner(self.module, call, self.terms.options, report, None, known_of, outside)
-        point = Point(sizes_of(call.tensors), planner.graphs.S)
-        family = families.of(planner.graphs.S)
-        if family is None:
-            family = families.new(planner, point)
-        else:
-            family.add(point)
-        family.kinds.add(kind)
-        return self._made_member(planner, call, family, None)
-
-    def _made_member(self, planner: Planner, call: Call, family: Family, like: Member | None) -> Member:
-        planner = replace(planner, room=NO_ROOM, problem=problem_of(planner.graphs, NO_ROOM))
-        schedules = schedules_of(planner) if like is None else carried_schedules(planner, like.schedules)
-        choices = tuple(choice_of(planner.problem, plan, planner.beside) for plan in schedules)
-        said = self.front.described(self.names(call), call.leaves)
-        free = like is not None and same_constants(planner.graphs.S, like.planner.graphs.S)
-        shapes = tuple(tuple(t.shape) for t in call.tensors)
-        return Member(planner, said, family, schedules, choices, shapes, free)
 
     @contextmanager
     def _in_call(self, inputs: Sequence[Any]) -> Iterator[None]:
@@ -239,12 +131,13 @@ class CapturedCalls(Calls):
         """As in ``Calls``; nothing is looked up in modules."""
         return self.module.values_of(variant.program.s.d.sources, inputs, self.now.inputs)
 
-    def kind(self, call: Call, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
-        """As in ``Calls``; a plan is for one graph. Without sizes, numbers that a graph is given do not count."""
-        missing = self.module.missing_among(self.now.inputs)
-        if not sized:
-            return call_key(call.tensors, None, sized), missing
-        return (id(self), call_key(call.leaves, None)), missing
+    def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
+        """As in ``Calls``; a plan is for one graph."""
+        return (id(self), call_key(call.leaves, None)), self.module.missing_among(self.now.inputs)
+
+    def sizeless(self, call: Call) -> Hashable:
+        """As in ``Calls``; numbers that a graph is given do not count."""
+        return call_key(call.tensors, None, sized=False)
 
     def computed(self, variant: Variant, call: Call) -> tuple[Any, list[torch.Tensor], CallState | None]:
         """As in ``Calls``; where the plan is what the captured program does, that runs as it is."""

@@ -80,9 +80,9 @@ class Families:
         """The family of a graph, under the settings of now."""
         return self._of.get((skeleton(s), settings()))
 
-    def new(self, planner: Planner, point: Point) -> Family:
+    def new(self, planner: Planner) -> Family:
         """A graph that was measured for ``planner``."""
-        family = Family(skeleton(point.s), planner, [point])
+        family = Family(skeleton(planner.graphs.S), planner, [])
         self._of[family.skeleton, settings()] = family
         return family
 

@@ -16,6 +16,7 @@ from rockmate.planning.room import Room
 from rockmate.run.compiled import compile_schedule
 from rockmate.run.program import Program
 from solvers import ChainPlan, ChainPlanner, Loss, Problem, keep_everything, walk
+from solvers.pareto import evenly, undominated
 from solvers.sequence import Choice
 
 MOST_CHOICES = 32
@@ -45,7 +46,7 @@ class Member:
     choices: tuple[Choice, ...]
     shapes: tuple[tuple[int, ...], ...]
     of_any_size: bool
-    programs: dict[int, Program] = field(default_factory=dict)
+    _programs: dict[int, Program | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.base = self
@@ -68,16 +69,13 @@ class Member:
             for size, most in zip(t.shape, shape, strict=True)
         )
 
-    def program(self, k: int) -> Program:
-        """The program of choice ``k``."""
-        if k not in self.programs:
-            self.programs[k] = compile_schedule(self.planner.graphs.K, self.schedules[k].schedule)
-        return self.programs[k]
-
-    def is_plain(self, k: int) -> bool:
-        """Whether choice ``k`` is the captured program: nothing runs again, or in another order."""
-        order = [op for node in self.planner.graphs.S.nodes for op in node.ops]
-        return not self.schedules[k].walk.recompute and self.program(k).undo.last < 0 and order == sorted(order)
+    def program(self, k: int) -> Program | None:
+        """The program of choice ``k``; None if it is the captured program: nothing runs again, or in another order."""
+        if k not in self._programs:
+            program = compile_schedule(self.planner.graphs.K, self.schedules[k].schedule)
+            plain = not self.schedules[k].walk.recompute and program.undo.last < 0
+            self._programs[k] = None if plain and self.planner.graphs.S.in_order else program
+        return self._programs[k]
 
     def plan(self, k: int, budget: int) -> Plan:
         """Choice ``k`` as a plan, for people."""
@@ -127,20 +125,11 @@ def choice_of(problem: Problem, plan: ChainPlan, beside: int) -> Choice:
 
 def _selected(problem: Problem, plans: list[ChainPlan], beside: int) -> list[ChainPlan]:
     """Those that no other beats, evenly taken by what they keep if there are many."""
-    measured = sorted(
-        ((choice_of(problem, plan, beside), plan) for plan in plans), key=lambda x: (x[0].kept, x[0].time)
-    )
-    found: list[tuple[Choice, ChainPlan]] = []
-    for choice, plan in measured:
-        if not any(_beats(other, choice) for other, _ in found):
-            found = [(c, p) for c, p in found if not _beats(choice, c)] + [(choice, plan)]
+    measured = [(choice_of(problem, plan, beside), plan) for plan in plans]
+    found = undominated(measured, lambda x: (x[0].kept, x[0].time, x[0].forward, x[0].backward))
     if len(found) > MOST_CHOICES:
-        least = min(range(len(found)), key=lambda k: _need(found[k][0]))
-        fastest = min(range(len(found)), key=lambda k: found[k][0].time)
-        evenly = {k * (len(found) - 1) // (MOST_CHOICES - 1) for k in range(MOST_CHOICES)}
-        found = [found[k] for k in sorted(evenly | {least, fastest})]
+        least = min(found, key=lambda x: _need(x[0]))
+        fastest = min(found, key=lambda x: x[0].time)
+        few = [*evenly(found, MOST_CHOICES), least, fastest]
+        found = [x for x in found if any(x is y for y in few)]
     return [plan for _, plan in found]
-
-
-def _beats(a: Choice, b: Choice) -> bool:
-    return a.kept <= b.kept and a.forward <= b.forward and a.backward <= b.backward and a.time <= b.time

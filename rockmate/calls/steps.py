@@ -7,29 +7,23 @@ schedule that ``solvers.sequence.choose`` gives it. A step that leaves out some 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import weakref
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
 
 from rkgb.cost.memory import storage_bytes
 from rkgb.device.kind import Moment
-from rkgb.graphs import Structure
 from rkgb.sample import Call
 from rkgb.storages import storage_key
 from rkgb.warn import warn, warn_once
 from rockmate.budget import Budget, show_bytes
-from rockmate.calls.captured import Captured
-from rockmate.calls.families import Family
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Member
+from rockmate.calls.members import Members
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.step import StepPlan
 from rockmate.run.executor import CallState
@@ -38,6 +32,7 @@ from solvers import Frontier, InfeasibleError
 from solvers.sequence import Choice, Stage, choose, least_budget
 
 if TYPE_CHECKING:
+    from rockmate.calls.captured_calls import CapturedCalls
     from rockmate.calls.front import Front
 
 MOST_LOOKS = 16
@@ -46,21 +41,8 @@ MOST_LOOKS = 16
 SEEN = 4
 """Steps of one sequence that are observed, where sizes follow from values, so that no step is like another."""
 
-MOST_KINDS = 256
-"""Kinds of calls that are remembered, unless no other can stand for them."""
-
 MOST_SEQUENCES = 16
 """Sequences of graphs that are remembered."""
-
-
-class Graph(Protocol):
-    """A captured graph: see ``rockmate.calls.captured_calls.CapturedCalls``."""
-
-    tensors: fx.GraphModule
-    module: Captured
-
-    def returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
-        """What the graph returns, from its program's outputs."""
 
 
 _NOTHING = Choice(0, 0, 0, 0)
@@ -117,22 +99,12 @@ class Steps:
     """The steps of one model. ``known``: sequences of graphs, the longest first. ``problem``: why no plan fits."""
 
     def __init__(self, front: Front) -> None:
-        self.front = front
-        self.members: dict[Hashable, list[Member]] = {}
-        self.latest: dict[Family, Member] = {}
-        self.small: set[Hashable] = set()  # kinds of calls that run as they are
-        self.of_any_size: dict[Hashable, list[Member]] = {}  # by kinds of calls, sizes apart; the last one first
-        self.sizes: Counter[Hashable] = Counter()  # members of each kind of call, sizes apart
+        self.front, self.members = front, Members(front)
         self.known: list[GraphSequence] = []
         self.last: GraphSequence | None = None
         self.problem: InfeasibleBudgetError | None = None
         self.news = True  # the next step is to be observed
         self.looks = 0
-
-    @property
-    def every(self) -> list[Member]:
-        """All members, in the order in which they came."""
-        return list(dict.fromkeys(member for members in self.members.values() for member in members))
 
     def forward(self) -> Forward:
         """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
@@ -140,8 +112,9 @@ class Steps:
             raise self.problem
         look = None
         end_look()
-        if self.news and self.every and self.looks < MOST_LOOKS and StepLook.possible():
-            look = StepLook(_device(self.every[0]), lambda moments: None)
+        every = self.members.every if self.news else []
+        if every and self.looks < MOST_LOOKS and StepLook.possible():
+            look = StepLook(every[0].planner.device, lambda moments: None)
         return Forward(self, look)
 
     def learn(self, forward: Forward, moments: list[Moment]) -> None:
@@ -168,7 +141,9 @@ class Steps:
         """Choose for the budget of now."""
         terms = self.front.terms
         if isinstance(terms.budget, Budget):
-            terms.budget = terms.budget.bytes(_Settled(sequence.plan.predicted_peak, _device(sequence.members[0])))
+            terms.budget = terms.budget.bytes(
+                _Settled(sequence.plan.predicted_peak, sequence.members[0].planner.device)
+            )
         sequence.budget = terms.budget
         try:
             sequence.chosen = sequence.choose(terms.budget)
@@ -202,21 +177,6 @@ class Steps:
         points = ((budget, replace(plan, chosen=choose(stages, budget)).predicted_overhead) for budget in budgets)
         return Frontier(low, high, tuple(points))
 
-    def remember(self, key: Hashable, member: Member) -> None:
-        """``member`` is for calls of this kind. Of many kinds, the oldest ones go that a larger member stands for."""
-        self.members.setdefault(key, []).append(member)
-        self.latest[member.family] = member
-        if len(self.members) > MOST_KINDS:
-            spare = (k for k, found in self.members.items() if k != key and all(m.base is not m for m in found))
-            for oldest in list(itertools.islice(spare, 1)):
-                del self.members[oldest]
-
-    def run_as_it_is(self, key: Hashable) -> None:
-        """Calls of this kind need no plan."""
-        if len(self.small) > MOST_KINDS:
-            self.small.clear()
-        self.small.add(key)
-
 
 _POINTS = 16
 
@@ -247,10 +207,6 @@ class _Settled:
 
     eager_peak: int
     device: torch.device
-
-
-def _device(member: Member) -> torch.device:
-    return member.planner.device
 
 
 class Forward:
@@ -317,16 +273,33 @@ class Forward:
             if place is not None:
                 yield sequence, {**places, place: len(self.ran)}
 
-    def run(self, graph: Graph, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
+    def member(self, graph: CapturedCalls, call: Call, arguments: tuple[Any, ...]) -> Member | None:
+        """The member for such a call, made if there is none; None if the graph runs as it is."""
+        members, (key, missing) = self.steps.members, graph.kind(call)
+        member = members.find(key, missing)
+        if member is None and key not in members.as_they_are:
+            sizeless = graph.sizeless(call)
+            member = members.larger(sizeless, missing, call)
+            if member is None and members.is_small(graph, sizeless, arguments):
+                members.run_as_it_is(key)
+            elif member is None:
+                self.mark("plan", len(self.ran))
+                member = members.make(graph, call, key, sizeless)
+                self.mark("planned", len(self.ran))
+                self.steps.news |= member is not None and member.base is member
+        self.small += member is None
+        return member
+
+    def run(self, graph: CapturedCalls, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
         """Run a graph; what it returns."""
         k, i = self.choice(member), len(self.ran)
         self.ran.append((member, k))
         self.mark("begin", i)
         state = None
-        if member.is_plain(k):
+        program = member.program(k)
+        if program is None:
             result = graph.tensors.forward(*inputs)
         else:
-            program = member.program(k)
             state = CallState(program, graph.module.values_of(program.s.d.sources, call.tensors, inputs))
             result = graph.returned(program.s.d.structure, state.forward())
         self.states.append(None if state is None else weakref.ref(state))
@@ -399,14 +372,3 @@ class Forward:
 def _skipped(places: dict[int, int]) -> int:
     """How many graphs of a sequence were left out so far."""
     return max(places) + 1 - len(places)
-
-
-@contextlib.contextmanager
-def abandoned_if_it_fails(forward: Forward) -> Iterator[None]:
-    """Where forward fails nothing is observed."""
-    try:
-        yield
-    except BaseException:
-        if forward.look is not None:
-            forward.look.abandon()
-        raise

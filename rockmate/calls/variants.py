@@ -55,9 +55,8 @@ class Variant:
     @cached_property
     def is_plain(self) -> bool:
         """Whether the plan is the traced program: nothing runs again, in another order, or is compared."""
-        order = [op for node in self.plan.graph.s.nodes for op in node.ops]
         watched = self.program.exceeding or self.program.undo.last >= 0
-        return not self.plan.recomputed and not watched and order == sorted(order)
+        return not self.plan.recomputed and not watched and self.plan.graph.s.in_order
 
     def look(self) -> CallLook | None:
         """A close look at the call that begins now, if there is to be one."""

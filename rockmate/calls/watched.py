@@ -25,10 +25,14 @@ class WatchedCalls(Calls):
         super().__init__(module, front)
         self._unwatched: set[Place] = set()
 
-    def kind(self, call: Call, sized: bool = True) -> tuple[Hashable, frozenset[str]]:
+    def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
         """As in ``Calls``; attributes of modules, classes, hooks and ties are part of the key."""
         modules, missing = module_key(self.module)
-        return (call_key(call.leaves, call.spec, sized), modules), missing
+        return (call_key(call.leaves, call.spec), modules), missing
+
+    def sizeless(self, call: Call) -> Hashable:
+        """As in ``Calls``."""
+        return call_key(call.leaves, call.spec, sized=False), module_key(self.module)[0]
 
     def fitting(self, found: list[Variant], call: Call) -> list[Variant]:
         """Those for which the objects that the code can read are as they were."""

@@ -18,6 +18,7 @@ from math import inf
 from solvers.block.block import BlockView, Figures, Reruns, Solved, block_view, figures
 from solvers.block.useful import late_runs, useful_nodes
 from solvers.milp.options import SolverOptions
+from solvers.pareto import undominated
 from solvers.problem import Block, Problem
 from solvers.work import Work
 
@@ -239,15 +240,8 @@ def _is_fresh(costs: Figures) -> bool:
 
 def pareto(options: Iterable[Option]) -> tuple[Option, ...]:
     """The options that no other beats in save, backward peak and time, by time. Only fresh ones beat fresh ones."""
-    kept: list[Option] = []
-    for o in sorted(options, key=lambda o: (o.time, o.save, o.backward_peak, not o.fresh, not o.optimal)):
-        if not any(_beats(k, o) for k in kept):
-            kept.append(o)
-    return tuple(kept)
-
-
-def _beats(k: Option, o: Option) -> bool:
-    return k.fresh >= o.fresh and k.time <= o.time and k.save <= o.save and k.backward_peak <= o.backward_peak
+    proven_first = sorted(options, key=lambda o: not o.optimal)
+    return tuple(undominated(proven_first, lambda o: (o.time, o.save, o.backward_peak, not o.fresh)))
 
 
 def block_options(problem: Problem, block: Block, grid: Grid | None = None) -> tuple[Option, ...]:

@@ -12,7 +12,7 @@ is not claimed to be optimal. ``lower_bound`` says how far from the best of all 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,7 @@ from solvers.chain.expand import expand
 from solvers.chain.table import ChainTable
 from solvers.errors import InfeasibleError
 from solvers.liveness import drop_useless_runs, with_deletes
+from solvers.pareto import evenly, front
 from solvers.problem import Problem
 from solvers.schedule import Schedule
 from solvers.solution import Frontier
@@ -176,7 +177,7 @@ class ChainPlanner:
 
     def frontier(self) -> Frontier:
         """Time against memory for all budgets. No schedule of any class needs less than its ``lower``."""
-        solutions = _cheapest_per_peak(self.walked())
+        solutions = front(self.walked(), lambda s: (s.peak, s.time))
         keep = walk(self.problem, keep_everything(self.problem))
         points = tuple((s.peak, s.overhead) for s in solutions)
         return Frontier(solutions[0].peak, keep.peak, points, least_budget(self.problem)[0])
@@ -235,7 +236,7 @@ class _Candidates:
 
     def all(self) -> list[ChainPlan]:
         """``WALKS`` candidates at even distances, and those walked before."""
-        for k in _evenly(range(len(self.points)), WALKS):
+        for k in evenly(range(len(self.points)), WALKS):
             self.at(k)
         return list(self.walked.values())
 
@@ -250,19 +251,3 @@ class _Candidates:
                 high = middle
         near = [self.at(k) for k in range(max(0, low - NEIGHBOURS), min(len(self.points), low + NEIGHBOURS))]
         return min((s for s in near if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
-
-
-def _evenly(points: Sequence[int], most: int) -> Sequence[int]:
-    """At most ``most`` of ``points``, both ends among them."""
-    if len(points) <= most:
-        return points
-    return [points[index * (len(points) - 1) // (most - 1)] for index in range(most)]
-
-
-def _cheapest_per_peak(solutions: list[ChainPlan]) -> list[ChainPlan]:
-    """Solutions by rising peak, each cheaper than all before it."""
-    kept: list[ChainPlan] = []
-    for s in sorted(solutions, key=lambda s: (s.peak, s.time)):
-        if not kept or s.time < kept[-1].time:
-            kept.append(s)
-    return kept
