@@ -149,7 +149,10 @@ def _recorded(
 
 
 def is_pure(model: torch.nn.Module) -> bool:
-    """Whether the class of ``model`` says that its Python only calls operations on tensors, and needs no watching."""
+    """Whether the class of ``model`` says that its Python only calls operations on tensors, and needs no watching.
+
+    Such a module has ``operations``: how often it calls each of them.
+    """
     return bool(getattr(type(model), "pure", False))
 
 

@@ -12,7 +12,7 @@ from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_
 from solvers.block.ilp import Grid, Option, block_options
 from solvers.chain.bound import lower_bound
 from solvers.chain.chain import ChainPlan, ChainPlanner, solve_chain
-from solvers.chain.costs import SolvedViews
+from solvers.chain.costs import Options, SolvedViews
 from solvers.chain.refine import improve
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
 from solvers.files.files import format_problem, parse_problem, read_problem, write_problem
@@ -47,6 +47,7 @@ __all__ = [
     "Loss",
     "Node",
     "Option",
+    "Options",
     "Problem",
     "ProblemError",
     "Progress",

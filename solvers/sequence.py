@@ -66,6 +66,27 @@ class Stage:
         return max(self.before + choice.forward, self.after + choice.kept, self.beside + choice.backward, self.rest)
 
 
+def fastest(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """The choice of each stage that takes the least time."""
+    return tuple(min(range(len(s.choices)), key=lambda k: (s.choices[k].time, s.choices[k].kept)) for s in stages)
+
+
+def peak_of(stages: Sequence[Stage], chosen: Sequence[int]) -> int:
+    """Bytes at the worst moment of a step that runs these choices."""
+    kept, peak = 0, 0
+    for stage, k in zip(stages, chosen, strict=True):
+        peak = max(peak, kept + stage.highest(stage.choices[k]))
+        kept += stage.choices[k].kept
+    return peak
+
+
+def overhead_of(stages: Sequence[Stage], chosen: Sequence[int]) -> float:
+    """Time that runs again with these choices, as a fraction of the graphs' time without recomputation."""
+    time = sum(stage.choices[k].time for stage, k in zip(stages, chosen, strict=True))
+    least = sum(min(c.time for c in stage.choices) for stage in stages)
+    return time / least - 1 if least else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Partial:
     kept: int

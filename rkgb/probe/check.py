@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rkgb.Btools import is_pure
 from rkgb.Dtools import Probed, probe
 from rkgb.errors import MismatchError
 from rkgb.graphs import B_graph, D_graph, Node
@@ -34,11 +35,15 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
 
     The run is made on the sample, ``call``, with its rows in another order. If the module reads values
     (guards), cannot be called with these values, or has sizes that depend on them, the run is made on the sample
-    itself, for which the module returned ``expected``.
+    itself, for which the module returned ``expected``. So is that of a module without Python of its own, which cannot
+    depend on values.
 
     Raises:
         MismatchError: an output differs in a bit, though the module gives the same bits in every run.
     """
+    if is_pure(model):
+        probed = probe(b, model, call.tensors)
+        return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"), _operations(model))
     other = _shifted(call)
     theirs, ran = _outputs_if_any(b, model, other)
     stale = changed_again(model, b.structure.sets)
@@ -54,10 +59,10 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
             notes = _compare(b, model, other, probed, theirs, "when the values of the sample are others")
             values = probed.graph.values
             if not probed.numbers_read and all(values[v].shape == x for v, x in b.shapes.items() if v in values):
-                return _noted(probed.graph, notes, ran)
+                return _noted(probed.graph, notes, ran.operators)
     del other, theirs
     probed = probe(b, model, call.tensors)
-    return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"), ran)
+    return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"), ran.operators)
 
 
 def same_as_module(
@@ -69,7 +74,8 @@ def same_as_module(
     traced; and the arguments that are no tensors, since some have no effect on these values.
     """
     theirs, ran = _outputs_if_any(b, model, call)
-    if theirs is None or not before or ran.operators != before or not ran.got_arguments_of(ours):
+    now = _operations(model) if is_pure(model) else ran.operators
+    if theirs is None or not before or now != before or not ran.got_arguments_of(ours):
         return False
     try:
         _compare(b, model, call, probed, theirs, "")
@@ -78,8 +84,13 @@ def same_as_module(
     return True
 
 
-def _noted(d: D_graph, notes: tuple[str, ...], ran: OperatorCount) -> D_graph:
-    return dataclasses.replace(d, notes=(*d.notes, *notes), operator_counts=ran.operators)
+def _operations(pure: torch.nn.Module) -> Mapping[str, int]:
+    operations: Mapping[str, int] = pure.operations  # type: ignore[assignment]
+    return operations
+
+
+def _noted(d: D_graph, notes: tuple[str, ...], operators: Mapping[str, int]) -> D_graph:
+    return dataclasses.replace(d, notes=(*d.notes, *notes), operator_counts=operators)
 
 
 def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Call) -> tuple[list[torch.Tensor] | None, OperatorCount]:

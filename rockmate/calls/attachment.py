@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +16,20 @@ from rkgb.errors import GraphError, UnsupportedError
 from rkgb.sample import Call
 from rkgb.warn import warn, warn_once
 from rockmate.budget import parse_budget, show_bytes
-from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
-from rockmate.calls.captured_calls import CapturedCalls, Planned, identity_of
-from rockmate.calls.dynamo import CONTAINERS_TOO, classes_of, hide_own_warnings, new_entry, settings, unguarded
+from rockmate.calls.capture import Capture
+from rockmate.calls.captured_calls import Planned
+from rockmate.calls.dynamo import CONTAINERS_TOO
 from rockmate.calls.front import Front, Terms
-from rockmate.calls.held import check_effects, undone_if_it_fails
+from rockmate.calls.held import undone_if_it_fails
 from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.steps import Steps
 from rockmate.calls.surroundings import (
-    as_eager,
     check_global_hooks,
     is_recorded,
     is_transformed,
-    keep_draws_of_other_threads,
     leave_plan,
     modes_again,
     modes_suspended,
-    modules_that_ask,
-    put_back_if_it_fails,
     warn_of_saved_hooks,
     without_global_hooks,
 )
@@ -47,10 +43,9 @@ from rockmate.planning.prepare import NOTHING_COMPUTED
 from rockmate.planning.step import StepPlan
 from rockmate.tell import LOG, described
 from solvers import Frontier
-from solvers.interrupts import Heeded
 
 if TYPE_CHECKING:
-    from torch import fx
+    pass
 
 
 @dataclass(frozen=True)
@@ -67,18 +62,12 @@ class Attachment(Front):
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
         super().__init__(type(model).__name__, terms)
         self._model = weakref.ref(model)
-        self._graphs: list[CapturedCalls] = []
+        self._capture = Capture(self)
         self._direct: WatchedCalls | None = None
         self._steps: Steps | None = None  # where a call is several graphs
         self._why: Exception | None = None  # a call cannot be captured as one graph
         self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         self.reason = ""
-        self._compiled: Callable[..., Any] | None = None
-        self._settings: dict[str, Any] = {}
-        self._asking: list[Any] = []
-        self._classes: list[type] = []  # of the model's modules
-        self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
-        self._entry = new_entry()
         self._signature: inspect.Signature | None = None
         self._refused = False
         self._lazy = any(hasattr(type(m), "cls_to_become") for m in model.modules())  # layers that have no sizes yet
@@ -125,7 +114,7 @@ class Attachment(Front):
         self._check_place()
         if self._steps is not None:
             return [PlannedCall((f"{len(s.members)} graphs",), s.plan) for s in self._steps.known]
-        free = (call for calls in self._graphs for call, _ in calls.spacious.values())
+        free = (call for calls in self._capture.graphs for call, _ in calls.spacious.values())
         return [*(PlannedCall(v.call, v.plan) for v in self.cache.variants()), *(PlannedCall(c, None) for c in free)]
 
     @property
@@ -144,7 +133,7 @@ class Attachment(Front):
             self.terms.budget = wanted
         else:
             self.last.set_budget(wanted)
-        for calls in self._graphs:
+        for calls in self._capture.graphs:
             calls.spacious.clear()
             calls.free = False
             calls.binding.clear()
@@ -175,12 +164,10 @@ class Attachment(Front):
         model = self._model()
         if model is not None and model.__dict__.get("_compiled_call_impl") is self:
             del model._compiled_call_impl
-        if self._compiled is not None:
-            torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
-        self._graphs.clear()
+        self._capture.clear()
         self.cache.clear()
         self.families.clear()
-        self._direct = self._steps = self._compiled = self._why = self.last = None
+        self._direct = self._steps = self._why = self.last = None
 
     def __reduce__(self) -> Any:
         """Copies and pickles plan again at their first call."""
@@ -258,7 +245,7 @@ class Attachment(Front):
             return self._run_in_steps(model, call, self._steps)
         try:
             self.inside.ran = False  # whether the capture is over, and what it made runs
-            return self._run_captured(model, call, whole=True)
+            return self._capture.run(model, call, whole=True)
         except Exception as error:
             if self.inside.ran:
                 raise
@@ -266,28 +253,8 @@ class Attachment(Front):
         if self.only_plans or self.terms.always:
             return self._run_directly(model, call, self._why)
         self.reason = _first_line(self._why)
-        self._compiled, self._steps = None, Steps(self)
-        self._graphs.clear()
+        self._steps = Steps(self)
         return self._run_in_steps(model, call, self._steps)
-
-    def _run_captured(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
-        """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
-        import torch._dynamo
-
-        if self._compiled is not None and self._unguarded != unguarded(self._classes):
-            torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
-            self._compiled = None  # captures of inner functions are known by the backend
-        if self._compiled is None:
-            self._settings, self._asking = settings(whole), modules_that_ask()
-            self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
-        hide_own_warnings()
-        with (
-            Heeded(),
-            torch._dynamo.config.patch(self._settings),
-            as_eager(self._asking),
-            put_back_if_it_fails(),
-        ):
-            return self._compiled(model, call.args, call.kwargs)
 
     def _run_in_steps(self, model: torch.nn.Module, call: Call, steps: Steps) -> Any:
         """TorchDynamo captures a call as several graphs, which are planned together."""
@@ -295,7 +262,7 @@ class Attachment(Front):
         self.inside.forward = forward
         try:
             with abandoned(forward.look), CONTAINERS_TOO:
-                result = self._run_captured(model, call, whole=False)
+                result = self._capture.run(model, call, whole=False)
         finally:
             self.inside.forward = None
         forward.over()
@@ -307,36 +274,6 @@ class Attachment(Front):
                 BudgetWarning,
             )
         return result
-
-    def captured(self, program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        """The backend that TorchDynamo calls with what it has captured."""
-        self._classes = classes_of(self.model)
-        self._unguarded = unguarded(self._classes)
-        try:
-            check_capture(program)
-        except UnsupportedError as error:
-            if self._steps is None:
-                raise
-            # This code runs as it is; what it calls is captured.
-            raise torch._dynamo.exc.SkipFrame(str(error)) from error
-        identity = identity_of(program)
-        calls = next((calls for calls in self._graphs if identity and calls.identity == identity), None)
-        if calls is None:
-            calls = CapturedCalls(program, identity, self)
-            self._graphs.append(calls)
-        found = weakref.ref(calls)  # what it makes of this, TorchDynamo keeps for ever
-
-        def call(*arguments: Any) -> Any:
-            calls = found()
-            assert calls is not None
-            calls.front.inside.ran = True
-            modes = getattr(calls.front.inside, "modes", None)
-            if not modes:
-                return calls.call(*arguments)
-            with modes_again(modes):
-                return calls.call(*arguments)
-
-        return torch._dynamo.disable(call)  # type: ignore[no-any-return]
 
     def _run_directly(self, model: torch.nn.Module, call: Call, reason: Exception) -> Any:
         """TorchDynamo cannot capture a call as one graph: trace the model as a whole, and watch its Python."""
@@ -409,26 +346,6 @@ class Attachment(Front):
             return name.removeprefix("kwargs.").removeprefix("model.")
 
         return described([name_of(name) for name in names], values, model.training)
-
-
-def check_capture(program: fx.GraphModule) -> None:
-    """Raise ``UnsupportedError`` where a capture would not do as Python does, while TorchDynamo calls its backend."""
-    if line := line_of_derivatives(program):
-        raise UnsupportedError(f"derivatives are computed inside forward{line}")
-    check_effects()
-    if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
-        keep_draws_of_other_threads()
-
-
-def _backend_of(attachment: weakref.ref[Attachment]) -> Callable[..., Any]:
-    """TorchDynamo keeps backends for ever, and must not keep models."""
-
-    def backend(program: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        found = attachment()
-        assert found is not None
-        return found.captured(program, examples)
-
-    return backend
 
 
 def _only_said(error: Exception) -> Exception:

@@ -212,7 +212,7 @@ class Calls(ABC):
         with self.planning(call), self.module_ready():
             if like is not None:
                 graphs = planner.graphs
-                planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs)
+                planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs, family.options)
             planners = [as_before(planner, self.last, self.module, inputs), planner]
         state = self.state_of(planner, call)
         if like is not None:
@@ -256,7 +256,7 @@ class Calls(ABC):
                 if s is not None:
                     like.planner.report = report
                     known = self._known_of(s, family)
-                    return like.planner.at_other_sizes(s, known, self.module, call.tensors), like
+                    return like.planner.at_other_sizes(s, known, self.module, call.tensors, family.options), like
         return None
 
     def _known_of(self, s: S_graph, family: Family | None) -> Known:

@@ -13,7 +13,7 @@ from rkgb.probe.resize import Point, skeleton
 from rockmate.calls.surroundings import settings
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
-from solvers import Schedule
+from solvers import Options, Schedule
 
 MUCH = 1.25
 """Values that are so many times larger are a reason to measure: scaled bounds grow as fast as the fastest value."""
@@ -34,13 +34,14 @@ class Family:
 
     ``measured``: the planner of the size at which costs were measured. ``points``: sizes that were traced. ``kinds``:
     what calls are known to run this graph, without their sizes. ``schedules``: those with recomputation that a solver
-    found, the last one first.
+    found, the last one first. ``options``: of the graph's blocks, as they were last solved for.
     """
 
     skeleton: Hashable
     measured: Planner
     points: list[Point]
     schedules: list[Schedule] = field(default_factory=list)
+    options: Options | None = None
     kinds: set[Hashable] = field(default_factory=set)
 
     def known_of(self, s: S_graph) -> Known:
@@ -58,6 +59,7 @@ class Family:
         """``planner`` has made a plan."""
         if not planner.scaled:
             self.measured = planner
+        self.options = planner.solved_options or self.options
         if plan.recomputed and plan.solver != CARRIED:
             self.schedules = [plan.schedule, *self.schedules][:MOST_SCHEDULES]
 

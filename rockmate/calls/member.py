@@ -56,11 +56,6 @@ class Member:
         """The choice for a step that nothing is known of."""
         return min(range(len(self.choices)), key=lambda k: _need(self.choices[k]))
 
-    @property
-    def everything(self) -> int:
-        """The choice that runs nothing again."""
-        return min(range(len(self.choices)), key=lambda k: (self.choices[k].time, self.choices[k].kept))
-
     def covers(self, call: Call) -> bool:
         """Whether the tensors of ``call`` are of these sizes or smaller."""
         return all(

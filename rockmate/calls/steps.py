@@ -29,7 +29,7 @@ from rockmate.planning.step import StepPlan
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
 from solvers import Frontier, InfeasibleError
-from solvers.sequence import Choice, Stage, choose, least_budget
+from solvers.sequence import Choice, Stage, choose, fastest, least_budget, overhead_of, peak_of
 
 if TYPE_CHECKING:
     from rockmate.calls.captured_calls import CapturedCalls
@@ -83,6 +83,11 @@ class GraphSequence:
         return tuple(of[k] if of else -1 for of, k in zip(options, found, strict=True))
 
     @property
+    def eager_peak(self) -> int:
+        """Bytes of a step in which nothing runs again."""
+        return peak_of(self.stages, fastest(self.stages))
+
+    @property
     def plan(self) -> StepPlan:
         """The plan of such steps."""
         return StepPlan(
@@ -128,7 +133,7 @@ class Steps:
         seen = [*(before.seen if before is not None else ()), stages]
         self.news = forward.varies and len(seen) < SEEN
         stages = _bounds(seen)
-        every = tuple(m.everything if m.everything in of else of[0] for m, of in zip(members, options, strict=True))
+        every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
         sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen)
         self.solve(sequence)
         others = [s for s in self.known if s is not before]
@@ -141,14 +146,12 @@ class Steps:
         """Choose for the budget of now."""
         terms = self.front.terms
         if isinstance(terms.budget, Budget):
-            terms.budget = terms.budget.bytes(
-                _Settled(sequence.plan.predicted_peak, sequence.members[0].planner.device)
-            )
+            terms.budget = terms.budget.bytes(_Settled(sequence.eager_peak, sequence.members[0].planner.device))
         sequence.budget = terms.budget
         try:
             sequence.chosen = sequence.choose(terms.budget)
         except InfeasibleError as error:
-            eager = show_bytes(sequence.plan.predicted_peak)
+            eager = show_bytes(sequence.eager_peak)
             message = (
                 f"no plan fits a budget of {show_bytes(terms.budget)}: the forward of {self.front.name} is "
                 f"{len(sequence.members)} graphs with other code between them, for which the smallest that can be "
@@ -170,11 +173,10 @@ class Steps:
     def frontier(self) -> Frontier:
         """Time against memory for the last sequence of graphs."""
         assert self.last is not None
-        stages, plan = self.last.stages, self.last.plan
-        fastest = tuple(min(range(len(s.choices)), key=lambda k: s.choices[k].time) for s in stages)
-        low, high = least_budget(stages), replace(plan, chosen=fastest).predicted_peak
+        stages = self.last.stages
+        low, high = least_budget(stages), self.last.eager_peak
         budgets = [low + (high - low) * k // (_POINTS - 1) for k in range(_POINTS)]
-        points = ((budget, replace(plan, chosen=choose(stages, budget)).predicted_overhead) for budget in budgets)
+        points = ((budget, overhead_of(stages, choose(stages, budget))) for budget in budgets)
         return Frontier(low, high, tuple(points))
 
 

@@ -34,6 +34,7 @@ from solvers import (
     ChainPlanner,
     Frontier,
     InfeasibleError,
+    Options,
     Problem,
     Schedule,
     ScheduleError,
@@ -71,7 +72,8 @@ class Planner:
 
     ``room``: for the loss. ``missing``: parameters whose gradients the backward makes. ``saved``: the file that the
     figures are from. ``seconds``: what each phase took. ``scaled``: costs are those of another size, scaled, so that
-    there is nothing to gain from a long search, and nothing to prove. ``solved``: views of blocks that were solved.
+    there is nothing to gain from a long search, and nothing to prove. ``options_of_blocks``: what
+    blocks ran at another size. ``solved``: views of blocks that were solved.
     """
 
     graphs: Graphs
@@ -83,6 +85,7 @@ class Planner:
     seconds: dict[str, float] = field(default_factory=dict)
     report: Report = silent
     scaled: bool = False
+    options_of_blocks: Options | None = None
     solved: SolvedViews = field(default_factory=dict)
     _chain: ChainPlanner | None = None
     _end: float = inf
@@ -157,10 +160,10 @@ class Planner:
         if self.options.solver != "auto":
             return self._by_name(budget, room)
         try:
+            if self.scaled:
+                return Bounded(self._solved_as_before(room) or self.chain().solve(room), None, self._reason())
             found = self.chain().solve(room)
             reason = self._reason()
-            if self.scaled:
-                return Bounded(found, None, reason)
             seconds = min(IMPROVE_SECONDS, self._remaining())
             if self.options.costs == "flops" or not seconds:
                 return Bounded(found, lower_bound(self.problem, room) if prove else None, reason)
@@ -172,6 +175,15 @@ class Planner:
             if self._reason():
                 message += f" The search was stopped {self._reason()}; with more time a smaller budget may do."
             raise InfeasibleBudgetError(message, least) from None
+
+    def _solved_as_before(self, room: int) -> ChainPlan | None:
+        """The cheapest schedule whose blocks run as at another size; None if none fits."""
+        if self.options_of_blocks is None:
+            return None
+        try:
+            return ChainPlanner(self.problem, self.options_of_blocks).solve(room)
+        except InfeasibleError:
+            return None
 
     def _by_name(self, budget: int, room: int) -> Bounded:
         """The plan of the solver that was asked for."""
@@ -274,8 +286,21 @@ class Planner:
             self, graphs=graphs, problem=problem, room=room, saved=None, seconds=seconds, _chain=None
         )
 
-    def at_other_sizes(self, s: S_graph, known: Known, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
-        """A planner for ``s``, which has the skeleton of this planner's graph, with the ``known`` costs.
+    @property
+    def solved_options(self) -> Options | None:
+        """What the blocks may run, as far as it was solved for."""
+        return self._chain.solved if self._chain is not None else None
+
+    def at_other_sizes(
+        self,
+        s: S_graph,
+        known: Known,
+        model: torch.nn.Module,
+        inputs: list[torch.Tensor],
+        options: Options | None = None,
+    ) -> Planner:
+        """A planner for ``s``, which has the skeleton of this planner's graph, with the ``known`` costs, and
+        ``options`` of its blocks.
 
         The caller uses the outputs as it does here. What its loss takes is in proportion to the outputs' bytes, and at
         least what was seen here.
@@ -296,6 +321,7 @@ class Planner:
             saved=None,
             seconds={phase_of(known): time.perf_counter() - start},
             scaled=not known.own,
+            options_of_blocks=options,
             solved={},
             _chain=None,
         )

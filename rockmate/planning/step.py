@@ -7,7 +7,7 @@ from textwrap import shorten
 
 from rockmate.budget import show_bytes
 from rockmate.planning.plan import Plan
-from solvers.sequence import Stage
+from solvers.sequence import Stage, overhead_of, peak_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,18 +29,12 @@ class StepPlan:
     @property
     def predicted_peak(self) -> int:
         """Bytes at the worst moment of a step."""
-        kept, peak = 0, 0
-        for stage, k in zip(self.stages, self.chosen, strict=True):
-            peak = max(peak, kept + stage.highest(stage.choices[k]))
-            kept += stage.choices[k].kept
-        return peak
+        return peak_of(self.stages, self.chosen)
 
     @property
     def predicted_overhead(self) -> float:
         """Time that runs again, as a fraction of the graphs' time without recomputation."""
-        planned = sum(stage.choices[k].time for stage, k in zip(self.stages, self.chosen, strict=True))
-        least = sum(min(c.time for c in stage.choices) for stage in self.stages)
-        return planned / least - 1 if least else 0.0
+        return overhead_of(self.stages, self.chosen)
 
     @property
     def recomputed(self) -> int:

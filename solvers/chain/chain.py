@@ -109,6 +109,12 @@ class ChainPlanner:
         return self._full().options
 
     @property
+    def solved(self) -> Options | None:
+        """The options per kind that were solved so far; None if no block was."""
+        found = self._all or self._loose
+        return found.options if found is not None else None
+
+    @property
     def stopped(self) -> int:
         """How many integer programs were stopped or skipped at a time limit, so that options may not be the best."""
         return self.limit.stopped

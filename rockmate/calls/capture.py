@@ -1,0 +1,125 @@
+"""How TorchDynamo captures the calls of one model: each captured graph runs under plans of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rkgb.errors import UnsupportedError
+from rkgb.sample import Call
+from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
+from rockmate.calls.captured_calls import CapturedCalls, identity_of
+from rockmate.calls.dynamo import classes_of, hide_own_warnings, new_entry, settings, unguarded
+from rockmate.calls.held import check_effects
+from rockmate.calls.surroundings import (
+    as_eager,
+    keep_draws_of_other_threads,
+    modes_again,
+    modules_that_ask,
+    put_back_if_it_fails,
+)
+from solvers.interrupts import Heeded
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from rockmate.calls.attachment import Attachment
+
+
+class Capture:
+    """The captured graphs of one model. ``graphs``: these, in the order in which they came."""
+
+    def __init__(self, front: Attachment) -> None:
+        self.front = front
+        self.graphs: list[CapturedCalls] = []
+        self._entry = new_entry()
+        self._compiled: Callable[..., Any] | None = None
+        self._whole = True
+        self._settings: dict[str, Any] = {}
+        self._asking: list[Any] = []
+        self._classes: list[type] = []  # of the model's modules
+        self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
+
+    def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
+        """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
+        import torch._dynamo
+
+        if whole != self._whole:
+            self.clear()
+        if self._compiled is not None and self._unguarded != unguarded(self._classes):
+            self._forget()  # captures of inner functions are known by the backend
+        if self._compiled is None:
+            self._whole, self._settings, self._asking = whole, settings(whole), modules_that_ask()
+            self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
+        hide_own_warnings()
+        with (
+            Heeded(),
+            torch._dynamo.config.patch(self._settings),
+            as_eager(self._asking),
+            put_back_if_it_fails(),
+        ):
+            return self._compiled(model, call.args, call.kwargs)
+
+    def clear(self) -> None:
+        """Forget all that was captured."""
+        self._forget()
+        self.graphs.clear()
+
+    def _forget(self) -> None:
+        """Capture again; what then comes as before runs under its plans."""
+        if self._compiled is not None:
+            torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
+        self._compiled = None
+
+    def captured(self, program: fx.GraphModule) -> Callable[..., Any]:
+        """What runs in the place of ``program``, which TorchDynamo has captured."""
+        self._classes = classes_of(self.front.model)
+        self._unguarded = unguarded(self._classes)
+        try:
+            check_capture(program)
+        except UnsupportedError as error:
+            if self._whole:
+                raise
+            # This code runs as it is; what it calls is captured.
+            raise torch._dynamo.exc.SkipFrame(str(error)) from error
+        identity = identity_of(program)
+        calls = next((calls for calls in self.graphs if identity and calls.identity == identity), None)
+        if calls is None:
+            calls = CapturedCalls(program, identity, self.front)
+            self.graphs.append(calls)
+        found = weakref.ref(calls)  # what it makes of this, TorchDynamo keeps for ever
+
+        def call(*arguments: Any) -> Any:
+            calls = found()
+            assert calls is not None
+            calls.front.inside.ran = True
+            modes = getattr(calls.front.inside, "modes", None)
+            if not modes:
+                return calls.call(*arguments)
+            with modes_again(modes):
+                return calls.call(*arguments)
+
+        return torch._dynamo.disable(call)  # type: ignore[no-any-return]
+
+
+def check_capture(program: fx.GraphModule) -> None:
+    """Raise ``UnsupportedError`` where a capture would not do as Python does, while TorchDynamo calls its backend."""
+    if line := line_of_derivatives(program):
+        raise UnsupportedError(f"derivatives are computed inside forward{line}")
+    check_effects()
+    if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
+        keep_draws_of_other_threads()
+
+
+def _backend_of(capture: weakref.ref[Capture]) -> Callable[..., Any]:
+    """TorchDynamo keeps backends for ever, and must not keep models."""
+
+    def backend(program: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        found = capture()
+        assert found is not None
+        return found.captured(program)
+
+    return backend
