@@ -187,7 +187,8 @@ class Calls(ABC):
                 variant = self._at_other_sizes(call, kind, report)
             if variant is None:
                 variant = self._traced(call, kind, report, saved)
-            variant = replace(variant, call=self.front.described(self.names(call), call.leaves))
+            said = variant.planner.call = self.front.described(self.names(call), call.leaves)
+            variant = replace(variant, plan=replace(variant.plan, call=said))
             self.cache.add(key, variant.planner.missing, variant)
         self.front.tell(variant)
         return variant

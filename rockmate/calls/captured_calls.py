@@ -213,10 +213,10 @@ class CapturedCalls(Calls):
         return self._made_member(planner, call, family, None)
 
     def _made_member(self, planner: Planner, call: Call, family: Family, like: Member | None) -> Member:
-        planner = replace(planner, room=NO_ROOM, problem=problem_of(planner.graphs, NO_ROOM))
+        said = self.front.described(self.names(call), call.leaves)
+        planner = replace(planner, room=NO_ROOM, problem=problem_of(planner.graphs, NO_ROOM), call=said)
         schedules = schedules_of(planner) if like is None else carried_schedules(planner, like.schedules)
         choices = tuple(choice_of(planner.problem, plan, planner.beside) for plan in schedules)
-        said = self.front.described(self.names(call), call.leaves)
         free = like is not None and same_constants(planner.graphs.S, like.planner.graphs.S)
         shapes = tuple(tuple(t.shape) for t in call.tensors)
         return Member(planner, said, family, schedules, choices, shapes, free)

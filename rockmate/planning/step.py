@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
+from typing import Any
 
 from rockmate.budget import show_bytes
-from rockmate.planning.plan import Plan
+from rockmate.planning.plan import Plan, text_of_facts
 from solvers.sequence import Stage
+from solvers.tables import html_facts, html_table, text_table
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,11 +32,12 @@ class StepPlan:
     @property
     def predicted_peak(self) -> int:
         """Bytes at the worst moment of a step."""
-        kept, peak = 0, 0
-        for stage, k in zip(self.stages, self.chosen, strict=True):
-            peak = max(peak, kept + stage.highest(stage.choices[k]))
-            kept += stage.choices[k].kept
-        return peak
+        return _peak(self.stages, self.chosen)
+
+    @property
+    def eager_peak(self) -> int:
+        """Bytes that the step takes if nothing runs again."""
+        return _peak(self.stages, [min(range(len(s.choices)), key=lambda k: s.choices[k].time) for s in self.stages])
 
     @property
     def predicted_overhead(self) -> float:
@@ -57,22 +61,40 @@ class StepPlan:
             f"{100 * self.predicted_overhead:.1f} % longer>"
         )
 
-    def __str__(self) -> str:
-        lines = [
-            f"budget              {show_bytes(self.budget)}",
-            f"predicted peak      {show_bytes(self.predicted_peak)}",
-            f"predicted overhead  {100 * self.predicted_overhead:.1f} %",
-            f"graphs              {len(self.parts)}, and {self.small} small ones that run as they are",
-            "",
-            "graph  nodes  runs again       keeps   keeps at most   of",
+    def _facts(self) -> list[tuple[str, str]]:
+        return [
+            ("eager's peak", show_bytes(self.eager_peak)),
+            ("budget", show_bytes(self.budget)),
+            ("predicted peak", show_bytes(self.predicted_peak)),
+            ("predicted overhead", f"{100 * self.predicted_overhead:.1f} %"),
+            ("graphs", f"{len(self.parts)}, and {self.small} small ones that run as they are"),
         ]
-        for number, (name, part, stage, k) in enumerate(
-            zip(self.names, self.parts, self.stages, self.chosen, strict=True), 1
-        ):
-            kept, most = stage.choices[k].kept, max(c.kept for c in stage.choices)
-            inputs = shorten(name, 60, placeholder=" …")
-            lines.append(
-                f"{number:>5}  {len(part.problem.nodes):>5}  {part.recomputed:>10}  {show_bytes(kept):>10}  "
-                f"{show_bytes(most):>14}   {inputs}"
-            )
-        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("graph", "nodes", "runs again", "keeps", "keeps at most", "of")]
+        parts = zip(self.names, self.parts, self.stages, self.chosen, strict=True)
+        for number, (name, part, stage, k) in enumerate(parts, 1):
+            sizes = stage.choices[k].kept, max(c.kept for c in stage.choices)
+            counts = str(number), str(len(part.problem.nodes)), str(part.recomputed)
+            rows.append((*counts, *map(show_bytes, sizes), shorten(name, 60, placeholder=" …")))
+        return rows
+
+    def __str__(self) -> str:
+        return f"{text_of_facts(self._facts())}\n\n{text_table(self._rows(), left=[5])}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """A notebook without HTML shows the summary."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the summary as tables."""
+        return html_facts(self._facts()) + html_table(self._rows(), left=[5])
+
+
+def _peak(stages: Sequence[Stage], chosen: Sequence[int]) -> int:
+    """Bytes at the worst moment of a step in which stage i runs its choice ``chosen[i]``."""
+    kept, peak = 0, 0
+    for stage, k in zip(stages, chosen, strict=True):
+        peak = max(peak, kept + stage.highest(stage.choices[k]))
+        kept += stage.choices[k].kept
+    return peak
