@@ -98,7 +98,7 @@ class Frontier:
         rows = []
         for percent in _percents(100 * least):
             budget = self.max_budget * percent // 100
-            if budget > self.min_budget:
+            if percent / 100 - least > 0.005:  # else it prints as the last row
                 rows.append((budget, percent / 100, self.overhead(budget)))
         return [*rows, (self.min_budget, least, self.overhead(self.min_budget))]
 

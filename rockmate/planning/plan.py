@@ -32,6 +32,9 @@ PROVEN = 1e-4
 MOST_INPUTS = 8
 """A call with more inputs is shown with the first ones."""
 
+MOST_OUTPUTS = 3
+"""Of more outputs without gradient the largest ones are named."""
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlanFields):
@@ -156,17 +159,24 @@ class Plan(PlanFields):
     def _idle_outputs(self) -> list[tuple[str, str]]:
         """Outputs that get no gradient from outside, and what of them counts."""
         d, usage = self.graph.s.d, self.graph.usage
-        names: dict[bool, list[str]] = {}
+        idle: dict[bool, list[int]] = {}
         for k, v in enumerate(d.outputs):
             if k not in usage.roots and v not in d.sources and d.values[v].bytes > 0:
-                names.setdefault(k in usage.held, []).append(
-                    f"{self.graph.s.shown[v]} ({show_bytes(d.values[v].bytes)})"
-                )
+                idle.setdefault(k in usage.held, []).append(v)
         until = {
             False: "until forward has returned: what the caller keeps of them is beside the budget",
             True: "to the end of the backward, as the caller keeps them",
         }
-        return [("no gradient for", f"{', '.join(found)}; counted {until[held]}") for held, found in names.items()]
+        return [("no gradient for", f"{self._listed(found)}; counted {until[held]}") for held, found in idle.items()]
+
+    def _listed(self, values: list[int]) -> str:
+        """Names and bytes of some values, of the largest ones if there are many."""
+        sizes = {v: self.graph.s.d.values[v].bytes for v in values}
+        first = values if len(values) <= MOST_OUTPUTS else sorted(values, key=lambda v: -sizes[v])[:MOST_OUTPUTS]
+        names = [f"{self.graph.s.shown[v]} ({show_bytes(sizes[v])})" for v in first]
+        if rest := [v for v in values if v not in first]:
+            names.append(f"{len(rest)} more ({show_bytes(sum(sizes[v] for v in rest))})")
+        return ", ".join(names)
 
     def _facts(self) -> list[tuple[str, str]]:
         """What is said above the table of blocks: names and texts, one line each."""

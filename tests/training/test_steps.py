@@ -288,7 +288,7 @@ def test_what_a_plan_prints() -> None:
     assert "graphs              4, and" in text
     assert "x float32[512, 32]" in text
     page = handle.plan._repr_html_()
-    assert "<td style=\"text-align: left\">x float32[512, 32], train</td>" in page
+    assert '<td style="text-align: left">x float32[512, 32], train</td>' in page
     assert handle.plan.parts[0].call == ("x float32[512, 32]", "train")
     curve = handle.frontier()
     assert handle.plan.eager_peak == curve.max_budget > handle.plan.predicted_peak
