@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true")
     options = parser.parse_args()
     archives = sorted(p.resolve() for p in options.folder.iterdir() if p.suffix in (".whl", ".gz"))
-    assert {p.suffix for p in archives} == {".gz", ".whl"} and len(archives) == 2, f"{options.folder} has {archives}: run make package"
+    assert {p.suffix for p in archives} == {".gz", ".whl"} and len(archives) == 2, (
+        f"{options.folder} has {archives}: run make package"
+    )
     for archive in archives:
         with tempfile.TemporaryDirectory() as folder:
             check(archive, Path(folder), options.alone)

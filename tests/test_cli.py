@@ -144,6 +144,13 @@ def test_check_says_what_there_is_to_gain(run: Run) -> None:
     assert done.out.endswith(f'rockmate plan model.py:make --budget "{cheap[-1]}"\n')
 
 
+def test_the_documentation_shows_what_check_prints(run: Run, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    (code,), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("py", "text"))
+    (tmp_path / "model.py").write_text(code)
+    assert run("check", "model.py:make", "--costs", "flops").out == shown
+
+
 def test_check_as_json_has_the_figures_of_the_library(run: Run) -> None:
     done = run("check", "model.py:talks", "--costs", "flops", "--json")
     assert done.code == 0 and done.err == "building\n"

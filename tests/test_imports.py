@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
 import pytest
+
+import rockmate
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rkgb", "solvers", "rockmate", "rockmate_cli")
@@ -77,6 +81,13 @@ def test_no_files_import_one_another() -> None:
     assert edges >= ALLOWED
     circles = [sorted(c) for c in nx.strongly_connected_components(nx.DiGraph(edges - ALLOWED)) if len(c) > 1]
     assert circles == []
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    assert rockmate.__version__ == project["version"], "install again: make does, where pyproject.toml has changed"
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf8")
+    assert re.findall(r"^## (\S+)", changes, re.MULTILINE)[0] == project["version"]
 
 
 def test_what_is_not_needed_yet_is_not_imported() -> None:
