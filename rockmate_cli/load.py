@@ -160,9 +160,12 @@ def _user_code(target: Target, what: str) -> Iterator[None]:
 
 
 def _said(error: BaseException) -> str:
-    """The error with its place: "ValueError: too small, at model.py:12"."""
-    place = _place(error)
-    return f"{type(error).__name__}: {error}{f', at {place}' if place else ''}"
+    """The error with its place, and with what caused it: "ValueError: too small, at model.py:12"."""
+    place, first = _place(error), error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    cause = f" (caused by {type(first).__name__}: {first})" if first is not error else ""
+    return f"{type(error).__name__}: {error}{f', at {place}' if place else ''}{cause}"
 
 
 def _place(error: BaseException) -> str:

@@ -73,7 +73,7 @@ def arguments(): return ARGUMENTS or make()
 
 def needs(batch): return net(), X[:batch]
 def fails(): return inner()
-def inner(): raise RuntimeError("no weights")
+def inner(): raise RuntimeError("no weights") from KeyError("layer")
 def ends(): sys.exit("done")
 def nothing(): pass
 def alone(): return net()
@@ -290,7 +290,10 @@ MISUSE: list[tuple[list[str], str]] = [
     (["check", "model.py:mkae"], "model.py has no function 'mkae'. Its functions without arguments are .*make, pair"),
     (["check", "model.py:NET"], "NET of model.py is a Sequential, and no function"),
     (["check", "model.py:needs"], r"needs\(batch\) of model.py needs arguments, .*def make\(\): return needs"),
-    (["check", "model.py:fails"], r"fails\(\) of model.py raised RuntimeError: no weights, at model.py:54"),
+    (
+        ["check", "model.py:fails"],
+        r"fails\(\) of model.py raised RuntimeError: no weights, at model.py:54 .caused by KeyError: 'layer'",
+    ),
     (["check", "model.py:ends"], r"ends\(\) of model.py ended the program: SystemExit: done"),
     (["check", "model.py:nothing"], r"nothing\(\) of model.py returns nothing. Let it return model, sample"),
     (["check", "model.py:alone"], r"returns a model \(Sequential\), and no sample"),
