@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from rockmate_cli.errors import DEFECT, Misuse, kind_of, show_trace, told
 
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
     from rockmate_cli.answers import Answer
     from rockmate_cli.planning import Options
 
-TARGET = click.argument("target", metavar="FILE:FUNCTION")
+
+def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Shells complete the name of the file."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+TARGET = click.argument("target", metavar="FILE:FUNCTION", shell_complete=_files)
 COSTS = click.option(
     "--costs",
     type=click.Choice(["measured", "flops"]),
