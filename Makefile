@@ -16,13 +16,14 @@ SOURCES := rockmate rkgb solvers tests benchmarks scripts notebooks examples
 EXISTING = $(wildcard $(SOURCES))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs clean
+.PHONY: help demo test check docs package clean
 
 help:
 	@echo "make demo   train a small model under a memory budget; ARGS='...' is passed on (try ARGS=--help)"
 	@echo "make test   run the tests; ARGS='...' goes to pytest, JOBS=1 runs them in one process"
 	@echo "make check  formatting, lint, types, and the documentation"
 	@echo "make docs   build the documentation in site/"
+	@echo "make package  build the wheel and the source distribution in dist/, install each, and run it"
 	@echo "make clean  remove the virtual environment, caches and outputs"
 	@echo "PYTHON=...  the interpreter of the virtual environment, 3.11 or later (now: $(PYTHON))"
 
@@ -40,6 +41,13 @@ check: .venv/.installed-dev
 
 docs: .venv/.installed-docs
 	$(BIN)/mkdocs build --strict --site-dir site
+
+package: .venv/.installed-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	rm -rf build *.egg-info
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python scripts/check_package.py dist
 
 clean:
 	rm -rf .venv build dist out site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

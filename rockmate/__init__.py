@@ -1,4 +1,23 @@
-"""Train PyTorch models within a memory budget, at the least possible recomputation."""
+"""Train PyTorch models within a memory budget, at the least possible recomputation.
+
+    import rockmate
+
+    handle = rockmate.attach(model, "8 GiB")  # from now on the model trains under a plan, in place
+    print(handle.plan)
+
+What people use:
+
+- ``attach(model, budget)`` plans a model in place; ``attached(model)`` and ``detach(model)`` belong to it.
+- ``Rockmate(model, sample, budget)`` is a module beside the model, planned at once. ``rk.plan`` is its ``Plan``.
+- ``frontier(model, sample)`` returns what budgets cost in time; it prints as a table, and ``.plot()`` draws it.
+- ``estimate(model, sample, sizes)`` predicts what batches or lengths take that are never run.
+- ``measure_peak(step)`` measures what a step takes.
+
+Budgets are bytes, or text: "8 GiB", "60%" of the step without recomputation, "auto". Errors that can be caught are
+``RockmateError`` and ``GraphError``. The same on a command line: ``rockmate --help``.
+"""
+
+from importlib import metadata
 
 from rkgb.cost.memory import measure_peak
 from rkgb.errors import GraphError, MeasureError, MismatchError, TraceError, UnsupportedError
@@ -19,6 +38,11 @@ from rockmate.errors import (
 from rockmate.estimate import Estimate, SizeEstimate, estimate
 from rockmate.module import Rockmate, frontier
 from rockmate.planning.plan import Plan
+
+try:
+    __version__ = metadata.version("rockmate")  # that of pyproject.toml
+except metadata.PackageNotFoundError:  # a copy of the sources that was not installed
+    __version__ = "unknown"
 
 __all__ = [
     "Attachment",

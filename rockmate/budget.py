@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from math import ceil, floor
 from numbers import Real
 from typing import Protocol
 
@@ -14,6 +12,9 @@ import torch
 
 from rkgb.device import kind_of
 from rockmate.errors import BudgetError
+from solvers.units import show_at_least as show_at_least
+from solvers.units import show_at_most as show_at_most
+from solvers.units import show_bytes as show_bytes
 
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1} | {
     f"{prefix}{end}": base**power
@@ -111,35 +112,3 @@ def _whole(given: object, size: Decimal) -> int:
     if not 1 <= size < 2**63:
         raise BudgetError(f"the budget is {given} bytes, which no step can be run in: {_HOW}")
     return int(size)
-
-
-def show_bytes(size: float) -> str:
-    """ "12.3 MiB"."""
-    size, unit = _scaled(size)
-    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-
-
-def show_at_least(size: int) -> str:
-    """As ``show_bytes``, but rounded up: as a budget, it has ``size`` bytes or more, by a hundredth at most."""
-    return _rounded(size, ceil)
-
-
-def show_at_most(size: int) -> str:
-    """As ``show_bytes``, but rounded down."""
-    return _rounded(size, floor)
-
-
-def _rounded(size: int, to_whole: Callable[[float], int]) -> str:
-    scaled, unit = _scaled(size)
-    if unit == "bytes":
-        return f"{size} bytes"
-    digits = 1 if scaled >= 10 else 2
-    return f"{to_whole(scaled * 10**digits) / 10**digits:.{digits}f} {unit}"
-
-
-def _scaled(size: float) -> tuple[float, str]:
-    for unit in ("bytes", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return size, unit
-        size /= 1024
-    return size, "GiB"

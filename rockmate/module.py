@@ -11,7 +11,7 @@ import torch
 from rkgb.sample import Sample
 from rkgb.trace.patches import TRACING
 from rockmate.budget import parse_budget
-from rockmate.calls.attachment import Attachment
+from rockmate.calls.attachment import Attachment, PlannedCall
 from rockmate.calls.front import Terms
 from rockmate.calls.state import NO_REPLICAS
 from rockmate.calls.surroundings import undisturbed
@@ -111,6 +111,11 @@ class Rockmate(Facade):
     def plans_made(self) -> int:
         """How many kinds of calls were planned."""
         return self._front.plans_made
+
+    @property
+    def plans(self) -> list[PlannedCall]:
+        """All kinds of calls so far, each with its plan, those of the last call first."""
+        return self._front.plans
 
     @property
     def budget(self) -> int:

@@ -14,13 +14,14 @@ from solvers.chain.bound import lower_bound
 from solvers.chain.chain import ChainPlan, ChainPlanner, solve_chain
 from solvers.chain.costs import Options, SolvedViews
 from solvers.chain.refine import improve
+from solvers.curve import Baseline, Frontier
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError, SolverError
 from solvers.files.files import format_problem, parse_problem, read_problem, write_problem
 from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.milp.options import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
-from solvers.solution import Frontier, Solution
+from solvers.solution import Solution
 from solvers.solve import Answer, Judged, Kind, Progress, Request, frontier, register, solve, solver_names
 from solvers.text import format_bytes, format_schedule, parse_schedule
 from solvers.walker import Walk, step_name, walk
@@ -30,6 +31,7 @@ from solvers.whole.walker import GraphWalk, walk_graph
 __all__ = [
     "Answer",
     "Backward",
+    "Baseline",
     "Block",
     "Bwd",
     "ChainPlan",

@@ -42,24 +42,3 @@ class Solution:
         if self.cost is None:
             return float("inf")
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """Time against memory: ``points`` are (budget in bytes, overhead), overhead falling as the budget grows.
-
-    Overhead is recompute time as a fraction of the time without recomputation. Budgets are bytes. From ``max_budget``
-    on, nothing is recomputed. ``min_budget`` is the smallest budget for which a schedule is known. Every schedule of
-    the solver's class needs at least ``lower`` bytes. If the two are equal (``exact``), ``min_budget`` is proven to be
-    the smallest feasible budget.
-    """
-
-    min_budget: int
-    max_budget: int
-    points: tuple[tuple[int, float], ...]
-    lower: int = 0
-
-    @property
-    def exact(self) -> bool:
-        """Whether ``min_budget`` is proven to be the smallest budget that a schedule of the class fits."""
-        return self.lower == self.min_budget

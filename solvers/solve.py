@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
 
+from solvers.curve import Frontier
 from solvers.errors import ProblemError, ScheduleError, SolverError
 from solvers.schedule import Schedule
-from solvers.solution import Frontier, Solution, Status
+from solvers.solution import Solution, Status
 from solvers.text import format_bytes
 
 

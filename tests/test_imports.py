@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
 import pytest
+
+import rockmate
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rkgb", "solvers", "rockmate")
@@ -18,8 +22,10 @@ PACKAGES = ("rkgb", "solvers", "rockmate")
 # Graphs are drawn in a room that is above them, and a notebook asks a graph for its picture.
 ALLOWED = {("rkgb.notebook", "rkgb.render")}
 
-# Imported by what needs them: pictures, plots, other solvers than HiGHS, grouping nodes, capturing calls.
-LATER = ("graphviz", "matplotlib", "networkx", "pulp", "torch._dynamo")
+# Imported by what needs them: pictures, plots, other solvers than HiGHS, grouping nodes, capturing calls, commands;
+# libraries of people's models, and notebooks.
+LATER = ("graphviz", "matplotlib", "networkx", "pulp", "torch._dynamo", "click", "rockmate.cli")
+OTHERS = ("transformers", "torchvision", "accelerate", "lightning", "IPython")
 
 
 def imported(path: Path) -> set[str]:
@@ -34,7 +40,11 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("package", "forbidden"), [("solvers", {"torch", "rkgb", "rockmate"}), ("rkgb", {"rockmate", "solvers"})]
+    ("package", "forbidden"),
+    [
+        ("solvers", {"torch", "rkgb", "rockmate"}),
+        ("rkgb", {"rockmate", "solvers"}),
+    ],
 )
 def test_imports_go_one_way(package: str, forbidden: set[str]) -> None:
     files = list((ROOT / package).rglob("*.py"))
@@ -72,8 +82,15 @@ def test_no_files_import_one_another() -> None:
     assert circles == []
 
 
+def test_the_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    assert rockmate.__version__ == project["version"], "install again: make does, where pyproject.toml has changed"
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf8")
+    assert re.findall(r"^## (\S+)", changes, re.MULTILINE)[0] == project["version"]
+
+
 def test_what_is_not_needed_yet_is_not_imported() -> None:
-    code = f"import sys, rockmate; print(*(name for name in {LATER} if name in sys.modules))"
+    code = f"import sys, rockmate; print(*(name for name in {LATER + OTHERS} if name in sys.modules))"
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(

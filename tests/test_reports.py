@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import builtins
 import io
+import re
 import sys
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,11 @@ from torch import nn
 
 from rockmate import Rockmate, frontier, progress
 from rockmate.demo.gpt import GPT
-from rockmate.planning.plan import Plan
-from rockmate.planning.plot import plot_frontier
+from rockmate.planning.plan import MOST_INPUTS, Plan, facts_of_call
 from rockmate.planning.report import MOST_LINES, BlockChoice, block_choices, block_table
 from rockmate.progress import Progress
-from solvers import Loss, Run, keep_everything, recompute_all, walk
+from solvers import Frontier, Loss, Run, all_baselines, keep_everything, recompute_all, walk
+from solvers.tables import html_facts, html_table, text_table
 
 SAMPLE = torch.ones(256, 16)
 
@@ -143,8 +146,13 @@ def test_choices_of_the_two_extremes(plan: Plan) -> None:
 def test_summary_names_every_figure(plan: Plan) -> None:
     lines = dict(line.split("  ", 1) for line in str(plan).split("\n\n")[0].splitlines())
     assert list(lines) == [
-        "budget", "predicted peak", "predicted overhead", "nodes", "blocks", "found by", "set-up",
+        "inputs", "mode", "eager's peak", "budget", "predicted peak", "predicted overhead", "nodes", "blocks",
+        "found by", "set-up",
     ]  # fmt: skip
+    assert lines["inputs"].strip() == "input float32[256, 16]"
+    assert lines["mode"].strip() == "train, no autocast"
+    assert lines["eager's peak"].strip() == "948.1 KiB"
+    assert plan.eager_peak == Rockmate(mlp(6), SAMPLE, "100%", costs="flops").plan.predicted_peak
     assert lines["budget"].strip() == "536.3 KiB"
     assert lines["blocks"].strip() == f"{len(plan.problem.blocks)}, of them distinct: 3"
     assert all(f"{phase} " in lines["set-up"] for phase in ("trace", "simplify", "measure", "solve"))
@@ -157,6 +165,136 @@ def test_a_plan_shows_itself(plan: Plan) -> None:
     printer.pretty(plan)
     printer.flush()
     assert printer.output.getvalue() == str(plan)
+
+
+def test_a_plan_says_for_which_calls_it_is() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+            y: torch.Tensor = self.net(x)
+            return y if scale is None else y * scale
+
+    model = Scaled().eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rk = Rockmate(model, {"x": SAMPLE, "scale": torch.ones(16)}, "100%", costs="flops")
+    assert str(rk.plan).splitlines()[:3] == [
+        "inputs              x float32[256, 16]",
+        "                    scale float32[16]",
+        "mode                eval, autocast bfloat16",
+    ]
+    model.train()
+    rk(SAMPLE[:128]).sum().backward()
+    assert str(rk.plan).splitlines()[:2] == [
+        "inputs              x float32[128, 16]",
+        "mode                train, no autocast",
+    ]
+    rk.budget = "70%"
+    assert [kind.call for kind in rk.plans] == [("x float32[128, 16]", "train")]
+    assert rk.plans[0].plan is rk.plan
+    assert rk.plan.eager_peak > rk.plan.predicted_peak
+
+
+def test_plans_of_all_kinds_of_calls() -> None:
+    rk = Rockmate(mlp(), SAMPLE, "1 MiB", costs="flops")
+    rk(SAMPLE[:64]).sum().backward()
+    assert [kind.call for kind in rk.plans] == [
+        ("input float32[64, 16]", "train"),
+        ("input float32[256, 16]", "train"),
+    ]
+    assert all(isinstance(kind.plan, Plan) and kind.plan.call == kind.call for kind in rk.plans)
+
+
+def test_many_inputs_are_left_out() -> None:
+    facts = facts_of_call((*(f"x{k} float32[1]" for k in range(MOST_INPUTS + 3)), "train"))
+    assert [name for name, _ in facts] == ["inputs", *[""] * MOST_INPUTS, "mode"]
+    assert facts[MOST_INPUTS] == ("", "… and 3 more")
+    assert facts_of_call(("float32[4]",)) == [("inputs", "float32[4]")]
+
+
+# --------------------------------------------------------------------------------------------- notebooks
+
+
+class Cells(HTMLParser):
+    """The cells of the tables of a page; fails where a tag is left open."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.cells.append(data)
+
+
+def test_a_notebook_shows_a_plan_as_tables(plan: Plan) -> None:
+    cells = Cells(plan._repr_html_()).cells
+    assert cells[:4] == ["inputs", "input float32[256, 16]", "mode", "train, no autocast"]
+    said = re.sub(r"\s+", "", str(plan))
+    assert re.sub(r"\s+", "", "".join(cells)) == said
+
+
+def test_tables_escape_what_users_have_named() -> None:
+    name = "<script>alert('&')</script>"
+    for page in (html_table([("name",), (name,)]), html_table([(name,)]), html_facts([(name, name)])):
+        assert "<script" not in page and name in Cells(page).cells
+
+
+def test_text_tables_are_aligned() -> None:
+    assert text_table([("a", "name"), ("100", "x")], left=[1]) == "  a  name\n100  x"
+
+
+# ---------------------------------------------------------------------------------------------- frontiers
+
+
+def curve_of(least: int, most: int) -> Frontier:
+    """A point for each byte between two budgets."""
+    points = tuple((size, (most - size) / most) for size in range(least, most + 1))
+    return Frontier(least, most, points)
+
+
+@pytest.mark.parametrize(
+    ("least", "percents"),
+    [(137, [*range(100, 13, -10), 14]), (400, [*range(100, 40, -10), 40]), (930, [*range(100, 93, -1), 93]),
+     (850, [*range(100, 85, -2), 85]), (700, [*range(100, 70, -5), 70]), (1000, [100])],
+)  # fmt: skip
+def test_a_frontier_prints_about_ten_rows(least: int, percents: list[int]) -> None:
+    curve = curve_of(least, 1000)
+    lines = str(curve).splitlines()
+    assert lines[0].split() == ["budget", "of", "eager's", "peak", "extra", "time"]
+    assert [int(line.split()[-4]) for line in lines[1:]] == percents
+    assert len(lines) <= 12
+    for budget, share, overhead in curve.table():
+        assert budget <= share * 1000 + 1 and overhead == curve.overhead(budget)
+
+
+def test_overheads_of_budgets_between_points() -> None:
+    curve = Frontier(10, 30, ((10, 0.5), (20, 0.2), (30, 0.0)))
+    assert [curve.overhead(budget) for budget in (10, 19, 20, 29, 30, 10**9)] == [0.5, 0.5, 0.2, 0.2, 0.0, 0.0]
+    with pytest.raises(ValueError, match="no point fits 9 bytes: the smallest budget is 10 bytes"):
+        curve.overhead(9)
+    assert repr(curve) == "<Frontier: 10 bytes to 30 bytes, 3 points>"
+
+
+def test_the_frontier_of_a_model_has_the_usual_ways_to_checkpoint(plan: Plan) -> None:
+    rk = Rockmate(mlp(6), SAMPLE, 549_152, costs="flops")
+    curve = rk.frontier()
+    assert [b.name for b in curve.baselines] == list(all_baselines(plan.problem))
+    keep, *others = curve.baselines
+    assert (keep.peak, keep.overhead) == (curve.max_budget, 0.0)
+    for found in others:
+        assert found.overhead > 0 and curve.overhead(found.peak) <= found.overhead
+    assert Cells(curve._repr_html_()).cells == [c.strip() for c in re.split(r"  +|\n", str(curve)) if c.strip()]
 
 
 def test_neighbours_that_are_treated_alike_share_a_line() -> None:
@@ -195,13 +333,13 @@ def test_plot_of_memory_has_the_levels_of_the_walker(plan: Plan, tmp_path: Path)
 
 def test_plot_of_the_frontier(plan: Plan, tmp_path: Path) -> None:
     curve = frontier(mlp(), SAMPLE, costs="flops")
-    figure = plot_frontier(curve, tmp_path / "frontier.svg", measured=[(2**20, 0.5)], problem=plan.problem)
+    figure = curve.plot(tmp_path / "frontier.svg", measured=[(2**20, 0.5)])
     assert (tmp_path / "frontier.svg").stat().st_size > 1000
     lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
     assert list(lines["Rockmate, predicted"].get_xdata()) == [budget / 2**20 for budget, _ in curve.points]
     assert list(lines["Rockmate, measured"].get_ydata()) == [50.0]
-    assert {"keep everything", "recompute all"} < set(lines)
-    assert len(plot_frontier(curve).axes[0].get_lines()) == 1
+    assert set(lines) == {"Rockmate, predicted", "Rockmate, measured", *(b.name for b in curve.baselines)}
+    assert len(replace(curve, baselines=()).plot().axes[0].get_lines()) == 1
 
 
 def test_without_matplotlib_the_error_says_what_to_install(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

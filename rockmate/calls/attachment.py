@@ -62,7 +62,7 @@ class Attachment(Front):
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
         super().__init__(type(model).__name__, terms)
         self._model = weakref.ref(model)
-        self._capture = Capture(self)
+        self._capture = Capture(self, lambda: self.model)
         self._direct: WatchedCalls | None = None
         self._steps: Steps | None = None  # where a call is several graphs
         self._why: Exception | None = None  # a call cannot be captured as one graph

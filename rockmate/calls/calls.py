@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -39,10 +39,16 @@ from rockmate.run.executor import CallState
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
-if TYPE_CHECKING:
-    from rockmate.calls.member import Member
 
-L = TypeVar("L", "Variant", "Member")
+class HasPlanner(Protocol):
+    """What was planned for one kind of call."""
+
+    @property
+    def planner(self) -> Planner:
+        """What it was planned with."""
+
+
+L = TypeVar("L", bound=HasPlanner)
 
 UsageOf = Callable[[D_graph], Usage]
 
@@ -200,7 +206,8 @@ class Calls(ABC):
                 variant = self._carried(planner, replace(like, state=self.state_of(planner, call)))
             else:
                 variant = self._traced(call, report, saved)
-            variant = replace(variant, call=self.front.described(self.names(call), call.leaves))
+            said = variant.planner.call = self.front.described(self.names(call), call.leaves)
+            variant = replace(variant, plan=replace(variant.plan, call=said))
             self.cache.add(key, variant.planner.missing, variant)
         self.front.tell(variant)
         return variant

@@ -13,6 +13,7 @@ from rkgb.sample import Call
 from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import classes_of, hide_own_warnings, new_entry, settings, unguarded
+from rockmate.calls.front import Front
 from rockmate.calls.held import check_effects
 from rockmate.calls.surroundings import (
     as_eager,
@@ -26,14 +27,13 @@ from solvers.interrupts import Heeded
 if TYPE_CHECKING:
     from torch import fx
 
-    from rockmate.calls.attachment import Attachment
-
 
 class Capture:
     """The captured graphs of one model. ``graphs``: these, in the order in which they came."""
 
-    def __init__(self, front: Attachment) -> None:
-        self.front = front
+    def __init__(self, front: Front, model: Callable[[], torch.nn.Module]) -> None:
+        """``model``: returns the model."""
+        self.front, self._model = front, model
         self.graphs: list[CapturedCalls] = []
         self._entry = new_entry()
         self._compiled: Callable[..., Any] | None = None
@@ -76,7 +76,7 @@ class Capture:
 
     def captured(self, program: fx.GraphModule) -> Callable[..., Any]:
         """What runs in the place of ``program``, which TorchDynamo has captured."""
-        self._classes = classes_of(self.front.model)
+        self._classes = classes_of(self._model())
         self._unguarded = unguarded(self._classes)
         try:
             check_capture(program)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
 
 from rkgb.cost.usage import Usage, all_used
-from rkgb.graphs import D_graph, S_graph
+from rkgb.graphs import D_graph, S_graph, Structure
 from rkgb.sample import Call
+from rockmate.calls.captured import Captured
 from rockmate.calls.families import Family
+from rockmate.calls.front import Front
+from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
 from rockmate.planning.problem import problem_of
 from rockmate.planning.room import Room
+from rockmate.progress import Report
 from rockmate.run.compiled import compile_schedule
 from rockmate.run.program import Program
 from solvers import ChainPlan, ChainPlanner, Loss, Problem, keep_everything, walk
@@ -29,6 +38,37 @@ NO_ROOM = Room(0, 0, 0, 0)
 def outside(d: D_graph) -> Usage:
     """What the step does with the outputs of a graph: all may get gradients, which may lie in any way, and all stay."""
     return dataclasses.replace(all_used(d), turned=None)
+
+
+class Graph(Protocol):
+    """A captured graph: see ``rockmate.calls.captured_calls.CapturedCalls``."""
+
+    front: Front
+    program: fx.GraphModule
+    tensors: fx.GraphModule
+    module: Captured
+
+    def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
+        """What tells calls apart, and the parameters whose gradients are missing."""
+
+    def sizeless(self, call: Call) -> Hashable:
+        """What tells calls apart, sizes left out."""
+
+    def names(self, call: Call) -> list[str]:
+        """What arguments are called."""
+
+    def resized_planner(
+        self, call: Call, latest: Callable[[Family], Member | None], report: Report
+    ) -> tuple[Planner, Member] | None:
+        """A planner for other sizes of a known graph."""
+
+    def traced_planner(
+        self, call: Call, report: Report, saved: SavedPlan | None = None, usage_of: Callable[[D_graph], Usage] = ...
+    ) -> tuple[Planner, Family]:
+        """A planner for a call that is traced."""
+
+    def returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
+        """What the graph returns, from its program's outputs."""
 
 
 @dataclass(eq=False)

@@ -16,7 +16,16 @@ from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rockmate.calls.bound import rough_bytes
 from rockmate.calls.families import Family
-from rockmate.calls.member import NO_ROOM, Member, carried_schedules, choice_of, outside, same_constants, schedules_of
+from rockmate.calls.member import (
+    NO_ROOM,
+    Graph,
+    Member,
+    carried_schedules,
+    choice_of,
+    outside,
+    same_constants,
+    schedules_of,
+)
 from rockmate.errors import CannotBeCalledError
 from rockmate.planning.planner import Planner
 from rockmate.planning.problem import problem_of
@@ -25,7 +34,6 @@ from rockmate.tell import LOG
 from solvers.interrupts import Heeded
 
 if TYPE_CHECKING:
-    from rockmate.calls.captured_calls import CapturedCalls
     from rockmate.calls.front import Front
 
 SMALL, VARYING = 100, 16
@@ -64,7 +72,7 @@ class Members:
         found = self._of_any_size.get(sizeless, ())
         return next((m for m in found if missing <= m.planner.missing and m.covers(call)), None)
 
-    def is_small(self, graph: CapturedCalls, sizeless: Hashable, arguments: tuple[Any, ...]) -> bool:
+    def is_small(self, graph: Graph, sizeless: Hashable, arguments: tuple[Any, ...]) -> bool:
         """Whether planning such calls would gain next to nothing."""
         device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
         budget = self.front.terms.bytes_known(device) or self.front.parameter_bytes
@@ -77,7 +85,7 @@ class Members:
             self.as_they_are.clear()
         self.as_they_are.add(key)
 
-    def make(self, graph: CapturedCalls, call: Call, key: Hashable, sizeless: Hashable) -> Member | None:
+    def make(self, graph: Graph, call: Call, key: Hashable, sizeless: Hashable) -> Member | None:
         """Plan a graph as a part of longer steps; None, and it runs as it is, if that cannot be done."""
         refuse_within_measurements()
         try:
@@ -111,12 +119,12 @@ class Members:
                 del self._of[oldest]
 
 
-def _member(graph: CapturedCalls, planner: Planner, call: Call, family: Family, like: Member | None) -> Member:
+def _member(graph: Graph, planner: Planner, call: Call, family: Family, like: Member | None) -> Member:
     """The member that ``planner`` is for, with the schedules of ``like``, which is of other sizes, or new ones."""
-    planner = replace(planner, room=NO_ROOM, problem=problem_of(planner.graphs, NO_ROOM))
+    said = graph.front.described(graph.names(call), call.leaves)
+    planner = replace(planner, room=NO_ROOM, problem=problem_of(planner.graphs, NO_ROOM), call=said)
     schedules = schedules_of(planner) if like is None else carried_schedules(planner, like.schedules)
     choices = tuple(choice_of(planner.problem, plan, planner.beside) for plan in schedules)
-    said = graph.front.described(graph.names(call), call.leaves)
     free = like is not None and same_constants(planner.graphs.S, like.planner.graphs.S)
     shapes = tuple(tuple(t.shape) for t in call.tensors)
     return Member(planner, said, family, schedules, choices, shapes, free)

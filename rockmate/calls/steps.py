@@ -22,7 +22,7 @@ from rkgb.storages import storage_key
 from rkgb.warn import warn, warn_once
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.look import StepLook, end_look
-from rockmate.calls.member import Member
+from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.step import StepPlan
@@ -32,7 +32,6 @@ from solvers import Frontier, InfeasibleError
 from solvers.sequence import Choice, Stage, choose, fastest, least_budget, overhead_of, peak_of
 
 if TYPE_CHECKING:
-    from rockmate.calls.captured_calls import CapturedCalls
     from rockmate.calls.front import Front
 
 MOST_LOOKS = 16
@@ -275,7 +274,7 @@ class Forward:
             if place is not None:
                 yield sequence, {**places, place: len(self.ran)}
 
-    def member(self, graph: CapturedCalls, call: Call, arguments: tuple[Any, ...]) -> Member | None:
+    def member(self, graph: Graph, call: Call, arguments: tuple[Any, ...]) -> Member | None:
         """The member for such a call, made if there is none; None if the graph runs as it is."""
         members, (key, missing) = self.steps.members, graph.kind(call)
         member = members.find(key, missing)
@@ -292,7 +291,7 @@ class Forward:
         self.small += member is None
         return member
 
-    def run(self, graph: CapturedCalls, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
+    def run(self, graph: Graph, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
         """Run a graph; what it returns."""
         k, i = self.choice(member), len(self.ran)
         self.ran.append((member, k))

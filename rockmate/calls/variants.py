@@ -49,8 +49,12 @@ class Variant:
     structure: Structure
     state: PythonState | None
     observer: Observer | None
-    call: tuple[str, ...] = ()
     family: Family | None = None
+
+    @property
+    def call(self) -> tuple[str, ...]:
+        """The call that the plan is for, in a few words."""
+        return self.plan.call
 
     @cached_property
     def is_plain(self) -> bool:

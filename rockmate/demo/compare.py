@@ -24,7 +24,6 @@ from rockmate import InfeasibleBudgetError, Rockmate, measure_peak
 from rockmate.budget import show_bytes
 from rockmate.demo.gpt import GPT
 from rockmate.demo.text import batches, load_tokens
-from rockmate.planning.plot import plot_frontier
 
 # glibc gives large blocks back to the system and faults them in again; this would be most of what a step's
 # time shows, for every method alike.
@@ -89,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     print("equal: outputs, gradients, buffers, loss curve and random state are eager's, bit for bit")
     if rk is not None:
         out = Path(options.out)
-        plot_frontier(rk.frontier(), out / "frontier.png", measured=measured, problem=rk.plan.problem)
+        rk.frontier().plot(out / "frontier.png", measured=measured)
         rk.plan.plot_memory(out / "memory.png")
         print(f"time against memory: {out / 'frontier.png'}; memory of the last plan's step: {out / 'memory.png'}")
     return 0 if good else 1

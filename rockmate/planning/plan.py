@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rkgb.blocks.fingerprint import describe_inputs
 from rkgb.device.allocator import Allocator
 from rkgb.Ktools import K_graph
 from rkgb.trace.guards import is_guard
@@ -16,10 +17,11 @@ from rockmate.planning.artefact import write_plan
 from rockmate.planning.fields import PlanFields
 from rockmate.planning.kept import LOADED
 from rockmate.planning.plot import plot_memory
-from rockmate.planning.report import block_table
+from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
 from rockmate.planning.room import usual_problem
-from solvers import Problem, Run, Schedule, format_schedule, step_name, walk
+from solvers import Problem, Run, Schedule, format_schedule, keep_everything, step_name, walk
+from solvers.tables import html_facts, html_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,17 +29,25 @@ if TYPE_CHECKING:
 # Plans that are by this fraction of the step above a proven bound, or less, are called the least.
 PROVEN = 1e-4
 
+MOST_INPUTS = 8
+"""A call with more inputs is shown with the first ones."""
+
+MOST_OUTPUTS = 3
+"""Of more outputs without gradient the largest ones are named."""
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlanFields):
     """What will be kept and what computed again, with the figures promised for it.
 
-    ``predicted_peak``: bytes. ``predicted_overhead``: as a fraction of the step without recomputation.
+    ``call``: for which call, in a few words for each input, then the mode: ("x float32[8, 64]", "train", "autocast
+    bfloat16"). ``predicted_peak``: bytes. ``predicted_overhead``: as a fraction of the step without recomputation.
     ``setup_seconds``: of each phase that made the plan. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a
     step takes at least within the budget, whatever runs again (proven for all schedules that ``solvers.walk`` accepts,
     or for those of ``solvers.whole.whole_graph``'s class where that is higher); None for a plan that was loaded.
     """
 
+    call: tuple[str, ...] = ()
     predicted_peak: int
     predicted_overhead: float
     schedule: Schedule
@@ -70,6 +80,13 @@ class Plan(PlanFields):
         return self.graph.s.d.notes
 
     @cached_property
+    def eager_peak(self) -> int:
+        """Bytes that the step takes if nothing runs again, predicted as ``predicted_peak`` is."""
+        problem = self.problem_with_usual_loss()
+        ours, eager = (walk(problem, schedule).peak for schedule in (self.schedule, keep_everything(problem)))
+        return self.predicted_peak - ours + eager
+
+    @cached_property
     def predicted_reserved(self) -> int:
         """Bytes that CUDA's caching allocator takes from the device for a step, by a simulation of the allocator.
 
@@ -97,7 +114,11 @@ class Plan(PlanFields):
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine."""
         fields = dataclasses.replace(self, solver=self.solver.removesuffix(LOADED))
-        promised = {"predicted_peak": self.predicted_peak, "predicted_overhead": self.predicted_overhead}
+        promised = {
+            "call": self.call,
+            "predicted_peak": self.predicted_peak,
+            "predicted_overhead": self.predicted_overhead,
+        }
         write_plan(path, fields, self.graph, format_schedule(self.problem, self.schedule), promised)
 
     def program(self) -> str:
@@ -135,42 +156,74 @@ class Plan(PlanFields):
             ", proven to be the least" if gap < PROVEN else f", at most {100 * gap:.2f} % of the step above the least"
         )
 
-    def _idle_outputs(self) -> list[str]:
+    def _idle_outputs(self) -> list[tuple[str, str]]:
         """Outputs that get no gradient from outside, and what of them counts."""
         d, usage = self.graph.s.d, self.graph.usage
-        names: dict[bool, list[str]] = {}
+        idle: dict[bool, list[int]] = {}
         for k, v in enumerate(d.outputs):
             if k not in usage.roots and v not in d.sources and d.values[v].bytes > 0:
-                names.setdefault(k in usage.held, []).append(
-                    f"{self.graph.s.shown[v]} ({show_bytes(d.values[v].bytes)})"
-                )
+                idle.setdefault(k in usage.held, []).append(v)
         until = {
             False: "until forward has returned: what the caller keeps of them is beside the budget",
             True: "to the end of the backward, as the caller keeps them",
         }
-        return [f"no gradient for     {', '.join(found)}; counted {until[held]}" for held, found in names.items()]
+        return [("no gradient for", f"{self._listed(found)}; counted {until[held]}") for held, found in idle.items()]
 
-    def __str__(self) -> str:
+    def _listed(self, values: list[int]) -> str:
+        """Names and bytes of some values, of the largest ones if there are many."""
+        sizes = {v: self.graph.s.d.values[v].bytes for v in values}
+        first = values if len(values) <= MOST_OUTPUTS else sorted(values, key=lambda v: -sizes[v])[:MOST_OUTPUTS]
+        names = [f"{self.graph.s.shown[v]} ({show_bytes(sizes[v])})" for v in first]
+        if rest := [v for v in values if v not in first]:
+            names.append(f"{len(rest)} more ({show_bytes(sum(sizes[v] for v in rest))})")
+        return ", ".join(names)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """What is said above the table of blocks: names and texts, one line each."""
         seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         kinds = len({b.kind for b in self.problem.blocks})
         walked = walk(self.problem_with_usual_loss(), self.schedule)
         at = step_name(self.problem, self.schedule[walked.peak_step])
-        notes = self._idle_outputs()
+        facts = [
+            *facts_of_call(self.call or describe_inputs(self.graph.s)),
+            ("eager's peak", show_bytes(self.eager_peak)),
+            ("budget", show_bytes(self.budget)),
+            ("predicted peak", f"{show_bytes(self.predicted_peak)}, at {at}"),
+            ("predicted overhead", f"{self._overhead()}{self._proof()}"),
+            ("nodes", f"{len(self.problem.nodes)}; runs again: {self.recomputed}"),
+            ("blocks", f"{len(self.problem.blocks)}, of them distinct: {kinds}"),
+            ("found by", self.solver),
+            ("set-up", f"{sum(self.setup_seconds.values()):.1f} s: {seconds}"),
+            *self._idle_outputs(),
+        ]
         if self.room.seen:
-            notes.append(f"room for the loss   {show_bytes(self.room.between + self.room.kept)}, as it took so far")
-        notes += [f"search stopped      {self.reason}"] if self.reason else []
-        notes += [f"guard               {g}" for g in self.guards] + [f"note                {n}" for n in self.notes]
-        return "\n".join(
-            [
-                f"budget              {show_bytes(self.budget)}",
-                f"predicted peak      {show_bytes(self.predicted_peak)}, at {at}",
-                f"predicted overhead  {self._overhead()}{self._proof()}",
-                f"nodes               {len(self.problem.nodes)}; runs again: {self.recomputed}",
-                f"blocks              {len(self.problem.blocks)}, of them distinct: {kinds}",
-                f"found by            {self.solver}",
-                f"set-up              {sum(self.setup_seconds.values()):.1f} s: {seconds}",
-                *notes,
-                "",
-                block_table(self.problem, self.schedule),
-            ]
-        )
+            facts.append(("room for the loss", f"{show_bytes(self.room.between + self.room.kept)}, as it took so far"))
+        facts += [("search stopped", self.reason)] if self.reason else []
+        return facts + [("guard", g) for g in self.guards] + [("note", n) for n in self.notes]
+
+    def __str__(self) -> str:
+        return f"{text_of_facts(self._facts())}\n\n{block_table(self.problem, self.schedule)}"
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the summary as tables."""
+        rows, left_out = block_rows(self.problem, self.schedule)
+        more = f"<p>… and {left_out} lines more</p>" if left_out else ""
+        return html_facts(self._facts()) + html_table(rows, left=[len(rows[0]) - 1]) + more
+
+
+def facts_of_call(call: tuple[str, ...]) -> list[tuple[str, str]]:
+    """For which inputs a plan is, one line each, and in which mode and precision, as far as ``call`` says it."""
+    mode = [word for word in call if word in ("train", "eval") or word.startswith("autocast ")]
+    inputs = [word for word in call if word not in mode]
+    shown = inputs[:MOST_INPUTS]
+    if len(inputs) > len(shown):
+        shown.append(f"… and {len(inputs) - len(shown)} more")
+    lines = [("" if k else "inputs", text) for k, text in enumerate(shown or ["none"])]
+    if mode and not any(word.startswith("autocast ") for word in mode):
+        mode.append("no autocast")
+    return lines + ([("mode", ", ".join(mode))] if mode else [])
+
+
+def text_of_facts(facts: list[tuple[str, str]]) -> str:
+    """One line each: the name, and what is said."""
+    return "\n".join(f"{name:<20}{text}" for name, text in facts)

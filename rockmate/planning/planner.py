@@ -72,8 +72,8 @@ class Planner:
 
     ``room``: for the loss. ``missing``: parameters whose gradients the backward makes. ``saved``: the file that the
     figures are from. ``seconds``: what each phase took. ``scaled``: costs are those of another size, scaled, so that
-    there is nothing to gain from a long search, and nothing to prove. ``options_of_blocks``: what
-    blocks ran at another size. ``solved``: views of blocks that were solved.
+    there is nothing to gain from a long search, and nothing to prove. ``options_of_blocks``: what blocks ran at another
+    size. ``solved``: views of blocks that were solved. ``call``: what plans say that they are for.
     """
 
     graphs: Graphs
@@ -87,6 +87,7 @@ class Planner:
     scaled: bool = False
     options_of_blocks: Options | None = None
     solved: SolvedViews = field(default_factory=dict)
+    call: tuple[str, ...] = ()
     _chain: ChainPlanner | None = None
     _end: float = inf
 
@@ -202,8 +203,13 @@ class Planner:
         """Time against memory, with room for the loss in every budget."""
         self._end = time.perf_counter() + self.options.time_limit
         found = self.chain().frontier()
-        points = tuple((budget + self.reserved, overhead) for budget, overhead in found.points)
-        return Frontier(found.min_budget + self.reserved, found.max_budget + self.reserved, points)
+        more = self.reserved
+        return Frontier(
+            found.min_budget + more,
+            found.max_budget + more,
+            tuple((budget + more, overhead) for budget, overhead in found.points),
+            baselines=tuple(b._replace(peak=b.peak + more) for b in found.baselines),
+        )
 
     def plan(self, budget: int) -> Plan:
         """The plan for ``budget`` bytes: the saved one, if it is for this budget; or that of an earlier process."""
@@ -233,6 +239,7 @@ class Planner:
             room=self.room,
             solver=found.source,
             reason=reason,
+            call=self.call,
             predicted_peak=self.predicted_peak(found),
             predicted_overhead=found.overhead,
             schedule=found.schedule,

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from rockmate.budget import show_bytes
 from solvers import Del, Loss, Problem, Run, Schedule, keep_everything
+from solvers.tables import text_table
 
 MOST_LINES = 20
 """Longer tables end with the number of lines left out."""
@@ -65,9 +66,12 @@ def _live_at_loss(problem: Problem, schedule: Schedule) -> set[int]:
     return live
 
 
-def block_table(problem: Problem, schedule: Schedule) -> str:
-    """The choices as text; neighbours that are treated alike share a line."""
-    rows = [("blocks", "class", "nodes", "keeps", "of", "runs again", "time", "from … to")]
+def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ...]], int]:
+    """The choices as rows of a table, titles first, and how many lines were left out.
+
+    Neighbours that are treated alike share a line.
+    """
+    rows: list[tuple[str, ...]] = [("blocks", "class", "nodes", "keeps", "of", "runs again", "time", "from … to")]
     choices = block_choices(problem, schedule)
     for choice, group in groupby(enumerate(choices), key=lambda pair: pair[1]):
         blocks = [b for b, _ in group]
@@ -79,9 +83,10 @@ def block_table(problem: Problem, schedule: Schedule) -> str:
         sizes = (show_bytes(choice.kept), show_bytes(choice.all))
         span = " … ".join(dict.fromkeys((choices[blocks[0]].first, choices[blocks[-1]].last)))
         rows.append((name, str(choice.kind), str(choice.nodes), *sizes, str(choice.reruns), time, span))
-    left_out = len(rows) - 1 - MOST_LINES
-    if left_out > 0:
-        rows = rows[: MOST_LINES + 1]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
-    return "\n".join(lines + ([f"… and {left_out} lines more"] if left_out > 0 else []))
+    return rows[: MOST_LINES + 1], max(0, len(rows) - 1 - MOST_LINES)
+
+
+def block_table(problem: Problem, schedule: Schedule) -> str:
+    """The choices as text."""
+    rows, left_out = block_rows(problem, schedule)
+    return text_table(rows, left=[len(rows[0]) - 1]) + (f"\n… and {left_out} lines more" if left_out else "")

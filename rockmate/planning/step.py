@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from textwrap import shorten
+from typing import Any
 
 from rockmate.budget import show_bytes
-from rockmate.planning.plan import Plan
-from solvers.sequence import Stage, overhead_of, peak_of
+from rockmate.planning.plan import Plan, text_of_facts
+from solvers.sequence import Stage, fastest, overhead_of, peak_of
+from solvers.tables import html_facts, html_table, text_table
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,6 +34,11 @@ class StepPlan:
         return peak_of(self.stages, self.chosen)
 
     @property
+    def eager_peak(self) -> int:
+        """Bytes that the step takes if nothing runs again."""
+        return peak_of(self.stages, fastest(self.stages))
+
+    @property
     def predicted_overhead(self) -> float:
         """Time that runs again, as a fraction of the graphs' time without recomputation."""
         return overhead_of(self.stages, self.chosen)
@@ -51,22 +58,31 @@ class StepPlan:
             f"{100 * self.predicted_overhead:.1f} % longer>"
         )
 
-    def __str__(self) -> str:
-        lines = [
-            f"budget              {show_bytes(self.budget)}",
-            f"predicted peak      {show_bytes(self.predicted_peak)}",
-            f"predicted overhead  {100 * self.predicted_overhead:.1f} %",
-            f"graphs              {len(self.parts)}, and {self.small} small ones that run as they are",
-            "",
-            "graph  nodes  runs again       keeps   keeps at most   of",
+    def _facts(self) -> list[tuple[str, str]]:
+        return [
+            ("eager's peak", show_bytes(self.eager_peak)),
+            ("budget", show_bytes(self.budget)),
+            ("predicted peak", show_bytes(self.predicted_peak)),
+            ("predicted overhead", f"{100 * self.predicted_overhead:.1f} %"),
+            ("graphs", f"{len(self.parts)}, and {self.small} small ones that run as they are"),
         ]
-        for number, (name, part, stage, k) in enumerate(
-            zip(self.names, self.parts, self.stages, self.chosen, strict=True), 1
-        ):
-            kept, most = stage.choices[k].kept, max(c.kept for c in stage.choices)
-            inputs = shorten(name, 60, placeholder=" …")
-            lines.append(
-                f"{number:>5}  {len(part.problem.nodes):>5}  {part.recomputed:>10}  {show_bytes(kept):>10}  "
-                f"{show_bytes(most):>14}   {inputs}"
-            )
-        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("graph", "nodes", "runs again", "keeps", "keeps at most", "of")]
+        parts = zip(self.names, self.parts, self.stages, self.chosen, strict=True)
+        for number, (name, part, stage, k) in enumerate(parts, 1):
+            sizes = stage.choices[k].kept, max(c.kept for c in stage.choices)
+            counts = str(number), str(len(part.problem.nodes)), str(part.recomputed)
+            rows.append((*counts, *map(show_bytes, sizes), shorten(name, 60, placeholder=" …")))
+        return rows
+
+    def __str__(self) -> str:
+        return f"{text_of_facts(self._facts())}\n\n{text_table(self._rows(), left=[5])}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """A notebook without HTML shows the summary."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the summary as tables."""
+        return html_facts(self._facts()) + html_table(self._rows(), left=[5])

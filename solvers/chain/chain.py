@@ -22,12 +22,12 @@ from solvers.chain.bound import least_budget, lower_bound
 from solvers.chain.costs import Options, SolvedViews, chain_costs, kind_options
 from solvers.chain.expand import expand
 from solvers.chain.table import ChainTable
+from solvers.curve import Frontier, baselines_of
 from solvers.errors import InfeasibleError
 from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.pareto import evenly, front
 from solvers.problem import Problem
 from solvers.schedule import Schedule
-from solvers.solution import Frontier
 from solvers.text import format_bytes
 from solvers.walker import Walk, step_name, walk
 
@@ -186,7 +186,8 @@ class ChainPlanner:
         solutions = front(self.walked(), lambda s: (s.peak, s.time))
         keep = walk(self.problem, keep_everything(self.problem))
         points = tuple((s.peak, s.overhead) for s in solutions)
-        return Frontier(solutions[0].peak, keep.peak, points, least_budget(self.problem)[0])
+        least = least_budget(self.problem)[0]
+        return Frontier(solutions[0].peak, keep.peak, points, least, baselines_of(self.problem))
 
 
 def solve_chain(problem: Problem, budget: int, options: Options | None = None, slots: int = 0) -> ChainPlan:

@@ -16,11 +16,11 @@ from solvers.chain.bound import least_budget, lower_bound
 from solvers.chain.chain import ChainPlan, ChainPlanner
 from solvers.chain.refine import refine
 from solvers.chain.revolve import revolve_schedules
+from solvers.curve import Frontier
 from solvers.errors import InfeasibleError
 from solvers.milp.options import SolverOptions
 from solvers.problem import Problem
 from solvers.schedule import Schedule
-from solvers.solution import Frontier
 from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
 from solvers.text import format_bytes
 from solvers.walker import walk

@@ -6,7 +6,7 @@ smaller budget fits a larger one, so time never rises with the budget.
 
 from __future__ import annotations
 
-from solvers.solution import Frontier
+from solvers.curve import Frontier
 from solvers.solve import Request
 from solvers.whole.stages import Cell, Reruns, Staged, timeline
 from solvers.whole.whole_graph import StagedSolution, least_step, solve_staged

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from solvers.curve import Frontier
 from solvers.schedule import Schedule
-from solvers.solution import Frontier
 from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
 from solvers.whole.graph import GraphProblem
 from solvers.whole.walker import walk_graph

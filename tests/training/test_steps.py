@@ -282,9 +282,17 @@ def test_a_budget_that_is_too_small() -> None:
 def test_what_a_plan_prints() -> None:
     handle = attached(ready("70%"))
     assert handle is not None
+    assert isinstance(handle.plan, StepPlan)
     text = str(handle.plan)
+    assert text.splitlines()[0].startswith("eager's peak        ")
     assert "graphs              4, and" in text
     assert "x float32[512, 32]" in text
+    page = handle.plan._repr_html_()
+    assert '<td style="text-align: left">x float32[512, 32], train</td>' in page
+    assert handle.plan.parts[0].call == ("x float32[512, 32]", "train")
+    curve = handle.frontier()
+    assert handle.plan.eager_peak == curve.max_budget > handle.plan.predicted_peak
+    assert str(curve).count("%") == 2 * len(curve.table()) and curve.baselines == ()
     assert handle.reason
     assert [planned.call for planned in handle.plans] == [("4 graphs",)]
     assert handle.plan is not None

@@ -1,0 +1,232 @@
+"""What commands answer: text for people, and values for JSON. Memory is in bytes, overheads are fractions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import rkgb
+import rockmate
+from rkgb.errors import GraphError
+from rockmate import Plan, RockmateError
+from rockmate.budget import show_at_least, show_bytes
+from rockmate.cli.errors import UNSUPPORTED, Misuse, Unsupported, told
+from rockmate.cli.load import Given
+from rockmate.cli.planning import Options, Planned, planned
+from rockmate.errors import InputError
+from rockmate.planning.checks import checked_call
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.plan import facts_of_call, text_of_facts
+from rockmate.planning.prepare import make_planner
+from rockmate.planning.report import block_choices
+from rockmate.planning.step import StepPlan
+from rockmate.progress import Progress
+from solvers import Frontier
+
+CHEAP = 0.1
+"""What a step may take longer at most at the budget that ``check`` suggests, if there is such a budget."""
+
+
+class Answer(NamedTuple):
+    """``text`` is printed, or ``values`` as JSON; ``code`` is the exit code."""
+
+    text: str
+    values: dict[str, Any]
+    code: int = 0
+
+
+# ------------------------------------------------------------------------------------------------- check
+
+
+def check(given: Given, options: Options) -> Answer:
+    """Whether the model is supported, and what can be gained."""
+    try:
+        found = planned(given, "100%", options)
+        curve = found.frontier()
+    except InputError:
+        raise
+    except (GraphError, RockmateError) as error:
+        refused = told(error)
+        assert isinstance(refused, Unsupported)
+        text = text_of_facts([*_subject(given), ("supported", "no")])
+        said = {"type": refused.kind, "message": refused.message}
+        values = {**_values(given), "supported": False, "error": said}
+        return Answer(f"{text}\n\n{refused.kind}: {refused.message}", values, UNSUPPORTED)
+    facts = [*_subject(given), *_call(found.plan), ("supported", _supported(found))]
+    eager, room = show_bytes(found.plan.eager_peak), show_bytes(curve.max_budget)
+    facts.append(("eager's peak", eager if eager == room else f"{eager}; with room for a larger loss {room}"))
+    facts.append(("smallest budget", _share(curve.min_budget, curve)))
+    facts.append(("not counted", "parameters and the optimizer's state"))
+    values = {
+        **_values(given),
+        "supported": True,
+        "error": None,
+        **_values_of_call(found.plan),
+        "eager_peak": found.plan.eager_peak,
+        "min_budget": curve.min_budget,
+        "max_budget": curve.max_budget,
+        "points": [{"budget": b, "share": share, "overhead": o} for b, share, o in curve.table()],
+    }
+    return Answer(f"{text_of_facts(facts)}\n\n{curve}\n\n{_gain(given, options, curve)}", values)
+
+
+def _supported(found: Planned) -> str:
+    if not isinstance(found.plan, StepPlan):
+        return "yes"
+    return f"yes, by rockmate.attach: {len(found.plan.parts)} graphs with other code between them ({found.why})"
+
+
+def _gain(given: Given, options: Options, curve: Frontier) -> str:
+    """What to do next: the smallest budget that is cheap, or else the smallest one."""
+    rows = [row for row in curve.table() if row[0] < curve.max_budget]
+    if not rows:
+        return "There is nothing to gain: no plan takes less memory than the step without recomputation."
+    cheap = [row for row in rows if row[2] <= CHEAP]
+    budget, share, overhead = min(cheap or rows)
+    whole = abs(100 * share - round(100 * share)) < 1e-9
+    text = f"{round(100 * share)}%" if whole else show_at_least(budget)
+    more = f" --autocast {options.autocast}" if options.autocast else ""
+    return (
+        f"With {100 * share:.0f} % of the memory, a step takes {100 * overhead:.1f} % longer.\n"
+        f'In your script: rockmate.attach(model, "{text}")\n'
+        f'The plan:       rockmate plan {given.target} --budget "{text}"{more}'
+    )
+
+
+def _share(budget: int, curve: Frontier) -> str:
+    share = f", {100 * budget / curve.max_budget:.0f} % of eager's peak" if curve.max_budget else ""
+    return f"{show_at_least(budget)}{share}"
+
+
+# ------------------------------------------------------------------------------------- plans and frontiers
+
+
+def plan(given: Given, budget: str, options: Options, save: Path | None, program: bool) -> Answer:
+    """The plan for a budget."""
+    found = planned(given, budget, options)
+    made = found.plan
+    text, values = str(made), {**_values(given), **_values_of_call(made), **_values_of_plan(made)}
+    if save is not None:
+        if isinstance(made, StepPlan):
+            raise Misuse(
+                f"the plan was not saved: the model is {len(made.parts)} graphs with other code between them "
+                f"({found.why}), and only a plan of one graph has a file"
+            )
+        made.save(save)
+        text += f"\n\nsaved in {save}: rockmate.Rockmate(model, sample, plan={str(save)!r})"
+        values["saved"] = str(save)
+    if program:
+        text += f"\n\n{made.program()}"
+        values["program"] = made.program()
+    return Answer(text, values)
+
+
+def frontier(given: Given, options: Options, plot: Path | None) -> Answer:
+    """Time against memory."""
+    curve = planned(given, "100%", options).frontier()
+    text = str(curve)
+    values = {
+        **_values(given),
+        "min_budget": curve.min_budget,
+        "max_budget": curve.max_budget,
+        "points": [{"budget": budget, "overhead": overhead} for budget, overhead in curve.points],
+        "baselines": [found._asdict() for found in curve.baselines],
+    }
+    if plot is not None:
+        curve.plot(plot)
+        text += f"\n\nplotted in {plot}"
+        values["plot"] = str(plot)
+    return Answer(text, values)
+
+
+def check_plot(path: Path) -> None:
+    """Raise ``Misuse`` where no plot could be written, before anything is planned."""
+    from solvers.figures import new_figure
+
+    try:
+        kinds = new_figure()[0].canvas.get_supported_filetypes()
+    except ImportError as error:
+        raise Misuse(str(error)) from error
+    if path.suffix[1:].lower() not in kinds:
+        raise Misuse(f"--plot {path}: give a file that ends in {', '.join(f'.{kind}' for kind in sorted(kinds))}")
+
+
+# --------------------------------------------------------------------------------------- estimate, graphs
+
+
+def estimate(given: Given, sizes: Sequence[int], dims: tuple[int, ...], budget: str | None, options: Options) -> Answer:
+    """What steps of larger sizes take."""
+    kwargs, room = given.sample_kwargs, options.loss_memory
+    try:
+        with options.precision(given.model):
+            found = rockmate.estimate(
+                given.model, given.sample, sizes, budget, dim=dims, sample_kwargs=kwargs, loss_memory=room
+            )
+    except InputError as error:
+        raise Misuse(str(error).replace("dim= ", "--dim ")) from error
+    return Answer(str(found), {**_values(given), "dim": list(dims), **dataclasses.asdict(found)})
+
+
+def graphs(given: Given, form: str, folder: Path, costs: str) -> Answer:
+    """Pictures or texts of the graphs."""
+    with Progress() as report:
+        call = checked_call(given.model, given.sample, given.sample_kwargs)
+        made = make_planner(given.model, call, PlanOptions(costs), report).graphs
+    name = type(given.model).__name__
+    paths = rkgb.print_all_graphs(made, name, render_format=form, directory=folder)
+    code = 0 if all(path.suffix != ".gv" for path in paths) else UNSUPPORTED
+    text = "\n".join([str(made.summary()), *map(str, paths)])
+    return Answer(text, {**_values(given), "files": list(map(str, paths))}, code)
+
+
+# ------------------------------------------------------------------------------------------- what is said
+
+
+def _subject(given: Given) -> list[tuple[str, str]]:
+    values = _values(given)
+    size = f"{values['parameters']:,} parameters, {show_bytes(values['parameter_bytes'])}"
+    return [("model", f"{values['model']}: {size}, on {', '.join(values['devices']) or 'no device'}")]
+
+
+def _values(given: Given) -> dict[str, Any]:
+    parameters = list(given.model.parameters())
+    return {
+        "target": given.target,
+        "model": type(given.model).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "devices": sorted({str(p.device) for p in parameters}),
+    }
+
+
+def _call(made: Plan | StepPlan) -> list[tuple[str, str]]:
+    return facts_of_call(made.call) if isinstance(made, Plan) else []
+
+
+def _values_of_call(made: Plan | StepPlan) -> dict[str, Any]:
+    """A list for each graph: its inputs in a few words, then the mode."""
+    return {"calls": [list(part.call) for part in (made.parts if isinstance(made, StepPlan) else (made,))]}
+
+
+def _values_of_plan(made: Plan | StepPlan) -> dict[str, Any]:
+    """The figures of a plan."""
+    values: dict[str, Any] = {
+        "eager_peak": made.eager_peak,
+        "budget": made.budget,
+        "predicted_peak": made.predicted_peak,
+        "predicted_overhead": made.predicted_overhead,
+        "recomputed": made.recomputed,
+    }
+    if isinstance(made, StepPlan):
+        return values
+    blocks = [dataclasses.asdict(choice) for choice in block_choices(made.problem, made.schedule)]
+    return {
+        **values,
+        "status": made.status,
+        "gap": made.gap,
+        "solver": made.solver,
+        "setup_seconds": made.setup_seconds,
+        "blocks": blocks,
+    }

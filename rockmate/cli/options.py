@@ -1,0 +1,125 @@
+"""What commands have in common: options, and how an answer or an error ends the command."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from rockmate.budget import parse_bytes
+from rockmate.cli.answers import Answer
+from rockmate.cli.errors import DEFECT, Misuse, kind_of, show_trace, told
+from rockmate.cli.planning import Options
+from rockmate.errors import BudgetError
+from rockmate.planning import options
+
+
+def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Shells complete the name of the file."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+TARGET = click.argument("target", metavar="FILE:FUNCTION", shell_complete=_files)
+COSTS = click.option(
+    "--costs",
+    type=click.Choice(["measured", "flops"]),
+    default="measured",
+    show_default=True,
+    help="Time every operation, or model the times: the same plan on every run.",
+)
+AUTOCAST = click.option(
+    "--autocast", type=click.Choice(["bfloat16", "float16"]), help="Plan for torch.autocast with this type."
+)
+LOSS = click.option("--loss-memory", metavar="BYTES", help='What the loss allocates, such as "200 MiB".')
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else goes to standard error.")
+TRACE = click.option("--traceback", "trace", is_flag=True, help="Show the whole traceback of an error.")
+
+
+def answering(*options: Callable[..., Any]) -> Callable[[Callable[..., Answer]], Callable[..., int]]:
+    """A command with these options, whose function returns the answer."""
+
+    def decorate(function: Callable[..., Answer]) -> Callable[..., int]:
+        @functools.wraps(function)
+        def command(trace: bool, as_json: bool, **given: Any) -> int:
+            return _run(functools.partial(function, **given), as_json, trace)
+
+        for option in reversed((TARGET, *options, JSON, TRACE)):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _run(work: Callable[[], Answer], as_json: bool, trace: bool) -> int:
+    """Print the answer; the exit code. Raises ``click.ClickException`` for errors that are not Rockmate's."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), _quiet():
+            answer = work()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is told, and has an exit code
+        found = told(error)
+        if trace or found is None:
+            show_trace(error)
+        if found is None:
+            click.echo("This is no mistake of yours: please report it, with the lines above.", err=True)
+            return DEFECT
+        if as_json:
+            click.echo(json.dumps({"error": {"type": kind_of(found), "message": found.message}}))
+        raise found from None
+    click.echo(json.dumps(answer.values, indent=2) if as_json else answer.text)
+    return answer.code
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings are one line each; what TorchDynamo cannot capture, and that there is a plan, is in the answer."""
+    levels = {"torch._dynamo": logging.CRITICAL, "torch._subclasses.fake_tensor": logging.CRITICAL}
+    loggers = {logging.getLogger(name): level for name, level in {**levels, "rockmate": logging.WARNING}.items()}
+    before = {logger: logger.level for logger in loggers}
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
+        try:
+            for logger, level in loggers.items():
+                logger.setLevel(level)
+            yield
+        finally:
+            for logger, level in before.items():
+                logger.setLevel(level)
+
+
+def options_of(costs: str, autocast: str | None, loss_memory: str | None, **more: Any) -> Options:
+    """How to plan. Raises ``InputError`` for what cannot be used, before a model is built."""
+    try:
+        room = None if loss_memory is None else parse_bytes(loss_memory)
+    except BudgetError as error:
+        raise Misuse(f'--loss-memory {loss_memory}: give bytes, or text such as "200 MiB"') from error
+    made = Options(costs, room, autocast=autocast, **more)
+    options.options_of(**made.arguments)
+    return made
+
+
+def writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse what cannot be written before anything is planned for minutes."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.absolute().parent}: make it first")
+    return path
+
+
+FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+def numbers(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas or spaces between them."""
+    words = re.split(r"[,\s]+", text.strip())
+    if not all(re.fullmatch(r"-?\d+", word) for word in words):
+        raise click.BadParameter(f"{text!r} is no list of whole numbers: give them with commas, such as 8,16,32")
+    return tuple(map(int, words))

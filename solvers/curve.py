@@ -1,0 +1,128 @@
+"""``Frontier``: time against memory, for all budgets; as a table and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from solvers.baselines import all_baselines
+from solvers.figures import MIB, finished, new_figure
+from solvers.problem import Problem
+from solvers.tables import html_table, text_table
+from solvers.units import show_at_least, show_bytes
+from solvers.walker import walk
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROWS = 10
+"""How many rows a table has, about."""
+
+STEPS = (10, 5, 2, 1)
+"""Percents of memory that may lie between two rows of a table."""
+
+
+class Baseline(NamedTuple):
+    """A usual way to checkpoint: ``peak`` in bytes, ``overhead`` as a fraction of the time without recomputation."""
+
+    name: str
+    peak: int
+    overhead: float
+
+
+def baselines_of(problem: Problem) -> tuple[Baseline, ...]:
+    """What ``all_baselines`` take, by the walker."""
+    walked = {name: walk(problem, schedule) for name, schedule in all_baselines(problem).items()}
+    return tuple(Baseline(name, found.peak, found.overhead) for name, found in walked.items())
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Frontier:
+    """Time against memory: ``points`` are (budget in bytes, overhead), overhead falling as the budget grows.
+
+    Overhead is recompute time as a fraction of the time without recomputation. Budgets are bytes. From ``max_budget``
+    on, nothing is recomputed. ``min_budget`` is the smallest budget for which a schedule is known. Every schedule of
+    the solver's class needs at least ``lower`` bytes. If the two are equal (``exact``), ``min_budget`` is proven to be
+    the smallest feasible budget. ``baselines``: what the usual ways to checkpoint take, where blocks are known. It
+    prints as a table of about ten rows.
+    """
+
+    min_budget: int
+    max_budget: int
+    points: tuple[tuple[int, float], ...]
+    lower: int = 0
+    baselines: tuple[Baseline, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether ``min_budget`` is proven to be the smallest budget that a schedule of the class fits."""
+        return self.lower == self.min_budget
+
+    def overhead(self, budget: float) -> float:
+        """The least overhead of the points that fit ``budget`` bytes. Raises ``ValueError`` if none does."""
+        found = [overhead for size, overhead in self.points if size <= budget]
+        if not found:
+            raise ValueError(f"no point fits {show_bytes(budget)}: the smallest budget is {self._least()}")
+        return min(found)
+
+    def plot(self, path: str | Path | None = None, *, measured: Sequence[tuple[int, float]] = ()) -> Figure:
+        """The curve as a figure of matplotlib, with the usual ways to checkpoint; also written to ``path``.
+
+        The ending of ``path`` says in which format. ``measured``: (peak in bytes, overhead as a fraction) of runs.
+        Raises ``ImportError`` where matplotlib is missing.
+        """
+        figure, axes = new_figure()
+        budgets, overheads = [size / MIB for size, _ in self.points], [100 * time for _, time in self.points]
+        axes.step(budgets, overheads, where="post", label="Rockmate, predicted")
+        if measured:
+            axes.plot([p / MIB for p, _ in measured], [100 * t for _, t in measured], "o", label="Rockmate, measured")
+        for found in self.baselines:
+            axes.plot([found.peak / MIB], [100 * found.overhead], "x", label=found.name)
+        axes.set_xlabel("peak memory of a training step (MiB)")
+        axes.set_ylabel("longer than without recomputation (%)")
+        # The smallest budgets may take many times longer; the others are of interest.
+        axes.set_ylim(top=min(axes.get_ylim()[1], 100))
+        axes.legend()
+        return finished(figure, path)
+
+    def table(self) -> list[tuple[int, float, float]]:
+        """About ten rows: a budget in bytes, its share of ``max_budget``, and the overhead. The largest comes first.
+
+        Shares are whole percents, which can be given as a budget ("60%"), but for the last one, ``min_budget``.
+        """
+        if self.max_budget <= 0:
+            return []
+        least = self.min_budget / self.max_budget
+        rows = []
+        for percent in _percents(100 * least):
+            budget = self.max_budget * percent // 100
+            if percent / 100 - least > 0.005:  # else it prints as the last row
+                rows.append((budget, percent / 100, self.overhead(budget)))
+        return [*rows, (self.min_budget, least, self.overhead(self.min_budget))]
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        rows = [("budget", "of eager's peak", "extra time")]
+        for budget, share, overhead in self.table():
+            rows.append((show_at_least(budget), f"{100 * share:.0f} %", f"{100 * overhead:.1f} %"))
+        return rows
+
+    def _least(self) -> str:
+        return show_at_least(self.min_budget)
+
+    def __repr__(self) -> str:
+        return f"<Frontier: {self._least()} to {show_bytes(self.max_budget)}, {len(self.points)} points>"
+
+    def __str__(self) -> str:
+        return text_table(self._rows())
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the table."""
+        return html_table(self._rows())
+
+
+def _percents(least: float) -> Iterator[int]:
+    """Round percents from 100 down to ``least``, about ``ROWS`` of them at most."""
+    step = next((s for s in reversed(STEPS) if (100 - least) / s <= ROWS - 1), STEPS[0])
+    yield from range(100, int(least), -step)

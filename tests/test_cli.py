@@ -1,0 +1,409 @@
+"""The command line: what it answers, as text and as JSON, its exit codes, and what it says of misuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import rockmate
+from rockmate import Rockmate, frontier
+from rockmate.cli import answers, main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FILE = '''
+import random, sys
+from collections import UserDict
+import torch
+from torch import nn
+
+ARGUMENTS = sys.argv[1:]
+
+def net(layers=3):
+    torch.manual_seed(0)
+    return nn.Sequential(*(l for _ in range(layers) for l in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))))
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+    def forward(self, x, scale=None):
+        return self.net(x) if scale is None else self.net(x) * scale
+
+class Differentiates(Scaled):
+    def forward(self, x):
+        x = self.net(x)
+        (g,) = torch.autograd.grad(x.sum(), self.net[0].weight, create_graph=True)
+        return x * g.sum()
+
+class Drops(nn.Module):
+    """Layers of which Python's random numbers leave some out: several graphs."""
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(net(1) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            if random.random() < 2:
+                x = layer(x)
+        return x
+
+X = torch.ones(256, 16)
+NET = net()
+
+def make(): return net(), X
+def pair(): return Scaled(), (X, torch.ones(16))
+def named(): return Scaled(), UserDict(x=X, scale=torch.ones(16))
+def keywords(): return Scaled(), [X], {"scale": torch.ones(16)}
+def small(): return net(), X[:8]
+def talks():
+    print("building")
+    return net(), X
+def differentiates(): return Differentiates(), X
+def drops(): return Drops(), X
+def arguments(): return ARGUMENTS or make()
+
+def needs(batch): return net(), X[:batch]
+def fails(): return inner()
+def inner(): raise RuntimeError("no weights") from KeyError("layer")
+def ends(): sys.exit("done")
+def nothing(): pass
+def alone(): return net()
+def swapped(): return X, net()
+def no_sample(): return net(), None
+def flat(): return Scaled(), X, torch.ones(16)
+def four(): return net(), X, {}, {}
+def wrong(): return net(), torch.ones(4, 3)
+def frozen(): return net().requires_grad_(False), X
+def meta():
+    with torch.device("meta"):
+        return net(), X
+'''
+
+
+class Result(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The object that was printed."""
+        found: dict[str, Any] = json.loads(self.out)
+        return found
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Runs a command in a folder that has ``model.py``."""
+    (tmp_path / "model.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+
+    def run(*arguments: str) -> Result:
+        code = main(list(arguments))
+        return Result(code, *capsys.readouterr())
+
+    yield run
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+# ------------------------------------------------------------------------------------------------- answers
+
+
+def test_check_says_what_there_is_to_gain(run: Run) -> None:
+    done = run("check", "model.py:make", "--costs", "flops")
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0] == "model               Sequential: 6,384 parameters, 24.9 KiB, on cpu"
+    assert lines[1:4] == [
+        "inputs              input float32[256, 16]",
+        "mode                train, no autocast",
+        "supported           yes",
+    ]
+    assert "  budget  of eager's peak  extra time" in done.out
+    curve = frontier(*sys.modules["model"].make(), costs="flops")
+    cheap = [f"{100 * share:.0f}%" for _, share, overhead in curve.table() if 0 < overhead <= 0.1]
+    assert f'rockmate.attach(model, "{cheap[-1]}")' in done.out
+    assert done.out.endswith(f'rockmate plan model.py:make --budget "{cheap[-1]}"\n')
+
+
+def test_the_documentation_shows_what_check_prints(run: Run, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    (code,), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("py", "text"))
+    (tmp_path / "model.py").write_text(code)
+    assert run("check", "model.py:make", "--costs", "flops").out == shown
+
+
+def test_check_as_json_has_the_figures_of_the_library(run: Run) -> None:
+    done = run("check", "model.py:talks", "--costs", "flops", "--json")
+    assert done.code == 0 and done.err == "building\n"
+    module = sys.modules["model"]
+    curve = frontier(*module.make(), costs="flops")
+    found = done.values
+    assert (found["supported"], found["error"], found["model"]) == (True, None, "Sequential")
+    assert found["calls"] == [["input float32[256, 16]", "train"]]
+    assert (found["min_budget"], found["max_budget"]) == (curve.min_budget, curve.max_budget)
+    assert [(p["budget"], p["share"], p["overhead"]) for p in found["points"]] == curve.table()
+    assert found["eager_peak"] == Rockmate(*module.make(), "100%", costs="flops").plan.predicted_peak
+
+
+@pytest.mark.parametrize("function", ["pair", "named", "keywords"])
+def test_samples_of_all_forms(run: Run, function: str) -> None:
+    done = run("check", f"model.py:{function}", "--costs", "flops", "--json")
+    ((*inputs, mode),) = done.values["calls"]
+    assert sorted(inputs) == ["scale float32[16]", "x float32[256, 16]"] and mode == "train"
+
+
+def test_check_of_a_model_that_is_not_supported(run: Run) -> None:
+    done = run("check", "model.py:differentiates")
+    assert done.code == 1
+    line = next(k for k, text in enumerate(FILE.splitlines(), 1) if "torch.autograd.grad" in text)
+    assert f"supported           no\n\nUnsupportedError: grad at model.py:{line}: the module computes" in done.out
+    found = run("check", "model.py:differentiates", "--json")
+    assert found.code == 1 and found.values["supported"] is False
+    assert found.values["error"]["type"] == "UnsupportedError"
+
+
+def test_a_model_of_several_graphs_is_trained_for_some_steps(run: Run) -> None:
+    torch._dynamo.reset()
+    done = run("check", "model.py:drops", "--costs", "flops")
+    assert done.code == 0
+    assert "supported           yes, by rockmate.attach: 4 graphs with other code between them" in done.out
+    done = run("plan", "model.py:drops", "--costs", "flops", "--budget", "70%", "--json", "--program")
+    assert done.code == 0 and len(done.values["calls"]) == 4
+    assert done.values["predicted_peak"] <= done.values["budget"] < done.values["eager_peak"]
+    assert done.values["program"].count("def step():") == 4
+    done = run("plan", "model.py:drops", "--costs", "flops", "--budget", "70%", "--save", "plan.json")
+    assert done.code == 2 and "the plan was not saved: the model is 4 graphs" in done.err
+    done = run("plan", "model.py:drops", "--costs", "flops", "--budget", "1%")
+    assert done.code == 1 and "no plan fits a budget of" in done.err
+
+
+def test_plan_is_saved_and_runs(run: Run, tmp_path: Path) -> None:
+    done = run("plan", "model.py:make", "--costs", "flops", "--budget", "60%", "--save", "plan.json", "--program")
+    assert done.code == 0
+    assert done.out.startswith("inputs              input float32[256, 16]\n")
+    assert "\nsaved in plan.json: rockmate.Rockmate(model, sample, plan='plan.json')\n" in done.out
+    assert "def step():" in done.out and "recompute" in done.out
+    model, sample = sys.modules["model"].make()
+    rk = Rockmate(model, sample, plan=tmp_path / "plan.json")
+    found = run("plan", "model.py:make", "--costs", "flops", "--budget", "60%", "--json").values
+    assert (found["budget"], found["predicted_peak"]) == (rk.budget, rk.plan.predicted_peak)
+    assert found["recomputed"] == rk.plan.recomputed == sum(block["reruns"] for block in found["blocks"]) > 0
+    assert "program" not in found and "saved" not in found
+
+
+def test_plan_for_autocast_with_another_solver(run: Run) -> None:
+    more = ("--autocast", "bfloat16", "--solver", "every_block", "--loss-memory", "1 KiB", "--time-limit", "5")
+    done = run("plan", "model.py:make", "--budget", "1 MiB", "--costs", "flops", *more, "--json")
+    assert done.values["calls"] == [["input float32[256, 16]", "train", "autocast bfloat16"]]
+    done = run("check", "model.py:make", "--autocast", "bfloat16", "--costs", "flops")
+    assert "mode                train, autocast bfloat16" in done.out and "--autocast bfloat16\n" in done.out
+
+
+def test_no_plan_fits(run: Run) -> None:
+    done = run("plan", "model.py:make", "--budget", "1 KiB", "--costs", "flops", "--json")
+    assert done.code == 1
+    assert done.values["error"]["type"] == "InfeasibleBudgetError"
+    assert done.err.startswith("Error: no plan fits a budget of 1.00 KiB: the smallest that can be planned is ")
+
+
+def test_frontier_as_table_json_and_plot(run: Run, tmp_path: Path) -> None:
+    done = run("frontier", "model.py:make", "--costs", "flops", "--plot", "frontier.png")
+    assert done.code == 0 and done.out.endswith("\nplotted in frontier.png\n")
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    model, sample = sys.modules["model"].make()
+    curve = frontier(model, sample, costs="flops")
+    assert done.out.startswith(str(curve))
+    found = run("frontier", "model.py:make", "--costs", "flops", "--json").values
+    assert [(p["budget"], p["overhead"]) for p in found["points"]] == list(curve.points)
+    assert [b["name"] for b in found["baselines"]] == [b.name for b in curve.baselines]
+
+
+@pytest.mark.parametrize("sizes", [["--sizes", "64,128"], ["--sizes", "64 128"], ["--sizes", "64", "128"]])
+def test_estimate_of_several_sizes(run: Run, sizes: list[str]) -> None:
+    done = run("estimate", "model.py:small", *sizes, "--budget", "64 KiB", "--json")
+    assert done.code == 0
+    model, sample = sys.modules["model"].small()
+    found = rockmate.estimate(model, sample, [64, 128], "64 KiB")
+    assert [(s["size"], s["peak"], s["fits"]) for s in done.values["sizes"]] == [
+        (s.size, s.peak, s.fits) for s in found.sizes
+    ]
+    assert done.values["largest"] == found.largest
+
+
+def test_estimate_as_text(run: Run) -> None:
+    done = run("estimate", "model.py:small", "--sizes", "64", "--dim", "0")
+    assert done.code == 0 and done.out.split()[:4] == ["size", "peak", "smallest", "budget"]
+    done = run("estimate", "model.py:small", "--sizes", "64", "--dim", "5")
+    assert done.code == 2 and "say with --dim which dimension grows" in done.err
+
+
+def test_graphs_as_text(run: Run, tmp_path: Path) -> None:
+    done = run("graphs", "model.py:make", "--format", "text", "--out", "made", "--costs", "flops")
+    assert done.code == 0
+    for stage in "BDSK":
+        assert (tmp_path / "made" / f"Sequential_{stage}.txt").read_text().startswith(f"# {stage}")
+        assert str(Path("made", f"Sequential_{stage}.txt")) in done.out.splitlines()
+
+
+def test_pictures_need_graphviz(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    done = run("graphs", "model.py:make", "--format", "pdf")
+    assert done.code == 2 and "install Graphviz (for example: apt install graphviz), or take --format text" in done.err
+
+
+def test_the_demo_gets_its_arguments(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr("runpy.run_module", lambda *args, **kwargs: seen.append((args, kwargs, sys.argv[1:])))
+    assert run("demo", "--layers", "2", "--help").code == 0
+    assert seen == [(("rockmate.demo",), {"run_name": "__main__", "alter_sys": True}, ["--layers", "2", "--help"])]
+
+
+# -------------------------------------------------------------------------------------------------- misuse
+
+MISUSE: list[tuple[list[str], str]] = [
+    (["check"], "Missing argument 'FILE:FUNCTION'"),
+    (["chekc"], "No such command 'chekc'"),
+    (["check", "model.py"], "names no function: give FILE:FUNCTION, such as model.py:make. Its functions without"),
+    (["check", "modle.py:make"], "there is no file modle.py in .*: did you mean model.py?"),
+    (["check", "nosuch:make"], r"neither a file nor a module nosuch: .*\(path/to/model.py:make\)"),
+    (["check", ".:make"], "is a folder: give a file in it, such as model.py:make"),
+    (["check", "model.py:mkae"], "model.py has no function 'mkae'. Its functions without arguments are .*make, pair"),
+    (["check", "model.py:NET"], "NET of model.py is a Sequential, and no function"),
+    (["check", "model.py:needs"], r"needs\(batch\) of model.py needs arguments, .*def make\(\): return needs"),
+    (
+        ["check", "model.py:fails"],
+        r"fails\(\) of model.py raised RuntimeError: no weights, at model.py:54 .caused by KeyError: 'layer'",
+    ),
+    (["check", "model.py:ends"], r"ends\(\) of model.py ended the program: SystemExit: done"),
+    (["check", "model.py:nothing"], r"nothing\(\) of model.py returns nothing. Let it return model, sample"),
+    (["check", "model.py:alone"], r"returns a model \(Sequential\), and no sample"),
+    (["check", "model.py:swapped"], "returns the model as the second value"),
+    (["check", "model.py:no_sample"], "returns nothing as the sample"),
+    (["check", "model.py:flat"], r"as the third value, .* one tuple: model, \(x, y\)"),
+    (["check", "model.py:four"], r"returns 4 values \(Sequential, Tensor, dict, dict\)"),
+    (["check", "model.py:meta"], r"is on the meta device, .*model.to_empty"),
+    (["check", "model.py:wrong"], "the model cannot be called with this sample: RuntimeError"),
+    (["graphs", "model.py:wrong", "--format", "text"], "the model cannot be called with this sample"),
+    (["check", "model.py:frozen"], "nothing needs a gradient"),
+    (["check", "broken.py:make"], "broken.py:2 is no valid Python: "),
+    (["check", "lacking.py:make"], "lacking.py:1 imports 'no_such_library', which is not installed for "),
+    (["check", "relative.py:make"], r"relative import.*give the file as a module of its package"),
+    (["check", "script.py:make"], r"script.py ended when it was imported \(script.py:2\): put what the script does"),
+    (["check", "model.py:make", "--loss-memory", "lots"], "--loss-memory lots: give bytes, or text such as"),
+    (["check", "model.py:make", "--costs", "guessed"], "Invalid value for '--costs'"),
+    (["plan", "model.py:make"], "Missing option '--budget'"),
+    (["plan", "model.py:make", "--budget", "8"], 'was "8 GiB" meant?'),
+    (["plan", "model.py:make", "--budget", "lots"], "the budget 'lots' is no amount of memory"),
+    (["plan", "model.py:make", "--budget", "8", "GiB"], r'put what has spaces in quotes, such as --budget "8 GiB"'),
+    (["plan", "model.py:make", "--budget", "60%", "--solver", "none"], "solver='none': choose one of auto"),
+    (["plan", "model.py:make", "--budget", "60%", "--save", "a/b.json"], "there is no folder .*a: make it first"),
+    (["frontier", "model.py:make", "--plot", "curve.doc"], "--plot curve.doc: give a file that ends in .*png"),
+    (["estimate", "model.py:make", "--sizes", "64,x"], "'64,x' is no list of whole numbers"),
+    (["estimate", "model.py:make", "--sizes", "8"], "the size 8 is below the sample's, 256"),
+    (["estimate", "model.py:make", "--sizes", "512", "--budget", "50%"], "is a share of each size's own peak"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISUSE, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_misuse_is_told_in_a_line_without_a_traceback(
+    run: Run, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "broken.py").write_text("import torch\nx = (\n")
+    (tmp_path / "lacking.py").write_text("import no_such_library\n")
+    (tmp_path / "relative.py").write_text("from .model import make\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(len(sys.argv))\n")
+    done = run(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert "Traceback" not in done.err
+    (error,) = [line for line in done.err.splitlines() if line.startswith("Error: ")]
+    assert re.search(message, error), error
+
+
+def test_misuse_as_json(run: Run) -> None:
+    done = run("plan", "model.py:fails", "--budget", "60%", "--json")
+    assert done.code == 2 and done.err.startswith("Error: fails() of model.py raised")
+    assert done.values["error"]["type"] == "RuntimeError"
+    assert run("plan", "model.py:make", "--budget", "x", "--json").values["error"]["type"] == "BudgetError"
+
+
+def test_traceback_on_demand(run: Run) -> None:
+    done = run("check", "model.py:fails", "--traceback")
+    assert done.code == 2
+    assert 'raise RuntimeError("no weights")' in done.err and "Error: fails() of model.py raised" in done.err
+
+
+def test_a_defect_shows_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "check", lambda given, options: 1 // 0)
+    done = run("check", "model.py:make")
+    assert done.code == 3
+    assert "ZeroDivisionError" in done.err and "please report it" in done.err
+
+
+def test_interrupting(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(answers, "check", interrupted)
+    done = run("check", "model.py:make")
+    assert done.code == 130 and "Traceback" not in done.err and "Interrupted." in done.err
+
+
+def test_files_and_modules_see_their_own_arguments_and_neighbours(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "parts.py").write_text("from .sizes import ROWS\nfrom model import net\nimport torch\n"
+                                     "def make(): return net(), torch.ones(ROWS, 16)\n")  # fmt: skip
+    (folder / "sizes.py").write_text("ROWS = 32\n")
+    done = run("check", "package.parts:make", "--costs", "flops", "--json")
+    assert done.values["calls"] == [["input float32[32, 16]", "train"]]
+    done = run("check", str(tmp_path / "model.py") + ":arguments", "--costs", "flops", "--json")
+    assert done.code == 0, done.err
+    (folder / "lacking.py").write_text("import package.nothing\n")
+    done = run("check", "package.lacking:make")
+    assert done.code == 2 and "lacking.py:1 imports 'package.nothing', which is not installed" in done.err
+
+
+# ----------------------------------------------------------------------------------------------- programs
+
+
+def started(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_help_names_the_commands_and_the_exit_codes() -> None:
+    done = started("-m", "rockmate", "--help")
+    assert done.returncode == 0, done.stderr
+    for command in ("check", "plan", "frontier", "estimate", "graphs", "demo"):
+        assert f"\n  {command} " in done.stdout
+    assert "Exit codes" in done.stdout
+
+
+def test_python_m_rockmate() -> None:
+    done = started("-m", "rockmate", "--version")
+    assert (done.returncode, done.stdout) == (0, f"rockmate {rockmate.__version__}\n")
+    assert started("-m", "rockmate", "check").returncode == 2
