@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 import rockmate
 from rockmate import Rockmate, frontier
@@ -182,7 +181,6 @@ def test_check_of_a_model_that_is_not_supported(run: Run) -> None:
 
 
 def test_a_model_of_several_graphs_is_trained_for_some_steps(run: Run) -> None:
-    torch._dynamo.reset()
     done = run("check", "model.py:drops", "--costs", "flops")
     assert done.code == 0
     assert "supported           yes, by rockmate.attach: 4 graphs with other code between them" in done.out

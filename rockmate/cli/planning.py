@@ -95,7 +95,6 @@ def planned(given: Given, budget: str, options: Options) -> Planned:
 
 def _trained(given: Given, budget: str, options: Options) -> Planned | None:
     """The plan after some steps of training; None if there is none then."""
-    torch._dynamo.reset()  # code that could not be captured as one graph would not be tried again
     handle = attach(given.model, budget, **options.arguments)
     call = call_of(given.sample, given.sample_kwargs)
     for _ in range(STEPS):

@@ -23,12 +23,6 @@ from rockmate.planning.step import StepPlan
 WIDTH = 32
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_known_to_dynamo() -> None:
-    """Code that TorchDynamo could not capture once, it does not try again in the process."""
-    torch._dynamo.reset()
-
-
 class Layer(nn.Module):
     """A residual layer with batch norm and dropout."""
 
