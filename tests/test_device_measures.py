@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from torch import nn
 
 from rkgb.cost.clock import Clock
 from rkgb.cost.memory import _where, measure_after, measure_memory, measure_peak
+from rkgb.cost.node import times_by
+from rkgb.cost.piece import backward_memory
 from rkgb.device import KINDS, Cpu, Cuda, device_in_use
 from rkgb.errors import MeasureError
 from rkgb.pipeline import make_all_graphs
@@ -110,6 +113,38 @@ def test_timed_backwards_get_random_gradients(monkeypatch: pytest.MonkeyPatch) -
     )
     Clock(repeat=1).times(run)
     assert len(set(given[0].tolist())) == 8
+
+
+def test_only_long_runs_on_the_cpu_are_timed_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rkgb.cost.clock.Clock.times", lambda *_: (1, 2))
+    times_of = times_by("measured", nn.Linear(2, 2))
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"))
+    on_gpu: Any = SimpleNamespace(device=GPU)
+    long = 20_000_000, 30_000_000
+    assert times_of(on_cpu, long) == long
+    assert times_of(on_cpu, (20_000_000, 29_999_999)) == times_of(on_gpu, long) == (1, 2)
+
+
+def test_the_time_of_a_run_is_that_of_its_forward_and_backward() -> None:
+    class Sleeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.06)
+            return g
+
+    x = torch.ones(8, requires_grad=True)
+    piece: Any = SimpleNamespace(
+        device=torch.device("cpu"), layouts=None, drop_gradients=lambda: None, ends=lambda results: results,
+        forward=lambda collect: [Sleeps.apply(x)],
+    )  # fmt: skip
+    forward, backward = backward_memory(piece).times
+    assert forward >= 20_000_000
+    assert backward >= 60_000_000
 
 
 def test_the_cache_is_filled_with_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,19 @@ from rkgb.device import kind_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import preserved
 
-Times = Callable[[NodeRun], tuple[int, int]]
-"""Nanoseconds of a node's forward and backward."""
+Times = Callable[[NodeRun, tuple[int, int]], tuple[int, int]]
+"""Nanoseconds of a node's forward and backward, from a run of the node and what one run was seen to take."""
 
 
 def times_by(costs: str, model: torch.nn.Module, repeat: int = 5) -> Times:
-    """How nodes of ``model`` are timed: "measured" by a clock, "flops" by counted operations."""
-    return roofline_times if costs == "flops" else Clock.of(model, repeat).times
+    """How nodes of ``model`` are timed: "measured" by a clock, "flops" by counted operations.
+
+    A node that takes long is not run again only for its time, after its memory was measured.
+    """
+    if costs == "flops":
+        return lambda run, _: roofline_times(run)
+    clock = Clock.of(model, repeat)
+    return lambda run, seen: seen if sum(seen) >= kind_of(run.device).long else clock.times(run)
 
 
 def roofline_times(run: NodeRun) -> tuple[int, int]:
@@ -49,18 +55,20 @@ def measure_node(run: NodeRun, held: tuple[int, ...], times: tuple[int, int] | N
         results, forward_peak, _ = measure_memory(run.forward, run.device)
         del results
         if not run.fed:
-            return Cost((times or times_of(run))[0], forward_peak)
+            return Cost((times or times_of(run, (0, 0)))[0], forward_peak)
         inputs, views = _input_gradients(run)
         alone = backward_memory(run, held=held)
         incoming, backward_peak = alone.incoming, alone.peak
         del alone
         gradients: list[Any] = []
-        held_peak = backward_memory(run, gradients.append, held).peak
+        holding = backward_memory(run, gradients.append, held)
+        held_peak, seen = holding.peak, holding.times
+        del holding
         types = [run.d.values[run.node.makes[k]].dtype for k in run.fed]
         together = held_peak if len(set(types)) > 1 else backward_peak
         if len(types) > 1 and len(set(types)) == 1:
             together = backward_memory(run, held=held, together=True).peak
-        times = times or times_of(run)  # last: the runs above have warmed up the kernels
+        times = times or times_of(run, seen)  # last: the runs above have warmed up the kernels
     peaks = backward_peak, held_peak, together
     return Cost(times[0], forward_peak, times[1], *peaks, incoming, run.fed, inputs, views)
 

@@ -33,6 +33,7 @@ class Cpu(Kind):
 
     type = "cpu"
     scalars = 64
+    long = 5e7
     counts_states = True
     keeps_workspaces = False
     settings_read = (

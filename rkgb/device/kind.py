@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from math import inf
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -70,6 +71,8 @@ class Kind(ABC):
     ``scalars``: bytes that a budget reserves for the numbers of the loss (its value, its gradient, counts).
     ``counts_states``: whether the states of generators lie in the device's memory, and so count in a budget.
     ``keeps_workspaces``: whether the first use of a kernel in a thread may allocate a workspace that stays.
+    ``long``: nanoseconds of a run whose time is right though its gradients are ones and its memory is watched; infinite
+    where matrix products of ones are faster than others.
     ``settings_read``: functions that each read one setting of torch on which results of this kind, or the memory of its
     kernels, depend.
     """
@@ -78,6 +81,7 @@ class Kind(ABC):
     scalars: ClassVar[int]
     counts_states: ClassVar[bool]
     keeps_workspaces: ClassVar[bool]
+    long: ClassVar[float] = inf
     settings_read: ClassVar[tuple[Callable[[], Hashable], ...]]
 
     @abstractmethod
