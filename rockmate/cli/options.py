@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from rockmate.budget import parse_bytes
 from rockmate.cli.answers import Answer
@@ -23,13 +22,7 @@ from rockmate.cli.planning import Options
 from rockmate.errors import BudgetError
 from rockmate.planning import options
 
-
-def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shells complete the name of the file."""
-    return [CompletionItem(incomplete, type="file")]
-
-
-TARGET = click.argument("target", metavar="FILE:FUNCTION", shell_complete=_files)
+TARGET = click.argument("target", metavar="FILE:FUNCTION")
 COSTS = click.option(
     "--costs",
     type=click.Choice(["measured", "flops"]),
