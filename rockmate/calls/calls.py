@@ -25,7 +25,7 @@ from rkgb.warn import warn
 from rockmate.budget import Budget
 from rockmate.calls.families import Family
 from rockmate.calls.front import Front
-from rockmate.calls.look import abandoned
+from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.python_state import PythonState
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import Variant, adapted, as_before, carried_variant, make_first, make_variant, reads_more
@@ -269,6 +269,8 @@ class Calls(ABC):
     def _known_of(self, s: S_graph, family: Family | None) -> Known:
         """What is known of the costs of ``s``, by other sizes of it and by earlier processes."""
         known = Known() if family is None else family.known_of(s)
+        if family is None or family.is_much_larger(s):
+            end_look()  # measuring runs backwards, and watches memory itself
         options = self.terms.options
         if options.disk is not None:
             known.kept = KeptCosts(options.disk, s, options.costs)

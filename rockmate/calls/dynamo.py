@@ -26,12 +26,12 @@ _SETTINGS = {
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,  # hooks come and go
     "suppress_errors": False,
+    "trace_numpy": False,  # as torch's operations, whose random numbers are others; the numbers would be constants
 }
 
 
 _OF_PARTS = {
     "suppress_errors": True,  # code that cannot be captured runs as it is
-    "trace_numpy": False,  # as torch's operations, whose random numbers are others
     "recompile_limit": 16 * RECOMPILE_LIMIT,  # functions of modules are shared by all models of their class
     "accumulated_recompile_limit": 128 * RECOMPILE_LIMIT,
 }

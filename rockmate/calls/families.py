@@ -47,13 +47,18 @@ class Family:
     def known_of(self, s: S_graph) -> Known:
         """The costs of ``s``, which is of this family: those that were measured, scaled, unless it is much larger."""
         graphs = self.measured.graphs
-        much = growth(graphs.S, s) > MUCH
+        if self.is_much_larger(s):
+            return Known()
 
         def like(usage: Usage) -> list[Cost] | None:
             costs = graphs.known.of.get(usage)
-            return None if costs is None or much else scaled_costs(graphs.S, s, costs)
+            return None if costs is None else scaled_costs(graphs.S, s, costs)
 
         return Known(like)
+
+    def is_much_larger(self, s: S_graph) -> bool:
+        """Whether the costs of ``s`` are to be measured."""
+        return growth(self.measured.graphs.S, s) > MUCH
 
     def learn(self, planner: Planner, plan: Plan) -> None:
         """``planner`` has made a plan."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from rkgb.cost.memory import timeline, window
 from rkgb.device.kind import Moment, Timeline, Window
 
 
-class Look:
+class Look(ABC):
     """Close observation of one call: the next backward in its thread is intercepted, memory until then recorded.
 
     There is at most one in a process. It ends with that backward, before the next forward under a plan, when the graph
@@ -49,8 +50,18 @@ class Look:
         setattr(owner, name, new)
 
     def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``torch.autograd._engine_run_backward``."""
-        raise NotImplementedError
+        """In the place of ``torch.autograd._engine_run_backward``.
+
+        A backward within another one, as that of reentrant checkpoints, is a part of that.
+        """
+        run = partial(self.replaced[0][2], ends, *args, **kwargs)
+        if self.thread != threading.get_ident() or torch._C._current_graph_task_id() != -1:
+            return run()
+        return self.watched(run, ends, stays=any(args[1:3]))
+
+    @abstractmethod
+    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
+        """Call ``run``, a backward from ``ends``. ``stays``: its graph does (``retain_graph``, ``create_graph``)."""
 
     def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of what starts a profiler."""
@@ -95,13 +106,10 @@ class WholeLook(Look):
     def _reach(self, _: Any) -> None:
         self.reached = True
 
-    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``torch.autograd._engine_run_backward``."""
-        original = self.replaced[0][2]
-        if self.thread != threading.get_ident():
-            return original(ends, *args, **kwargs)
+    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
+        """As in ``Look``."""
         try:
-            return original(ends, *args, **kwargs)
+            return run()
         finally:
             if self.window is not None:
                 self.window.mark()
@@ -129,20 +137,17 @@ class StepLook(Look):
         self.window.mark()
         return True
 
-    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``torch.autograd._engine_run_backward``."""
-        original = self.replaced[0][2]
-        if self.thread != threading.get_ident():
-            return original(ends, *args, **kwargs)
+    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
+        """As in ``Look``."""
         done = False
         try:
-            result = original(ends, *args, **kwargs)
+            result = run()
             done = True
             return result
         finally:
             self.mark()
             seen = self.close()
-            if done and seen is not None and not any(args[1:3]):  # retain_graph, create_graph: what stays is no step's
+            if done and seen is not None and not stays:  # what stays is no step's
                 self.then(seen)
 
 

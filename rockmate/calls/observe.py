@@ -284,25 +284,22 @@ class CallLook(Look):
         seen: tuple[int, int, int] | None = super().close()
         return seen
 
-    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``torch.autograd._engine_run_backward``."""
-        original = self.replaced[0][2]
-        if self.thread != threading.get_ident():
-            return original(ends, *args, **kwargs)
+    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
+        """As in ``Look``."""
         call = self.call() if self.call is not None else None
         roots = call.roots_of(ends) if call is not None else ()
         if call is None or not roots:
             self.abandon()  # what another backward does is no loss
-            return original(ends, *args, **kwargs)
+            return run()
         done = False
         try:
-            result = original(ends, *args, **kwargs)
+            result = run()
             done = True
             return result
         finally:
             then, seen = self.then, self.close()
             call.look = None
-            if any(args[1:3]):  # retain_graph, create_graph: what stays is no loss's
+            if stays:  # what stays is no loss's
                 seen = None
             if done:
                 call.note(roots, seen)

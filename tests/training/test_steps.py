@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from against_eager import assert_same, snapshot
 from models import randn
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rockmate import BudgetWarning, InfeasibleBudgetError, attach, attached, measure_peak
 from rockmate.planning.step import StepPlan
@@ -89,6 +90,40 @@ class Experts(nn.Module):
         return x + y
 
 
+class Ends(nn.Module):
+    """Layers, and what NumPy then makes of their result."""
+
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers, self.then = nn.Sequential(*(Layer() for _ in range(4))), then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self.layers(x))
+
+
+class Checkpointed(nn.Module):
+    """Every second layer is a reentrant checkpoint, whose backward runs another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=True) if k % 2 else layer(x)
+            if x.detach().sum() > 1e9:
+                x = x * 0
+        return x
+
+
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.from_numpy(numpy.random.randn(WIDTH).astype("float32"))
+
+
+def median(x: torch.Tensor) -> torch.Tensor:
+    return x + float(numpy.median(x.detach().numpy()))
+
+
 def remembers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     model.seen.append(float(x.detach().sum()))  # type: ignore[union-attr, operator]
     return x
@@ -111,6 +146,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "branches": lambda: Breaks(branches),
     "experts": lambda: Experts(plain=False),
     "sequential experts": lambda: Experts(plain=True),
+    "noise of NumPy": lambda: Ends(noise),
+    "a median by NumPy": lambda: Ends(median),
+    "reentrant checkpoints": Checkpointed,
 }
 
 
@@ -193,6 +231,7 @@ def test_trains_as_eager_and_within_the_budget(name: str) -> None:
     plans = [planned.plan for planned in handle.plans]
     assert all(isinstance(plan, StepPlan) and plan.predicted_peak <= budget for plan in plans)
     assert max(plan.recomputed for plan in plans if plan is not None) > 0
+    assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def always_the_same() -> nn.Module:
