@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,13 @@ from rockmate.budget import Budget, show_bytes
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
+from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.step import StepPlan
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
 from solvers import Frontier, InfeasibleError
-from solvers.sequence import Choice, Stage, choose, fastest, least_budget, overhead_of, peak_of
+from solvers.sequence import Stage, choose, fastest, least_budget, overhead_of
 
 if TYPE_CHECKING:
     from rockmate.calls.front import Front
@@ -42,61 +43,6 @@ SEEN = 4
 
 MOST_SEQUENCES = 16
 """Sequences of graphs that are remembered."""
-
-
-_NOTHING = Choice(0, 0, 0, 0)
-
-
-@dataclass(eq=False)
-class GraphSequence:
-    """The graphs of one step.
-
-    ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run. ``small``: how many graphs
-    run as they are. ``seen``: the stages as they were in each step that was observed.
-    """
-
-    members: tuple[Member, ...]
-    stages: tuple[Stage, ...]
-    options: tuple[tuple[int, ...], ...]
-    chosen: tuple[int, ...]
-    budget: int
-    small: int
-    seen: list[tuple[Stage, ...]]
-
-    def place(self, member: Member, start: int) -> int | None:
-        """Where ``member`` comes next."""
-        return next((k for k in range(start, len(self.members)) if self.members[k] is member.base), None)
-
-    def choose(self, budget: int, done: dict[int, int] | None = None, at: int = 0) -> tuple[int, ...]:
-        """A choice for each member; before place ``at``, members of ``done`` have made theirs and others are left out.
-
-        Raises ``InfeasibleError``.
-        """
-        stages, options = list(self.stages), list(self.options)
-        for k in range(at):
-            made = (done or {}).get(k)
-            options[k] = () if made is None else (made,)
-            one = _NOTHING if made is None else self.members[k].choices[made]
-            stages[k] = replace(stages[k], choices=(one,))
-        found = choose(stages, budget)
-        return tuple(of[k] if of else -1 for of, k in zip(options, found, strict=True))
-
-    @property
-    def eager_peak(self) -> int:
-        """Bytes of a step in which nothing runs again."""
-        return peak_of(self.stages, fastest(self.stages))
-
-    @property
-    def plan(self) -> StepPlan:
-        """The plan of such steps."""
-        return StepPlan(
-            self.budget,
-            tuple(", ".join(m.call) for m in self.members),
-            tuple(m.plan(k, self.budget) for m, k in zip(self.members, self.chosen, strict=True)),
-            self.stages,
-            tuple(of.index(k) for of, k in zip(self.options, self.chosen, strict=True)),
-            self.small,
-        )
 
 
 class Steps:
@@ -131,7 +77,7 @@ class Steps:
         before = next((s for s in self.known if s.members == members and s.options == options), None)
         seen = [*(before.seen if before is not None else ()), stages]
         self.news = forward.varies and len(seen) < SEEN
-        stages = _bounds(seen)
+        stages = bounds_of(seen)
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
         sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen)
         self.solve(sequence)
@@ -180,19 +126,6 @@ class Steps:
 
 
 _POINTS = 16
-
-
-def _bounds(seen: list[tuple[Stage, ...]]) -> tuple[Stage, ...]:
-    """Stages with what the code between graphs took in any of some steps, and as much more as these steps differ."""
-
-    def bound(stages: tuple[Stage, ...], name: str) -> int:
-        values: list[int] = [getattr(stage, name) for stage in stages]
-        return 2 * max(values) - min(values)
-
-    names = ("before", "after", "beside", "rest")
-    return tuple(
-        replace(stages[0], **{name: bound(stages, name) for name in names}) for stages in zip(*seen, strict=True)
-    )
 
 
 def _said(plan: StepPlan) -> str:

@@ -1,0 +1,76 @@
+"""The graphs of one step, in the order in which they run, and the schedule of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rockmate.calls.member import Member
+from rockmate.planning.step import StepPlan
+from solvers.sequence import Choice, Stage, choose, fastest, peak_of
+
+_NOTHING = Choice(0, 0, 0, 0)
+
+
+@dataclass(eq=False)
+class GraphSequence:
+    """The graphs of one step.
+
+    ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run. ``small``: how many graphs
+    run as they are. ``seen``: the stages as they were in each step that was observed.
+    """
+
+    members: tuple[Member, ...]
+    stages: tuple[Stage, ...]
+    options: tuple[tuple[int, ...], ...]
+    chosen: tuple[int, ...]
+    budget: int
+    small: int
+    seen: list[tuple[Stage, ...]]
+
+    def place(self, member: Member, start: int) -> int | None:
+        """Where ``member`` comes next."""
+        return next((k for k in range(start, len(self.members)) if self.members[k] is member.base), None)
+
+    def choose(self, budget: int, done: dict[int, int] | None = None, at: int = 0) -> tuple[int, ...]:
+        """A choice for each member; before place ``at``, members of ``done`` have made theirs and others are left out.
+
+        Raises ``InfeasibleError``.
+        """
+        stages, options = list(self.stages), list(self.options)
+        for k in range(at):
+            made = (done or {}).get(k)
+            options[k] = () if made is None else (made,)
+            one = _NOTHING if made is None else self.members[k].choices[made]
+            stages[k] = replace(stages[k], choices=(one,))
+        found = choose(stages, budget)
+        return tuple(of[k] if of else -1 for of, k in zip(options, found, strict=True))
+
+    @property
+    def eager_peak(self) -> int:
+        """Bytes of a step in which nothing runs again."""
+        return peak_of(self.stages, fastest(self.stages))
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan of such steps."""
+        return StepPlan(
+            self.budget,
+            tuple(", ".join(m.call) for m in self.members),
+            tuple(m.plan(k, self.budget) for m, k in zip(self.members, self.chosen, strict=True)),
+            self.stages,
+            tuple(of.index(k) for of, k in zip(self.options, self.chosen, strict=True)),
+            self.small,
+        )
+
+
+def bounds_of(seen: list[tuple[Stage, ...]]) -> tuple[Stage, ...]:
+    """Stages with what the code between graphs took in any of some steps, and as much more as these steps differ."""
+
+    def bound(stages: tuple[Stage, ...], name: str) -> int:
+        values: list[int] = [getattr(stage, name) for stage in stages]
+        return 2 * max(values) - min(values)
+
+    names = ("before", "after", "beside", "rest")
+    return tuple(
+        replace(stages[0], **{name: bound(stages, name) for name in names}) for stages in zip(*seen, strict=True)
+    )
