@@ -18,7 +18,7 @@ from rkgb.warn import warn, warn_once
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
-from rockmate.calls.dynamo import CONTAINERS_TOO
+from rockmate.calls.dynamo import composites_of, composites_too
 from rockmate.calls.front import Front, Terms
 from rockmate.calls.held import undone_if_it_fails
 from rockmate.calls.look import abandoned, end_look
@@ -253,7 +253,7 @@ class Attachment(Front):
         if self.only_plans or self.terms.always:
             return self._run_directly(model, call, self._why)
         self.reason = _first_line(self._why)
-        self._steps = Steps(self)
+        self._steps = Steps(self, composites_of(model))
         return self._run_in_steps(model, call, self._steps)
 
     def _run_in_steps(self, model: torch.nn.Module, call: Call, steps: Steps) -> Any:
@@ -261,7 +261,7 @@ class Attachment(Front):
         forward = steps.forward()
         self.inside.forward = forward
         try:
-            with abandoned(forward.look), CONTAINERS_TOO:
+            with abandoned(forward.look), composites_too(steps.composites):
                 result = self._capture.run(model, call, whole=False)
         finally:
             self.inside.forward = None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
 import os
 import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -93,37 +96,55 @@ def new_entry() -> Callable[..., Any]:
 _numbers = itertools.count()
 
 
-def _forward(self: torch.nn.Sequential, input: Any) -> Any:
-    for module in self:
-        input = module(input)
-    return input
+def composites_of(model: torch.nn.Module) -> list[type]:
+    """The classes of torch's that have the ``forward`` of modules of ``model`` with submodules."""
+    with_parts = (type(m) for m in model.modules() if m._modules)
+    owners = (next(c for c in kind.__mro__ if "forward" in c.__dict__) for kind in with_parts)
+    of_torch = (c for c in dict.fromkeys(owners) if c.__module__.startswith("torch.nn.modules."))
+    return [c for c in of_torch if c is not torch.nn.Module]
 
 
-class _Containers:
-    """While it is entered, ``torch.nn.Sequential.forward`` is a function outside of torch.
+class _Composites:
+    """Has ``forward`` of some of torch's classes as functions outside of torch, while it is entered for them.
 
-    TorchDynamo begins no graph in functions of torch's own: where it cannot capture the code that calls a container (a
-    loop with a graph break), the layers in it would run as they are. Several threads may enter.
+    TorchDynamo begins no graph in functions of torch's own: where it cannot capture the code that calls such a module
+    (a loop with a graph break), the layers in it would run as they are. Several threads may enter.
     """
 
     def __init__(self) -> None:
-        self.lock, self.entered = threading.Lock(), 0
-        self.original: Any = None
+        self.lock = threading.Lock()
+        self.entered: Counter[type] = Counter()
+        self.known: dict[type, tuple[Any, Callable[..., Any]]] = {}  # by class: its forward, and the one outside
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def __call__(self, classes: list[type]) -> Iterator[None]:
         with self.lock:
-            if not self.entered:
-                self.original = torch.nn.Sequential.forward
-                if self.original is _ORIGINAL:
-                    torch.nn.Sequential.forward = _forward  # type: ignore[method-assign]
-            self.entered += 1
+            for c in classes:
+                found = self.known.get(c)
+                if found is None or c.__dict__["forward"] not in found:
+                    found = self.known[c] = (c.__dict__["forward"], _outside(c))
+                self.entered[c] += 1
+                c.forward = found[1]  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            with self.lock:
+                for c in classes:
+                    self.entered[c] -= 1
+                    if not self.entered[c] and c.__dict__["forward"] is self.known[c][1]:
+                        c.forward = self.known[c][0]  # type: ignore[attr-defined]
 
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.entered -= 1
-            if not self.entered:
-                torch.nn.Sequential.forward = self.original  # type: ignore[method-assign]
+
+def _outside(kind: type) -> Callable[..., Any]:
+    """``forward`` of ``kind``, called from here."""
+    original = kind.__dict__["forward"]
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    name = f"forward_of_{kind.__name__}"  # what TorchDynamo learns of a function, it knows by name and line
+    made = FunctionType(forward.__code__.replace(co_name=name), forward.__globals__, name, None, forward.__closure__)
+    return functools.wraps(original)(made)
 
 
-_ORIGINAL = torch.nn.Sequential.forward
-CONTAINERS_TOO = _Containers()
+composites_too = _Composites()

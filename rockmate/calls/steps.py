@@ -46,10 +46,12 @@ MOST_SEQUENCES = 16
 
 
 class Steps:
-    """The steps of one model. ``known``: sequences of graphs, the longest first. ``problem``: why no plan fits."""
+    """The steps of one model. ``known``: sequences of graphs, the longest first. ``problem``: why no plan fits.
+    ``composites``: classes of torch's modules in the model that have submodules.
+    """
 
-    def __init__(self, front: Front) -> None:
-        self.front, self.members = front, Members(front)
+    def __init__(self, front: Front, composites: list[type]) -> None:
+        self.front, self.members, self.composites = front, Members(front), composites
         self.known: list[GraphSequence] = []
         self.last: GraphSequence | None = None
         self.problem: InfeasibleBudgetError | None = None

@@ -39,9 +39,9 @@ class Layer(nn.Module):
 class Layers(nn.Module):
     """Layers, of which ``drop`` says whether one is left out."""
 
-    def __init__(self, drop: Callable[[], Any], count: int = 6) -> None:
+    def __init__(self, drop: Callable[[], Any], layer: Callable[[], nn.Module] = Layer, count: int = 6) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(count))
+        self.layers = nn.ModuleList(layer() for _ in range(count))
         self.drop = drop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,6 +116,10 @@ class Checkpointed(nn.Module):
         return x
 
 
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH)
+
+
 def noise(x: torch.Tensor) -> torch.Tensor:
     return x * torch.from_numpy(numpy.random.randn(WIDTH).astype("float32"))
 
@@ -141,6 +145,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers dropped by torch": lambda: Layers(lambda: torch.rand([]) < 0.3),
     "layers dropped by Python": lambda: Layers(lambda: random.random() < 0.3),
     "layers dropped by NumPy": lambda: Layers(lambda: numpy.random.rand() < 0.3),
+    "torch's own layers dropped": lambda: Layers(lambda: torch.rand([]) < 0.3, encoder_layer),
     "remembers": lambda: Breaks(remembers),
     "draws in Python": lambda: Breaks(in_python),
     "branches": lambda: Breaks(branches),
