@@ -26,6 +26,9 @@ Row = dict[str, Any]
 AS_FREE = 1.005
 """A frontier's point that is predicted to take less than this much of a step's time is as good as no recomputation."""
 
+NEAR = 0.04
+"""Of eager mode's peak: budgets that differ by less are not timed both."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -217,8 +220,7 @@ def at_budget(bench: Bench, budget: int) -> Row:
     except rockmate.InfeasibleBudgetError as error:
         return {"budget": budget, "least": error.min_budget}
     seconds = time.perf_counter() - start
-    for _ in range(2):
-        bench.ours()
+    bench.ours()
     plan = bench.attachment.plan if bench.attachment else None
     row: Row = {"budget": budget, "peak": bench.peak(bench.ours), "plan_seconds": seconds}
     row["predicted"] = plan.predicted_overhead if plan is not None else 0.0
@@ -232,12 +234,12 @@ def budgets_in_time(bench: Bench, found: Row) -> list[Row]:
     """For each peer the smallest budget whose predicted time is no more than its own, by the first look at it."""
     assert bench.attachment is not None
     known = [p["ours"]["budget"] for p in found["points"]]
+    curve = bench.attachment.frontier()
     rows = []
     for point in found["points"]:
-        curve = bench.attachment.frontier()
         enough = [b for b, overhead in curve.points if 1 + overhead <= max(AS_FREE, point["first_look"])]
         budget = min(enough, default=curve.max_budget)
-        if all(abs(budget - b) > 0.03 * found["eager"]["peak"] for b in known):
+        if all(abs(budget - b) > NEAR * found["eager"]["peak"] for b in known):
             known.append(budget)
             rows.append(at_budget(bench, budget))
     return rows
@@ -293,5 +295,6 @@ def times(settings: Settings, name: str, peers: Mapping[str, int | None], more: 
                     timed(who, steps[who], base)
                 elif bytes_ is not None:
                     bench.use(bytes_)
+                    bench.ours()  # the first step under another plan makes its program
                     timed(f"ours: {peer or bytes_}", bench.ours, base)
     return found

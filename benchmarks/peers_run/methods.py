@@ -40,7 +40,9 @@ class Method:
 
 
 def methods(entry: Entry, task: Task, backend: str, budgets: Sequence[float]) -> Iterator[Method]:
-    """All for this model, those that compile last. ``budgets``: those that are compiled with ``backend``."""
+    """All for this model, those that compile last. ``budgets``: those that are compiled with ``backend``; if
+    there are none, nothing is.
+    """
     found = partial(blocks_of, names=entry.blocks)
     plain = partial(partial, checkpoint, use_reentrant=False)
     selective = partial(create_selective_checkpoint_contexts, policy)
@@ -60,6 +62,10 @@ def methods(entry: Entry, task: Task, backend: str, budgets: Sequence[float]) ->
     else:
         yield Method("checkpoint_sequential", "checkpoint_sequential", partial(sequential, 2))
     yield Method("auto-SAC (sac_ilp)", "auto-SAC (sac_ilp)", partial(auto_sac, task))
+    if not budgets:
+        every = "torch.compile"
+        yield Method(every, every, not_compiled)
+        return
     every = "compile, every block checkpointed"
     yield Method(
         every,
@@ -116,6 +122,10 @@ def of_transformers(model: nn.Module) -> nn.Module:
         raise NotApplicable("not a model of transformers")
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def not_compiled(model: nn.Module) -> nn.Module:
+    raise NotApplicable("not compiled in this run: on a CPU that takes minutes for each setting")
 
 
 def sequential(segments: int, model: nn.Module) -> Callable[..., Any]:

@@ -192,12 +192,12 @@ MODELS: dict[str, Entry] = {
     "GPT": Entry(
         gpt,
         ("Layer",),
-        {"tiny": (4, 32, 32, 64, 2), "cpu": (12, 256, 128, 1024, 4), "gpu": (12, 768, 1024, 50_304, 8)},
+        {"tiny": (4, 32, 32, 64, 2), "cpu": (12, 256, 128, 1024, 3), "gpu": (12, 768, 1024, 50_304, 8)},
     ),
     "GPT-2": Entry(
         gpt2,
         ("GPT2Block",),
-        {"tiny": (2, 32, 32, 64, 2), "cpu": (8, 256, 128, 2048, 4), "gpu": (12, 768, 1024, 50_257, 8)},
+        {"tiny": (2, 32, 32, 64, 2), "cpu": (8, 256, 128, 2048, 3), "gpu": (12, 768, 1024, 50_257, 8)},
     ),
     "Llama": Entry(
         llama,
@@ -205,10 +205,10 @@ MODELS: dict[str, Entry] = {
         {"tiny": (2, 32, 32, 64, 2), "cpu": (8, 256, 128, 2048, 4), "gpu": (16, 2048, 2048, 32_000, 2)},
     ),
     "ResNet-50": Entry(
-        from_torchvision("resnet50"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (4, 112), "gpu": (64, 224)}
+        from_torchvision("resnet50"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (3, 112), "gpu": (64, 224)}
     ),
     "ResNet-101": Entry(
-        from_torchvision("resnet101"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (4, 80), "gpu": (64, 224)}
+        from_torchvision("resnet101"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (3, 80), "gpu": (64, 224)}
     ),
     "RegNetX": Entry(
         from_torchvision("regnet_x_800mf"),
@@ -218,7 +218,7 @@ MODELS: dict[str, Entry] = {
     "ViT": Entry(
         from_timm("vit_tiny_patch16_224", "depth", "embed_dim"),
         ("Block",),
-        {"tiny": (2, 32, 2, 48), "cpu": (4, 224), "gpu": (64, 224, 24, 960)},
+        {"tiny": (2, 32, 2, 48), "cpu": (3, 224), "gpu": (64, 224, 24, 960)},
     ),
     "MLP-Mixer": Entry(
         from_timm("mixer_s16_224", "num_blocks", "embed_dim"),
@@ -234,7 +234,7 @@ MODELS: dict[str, Entry] = {
     "nn.Transformer": Entry(
         transformer,
         ("TransformerEncoderLayer", "TransformerDecoderLayer"),
-        {"tiny": (2, 32, 16, 2), "cpu": (4, 256, 128, 4), "gpu": (12, 1024, 512, 16)},
+        {"tiny": (2, 32, 16, 2), "cpu": (4, 256, 128, 3), "gpu": (12, 1024, 512, 16)},
     ),
     "DenseNet-121": Entry(
         from_torchvision("densenet121"),
@@ -245,11 +245,11 @@ MODELS: dict[str, Entry] = {
     "chain of GPT layers": Entry(
         sequential_gpt,
         ("Layer",),
-        {"tiny": (4, 32, 32, 64, 2), "cpu": (12, 256, 128, 512, 4), "gpu": (24, 1024, 1024, 32_000, 8)},
+        {"tiny": (4, 32, 32, 64, 2), "cpu": (12, 256, 128, 512, 2), "gpu": (24, 1024, 1024, 32_000, 8)},
     ),
     "chain of small mixers": Entry(
         sequential_mixer,
         ("MixerLayer",),
-        {"tiny": (6, 16, 16, 2), "cpu": (16, 64, 96, 24), "gpu": (24, 256, 512, 64)},
+        {"tiny": (6, 16, 16, 2), "cpu": (16, 64, 96, 32), "gpu": (24, 256, 512, 64)},
     ),
 }
