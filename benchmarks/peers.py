@@ -103,7 +103,7 @@ def one_model(name: str, options: argparse.Namespace, folder: str) -> dict[str, 
     peers = {p["peer"]: p["ours"]["budget"] if "peak" in p["ours"] else None for p in found["points"]}
     more = [row["budget"] for row in found["ours_in_time"] if "peak" in row]
     runs = [run({**asked, "peers": peers, "more": more}, options.limit) for _ in range(options.processes)]
-    found["times"] = {key: [pair for r in runs for pair in r[key]] for key in runs[0]}
+    found["times"] = {key: [[round(t, 5) for t in pair] for r in runs for pair in r[key]] for key in runs[0]}
     found["budgets"] = asked["budgets"]
     found["seconds"] = time.time() - start
     return found

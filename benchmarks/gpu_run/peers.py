@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -44,21 +45,22 @@ def compiled_blocks(model: nn.Module, blocks: Sequence[nn.Module], backend: str)
 
 
 def compiled_in_budget(budget: float, model: nn.Module, dry: bool) -> nn.Module:
-    """The whole model compiled, with ``activation_memory_budget``, which is read when it is compiled."""
-    return Budgeted(model, budget, backend(dry))
+    """The whole model compiled, with ``activation_memory_budget``."""
+    return budgeted(model, budget, backend(dry))
 
 
-class Budgeted(nn.Module):
-    """A compiled model whose calls, the first of which compiles, run with the setting."""
+def budgeted(model: nn.Module, budget: float, backend: str, **options: Any) -> Any:
+    """``model`` compiled with the setting, which is read when it is compiled.
 
-    def __init__(self, model: nn.Module, budget: float, backend: str) -> None:
-        super().__init__()
-        self.model, self.budget = model, budget
-        self.compiled = torch.compile(model, backend=backend)
+    A backend of its own: TorchDynamo would take the code of another copy of the model, compiled with the same one.
+    """
+    compiler = torch._dynamo.lookup_backend(backend)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=self.budget):
-            return self.compiled(*args, **kwargs)
+    def compiled(graph: Any, inputs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return compiler(graph, inputs, **options)
+
+    return torch.compile(model, backend=compiled)
 
 
 def backend(dry: bool) -> str:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from gpu_run.context import ROOT, load
-from torch.utils.flop_counter import FlopCounterMode
 
 import rockmate
-from peers_run.methods import Method, NotApplicable, methods
+from peers_run.methods import Method, NotApplicable, flops, methods
 from peers_run.models import MODELS, Task
 from rkgb.device import kind_of
 
@@ -81,16 +80,19 @@ class Bench:
         return [m for m in found if not self.settings.only or m.family in self.settings.only]
 
     def use(self, budget: int) -> None:
-        """Plan for ``budget``. Raises ``InfeasibleBudgetError``. What the loss takes is known when it returns."""
+        """Plan for ``budget``, and run a step. Raises ``InfeasibleBudgetError``.
+
+        The first step under a plan makes its program; after two, what the loss takes is known.
+        """
+        start = time.perf_counter()
         if self.attachment is None:
-            one_step = self.seconds(self.eager)[1]
-            start = time.perf_counter()
             self.attachment = rockmate.attach(self.ours_model, budget, cache=self.settings.cache, progress=False)
-            for _ in range(2):
-                self.ours()
-            self.our_set_up = time.perf_counter() - start - 2 * one_step
         elif self.attachment.budget != budget:
             self.attachment.budget = budget
+        self.ours()
+        if self.our_set_up is None:
+            self.ours()
+            self.our_set_up = time.perf_counter() - start - 2 * self.seconds(self.eager)[1]
 
     def seconds(self, step: Callable[[], Any]) -> tuple[float, float]:
         """Of the processor and of the clock, in a memory laid out anew; on a device, its own time for both."""
@@ -113,11 +115,6 @@ class Bench:
         """Exact bytes above the level before the step; gradients begin as None."""
         self.task.model.zero_grad(set_to_none=True)
         return rockmate.measure_peak(step, self.settings.device)
-
-    def flops(self, step: Callable[[], Any]) -> int:
-        with FlopCounterMode(display=False) as counter:
-            step()
-        return counter.get_total_flops()
 
     def compared(self, step: Callable[[], tuple[Any, torch.Tensor]]) -> Row:
         """With eager mode's step from the same state: gradients bit-equal, buffers too, the largest difference."""
@@ -158,7 +155,7 @@ def difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 def bytes_and_flops(settings: Settings, name: str) -> Row:
     """Every method once, and ours at its peak; then budgets at which ours should take no more time than each."""
     bench = Bench(settings, name)
-    eager = {"peak": bench.peak(bench.eager), "flops": bench.flops(bench.eager)}
+    eager = {"peak": bench.peak(bench.eager), "flops": flops(bench.eager)}
     found: Row = {"parameters": sum(p.numel() for p in bench.task.model.parameters()), "eager": eager}
     points, left_out = found.setdefault("points", []), found.setdefault("left_out", [])
     for method in bench.methods():
@@ -172,8 +169,8 @@ def bytes_and_flops(settings: Settings, name: str) -> Row:
     for point in points:
         point["ours"] = at_budget(bench, point["peak"])
     found["our_set_up_seconds"] = bench.our_set_up
-    found["ours_in_time"] = budgets_in_time(bench, found) if bench.attachment else []
-    if bench.attachment:
+    found["ours_in_time"] = budgets_in_time(bench, found) if bench.our_set_up else []
+    if bench.attachment and bench.our_set_up:
         curve = bench.attachment.frontier()
         found["frontier"] = {"least": curve.min_budget, "most": curve.max_budget, "points": thinned(curve.points)}
     return found
@@ -191,10 +188,7 @@ def of_method(bench: Bench, method: Method) -> Row:
     row["set_up_seconds"] = max(0.0, first - bench.seconds(step)[1])
     row["first_look"] = statistics.median(theirs / own for own, theirs in pairs)
     row |= bench.compared(step)
-    if method.counted is not None:
-        step = partial(bench.task.step, method.counted(bench.copied()))
-        step()
-    row["flops"] = bench.flops(step)
+    row["flops"] = method.count(bench.copied(), bench.task.step) if method.count else flops(step)
     return row
 
 
@@ -219,13 +213,12 @@ def at_budget(bench: Bench, budget: int) -> Row:
         bench.use(budget)
     except rockmate.InfeasibleBudgetError as error:
         return {"budget": budget, "least": error.min_budget}
-    seconds = time.perf_counter() - start
-    bench.ours()
+    seconds = time.perf_counter() - start - bench.seconds(bench.ours)[1]
     plan = bench.attachment.plan if bench.attachment else None
     row: Row = {"budget": budget, "peak": bench.peak(bench.ours), "plan_seconds": seconds}
     row["predicted"] = plan.predicted_overhead if plan is not None else 0.0
     row |= bench.compared(bench.ours)
-    row["flops"] = bench.flops(bench.ours)
+    row["flops"] = flops(bench.ours)
     row["within"] = row["peak"] <= budget
     return row
 
@@ -278,7 +271,6 @@ def times(settings: Settings, name: str, peers: Mapping[str, int | None], more: 
             step()
     for budget in {b for b in peers.values() if b is not None} | set(more):
         bench.use(budget)
-        bench.ours()
     found: dict[str, list[tuple[float, ...]]] = {}
 
     def timed(key: str, step: Callable[[], Any], base: tuple[float, float]) -> None:
@@ -295,6 +287,5 @@ def times(settings: Settings, name: str, peers: Mapping[str, int | None], more: 
                     timed(who, steps[who], base)
                 elif bytes_ is not None:
                     bench.use(bytes_)
-                    bench.ours()  # the first step under another plan makes its program
                     timed(f"ours: {peer or bytes_}", bench.ours, base)
     return found

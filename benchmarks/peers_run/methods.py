@@ -9,17 +9,19 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from gpu_run.peers import Budgeted, around, compiled_blocks, policy
+from gpu_run.peers import around, budgeted, compiled_blocks, policy
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from peers_run.models import Entry, Task
 
 Apply = Callable[[nn.Module], Callable[..., Any]]
+Count = Callable[[nn.Module, Callable[[Callable[..., Any]], Any]], int]
 BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.95)
 """Values of ``activation_memory_budget``."""
-EAGER_KERNELS = "aot_eager_decomp_partition"
-"""torch's partitioner without code generation: its bytes and FLOPs can be counted."""
+PARTITIONER = "aot_eager_decomp_partition_with_mode"
+"""torch's partitioner without code generation: its FLOPs can be counted."""
 
 
 class NotApplicable(Exception):
@@ -28,59 +30,96 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Method:
-    """``counted``: the same choice of what runs again on eager kernels, where FLOPs cannot be counted otherwise.
+    """``family``: the settings of one method have its name.
 
-    ``family``: of which one member stands for all where there is no time for more.
+    ``count``: of a model, and a function that runs a step of it, the FLOPs, where they cannot be counted from outside.
     """
 
     name: str
     family: str
     apply: Apply
-    counted: Apply | None = None
+    count: Count | None = None
 
 
-def methods(entry: Entry, task: Task, backend: str, budgets: Sequence[float]) -> Iterator[Method]:
-    """All for this model, those that compile last. ``budgets``: those that are compiled with ``backend``; if
-    there are none, nothing is.
+def methods(entry: Entry, task: Task, backend: str, budgets: Sequence[float]) -> list[Method]:
+    """All for this model, those that compile last. ``budgets``: those that are compiled with ``backend``; if there are
+    none, nothing is.
     """
     found = partial(blocks_of, names=entry.blocks)
     plain = partial(partial, checkpoint, use_reentrant=False)
-    selective = partial(create_selective_checkpoint_contexts, policy)
-    every = "checkpoint, every block"
-    yield Method(every, every, lambda m: around(m, found(m), plain))
-    every = "checkpoint, every second block"
-    yield Method(every, every, lambda m: around(m, found(m)[::2], plain))
-    every = "checkpoint, √n segments"
-    yield Method(every, every, lambda m: in_segments(entry, m))
-    every = "checkpoint, keeping matrix products"
-    yield Method(every, every, lambda m: around(m, found(m), partial(plain, context_fn=selective)))
-    yield Method("gradient_checkpointing_enable()", "gradient_checkpointing_enable()", of_transformers)
-    if isinstance(task.model, nn.Sequential):
-        for segments in range(2, len(task.model) + 1):
-            name = f"checkpoint_sequential, {segments} segments"
-            yield Method(name, "checkpoint_sequential", partial(sequential, segments))
-    else:
-        yield Method("checkpoint_sequential", "checkpoint_sequential", partial(sequential, 2))
-    yield Method("auto-SAC (sac_ilp)", "auto-SAC (sac_ilp)", partial(auto_sac, task))
-    if not budgets:
-        every = "torch.compile"
-        yield Method(every, every, not_compiled)
+    selective = partial(plain, context_fn=partial(create_selective_checkpoint_contexts, policy))
+    return [
+        one("checkpoint, every block", lambda m: around(m, found(m), plain)),
+        one("checkpoint, every second block", lambda m: around(m, found(m)[::2], plain)),
+        one("checkpoint, √n segments", lambda m: in_segments(entry, m)),
+        one("checkpoint, keeping matrix products", lambda m: around(m, found(m), selective)),
+        one("gradient_checkpointing_enable()", of_transformers),
+        *sequentials(task.model),
+        one("auto-SAC (sac_ilp)", partial(auto_sac, task)),
+        *compiled(found, backend, budgets),
+    ]
+
+
+def one(name: str, apply: Apply, count: Count | None = None) -> Method:
+    """A family of its own."""
+    return Method(name, name, apply, count)
+
+
+def sequentials(model: nn.Module) -> Iterator[Method]:
+    """``checkpoint_sequential`` with every number of segments."""
+    family = "checkpoint_sequential"
+    if not isinstance(model, nn.Sequential):
+        yield one(family, partial(sequential, 2))
         return
-    every = "compile, every block checkpointed"
-    yield Method(
-        every,
-        every,
+    for segments in range(2, len(model) + 1):
+        yield Method(f"{family}, {segments} segments", family, partial(sequential, segments))
+
+
+def compiled(found: Callable[[nn.Module], list[nn.Module]], backend: str, budgets: Sequence[float]) -> Iterator[Method]:
+    """Blocks compiled and checkpointed; whole models under each of ``budgets``."""
+    if not budgets:
+        yield one("torch.compile", not_compiled)
+        return
+    yield one(
+        "compile, every block checkpointed",
         lambda m: compiled_blocks(m, found(m), backend),
-        lambda m: compiled_blocks(m, found(m), EAGER_KERNELS),
+        lambda m, step: flops(partial(step, around(m, found(m), partial(partial, checkpoint, use_reentrant=False)))),
     )
+    family = "compile, activation_memory_budget"
     for budget in budgets:
-        name = f"compile, activation_memory_budget {budget:g}"
-        yield Method(
-            name,
-            "compile, activation_memory_budget",
-            lambda m, budget=budget: Budgeted(m, budget, backend),
-            lambda m, budget=budget: Budgeted(m, budget, EAGER_KERNELS),
-        )
+        compile_ = partial(budgeted, budget=budget, backend=backend)
+        yield Method(f"{family} {budget:g}", family, compile_, partial(flops_of_partitioner, budget))
+
+
+def flops(step: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+class Inside:
+    """Counts FLOPs within compiled graphs: from outside, TorchDynamo would not run them."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __enter__(self) -> None:
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.counter.__exit__(*error)
+        self.total += self.counter.get_total_flops()
+
+
+def flops_of_partitioner(budget: float, model: nn.Module, step: Callable[[Callable[..., Any]], Any]) -> int:
+    """What torch's partitioner chooses to run again within ``budget``, on eager mode's kernels."""
+    inside = Inside()
+    call = budgeted(model, budget, PARTITIONER, mode=inside)
+    step(call)
+    inside.total = 0
+    step(call)
+    return inside.total
 
 
 def blocks_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

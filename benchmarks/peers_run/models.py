@@ -192,12 +192,12 @@ MODELS: dict[str, Entry] = {
     "GPT": Entry(
         gpt,
         ("Layer",),
-        {"tiny": (4, 32, 32, 64, 2), "cpu": (12, 256, 128, 1024, 3), "gpu": (12, 768, 1024, 50_304, 8)},
+        {"tiny": (4, 32, 32, 64, 2), "cpu": (12, 256, 128, 1024, 4), "gpu": (12, 768, 1024, 50_304, 8)},
     ),
     "GPT-2": Entry(
         gpt2,
         ("GPT2Block",),
-        {"tiny": (2, 32, 32, 64, 2), "cpu": (8, 256, 128, 2048, 3), "gpu": (12, 768, 1024, 50_257, 8)},
+        {"tiny": (2, 32, 32, 64, 2), "cpu": (8, 256, 128, 2048, 4), "gpu": (12, 768, 1024, 50_257, 8)},
     ),
     "Llama": Entry(
         llama,
@@ -205,10 +205,10 @@ MODELS: dict[str, Entry] = {
         {"tiny": (2, 32, 32, 64, 2), "cpu": (8, 256, 128, 2048, 4), "gpu": (16, 2048, 2048, 32_000, 2)},
     ),
     "ResNet-50": Entry(
-        from_torchvision("resnet50"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (3, 112), "gpu": (64, 224)}
+        from_torchvision("resnet50"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (6, 112), "gpu": (64, 224)}
     ),
     "ResNet-101": Entry(
-        from_torchvision("resnet101"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (3, 80), "gpu": (64, 224)}
+        from_torchvision("resnet101"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (6, 96), "gpu": (64, 224)}
     ),
     "RegNetX": Entry(
         from_torchvision("regnet_x_800mf"),
@@ -228,7 +228,7 @@ MODELS: dict[str, Entry] = {
     "Swin": Entry(
         from_timm("swin_tiny_patch4_window7_224"),
         ("SwinTransformerBlock",),
-        {"tiny": (1, 224), "cpu": (1, 224), "gpu": (64, 224)},
+        {"tiny": (1, 224), "cpu": (2, 224), "gpu": (64, 224)},
     ),
     "U-Net": Entry(unet, ("ResBlock",), {"tiny": (8, 2, 16), "cpu": (32, 6, 64), "gpu": (128, 32, 64)}, chained=False),
     "nn.Transformer": Entry(

@@ -293,6 +293,9 @@ def missing(results: Mapping[str, Any]) -> Iterator[str]:
                 reasons.setdefault((row["peer"], row["why"]), []).append(name)
     for (peer, why), names in reasons.items():
         yield f"- {peer}: {why} ({'all models' if len(names) == len(results['models']) else ', '.join(names)})"
+    compiled = {name: f["budgets"] for name, f in results["models"].items() if f.get("budgets")}
+    said = ", ".join(f"{name} {' '.join(f'{b:g}' for b in budgets)}" for name, budgets in compiled.items())
+    yield f"- activation_memory_budget: compiled with these values only: {said or 'none'}"
     yield "- checkpoint_sequential: only the numbers of segments that no other beats in bytes and FLOPs are timed"
     if why := results.get("environment", {}).get("why"):
         yield f"- {why}"
