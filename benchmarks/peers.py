@@ -27,7 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the packages need not be installed
 
-from peers_run import report
+from peers_run.points import broken
+from peers_run.report import write
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "peers.md"
@@ -169,10 +170,10 @@ def main() -> int:
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
                 print(f"{name}: {results['models'][name].get('seconds', 'failed')}", flush=True)
     page = PAGE if options.out == RESULTS / "peers.json" else options.out.with_name("page.md")
-    report.write(results, options.out.parent, page)
-    broken = report.broken(results)
-    print("\n".join(broken))
-    return 1 if broken else 0
+    write(results, options.out.parent, page)
+    wrong = broken(results)
+    print("\n".join(wrong))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peers_run.report import Point, Row
+    from peers_run.points import Point, Row
 
 COLORS = {"checkpoint": "#b04a4a", "compile": "#5b7f3f", "gradient": "#8b6bb1"}
 MARKERS = "osD^vP*X<>hpd"
