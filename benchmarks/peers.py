@@ -35,8 +35,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "peers.md"
 QUICK = ("chain of small mixers",)
 QUICK_PEERS = ("checkpoint, every block", "checkpoint_sequential")
 COMPILED = {
-    "GPT": (0.1, 0.4, 0.7),
-    "GPT-2": (0.4,),
+    "GPT": (0.1, 0.4),
     "nn.Transformer": (0.4,),
 }
 """The values of ``activation_memory_budget`` that are compiled on a CPU, where one takes minutes: for few models."""

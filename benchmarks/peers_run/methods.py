@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from gpu_run.peers import around, budgeted, compiled_blocks, policy
+from gpu_run.peers import around, budgeted, policy
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -76,14 +76,18 @@ def sequentials(model: nn.Module) -> Iterator[Method]:
 
 
 def compiled(found: Callable[[nn.Module], list[nn.Module]], backend: str, budgets: Sequence[float]) -> Iterator[Method]:
-    """Blocks compiled and checkpointed; whole models under each of ``budgets``."""
+    """Whole models compiled, with checkpoints around blocks, and under each of ``budgets``."""
     if not budgets:
         yield one("torch.compile", not_compiled)
         return
+
+    def checkpointed(model: nn.Module) -> nn.Module:
+        return around(model, found(model), partial(partial, checkpoint, use_reentrant=False))
+
     yield one(
         "compile, every block checkpointed",
-        lambda m: compiled_blocks(m, found(m), backend),
-        lambda m, step: flops(partial(step, around(m, found(m), partial(partial, checkpoint, use_reentrant=False)))),
+        lambda m: budgeted(checkpointed(m), 1.0, backend),
+        lambda m, step: flops(partial(step, checkpointed(m))),
     )
     family = "compile, activation_memory_budget"
     for budget in budgets:

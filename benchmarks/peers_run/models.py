@@ -208,7 +208,7 @@ MODELS: dict[str, Entry] = {
         from_torchvision("resnet50"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (6, 112), "gpu": (64, 224)}
     ),
     "ResNet-101": Entry(
-        from_torchvision("resnet101"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (6, 96), "gpu": (64, 224)}
+        from_torchvision("resnet101"), ("Bottleneck",), {"tiny": (2, 32), "cpu": (4, 96), "gpu": (64, 224)}
     ),
     "RegNetX": Entry(
         from_torchvision("regnet_x_800mf"),
@@ -228,7 +228,7 @@ MODELS: dict[str, Entry] = {
     "Swin": Entry(
         from_timm("swin_tiny_patch4_window7_224"),
         ("SwinTransformerBlock",),
-        {"tiny": (1, 224), "cpu": (2, 224), "gpu": (64, 224)},
+        {"tiny": (1, 224), "cpu": (1, 224), "gpu": (64, 224)},
     ),
     "U-Net": Entry(unet, ("ResBlock",), {"tiny": (8, 2, 16), "cpu": (32, 6, 64), "gpu": (128, 32, 64)}, chained=False),
     "nn.Transformer": Entry(
