@@ -65,15 +65,14 @@ class Point:
             more = ours["least"] / self.row["peak"] - 1
             return f"no plan of ours takes less than {ours['least'] / MIB:.1f} MiB, {more:.1%} more than this peak"
         assert self.ours is not None
-        reasons = []
+        theirs, own = (row["flops"] / self.eager["flops"] for row in (self.row, ours))
+        reasons = [f"FLOPs {theirs:.2f}, ours {own:.2f}"]
         if compiled:
             reasons.append("its kernels are fused, ours are eager mode's")
         if self.ours.middle - 1 - ours["predicted"] > 0.03:
             reasons.append(f"our plan predicted {1 + ours['predicted']:.2f}, and takes {self.ours.middle:.2f}")
         if self.verdict == EVEN:
             reasons.append("the difference is within the spread")
-        if not reasons:
-            reasons.append("the plan, as predicted, runs more again than the peer does")
         return "; ".join(reasons)
 
 

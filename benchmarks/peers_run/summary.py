@@ -1,4 +1,4 @@
-"""The summary in ``docs/``: first where the other is better."""
+"""The summary in ``docs/``: first where Rockmate is not ahead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peers_run.points import AHEAD, BEHIND, EVEN, OUT_OF_REACH, Point, broken, p
 
 
 def summary(results: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader wants to know first: where the other is better."""
+    """What a reader wants to know first: where the others are better."""
     points = [p for name, found in results["models"].items() for p in points_of(name, found)]
     count = {v: sum(p.verdict == v for p in points) for v in (AHEAD, EVEN, BEHIND, OUT_OF_REACH)}
     yield from ("# At this memory, how much slower?", "")
@@ -27,7 +27,7 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
         yield "Its gradients are eager mode's in every bit, and every peak is within the budget."
     yield from ("", "This page is written by the program, from [peers.json](../benchmarks/results/peers.json):", "")
     yield from ("```sh", "python benchmarks/peers.py", "```", "")
-    yield from ("## Where the other is better", "", *worse(points), "")
+    yield from ("## Where Rockmate is not ahead", "", *not_ahead(points), "")
     yield from ("## Models", "", *all_points(points), "")
     yield from ("## What is missing", "", *missing(results), "")
     yield from HOW
@@ -48,17 +48,19 @@ HOW = (
 )
 
 
-def worse(points: Sequence[Point]) -> Iterator[str]:
-    """All cases in which ours is not ahead, the worst first."""
-    mine = [p for p in points if p.verdict in (BEHIND, OUT_OF_REACH)]
+def not_ahead(points: Sequence[Point]) -> Iterator[str]:
+    """Behind, then out of reach, then even; the worst first."""
+    order = (BEHIND, OUT_OF_REACH, EVEN)
+    mine = [p for p in points if p.verdict in order]
     if not mine:
         yield "In none of these cases."
         return
-    mine.sort(key=lambda p: -(p.beside.middle if p.beside else 99))
-    yield "| model | method | peak | its time | Rockmate's | why |"
-    yield "|---|---|---|---|---|---|"
+    mine.sort(key=lambda p: (order.index(p.verdict), -(p.beside.middle if p.beside else 0)))
+    yield "| model | method | peak | its time | Rockmate's | Rockmate's to its | | why |"
+    yield "|---|---|---|---|---|---|---|---|"
     for p in mine:
-        yield f"| {p.model} | {p.row['peer']} | {p.share:.2f} | {p.processor} | {p.ours or 'none'} | {p.why} |"
+        start = f"| {p.model} | {p.row['peer']} | {p.share:.2f} | {p.processor} | {p.ours or 'none'} | "
+        yield f"{start}{p.beside or 'none'} | {p.verdict} | {p.why} |"
 
 
 def all_points(points: Sequence[Point]) -> Iterator[str]:
