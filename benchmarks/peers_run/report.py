@@ -41,7 +41,8 @@ ABOUT_TABLES = (
     "- *At no more memory*: Rockmate's budget is the peer's peak. *At no more time*: the least peak of all plans of",
     "  ours that were timed and take no more time than the peer.",
     "- *Set-up*: seconds of the clock that the first step takes more than a later one.",
-    "- *Equal*: the peer's gradients and running statistics are eager mode's, bit for bit; else what differs.",
+    "- *Equal*: the peer's gradients and running statistics are eager mode's, bit for bit; else what differs, and how",
+    "  much at most, of the largest gradient of a parameter. Compiled dropout draws other random numbers.",
 )
 
 
@@ -88,7 +89,7 @@ def equality(row: Row) -> str:
     if row["equal"]:
         return "yes" if row["buffers_equal"] else "but for running statistics"
     worst = row["largest_difference"]
-    return "a gradient is missing" if worst == float("inf") else f"within {worst:.0e}"
+    return "a gradient is missing" if worst == float("inf") else f"differs by {worst:.0e}"
 
 
 def left_out(found: Row) -> Iterator[str]:
