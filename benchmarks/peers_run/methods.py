@@ -46,11 +46,10 @@ def methods(entry: Entry, task: Task, backend: str, budgets: Sequence[float]) ->
     none, nothing is.
     """
     found = partial(blocks_of, names=entry.blocks)
-    plain = partial(partial, checkpoint, use_reentrant=False)
-    selective = partial(plain, context_fn=partial(create_selective_checkpoint_contexts, policy))
+    selective = partial(checkpointed, context_fn=partial(create_selective_checkpoint_contexts, policy))
     return [
-        one("checkpoint, every block", lambda m: around(m, found(m), plain)),
-        one("checkpoint, every second block", lambda m: around(m, found(m)[::2], plain)),
+        one("checkpoint, every block", lambda m: around(m, found(m), checkpointed)),
+        one("checkpoint, every second block", lambda m: around(m, found(m)[::2], checkpointed)),
         one("checkpoint, √n segments", lambda m: in_segments(entry, m)),
         one("checkpoint, keeping matrix products", lambda m: around(m, found(m), selective)),
         one("gradient_checkpointing_enable()", of_transformers),
@@ -80,14 +79,10 @@ def compiled(found: Callable[[nn.Module], list[nn.Module]], backend: str, budget
     if not budgets:
         yield one("torch.compile", not_compiled)
         return
-
-    def checkpointed(model: nn.Module) -> nn.Module:
-        return around(model, found(model), partial(partial, checkpoint, use_reentrant=False))
-
     yield one(
         "compile, every block checkpointed",
-        lambda m: budgeted(checkpointed(m), 1.0, backend),
-        lambda m, step: flops(partial(step, checkpointed(m))),
+        lambda m: budgeted(around(m, found(m), checkpointed), 1.0, backend),
+        lambda m, step: flops(partial(step, around(m, found(m), checkpointed))),
     )
     family = "compile, activation_memory_budget"
     for budget in budgets:
@@ -126,6 +121,16 @@ def flops_of_partitioner(budget: float, model: nn.Module, step: Callable[[Callab
     return inside.total
 
 
+def checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``forward`` in a checkpoint. Lists among its arguments are copied: DenseNet's grow before it runs again."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(list(a) if isinstance(a, list) else a for a in args)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
+
+
 def blocks_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """The blocks in the order of the model."""
     return [m for m in model.modules() if type(m).__name__ in names]
@@ -141,7 +146,7 @@ def in_segments(entry: Entry, model: nn.Module) -> nn.Module:
     placed = enumerate(blocks)
     groups = [[b for _, b in found] for _, found in groupby(placed, lambda p: (parents[id(p[1])], p[0] // length))]
     for group in groups[:-1]:
-        group[0].forward = partial(checkpoint, chain([b.forward for b in group]), use_reentrant=False)  # type: ignore[method-assign]
+        group[0].forward = checkpointed(chain([b.forward for b in group]))  # type: ignore[method-assign]
         for block in group[1:]:
             block.forward = lambda x, *args, **kwargs: x  # type: ignore[method-assign]
     return model

@@ -152,6 +152,13 @@ def from_timm(name: str, *options: str) -> Callable[..., Task]:
     return make
 
 
+def mixer(batch: int, size: int, blocks: int, width: int) -> Task:
+    vision()
+    timm = importlib.import_module("timm.models.mlp_mixer")
+    model = timm.MlpMixer(img_size=size, patch_size=16, num_blocks=blocks, embed_dim=width)
+    return Task(model, (torch.randn(batch, 3, size, size),), classes(batch))
+
+
 def unet(width: int, batch: int, size: int) -> Task:
     return Task(Unet(width), (torch.randn(batch, 3, size, size), torch.arange(float(batch))), mean_square)
 
@@ -221,7 +228,7 @@ MODELS: dict[str, Entry] = {
         {"tiny": (2, 32, 2, 48), "cpu": (3, 224), "gpu": (64, 224, 24, 960)},
     ),
     "MLP-Mixer": Entry(
-        from_timm("mixer_s16_224", "num_blocks", "embed_dim"),
+        mixer,
         ("MixerBlock",),
         {"tiny": (2, 32, 2, 32), "cpu": (4, 224, 8, 256), "gpu": (64, 224, 12, 768)},
     ),
