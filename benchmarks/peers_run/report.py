@@ -22,6 +22,9 @@ def write(results: Mapping[str, Any], folder: Path, page: Path) -> None:
         if "error" in found:
             lines += [f"Failed: {found['error']}", ""]
             continue
+        if not found["points"]:
+            lines += ["No method runs:", "", *left_out(found), ""]
+            continue
         points = points_of(name, found)
         file = plots / f"{name.lower().replace(' ', '-').replace('.', '-')}.svg"
         plot(found, points, all_ours(found), file)
