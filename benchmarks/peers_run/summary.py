@@ -31,6 +31,13 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
     yield from ("## Models", "", *all_points(points), "")
     yield from ("## What is missing", "", *missing(results), "")
     yield from HOW
+    where = results["environment"]
+    yield from (
+        f"- **Noise**: {where['processes']} processes of {where['rounds']} steps each, beside other work on the same cores. "
+        "A difference of less than 5 % means little.",
+        "",
+        "All figures of all models, with plots: [peers.md](../benchmarks/results/peers.md).",
+    )
 
 
 HOW = (
@@ -43,8 +50,6 @@ HOW = (
     "- **Settings** are the same for all: glibc keeps the memory that it has (`MALLOC_TRIM_THRESHOLD_`,",
     "  `MALLOC_MMAP_MAX_`, `MALLOC_TOP_PAD_`), and every step gets a memory laid out anew.",
     "- **Compiled** methods use inductor. Their FLOPs are counted with the same partitioner on eager mode's kernels.",
-    "",
-    "All figures of all models, with plots: [peers.md](../benchmarks/results/peers.md).",
 )
 
 
