@@ -33,8 +33,8 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
     yield from HOW
     where = results["environment"]
     yield from (
-        f"- **Noise**: {where['processes']} processes of {where['rounds']} steps each, beside other work on the same cores. "
-        "A difference of less than 5 % means little.",
+        f"- **Noise**: {where['processes']} processes of {where['rounds']} steps each, beside other work on the cores.",
+        "  A difference of less than 5 % means little.",
         "",
         "All figures of all models, with plots: [peers.md](../benchmarks/results/peers.md).",
     )
