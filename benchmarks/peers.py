@@ -167,6 +167,7 @@ def main() -> int:
                 except RuntimeError as error:
                     results["models"][name] = {"error": str(error)}
                 results["models"] = {n: results["models"][n] for n in MODELS if n in results["models"]}
+                results["not_run"] = [n for n in MODELS if n not in results["models"]]
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
                 print(f"{name}: {results['models'][name].get('seconds', 'failed')}", flush=True)
     page = PAGE if options.out == RESULTS / "peers.json" else options.out.with_name("page.md")

@@ -81,6 +81,8 @@ def all_points(points: Sequence[Point]) -> Iterator[str]:
 
 def missing(results: Mapping[str, Any]) -> Iterator[str]:
     """Methods that ran for no model, or not for some, by reason."""
+    if names := results.get("not_run"):
+        yield f"- not run: {', '.join(names)}"
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, found in results["models"].items():
         if "error" in found:
