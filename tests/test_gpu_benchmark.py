@@ -49,7 +49,7 @@ def rows_of(records: list[dict[str, Any]], section: str) -> list[dict[str, Any]]
 def test_every_section_reports_and_one_without_time_is_said_to_be(records: list[dict[str, Any]]) -> None:
     ended = {(r["section"], r["part"]): r["ended"] for r in records if "ended" in r}
     assert ended.pop(("versions", "")) == "timed out"
-    assert {section for section, _ in ended} == {"tests", "zoo", "bytes", "time", "launch", "fits"}
+    assert {section for section, _ in ended} == {"tests", "zoo", "bytes", "time", "launch", "fits", "peers"}
     assert set(ended.values()) == {"done"}, [r.get("why") for r in records if "ended" in r]
     assert all(rows_of(records, section) for section, _ in ended)
     assert "finished" in records[-1]
@@ -102,7 +102,7 @@ def test_launches_and_batches(records: list[dict[str, Any]]) -> None:
 def test_the_page(results: Path, records: list[dict[str, Any]], tmp_path: Path) -> None:
     page = gpu("--page", str(results))
     assert "| versions | timed out |" in page
-    assert all(f"## {section}\n" in page for section in ("tests", "zoo", "bytes", "time", "launch", "fits"))
+    assert all(f"## {section}\n" in page for section in ("tests", "zoo", "bytes", "time", "launch", "fits", "peers"))
     assert "cut short" not in page
     cut = tmp_path / "cut.jsonl"
     cut.write_text("\n".join(json.dumps(r) for r in records[: len(records) // 2]) + '\n{"section": "ti')

@@ -21,6 +21,7 @@ ABOUT = {
     "peak.",
     "launch": "Wall time of a step beside the time that the device is busy with it. Larger by a "
     "tenth: bound by launches.",
+    "peers": "Peak and median time of what people use today, and of a plan whose budget is that peak.",
     "fits": "The largest batch that trains under a limit of the allocator.",
 }
 

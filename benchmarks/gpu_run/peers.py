@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -19,39 +20,47 @@ EXPENSIVE = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_dot_produc
 
 def every_block(model: nn.Module, dry: bool) -> nn.Module:
     """torch.utils.checkpoint around each block."""
-    return _around_blocks(model, lambda forward: partial(checkpoint, forward, use_reentrant=False))
+    return around(model, blocks_of(model), lambda forward: partial(checkpoint, forward, use_reentrant=False))
 
 
 def selective(model: nn.Module, dry: bool) -> nn.Module:
     """The same, keeping the results of matrix products, convolutions and attention."""
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return _around_blocks(model, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts))
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    wrap = partial(partial, checkpoint, use_reentrant=False, context_fn=contexts)
+    return around(model, blocks_of(model), wrap)
 
 
 def compiled_every_block(model: nn.Module, dry: bool) -> nn.Module:
     """Each block compiled, and torch.utils.checkpoint around it."""
-    return _around_blocks(
+    return compiled_blocks(model, blocks_of(model), backend(dry))
+
+
+def compiled_blocks(model: nn.Module, blocks: Sequence[nn.Module], backend: str) -> nn.Module:
+    """These compiled, each in a checkpoint."""
+    return around(
         model,
-        lambda forward: partial(checkpoint, torch.compile(forward, backend=backend(dry)), use_reentrant=False),
+        blocks,
+        lambda forward: partial(checkpoint, torch.compile(forward, backend=backend), use_reentrant=False),
     )
 
 
 def compiled_in_budget(budget: float, model: nn.Module, dry: bool) -> nn.Module:
-    """The whole model compiled, with ``activation_memory_budget``, which is read when it is compiled."""
-    return Budgeted(model, budget, backend(dry))
+    """The whole model compiled, with ``activation_memory_budget``."""
+    return budgeted(model, budget, backend(dry))
 
 
-class Budgeted(nn.Module):
-    """A compiled model whose calls, the first of which compiles, run with the setting."""
+def budgeted(model: nn.Module, budget: float, backend: str, **options: Any) -> Any:
+    """``model`` compiled with the setting, which is read when it is compiled.
 
-    def __init__(self, model: nn.Module, budget: float, backend: str) -> None:
-        super().__init__()
-        self.model, self.budget = model, budget
-        self.compiled = torch.compile(model, backend=backend)
+    A backend of its own: TorchDynamo would take the code of another copy of the model, compiled with the same one.
+    """
+    compiler = torch._dynamo.lookup_backend(backend)
 
-    def forward(self, *args: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=self.budget):
-            return self.compiled(*args)
+    def compiled(graph: Any, inputs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return compiler(graph, inputs, **options)
+
+    return torch.compile(model, backend=compiled)
 
 
 def backend(dry: bool) -> str:
@@ -59,13 +68,17 @@ def backend(dry: bool) -> str:
     return "aot_eager_decomp_partition" if dry else "inductor"
 
 
-def _around_blocks(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> nn.Module:
-    for block in blocks_of(model):
+def around(
+    model: nn.Module, blocks: Sequence[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> nn.Module:
+    """``model``, in which ``blocks`` compute by what ``wrap`` makes of their own forward."""
+    for block in blocks:
         block.forward = wrap(block.forward)  # type: ignore[method-assign]
     return model
 
 
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps what ``EXPENSIVE`` names."""
     name = op._schema.name.partition("::")[2] if hasattr(op, "_schema") else ""
     kept = name in EXPENSIVE or name.startswith("_scaled_dot_product")
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

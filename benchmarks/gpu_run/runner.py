@@ -45,6 +45,7 @@ class Section:
 MODELS = ("gpt", "llama", "resnet50", "vit", "unet")
 COMPILED = ("gpt compiled", "llama compiled")  # last: they may take minutes
 SETTINGS = ("default", "expandable")
+BESIDE = ("GPT", "ResNet-50", "Llama")
 
 SECTIONS = (
     Section("versions", "ceilings", 35),
@@ -61,6 +62,7 @@ SECTIONS = (
     Section("time", "peaks_and_times", 300, True, (*MODELS, *COMPILED), ("+".join((*MODELS, COMPILED[0])),)),
     Section("launch", "launches", 50),
     Section("fits", "batches", 50),
+    Section("peers", "beside", 90, True, BESIDE, BESIDE[:1]),
 )
 """The most valuable first: a run that is cut short has these."""
 

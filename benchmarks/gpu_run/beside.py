@@ -1,0 +1,49 @@
+"""Section ``peers``: what people use today beside ours, at no more memory, as ``benchmarks/peers.py`` measures it."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peers_run.measure import Settings, bytes_and_flops, times
+
+from gpu_run.context import Context
+from gpu_run.peers import backend
+
+PEERS = ("checkpoint, every block", "checkpoint, every second block")
+"""Of a dry run."""
+BUDGETS = (0.1, 0.4, 0.7)
+
+
+def run(ctx: Context) -> None:
+    """The models that the part names."""
+    ctx.run_each({name: lambda name=name: _one_model(ctx, name) for name in ctx.part.split("+")}, 20)
+
+
+def _one_model(ctx: Context, name: str) -> None:
+    only = PEERS if ctx.dry else ()
+    with tempfile.TemporaryDirectory() as folder:
+        scale, rounds = ("tiny", 2) if ctx.dry else ("gpu", 5)
+        settings = Settings(scale, ctx.device, backend(ctx.dry), BUDGETS, Path(folder), rounds, only)
+        found = bytes_and_flops(settings, name)
+        peers = {p["peer"]: p["ours"]["budget"] if "peak" in p["ours"] else None for p in found["points"]}
+        taken = times(settings, name, peers, ())
+
+    def ratio(key: str) -> float | None:
+        return round(statistics.median(t[0] for t in taken[key]), 3) if key in taken else None
+
+    for row in found["left_out"]:
+        ctx.emit(case=name, method=row["peer"], left_out=row["why"])
+    for point in found["points"]:
+        ours: dict[str, Any] = point["ours"]
+        ctx.emit(
+            case=name,
+            method=point["peer"],
+            peak_bytes=point["peak"],
+            time_of_eager=ratio(point["peer"]),
+            our_peak_bytes=ours.get("peak"),
+            our_time_of_eager=ratio(f"ours: {point['peer']}"),
+            equal=ours.get("equal"),
+        )

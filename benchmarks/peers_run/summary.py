@@ -1,0 +1,100 @@
+"""The summary in ``docs/``: first where Rockmate is not ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from peers_run.points import AHEAD, BEHIND, EVEN, OUT_OF_REACH, Point, broken, points_of
+
+
+def summary(results: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader wants to know first: where the others are better."""
+    points = [p for name, found in results["models"].items() for p in points_of(name, found)]
+    count = {v: sum(p.verdict == v for p in points) for v in (AHEAD, EVEN, BEHIND, OUT_OF_REACH)}
+    yield from ("# At this memory, how much slower?", "")
+    wrong = broken(results)
+    if wrong:
+        yield from ("**Not all checks passed:**", "", *(f"- {w}" for w in wrong), "")
+    yield (
+        f"{len(results['models'])} models with {len(points)} settings of what people use today, on a CPU with one "
+        f"thread (torch {results['environment']['torch']}). Rockmate's budget is the peak that the other method was "
+        f"measured to have. Its step then takes less time in **{count[AHEAD]}** of {len(points)} cases, as much within "
+        f"the spread in **{count[EVEN]}** and more in **{count[BEHIND]}**; in **{count[OUT_OF_REACH]}** it has no plan "
+        "for so little."
+    )
+    if not wrong:
+        yield "Its gradients are eager mode's in every bit, and every peak is within the budget."
+    yield from ("", "This page is written by the program, from [peers.json](../benchmarks/results/peers.json):", "")
+    yield from ("```sh", "python benchmarks/peers.py", "```", "")
+    yield from ("## Where Rockmate is not ahead", "", *not_ahead(points), "")
+    yield from ("## Models", "", *all_points(points), "")
+    yield from ("## What is missing", "", *missing(results), "")
+    yield from HOW
+    where = results["environment"]
+    yield from (
+        f"- **Noise**: {where['processes']} processes of {where['rounds']} steps each, beside other work on the cores.",
+        "  A difference of less than 5 % means little.",
+        "",
+        "All figures of all models, with plots: [peers.md](../benchmarks/results/peers.md).",
+    )
+
+
+HOW = (
+    "## How it is measured",
+    "",
+    "- **Peaks** are exact: every allocation of one step is replayed. Gradients are None before it.",
+    "- **Times** are processor time on one thread, as multiples of the eager step just before. Eager mode, the peer",
+    "  and Rockmate take turns in several processes. Ranges are quartiles. *Ahead* and *behind* mean that three",
+    "  quarters of the neighbouring steps say so.",
+    "- **Settings** are the same for all: glibc keeps the memory that it has (`MALLOC_TRIM_THRESHOLD_`,",
+    "  `MALLOC_MMAP_MAX_`, `MALLOC_TOP_PAD_`), and every step gets a memory laid out anew.",
+    "- **Compiled** methods use inductor. Their FLOPs are counted with the same partitioner on eager mode's kernels.",
+)
+
+
+def not_ahead(points: Sequence[Point]) -> Iterator[str]:
+    """Behind, then out of reach, then even; the worst first."""
+    order = (BEHIND, OUT_OF_REACH, EVEN)
+    mine = [p for p in points if p.verdict in order]
+    if not mine:
+        yield "In none of these cases."
+        return
+    mine.sort(key=lambda p: (order.index(p.verdict), -(p.beside.middle if p.beside else 0)))
+    yield "| model | method | peak | its time | Rockmate's | Rockmate's to its | | why |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for p in mine:
+        start = f"| {p.model} | {p.row['peer']} | {p.share:.2f} | {p.processor} | {p.ours or 'none'} | "
+        yield f"{start}{p.beside or 'none'} | {p.verdict} | {p.why} |"
+
+
+def all_points(points: Sequence[Point]) -> Iterator[str]:
+    yield "Peak and time as multiples of eager mode's; the last column is the least peak of ours in no more time."
+    yield ""
+    yield "| model | method | peak | its time | Rockmate's time | | Rockmate's peak in no more time |"
+    yield "|---|---|---|---|---|---|---|"
+    for p in points:
+        least = f"{p.in_time['peak'] / p.eager['peak']:.2f}" if p.in_time else "none"
+        ours = f"{p.ours}" if p.ours else "none"
+        yield f"| {p.model} | {p.row['peer']} | {p.share:.2f} | {p.processor} | {ours} | {p.verdict} | {least} |"
+
+
+def missing(results: Mapping[str, Any]) -> Iterator[str]:
+    """Methods that ran for no model, or not for some, by reason."""
+    if names := results.get("not_run"):
+        yield f"- not run: {', '.join(names)}"
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, found in results["models"].items():
+        if "error" in found:
+            yield f"- {name}: {found['error']}"
+        for row in found.get("left_out", []):
+            if "peak" not in row:
+                reasons.setdefault((row["peer"], row["why"]), []).append(name)
+    for (peer, why), names in reasons.items():
+        yield f"- {peer}: {why} ({'all models' if len(names) == len(results['models']) else ', '.join(names)})"
+    compiled = {name: f["budgets"] for name, f in results["models"].items() if f.get("budgets")}
+    said = ", ".join(f"{name} {' '.join(f'{b:g}' for b in budgets)}" for name, budgets in compiled.items())
+    yield f"- activation_memory_budget: compiled with these values only: {said or 'none'}"
+    yield "- checkpoint_sequential: only the numbers of segments that no other beats in bytes and FLOPs are timed"
+    if why := results.get("environment", {}).get("why"):
+        yield f"- {why}"
