@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
 from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
-from rockmate.calls.dynamo import classes_of, hide_own_warnings, new_entry, settings, unguarded
+from rockmate.calls.dynamo import CAPTURING, classes_of, hide_own_warnings, new_entry, settings, unguarded
 from rockmate.calls.front import Front
 from rockmate.calls.held import check_effects
 from rockmate.calls.surroundings import (
@@ -56,12 +57,22 @@ class Capture:
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
         hide_own_warnings()
         with (
+            self._named(),
             Heeded(),
             torch._dynamo.config.patch(self._settings),
             as_eager(self._asking),
             put_back_if_it_fails(),
         ):
             return self._compiled(model, call.args, call.kwargs)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        before = getattr(CAPTURING, "name", None)
+        CAPTURING.name = self.front.name
+        try:
+            yield
+        finally:
+            CAPTURING.name = before
 
     def clear(self) -> None:
         """Forget all that was captured."""

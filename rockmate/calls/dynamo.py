@@ -82,6 +82,10 @@ def unguarded(classes: list[type]) -> list[Any]:
 _METHODS = (FunctionType, property, staticmethod, classmethod)
 
 
+CAPTURING = threading.local()
+"""``name``: of the model whose call this thread captures, or runs as it was captured."""
+
+
 def new_entry() -> Callable[..., Any]:
     """The function that TorchDynamo compiles: one of its own for each model, since captures are kept with its code."""
 

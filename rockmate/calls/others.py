@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rkgb.warn import warn_once
+from rockmate.calls.dynamo import CAPTURING
 from rockmate.calls.state import NO_REPLICAS
 from rockmate.errors import BudgetWarning, InputError
 
@@ -42,13 +43,22 @@ def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> N
 
 def _watch_compiler(kind: Any, attached: Callable[[torch.nn.Module], object]) -> None:
     modules: Any = torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable
-    original, ours = modules.call_function, kind.__init__.__code__.co_filename
+    original = modules.call_function
     if hasattr(original, "watches_for_rockmate"):
         return
 
     @functools.wraps(original)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if attached(self.value) is not None and tx.output.root_tx.f_code.co_filename != ours:
+        whole = getattr(CAPTURING, "name", None)
+        if attached(self.value) is None:
+            pass
+        elif whole is not None:
+            warn_once(
+                f"{type(self.value).__name__} is attached, and so is {whole}, of which it is a part: its budget comes "
+                "on top of that of the whole. Attach only one of them (rockmate.detach)",
+                BudgetWarning,
+            )
+        else:
             warn_once(
                 f"{type(self.value).__name__} is attached, but called within code that torch.compile makes, where it "
                 "runs with no plan, and no budget: call it outside of that, or compile the parts beside it",

@@ -19,7 +19,7 @@ from rkgb.cost.memory import storage_bytes
 from rkgb.device.kind import Moment
 from rkgb.sample import Call
 from rkgb.storages import storage_key
-from rkgb.warn import warn, warn_once
+from rkgb.warn import warn
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
@@ -57,6 +57,7 @@ class Steps:
         self.problem: InfeasibleBudgetError | None = None
         self.news = True  # the next step is to be observed
         self.looks = 0
+        self.said = False  # that a step ran graphs which were not planned together
 
     def forward(self) -> Forward:
         """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
@@ -194,8 +195,9 @@ class Forward:
             except InfeasibleError:
                 del self.living[0]
         self.steps.news = True
-        if before is not None:
-            warn_once(
+        if before is not None and not self.steps.said:
+            self.steps.said = True
+            warn(
                 f"the forward of {self.steps.front.name} runs other graphs than those that were planned together: such "
                 "steps are planned from the next one on, and this one may exceed the budget",
                 BudgetWarning,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -129,6 +130,17 @@ def test_compiling_in_place_is_said_when_the_handle_is_asked() -> None:
     model.compile(backend="eager")
     with pytest.warns(BudgetWarning, match="took the place of the plan"):
         assert handle.plan is None
+
+
+def test_a_part_of_an_attached_model_that_is_attached_too() -> None:
+    whole = nn.Sequential(net(), nn.Linear(32, 8))
+    eager = copy.deepcopy(whole)
+    attach(whole, "80%", costs="flops")
+    attach(whole[0], "80%", costs="flops")
+    with pytest.warns(BudgetWarning, match=r"Sequential is attached, and so is Sequential, of which it is a part"):
+        whole(X).square().mean().backward()
+    eager(X).square().mean().backward()
+    assert_same(snapshot(whole), snapshot(eager))
 
 
 def test_no_replicas_of_attached_models() -> None:
