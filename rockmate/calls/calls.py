@@ -99,6 +99,10 @@ class Calls(ABC):
         with undisturbed():
             yield
 
+    def traced_on(self, call: Call) -> Call:
+        """What is traced in the place of ``call``."""
+        return call
+
     def state_of(self, planner: Planner, call: Call) -> PythonState | None:
         """What the module's Python read when it was traced."""
         return None
@@ -233,13 +237,13 @@ class Calls(ABC):
         self, call: Call, report: Report, saved: SavedPlan | None = None, usage_of: UsageOf = supposed
     ) -> tuple[Planner, Family]:
         """Trace the call: a planner for it, and the family of its graph. Costs are measured if the graph is new."""
-        families, sizeless = self.front.families, self.sizeless(call)
+        families, sizeless, options = self.front.families, self.sizeless(call), self.terms.options
 
         def known_of(s: S_graph) -> Known:
             return self._known_of(s, families.of(s))
 
         with self.planning(call), self.module_ready():
-            planner = make_planner(self.module, call, self.terms.options, report, saved, known_of, usage_of)
+            planner = make_planner(self.module, self.traced_on(call), options, report, saved, known_of, usage_of)
         family = families.of(planner.graphs.S) or families.new(planner)
         family.add(Point(sizes_of(call.tensors), planner.graphs.S))
         family.kinds.add(sizeless)

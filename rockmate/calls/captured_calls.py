@@ -139,6 +139,10 @@ class CapturedCalls(Calls):
         """As in ``Calls``; numbers that a graph is given do not count."""
         return call_key(call.tensors, None, sized=False)
 
+    def traced_on(self, call: Call) -> Call:
+        """As in ``Calls``; inputs are leaves: a write in place fails, and does not make the trace their history."""
+        return call.with_tensors(lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad))
+
     def computed(self, variant: Variant, call: Call) -> tuple[Any, list[torch.Tensor], CallState | None]:
         """As in ``Calls``; where the plan is what the captured program does, that runs as it is."""
         if not variant.is_plain:

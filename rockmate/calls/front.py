@@ -96,8 +96,8 @@ class Front:
         """
         if not isinstance(self.terms.budget, int):
             raise InputError(
-                "the budget is a share, or what is free, whose bytes are known when a call was planned; a copy plans "
-                "at its first call"
+                "the budget is a share, or what is free, whose bytes are known when a step was planned. Train one; "
+                "a copy plans at its first call"
             )
         return self.terms.budget
 

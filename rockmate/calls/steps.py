@@ -7,6 +7,7 @@ schedule that ``solvers.sequence.choose`` gives it. A step that leaves out some 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class Steps:
         self.problem: InfeasibleBudgetError | None = None
         self.news = True  # the next step is to be observed
         self.looks = 0
-        self.said = False  # that a step ran graphs which were not planned together
+        self.asked: Budget | None = None
+        self.said: set[str] = set()
 
     def forward(self) -> Forward:
         """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
@@ -66,7 +68,9 @@ class Steps:
         look = None
         end_look()
         every = self.members.every if self.news else []
-        if every and self.looks < MOST_LOOKS and StepLook.possible():
+        if every and threading.current_thread() is not threading.main_thread():
+            self.say(_ELSEWHERE)
+        elif every and self.looks < MOST_LOOKS and StepLook.possible():
             look = StepLook(every[0].planner.device, lambda moments: None)
         return Forward(self, look)
 
@@ -88,13 +92,22 @@ class Steps:
         self.known = sorted([sequence, *others], key=lambda s: -len(s.members))[:MOST_SEQUENCES]
         self.last = sequence
         if self.problem is None:
-            LOG.info("%s: %s", self.front.name, _said(sequence.plan))
+            self.say(_said(sequence.plan))
+
+    def say(self, line: str) -> None:
+        """Write a line of the logger, unless it was written before."""
+        if line not in self.said:
+            self.said.add(line)
+            LOG.info("%s: %s", self.front.name, line)
 
     def solve(self, sequence: GraphSequence) -> None:
         """Choose for the budget of now."""
         terms = self.front.terms
+        settled = _Settled(sequence.eager_peak, sequence.members[0].planner.device)
         if isinstance(terms.budget, Budget):
-            terms.budget = terms.budget.bytes(_Settled(sequence.eager_peak, sequence.members[0].planner.device))
+            self.asked, terms.budget = terms.budget, terms.budget.bytes(settled)
+        elif self.asked is not None and self.asked.share is not None:
+            terms.budget = max(terms.budget, self.asked.bytes(settled))  # a share is of the largest step so far
         sequence.budget = terms.budget
         try:
             sequence.chosen = sequence.choose(terms.budget)
@@ -102,11 +115,12 @@ class Steps:
             eager = show_bytes(sequence.eager_peak)
             message = (
                 f"no plan fits a budget of {show_bytes(terms.budget)}: the forward of {self.front.name} is "
-                f"{len(sequence.members)} graphs with other code between them, for which the smallest that can be "
+                f"{_graphs(len(sequence.members))}, for which the smallest that can be "
                 f"planned is {show_bytes(error.min_budget)}; without recomputation the step takes {eager}. Raise the "
                 "budget or make the batch smaller."
             )
-            if not terms.least:
+            unsettled = self.known and self.asked is not None and self.asked.share is not None  # larger steps may come
+            if not (terms.least or unsettled):
                 self.problem = InfeasibleBudgetError(message, error.min_budget)
                 return
             warn(f"{message} The plan of least memory runs instead.", BudgetWarning)
@@ -130,10 +144,22 @@ class Steps:
 
 _POINTS = 16
 
+_UNKNOWN = "a step ran graphs that were not planned together"
+
+_ELSEWHERE = (
+    "steps in other threads than the main one cannot be observed: each graph of a step runs with its least memory. "
+    "Train in the main thread for a plan of the whole step"
+)
+
+
+def _graphs(count: int) -> str:
+    return f"{count} graphs with other code between them" if count > 1 else "one graph with other code around it"
+
 
 def _said(plan: StepPlan) -> str:
     return (
-        f"planned a step of {len(plan.parts)} graphs: {show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
+        f"planned a step of {len(plan.parts)} graph{'s' * (len(plan.parts) > 1)}: "
+        f"{show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
         f"{100 * plan.predicted_overhead:.1f} % more time"
     )
 
@@ -195,8 +221,8 @@ class Forward:
             except InfeasibleError:
                 del self.living[0]
         self.steps.news = True
-        if before is not None and not self.steps.said:
-            self.steps.said = True
+        if before is not None and _UNKNOWN not in self.steps.said:
+            self.steps.said.add(_UNKNOWN)
             warn(
                 f"the forward of {self.steps.front.name} runs other graphs than those that were planned together: such "
                 "steps are planned from the next one on, and this one may exceed the budget",

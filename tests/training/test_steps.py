@@ -274,6 +274,7 @@ def test_the_predicted_peak_is_hardly_more_than_the_measured_one() -> None:
     assert measured <= plan.predicted_peak <= measured + 3 * output
 
 
+@pytest.mark.filterwarnings("ignore:the forward of Deepens runs other graphs:rockmate.BudgetWarning")
 def test_a_share_is_of_the_step_without_recomputation() -> None:
     model = ready("70%")
     handle = attached(model)
@@ -378,6 +379,61 @@ def test_nothing_stays_allocated_and_copies_are_plain() -> None:
     ours = [one(model, x), *snapshot(model)]
     seeded()
     assert_same([one(copied, x), *snapshot(copied)], ours)
+
+
+class Casts(nn.Module):
+    """Writes into its input, and gives its weights the memory of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(Layer() for _ in range(4)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+            y = x + 0
+            y *= torch.rand_like(y)
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+            y *= torch.rand_like(y)
+            self.last = self.last.to(torch.float32)
+            x = x + self.last(y)
+        return x
+
+
+def test_what_cannot_be_planned_runs_as_it_is_and_was_not_touched() -> None:
+    """Also after an optimizer has changed weights, which counts in their versions."""
+    models = []
+    for k in range(2):
+        torch.manual_seed(0)
+        models.append(Casts())
+        if k:
+            attach(models[1], int(3e6), costs="flops", on_infeasible="least")
+    assert_same(trained(models[1], 4), trained(models[0], 4))
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Deepens runs other graphs:rockmate.BudgetWarning")
+def test_a_share_is_of_the_largest_step_so_far() -> None:
+    depth = iter([3] * 3 + [6] * 4)
+
+    class Deepens(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            count = next(depth)
+            for k, layer in enumerate(self.layers):
+                torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+                if k < count:
+                    x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Deepens(lambda: False)
+    handle = attach(model, "90%", costs="flops")
+    budgets = []
+    for x in batches(7):
+        one(model, x)
+        model.zero_grad()
+        budgets.append(handle.budget if handle.plan is not None else 0)
+    assert 0 < budgets[2] < budgets[-1]
 
 
 def test_no_input_is_held() -> None:
