@@ -274,7 +274,6 @@ def test_the_predicted_peak_is_hardly_more_than_the_measured_one() -> None:
     assert measured <= plan.predicted_peak <= measured + 3 * output
 
 
-@pytest.mark.filterwarnings("ignore:the forward of Deepens runs other graphs:rockmate.BudgetWarning")
 def test_a_share_is_of_the_step_without_recomputation() -> None:
     model = ready("70%")
     handle = attached(model)
@@ -410,6 +409,18 @@ def test_what_cannot_be_planned_runs_as_it_is_and_was_not_touched() -> None:
         if k:
             attach(models[1], int(3e6), costs="flops", on_infeasible="least")
     assert_same(trained(models[1], 4), trained(models[0], 4))
+
+
+def test_a_step_in_which_everything_is_left_out() -> None:
+    drops = iter([False] * 3 * 6 + [True] * 6 + [False] * 2 * 6)
+    torch.manual_seed(0)
+    model = Layers(lambda: next(drops))
+    handle = attach(model, "90%", costs="flops")
+    for k, x in enumerate(batches(6)):
+        x.requires_grad_()
+        one(model, x)
+        model.zero_grad()
+        assert k < 2 or isinstance(handle.plan, StepPlan)
 
 
 @pytest.mark.filterwarnings("ignore:the forward of Deepens runs other graphs:rockmate.BudgetWarning")
