@@ -11,7 +11,7 @@ import torch
 
 from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
-from rockmate.calls.captured import kinds_of_sources, line_of_derivatives
+from rockmate.calls.captured import kinds_of_sources, line_of_derivatives, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import CAPTURING, classes_of, hide_own_warnings, new_entry, settings, unguarded
 from rockmate.calls.front import Front
@@ -120,6 +120,8 @@ def check_capture(program: fx.GraphModule) -> None:
     """Raise ``UnsupportedError`` where a capture would not do as Python does, while TorchDynamo calls its backend."""
     if line := line_of_derivatives(program):
         raise UnsupportedError(f"derivatives are computed inside forward{line}")
+    if found := numpy_function(program):
+        raise UnsupportedError(f"NumPy's {found} would be computed by torch, whose numbers are others")
     check_effects()
     if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
         keep_draws_of_other_threads()

@@ -305,3 +305,27 @@ class _Applied(torch.autograd.Function):
 def _has_tensors(example: Any) -> bool:
     several = isinstance(example, (tuple, list))
     return isinstance(example, torch.Tensor) or (several and any(map(_has_tensors, example)))
+
+
+_EXACT = frozenset(
+    "abs absolute array asarray astype ceil copy floor item maximum minimum reshape sign sqrt squeeze transpose "
+    "where".split()
+)
+"""What NumPy computes to the same bits as torch."""
+
+
+def numpy_function(program: fx.GraphModule) -> str | None:
+    """A function or method of NumPy that the graph has torch compute, perhaps to other bits; draws among them."""
+    from torch._dynamo import utils
+
+    for node in program.graph.nodes:
+        target: Any = node.target
+        if isinstance(target, utils.numpy_to_tensor_wrapper):
+            name = target.f.__name__
+        elif isinstance(target, utils.numpy_method_wrapper):
+            name = target.method
+        else:
+            continue
+        if name not in _EXACT:
+            return str(name)
+    return None

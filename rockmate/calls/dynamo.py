@@ -29,7 +29,6 @@ _SETTINGS = {
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,  # hooks come and go
     "suppress_errors": False,
-    "trace_numpy": False,  # as torch's operations, whose random numbers are others; the numbers would be constants
 }
 
 
