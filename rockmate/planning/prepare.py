@@ -97,14 +97,14 @@ def _told_in_terms_of(model: torch.nn.Module, call: Call) -> Iterator[None]:
     try:
         yield
     except (GraphError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
-            _check_call(model, call, error)
         if _ON_A_LEAF in str(error):
             raise UnsupportedError(
                 "forward changes an input in place (as ReLU(inplace=True) on it would) where gradients pass, and "
                 "plans start from inputs as they are: let it work on a copy (x = x.clone()), or plan only the "
                 "submodules behind the change."
             ) from error
+        if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
+            _check_call(model, call, error)
         raise
 
 
