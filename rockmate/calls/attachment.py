@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,9 +43,6 @@ from rockmate.planning.prepare import NOTHING_COMPUTED
 from rockmate.planning.step import StepPlan
 from rockmate.tell import LOG, described
 from solvers import Frontier
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

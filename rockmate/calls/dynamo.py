@@ -27,7 +27,7 @@ _SETTINGS = {
     "allow_unspec_int_on_nn_module": True,  # a counter on a module is no reason to capture again
     "specialize_float": False,
     "allow_rnn": True,
-    "skip_nnmodule_hook_guards": False,  # hooks come and go
+    "skip_nnmodule_hook_guards": False,  # hooks are added and removed
     "suppress_errors": False,
 }
 

@@ -67,10 +67,10 @@ class Steps:
             raise self.problem
         look = None
         end_look()
-        every = self.members.every if self.news else []
+        every = self.members.every if self.news and self.looks < MOST_LOOKS else []
         if every and threading.current_thread() is not threading.main_thread():
             self.say(_ELSEWHERE)
-        elif every and self.looks < MOST_LOOKS and StepLook.possible():
+        elif every and StepLook.possible():
             look = StepLook(every[0].planner.device, lambda moments: None)
         return Forward(self, look)
 
