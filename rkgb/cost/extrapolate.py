@@ -16,7 +16,7 @@ from math import ceil
 from rkgb.cost.costs import Cost
 from rkgb.cost.usage import Usage
 from rkgb.graphs import Facts, S_graph, Saved, Storage
-from rkgb.probe.resize import skeleton
+from rkgb.probe.skeleton import skeleton
 
 FEWEST = 3
 """The fewest sizes at which a graph must be measured. Two points always lie on a line, so they cannot confirm one."""

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from math import ceil
 
+import torch
+
 from rkgb.cost.costs import Cost, InputGradient
 from rkgb.graphs import S_graph
 
@@ -47,7 +49,9 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     was, node = old.nodes[i], new.nodes[i]
     before = {v: max(1, old.d.values[v].bytes) for v in (*was.reads, *was.makes)}
     after = {v: new.d.values[v].bytes for v in before}
-    fixed = NUMBERS + sum(before[v] for v in was.reads if after[v] == before[v])  # parameters above all
+    same = [v for v in was.reads if after[v] == before[v]]  # parameters above all
+    rows = sum(before[v] for v in same if len(old.d.values[v].shape) == 1)
+    fixed = 2 * (NUMBERS + sum(before[v] for v in same)) + torch.get_num_threads() * rows
     ratios: list[Fraction] = [Fraction(after[v], before[v]) for v in before if after[v] != before[v]]
     most: Fraction = max(ratios) if ratios else Fraction(1)
     names = {new.d.nodes[op].name for op in node.ops}
@@ -60,10 +64,10 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     def bounded(measured: int) -> int:
         """An upper bound of ``measured`` bytes at the new size.
 
-        At most twice ``fixed`` of them do not shrink: values of fixed size and one copy. All others are scaled by
-        ``most``.
+        At most ``fixed`` of them do not shrink: values of fixed size and one copy, and, of the parameters of a
+        normalization, what each thread sums for their gradients. All others are scaled by ``most``.
         """
-        stays = min(measured, 2 * fixed) if most < 1 else 0
+        stays = min(measured, fixed) if most < 1 else 0
         return ceil(most * (measured - stays)) + stays
 
     made = sum(new.d.storages[x].bytes for x in node.storages) + sum(node.saved.private)

@@ -21,7 +21,6 @@ from rkgb.sample import Call
 from rkgb.trace.guards import GuardFailed
 from rkgb.trace.patches import TRACING
 from rkgb.trees import unflatten
-from rkgb.warn import warn
 from rockmate.budget import Budget
 from rockmate.calls.families import Family
 from rockmate.calls.front import Front
@@ -29,7 +28,7 @@ from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.python_state import PythonState
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import Variant, adapted, as_before, carried_variant, make_first, make_variant, reads_more
-from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, VariantLimitError
+from rockmate.errors import InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import KeptCosts
 from rockmate.planning.planner import Planner
@@ -294,20 +293,14 @@ class Calls(ABC):
         try:
             return carried_variant(planner, self.terms.settle(planner), like)
         except InfeasibleBudgetError as error:
-            if not self.terms.least:
-                raise
-            warn(f"{error} The plan of least memory runs instead.", BudgetWarning)
-            return carried_variant(_with_auto_solver(planner), error.min_budget, like)
+            return carried_variant(_with_auto_solver(planner), self.terms.least_instead(error), like)
 
     def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory."""
         try:
             return make_first(planners, self.terms.settle(planners[-1]), state)
         except InfeasibleBudgetError as error:
-            if not self.terms.least:
-                raise
-            warn(f"{error} The plan of least memory runs instead.", BudgetWarning)
-            return make_variant(_with_auto_solver(planners[-1]), error.min_budget, state)
+            return make_variant(_with_auto_solver(planners[-1]), self.terms.least_instead(error), state)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""

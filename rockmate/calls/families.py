@@ -9,7 +9,8 @@ from rkgb.cost.measure import Cost, Known
 from rkgb.cost.scaled import growth, scaled_costs
 from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
-from rkgb.probe.resize import Point, skeleton
+from rkgb.probe.resize import Point
+from rkgb.probe.skeleton import skeleton
 from rockmate.calls.surroundings import settings
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from rkgb.device import kind_of
+from rkgb.warn import warn
 from rockmate.budget import Budget
 from rockmate.calls.families import Families
 from rockmate.calls.variants import PlanCache, Variant
-from rockmate.errors import InputError
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import CARRIED, Planner
@@ -45,6 +46,14 @@ class Terms:
             self.budget = self.budget.bytes(planner)
         return self.budget
 
+    def least_instead(self, error: InfeasibleBudgetError) -> int:
+        """The bytes of the plan of least memory, with a warning, if that one is to run where no plan fits the budget;
+        else raises ``error``.
+        """
+        if not self.least:
+            raise error
+        return least_instead(error)
+
     def bytes_known(self, device: torch.device) -> int | None:
         """The budget in bytes, if that does not depend on the model."""
         if isinstance(self.budget, Budget):
@@ -52,6 +61,12 @@ class Terms:
                 return None
             self.budget = self.budget.size or kind_of(device).free_for_budgets(device)
         return self.budget
+
+
+def least_instead(error: InfeasibleBudgetError) -> int:
+    """The bytes of the plan of least memory, with a warning that it runs."""
+    warn(f"{error} The plan of least memory runs instead.", BudgetWarning)
+    return error.min_budget
 
 
 def is_least(on_infeasible: object) -> bool:

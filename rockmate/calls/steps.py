@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from rkgb.sample import Call
 from rkgb.storages import storage_key
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_bytes
+from rockmate.calls.front import Front, least_instead
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
@@ -32,9 +33,6 @@ from rockmate.run.executor import CallState
 from rockmate.tell import LOG
 from solvers import Frontier, InfeasibleError
 from solvers.sequence import Stage, choose, fastest, least_budget, overhead_of
-
-if TYPE_CHECKING:
-    from rockmate.calls.front import Front
 
 MOST_LOOKS = 16
 """Steps of a model that are observed: those of one whose steps are never alike are not slowed down for ever."""
@@ -119,12 +117,12 @@ class Steps:
                 f"planned is {show_bytes(error.min_budget)}; without recomputation the step takes {eager}. Raise the "
                 "budget or make the batch smaller."
             )
+            problem = InfeasibleBudgetError(message, error.min_budget)
             unsettled = self.known and self.asked is not None and self.asked.share is not None  # larger steps may come
             if not (terms.least or unsettled):
-                self.problem = InfeasibleBudgetError(message, error.min_budget)
+                self.problem = problem
                 return
-            warn(f"{message} The plan of least memory runs instead.", BudgetWarning)
-            sequence.chosen = sequence.choose(error.min_budget)
+            sequence.chosen = sequence.choose(least_instead(problem))
 
     def set_budget(self) -> None:
         """The budget is another one: choose anew."""

@@ -21,7 +21,9 @@ from rkgb.cost.measure import Known, measure_nodes
 from rkgb.cost.scaled import scaled_costs
 from rkgb.cost.usage import supposed
 from rkgb.pipeline import make_S
-from rkgb.probe.resize import Point, _Fit, resized, sizes_of, skeleton
+from rkgb.probe.fit import Fit
+from rkgb.probe.resize import Point, resized, sizes_of
+from rkgb.probe.skeleton import skeleton
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rockmate import attach, measure_peak
@@ -270,7 +272,7 @@ def test_fits_say_the_number_or_that_it_is_not_known(points: list[tuple[int, int
 
     if len({a for a, _ in points}) < 3 or len({b for _, b in points}) < 3:
         return
-    found = _Fit(points, now)(tuple(map(value, points)))
+    found = Fit(points, now)(tuple(map(value, points)))
     others = [r for r in ("a", "b", "a*b", "a*a", "b*b") if r != rule]
     ambiguous = any(
         _collinear([value(p) for p in points], [eval(r, {"a": p[0], "b": p[1]}) for p in points]) for r in others
@@ -288,14 +290,14 @@ def _collinear(y: list[int], x: list[int]) -> bool:
 
 
 def test_what_does_not_follow_from_sizes_is_not_guessed() -> None:
-    fit = _Fit([(8, 5), (8, 7), (8, 9)], (8, 11))
+    fit = Fit([(8, 5), (8, 7), (8, 9)], (8, 11))
     assert fit((5, 7, 9)) == 11
     assert fit((40, 56, 72)) == 88
     assert fit((3, 1, 4)) is None
     assert fit((16, 16, 16)) == 16
     assert fit((1 / 5, 1 / 7, 1 / 9)) == 1 / 11
-    assert _Fit([(8, 5)], (8, 11))((40,)) == 88
-    assert _Fit([(8, 5)], (8, 11))((41,)) == 41
+    assert Fit([(8, 5)], (8, 11))((40,)) == 88
+    assert Fit([(8, 5)], (8, 11))((41,)) == 41
 
 
 def test_tensors_of_a_call_are_its_sizes() -> None:

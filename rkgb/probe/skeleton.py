@@ -1,0 +1,77 @@
+"""What two traces of one model at different sizes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from rkgb.graphs import Facts, Node, Ref, S_graph, Source, Value
+from rkgb.probe.numbers import may_be_size, sized_arguments
+from rkgb.trace.guards import Guard
+
+
+def skeleton(s: S_graph) -> Hashable:
+    """A key that is equal for graphs that differ in sizes only."""
+    d = s.d
+    return (
+        tuple(_operation(n) for n in d.nodes),
+        d.outputs,
+        tuple(sorted((v, _source(x)) for v, x in d.sources.items())),
+        tuple((v, *_form(x), x.storage) for v, x in d.values.items()),
+        tuple((x.shape, x.stride) for v, x in d.values.items() if v in d.sources and d.sources[v].kind != "input"),
+        tuple((x.owner, x.source) for x in d.storages),
+        tuple(_facts_key(facts) for facts in d.facts),
+        str(d.structure.outputs),
+        tuple((k, "number" if may_be_size(c) else repr(c)) for k, c in d.structure.output_constants),
+        (d.structure.assigned, d.structure.written, d.structure.stale),
+        tuple((n.ops, n.reads, n.makes, n.storages, n.saved.storages, bool(n.saved.private), n.fixed) for n in s.nodes),
+        s.blocks,
+    )
+
+
+def _operation(node: Node) -> Hashable:
+    sized = sized_arguments(node.op)
+    arguments = tuple(_frozen(a, k in sized) for k, a in enumerate(node.args))
+    keywords = tuple((name, _frozen(a, name in sized)) for name, a in node.kwargs)
+    op: Hashable = node.op if isinstance(node.op, torch._ops.OpOverload) else str(node.op)
+    if isinstance(node.op, Guard):
+        op = node.op.name, repr(node.op.expected), node.op.line
+    return op, node.name, arguments, keywords, node.outputs, node.several, node.mode
+
+
+def _frozen(a: Any, sized: bool) -> Hashable:
+    if isinstance(a, (list, tuple)):
+        return tuple(_frozen(x, sized) for x in a)
+    if isinstance(a, torch.Tensor):
+        return _content(a)
+    if sized and may_be_size(a):
+        return "size"
+    return a if isinstance(a, Ref) else repr(a)
+
+
+def _content(t: torch.Tensor) -> Hashable:
+    """A constant: small ones by value."""
+    few = t.numel() <= 4096 and t.layout == torch.strided
+    return (str(t.dtype), tuple(t.shape), repr(t.tolist()) if few else str(id(t)))
+
+
+def _source(source: Source) -> tuple[str, str]:
+    return source.kind, repr(_content(source.key)) if isinstance(source.key, torch.Tensor) else repr(source.key)
+
+
+def _form(value: Value) -> tuple[Hashable, ...]:
+    return str(value.dtype), str(value.device), value.requires_grad, len(value.shape)
+
+
+def _facts_key(facts: Facts) -> Hashable:
+    return (
+        facts.writes,
+        facts.random,
+        facts.unseen,
+        facts.saved.storages,
+        bool(facts.saved.private),
+        facts.context.storages,
+        bool(facts.context.private),
+    )
