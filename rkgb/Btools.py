@@ -131,7 +131,7 @@ def _recorded(
     """
     captured: list[torch.Tensor] = []
     while True:
-        seen = Recorder([*known, *captured], own_generators(forward.model))
+        seen = Recorder([*known, *captured], own_generators(forward.model.modules()))
         graph: Any = None
         results: list[torch.Tensor] = []
         with preserved(forward.model, [*forward.inputs, *captured]):

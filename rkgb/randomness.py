@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -72,9 +73,9 @@ def drawing_again(sources: Sequence[RandomSource], states: Sequence[torch.Tensor
             set_random_state(x, state)
 
 
-def own_generators(model: torch.nn.Module) -> list[torch.Generator]:
-    """The generators that modules hold as attributes."""
-    held = (v for m in model.modules() for v in vars(m).values() if _is_generator(v))
+def own_generators(modules: Iterable[torch.nn.Module]) -> list[torch.Generator]:
+    """The generators that ``modules`` hold as attributes."""
+    held = (v for m in modules for v in vars(m).values() if _is_generator_class(type(v)))
     return list({id(g): g for g in held}.values())
 
 
@@ -84,8 +85,13 @@ def generators_in(arguments: Iterable[Any]) -> list[torch.Generator]:
 
 
 def _is_generator(x: Any) -> bool:
-    """``isinstance(x, torch.Generator)``, which is slow for classes opaque to compilers; every attribute is tested."""
-    return torch.Generator in type(x).__mro__
+    return _is_generator_class(type(x))
+
+
+@cache
+def _is_generator_class(kind: type) -> bool:
+    """``issubclass(kind, torch.Generator)``, which is slow for classes opaque to compilers; every attribute is tested."""
+    return torch.Generator in kind.__mro__
 
 
 def drawn_by(s: S_graph, i: int) -> tuple[RandomSource, ...]:

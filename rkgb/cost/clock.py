@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -19,7 +19,13 @@ Mark = Callable[[], Any]
 TimedRun = Callable[[Mark], Sequence[tuple[Any, Any]]]
 """Runs a piece once, and returns pairs of marks: begin and end of each part that is timed."""
 
-_ENOUGH = 50_000_000  # ns of timed runs after which no more are made
+_ENOUGH = 25_000_000  # ns of timed runs of each part after which no more are made
+
+
+def read(tensors: Iterable[torch.Tensor]) -> None:
+    """Read ``tensors``, so that the processor's cache holds what of them it can."""
+    for t in tensors:
+        t.sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Clock:
 
     ``read``: tensors that are read before each timed run. A piece that is recomputed in a step finds its inputs in
     memory; a run right before would leave them in the processor's cache, and a layer norm would take half the time.
-    ``repeat``: how many runs a median is of; fewer if together they take more than 50 ms.
+    ``repeat``: how many runs a median is of; fewer if together they take more than 25 ms for each part.
     """
 
     read: tuple[torch.Tensor, ...] = ()
@@ -47,10 +53,11 @@ class Clock:
     def medians(self, run: TimedRun, device: torch.device) -> tuple[int, ...]:
         """The median times of the parts of ``run``."""
         runs: list[list[int]] = []
-        launched = 0
-        while len(runs) < self.repeat and sum(map(sum, runs)) < _ENOUGH:
+        launched = spent = 0
+        while len(runs) < self.repeat and spent < _ENOUGH:
             times, launched = self._once(run, device, launched)
             runs.append(times)
+            spent += sum(times) // len(times)
         return tuple(int(median(part)) for part in zip(*runs, strict=True))
 
     def times(self, piece: Piece) -> tuple[int, int]:
@@ -71,8 +78,7 @@ class Clock:
     def _once(self, run: TimedRun, device: torch.device, launched: int) -> tuple[list[int], int]:
         """The times of the parts, and how long the host took for the run, which was ``launched`` ns the last time."""
         kind = kind_of(device)
-        for t in self.read:
-            t.sum()
+        read(self.read)
         kind.hold(device, 2 * launched)
         began = time.perf_counter_ns()
         marks = run(lambda: kind.mark(device))

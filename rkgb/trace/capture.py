@@ -73,7 +73,7 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
 
     Version counters are restored, too, since autograd graphs from before may have saved these tensors.
     """
-    drawn: list[RandomSource] = [*watched_devices((*inputs, *model.parameters())), *own_generators(model)]
+    drawn: list[RandomSource] = [*watched_devices((*inputs, *model.parameters())), *own_generators(model.modules())]
     states = [(x, random_state(x)) for x in drawn]
     buffers = dict(model.named_buffers())
     holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]

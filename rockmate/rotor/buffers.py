@@ -17,6 +17,8 @@ from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from rockmate.rotor.values import Parts
+
 
 class Buffers:
     """The buffers of a stage before a run, with copies, to see afterwards which of them it changed in place.
@@ -30,21 +32,17 @@ class Buffers:
     learned: ClassVar[weakref.WeakKeyDictionary[Any, frozenset[str]]] = weakref.WeakKeyDictionary()
     """The names of the buffers that any run of a module has changed in place."""
 
-    def __init__(self, function: Any, *, copied: bool = True) -> None:
-        self.function = function
-        self.before: dict[str, tuple[torch.Tensor, int]] = {}
-        if isinstance(function, torch.nn.Module):
-            buffers = dict(function.named_buffers())
-            statistics = statistics_of(function, buffers)
-            self.before = {n: (b, b._version) for n, b in buffers.items() if n not in statistics}
+    def __init__(self, function: Any, parts: Parts, *, copied: bool = True) -> None:
+        self.function, self.parts = function, parts
+        statistics = statistics_of(parts)
+        self.before = {n: (b, b._version) for n, b in parts.buffers.items() if n not in statistics}
         self.copies = {n: b.clone() for n, (b, _) in self.before.items() if copied}
 
     def learn(self) -> None:
         """After the run: note which buffers it changed in place."""
         if self.before:
-            assert isinstance(self.function, torch.nn.Module)
             names = {n for n, (b, version) in self.before.items() if b._version != version}
-            names |= quantizations_of(self.function) & self.before.keys()
+            names |= quantizations_of(self.parts) & self.before.keys()
             self.learned[self.function] = changing(self.function) | names
 
     def changed(self) -> dict[str, torch.Tensor]:
@@ -62,21 +60,21 @@ def changing(function: Any) -> frozenset[str]:
     return Buffers.learned.get(function, frozenset()) if isinstance(function, torch.nn.Module) else frozenset()
 
 
-def statistics_of(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The running statistics that batch and instance norms update in training, by their names in ``buffers``."""
+def statistics_of(parts: Parts) -> dict[str, torch.Tensor]:
+    """The running statistics that batch and instance norms update in training, by name."""
     names = [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, m in module.named_modules()
+        prefix + name
+        for prefix, m in parts.modules
         if isinstance(m, _NormBase) and m.training and m.track_running_stats
         for name in ("running_mean", "running_var", "num_batches_tracked")
     ]
-    return {name: buffers[name] for name in names if name in buffers}
+    return {name: parts.buffers[name] for name in names if name in parts.buffers}
 
 
-def quantizations_of(module: torch.nn.Module) -> set[str]:
+def quantizations_of(parts: Parts) -> set[str]:
     """The names of the buffers of fake quantizations, which are computed with what they observe."""
-    quantizers = ((prefix, m) for prefix, m in module.named_modules() if isinstance(m, FakeQuantizeBase))
-    return {f"{prefix}.{name}" if prefix else name for prefix, m in quantizers for name, _ in m.named_buffers()}
+    quantizers = ((prefix, m) for prefix, m in parts.modules if isinstance(m, FakeQuantizeBase))
+    return {prefix + name for prefix, m in quantizers for name, _ in m.named_buffers()}
 
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
@@ -100,7 +98,7 @@ class Attributes:
     restored.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.of = [
             _Own(
                 m,
@@ -109,7 +107,7 @@ class Attributes:
                 frozenset(m._buffers),
                 frozenset(k for k, b in m._buffers.items() if b is not None),
             )
-            for m in _modules(function)
+            for m in _watched(parts)
         ]
 
     @contextmanager
@@ -135,7 +133,7 @@ def attributes_kept(function: Any) -> Iterator[None]:
 
     A lazy module that gets its parameters meanwhile keeps what it became.
     """
-    with _kept(_modules(function)):
+    with _kept(_watched(Parts(function))):
         yield
 
 
@@ -151,13 +149,11 @@ def _kept(modules: list[torch.nn.Module]) -> Iterator[None]:
                 now.update(before)
 
 
-def _modules(function: Any) -> list[torch.nn.Module]:
+def _watched(parts: Parts) -> list[torch.nn.Module]:
     """The modules of a stage whose attributes Python holds, without lazy ones that have no parameters yet."""
-    if not isinstance(function, torch.nn.Module):
-        return []
     return [
         m
-        for m in function.modules()
+        for _, m in parts.modules
         if not isinstance(m, torch.jit.ScriptModule)
         and not any(p is not None and is_lazy(p) for p in (*m._parameters.values(), *m._buffers.values()))
     ]

@@ -17,7 +17,7 @@ from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import attributes_kept
 from rockmate.rotor.checks import warm_up
 from rockmate.rotor.probe import Probe
-from rockmate.rotor.values import Function, owned_by
+from rockmate.rotor.values import Function, Parts
 from solvers.rotor.chain import Chain, Stage
 
 __all__ = ["Chain", "Measured", "measure_chain"]
@@ -62,7 +62,7 @@ def measure_chain(
     inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensor_leaves(sample)))
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
-    clock = None if costs == "flops" else Clock.of(modules, repeat)
+    clock = None if costs == "flops" else Clock(repeat=repeat)
     with attributes_kept(modules), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             warm_up(function, x, (i, name), preserve_rng_state)
@@ -83,7 +83,7 @@ def _identities(
 
     A new storage gets an identity from ``fresh`` on; one of a parameter or buffer has 0 bytes.
     """
-    owned = {storage_key(t) for t in owned_by(function).values()}
+    owned = {storage_key(t) for t in Parts(function).owned.values()}
     known = dict(before)
     here: dict[int, tuple[int, int]] = {}
     for k, t in enumerate(tensor_leaves(output)):

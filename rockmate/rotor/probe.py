@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from rkgb.cost.clock import Clock, Mark
+from rkgb.cost.clock import Clock, Mark, read
 from rkgb.cost.counted import counted_tail, modelled_times
 from rkgb.cost.memory import bytes_by_storage, measure_after, measure_memory
 from rkgb.cost.piece import backward_memory
@@ -21,11 +22,11 @@ from rockmate.rotor.buffers import attributes_kept
 from rockmate.rotor.selective import Expensive, Survey, nested_choices
 from rockmate.rotor.stage_run import StageRun
 from rockmate.rotor.stages import Stage
-from rockmate.rotor.values import Function, device_of, mapped, owned_by
+from rockmate.rotor.values import Function, Parts, device_of, mapped
 from solvers.rotor import chain as rotor_chain
-from solvers.rotor.chain import Way
+from solvers.rotor.chain import Runs, Way
 
-# How many sets of kept results are measured for each stage. Each set takes three runs.
+# How many sets of kept results are measured for each stage. Each set takes eleven runs.
 _WAYS = 5
 
 # With costs="flops" operations decide; bytes decide between plans with equally many operations.
@@ -34,11 +35,11 @@ _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Nanoseconds of a stage: its forward, the part of it after the last saved tensor, its backward."""
+    """Nanoseconds of a stage: its forward, its backward, and, of each partial way, a run and the reruns behind it."""
 
-    forward: int
-    tail: int
+    runs: Runs
     backward: int
+    ways: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,15 @@ class _Saved:
     """What a run leaves until its backward.
 
     ``private``: bytes beside input, output and parameters. ``lasting``: the part of them that is no saved tensor and
-    may stay as long as the graph. ``keeps_input``, ``keeps_output``: whether autograd saves these.
+    may stay as long as the graph. ``keeps_input``, ``keeps_output``: whether autograd saves these. ``any``: whether it
+    saves any tensor beside parameters and buffers.
     """
 
     private: int
     keeps_input: bool
     keeps_output: bool
-    lasting: int = 0
+    lasting: int
+    any: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +100,19 @@ class Probe:
         piece = StageRun(self.function, self.x)
         backward = self._backward(piece, output)
         with self._untouched():
-            times = self._times(piece, saved, output)
+            surveyed = self._survey()
+        several = self._partial_ways(surveyed, saved, state)
+        with self._untouched():
+            times = self._times(piece, saved, surveyed, [keep for keep, _ in several])
         ways, keeps = [Way(saved.private, kept_peak, saved.private)], [frozenset[int]()]
-        for keep, way in self._partial_ways(times.forward - times.tail, saved, state):
-            ways.append(way)
-            keeps.append(keep)
+        again = times.runs.passing + times.runs.stopping
+        for (keep, way), (run_time, refill_time) in zip(several, times.ways, strict=True):
+            if run_time + refill_time < again:  # else the input, from which all can run again, is as good
+                ways.append(replace(way, run_time=run_time, refill_time=refill_time))
+                keeps.append(keep)
         figures = rotor_chain.Stage(
             name,
-            forward_time=times.forward,
-            tail_time=times.tail if stage.slots else times.forward,
+            runs=times.runs,
             backward_time=times.backward,
             pass_peak=pass_peak - state,
             stop_peak=stop_peak,
@@ -150,14 +157,14 @@ class Probe:
         return sum(size for key, size in bytes_by_storage(tensor_leaves(output)).items() if key not in old)
 
     def _owned(self) -> set[int]:
-        return {storage_key(t) for t in owned_by(self.function).values()}
+        return {storage_key(t) for t in Parts(self.function).owned.values()}
 
     def _fill_peak(self, stage: Stage, *, wanted: bool) -> int:
         peak = self._memory(lambda: stage.fill(self.x, wanted))[1]
         stage.clear()
         return peak
 
-    def _saved(self, stays: int = 0) -> _Saved:
+    def _saved(self, stays: int) -> _Saved:
         """What a run leaves, of which ``stays`` bytes beside its output were measured."""
         tensors: list[torch.Tensor] = []
         with self._untouched(), each_saved(tensors.append):
@@ -168,7 +175,8 @@ class Probe:
         elsewhere = self._owned() | inputs | outputs
         private = sum(size for key, size in sizes.items() if key not in elsewhere)
         lasting = max(0, stays - private)
-        return _Saved(private + lasting, bool(inputs & sizes.keys()), bool((outputs - inputs) & sizes.keys()), lasting)
+        kept = bool(inputs & sizes.keys()), bool((outputs - inputs) & sizes.keys())
+        return _Saved(private + lasting, *kept, lasting, any=bool(sizes.keys() - self._owned()))
 
     def _backward(self, piece: StageRun, output: Any) -> _Backward:
         if not piece.ends(tensor_leaves(output)):
@@ -182,48 +190,63 @@ class Probe:
 
     # ------------------------------------------------------------------------------------------- times
 
-    def _times(self, piece: StageRun, saved: _Saved, output: Any) -> _Times:
+    def _times(self, piece: StageRun, saved: _Saved, surveyed: _Surveyed, keeps: list[frozenset[int]]) -> _Times:
         if self.clock is None:
-            touched = sum(t.nbytes for t in (*tensor_leaves(self.x), *tensor_leaves(output))) + saved.private
-            forward, backward = modelled_times(
+            output = tensor_leaves(surveyed.output)
+            touched = sum(t.nbytes for t in (*tensor_leaves(self.x), *output)) + saved.private
+            whole, backward = modelled_times(
                 piece, touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
             )
-            return _Times(forward, counted_tail(self._run) // _FLOPS_PER_NS, backward)
-        forward, backward = self.clock.times(piece)
-        (tail,) = self.clock.medians(self._tail, self.device)
-        return _Times(forward, min(tail, forward), backward)
+            tail = counted_tail(self._run) // _FLOPS_PER_NS if saved.any else whole
+            left = [sum(surveyed.times[k] for k in keep) for keep in keeps]
+            return _Times(Runs.alike(whole, tail), backward, [(whole, max(0, whole - tail - kept)) for kept in left])
+        _, backward = self.clock.times(piece)
+        whole, passing, filling, stopping, *rest = self.clock.medians(partial(self._every_run, keeps), self.device)
+        passing, filling = max(passing, whole), max(filling, whole)
+        ways = [(max(run, whole), refill) for run, refill in zip(rest[::2], rest[1::2], strict=True)]
+        return _Times(Runs(whole, passing, filling, min(stopping, filling)), backward, ways)
 
-    def _tail(self, mark: Mark) -> list[tuple[Any, Any]]:
-        """Run the stage; the marks of its last saved tensor and of its end."""
-        last = mark()
+    def _every_run(self, keeps: list[frozenset[int]], mark: Mark) -> list[tuple[Any, Any]]:
+        """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""
+        spans = []
 
-        def note(_: torch.Tensor) -> None:
-            nonlocal last
-            last = mark()
+        def timed(function: Callable[[], Any]) -> None:
+            read(tensor_leaves(self.x))  # which the stage before has just made
+            start = mark()
+            result = function()
+            spans.append((start, mark()))
+            del result
+            stage.clear()
 
-        with each_saved(note):
-            self._run()
-        return [(last, mark())]
+        stage = self._stage()
+        timed(lambda: self._stage().keep_all(self.x))
+        timed(lambda: stage.first(self.x, _no_backward))
+        timed(lambda: stage.fill(self.x, True))
+        timed(lambda: stage.fill(self.x, False))
+        for keep in keeps:
+            start = mark()
+            stage.skim(self.x, keep)
+            middle = mark()
+            stage.refill()
+            spans += [(start, middle), (middle, mark())]
+            stage.clear()
+        return spans
 
     # ------------------------------------------------------------------------------------ partial ways
 
-    def _partial_ways(self, rerun_time: int, saved: _Saved, state: int) -> list[tuple[frozenset[int], Way]]:
+    def _partial_ways(self, surveyed: _Surveyed, saved: _Saved, state: int) -> list[tuple[frozenset[int], Way]]:
         """Ways that keep results of expensive operations, and these operations; only ways that hold less than way 0."""
-        with self._untouched():
-            surveyed = self._survey()
         size = {k: sum(o.results.values()) for k, o in enumerate(surveyed.operations)}
-        cost = dict(enumerate(surveyed.times))
         ends = {storage_key(t) for t in (*tensor_leaves(self.x), *tensor_leaves(surveyed.output))}
         able = [k for k, o in enumerate(surveyed.operations) if o.keepable and not o.results.keys() & ends]
         # The second run makes a saved output again, whether or not the first one is still there.
         again = sum(bytes_by_storage(tensor_leaves(surveyed.output)).values()) if saved.keeps_output else 0
         ways: list[tuple[frozenset[int], Way]] = []
-        for keep in nested_choices([(k, size[k], cost[k]) for k in able], _WAYS):
+        for keep in nested_choices([(k, size[k], surveyed.times[k]) for k in able], _WAYS):
             held = sum(size[k] for k in keep)
             if held < saved.private:
-                left = max(0, rerun_time - sum(cost[k] for k in keep))
                 first_peak, refill_peak = self._partial_peaks(keep, state)
-                ways.append((keep, Way(held, first_peak, saved.private + again, left, refill_peak)))
+                ways.append((keep, Way(held, first_peak, saved.private + again, refill_peak=refill_peak)))
         return ways
 
     def _survey(self) -> _Surveyed:

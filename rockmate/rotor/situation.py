@@ -12,6 +12,7 @@ from rkgb.graphs import Mode
 from rkgb.trace.capture import current_mode
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import changing
+from rockmate.rotor.values import Parts
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Situation:
     def of(cls, functions: tuple[nn.Module, ...], x: Any) -> Situation:
         """The situation of a call of ``functions`` with ``x``."""
         inputs = tensor_leaves(x)
-        tensors = [*(p for f in functions for p in f.parameters()), *inputs]
+        parts = [Parts(f) for f in functions]
+        tensors = [*(p for of in parts for p in of.parameters.values()), *inputs]
         return cls(
-            tuple((m, m.training) for f in functions for m in f.modules()),
+            tuple((m, m.training) for of in parts for _, m in of.modules),
             replace(current_mode(), grad=True),
             tuple((t.dtype, t.device, t.dim()) for t in tensors),
             tuple(t.requires_grad for t in tensors),

@@ -22,7 +22,7 @@ from rkgb.storages import storage_key
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import Attributes, Buffers, statistics_of
 from rockmate.rotor.selective import Keep, Kept, Replay
-from rockmate.rotor.values import Fixed, Function, Held, detached, generator_states, owned_by, version_of
+from rockmate.rotor.values import Fixed, Function, Held, Parts, detached, generator_states, version_of
 
 Prepare = Callable[[int], None]
 
@@ -92,10 +92,11 @@ class Stage:
 
         ``keep``: numbers of expensive operations whose results are kept, together with ``x``, for ``refill``.
         """
-        self._remember(x)
-        generators = generator_states(self.function, x) if self.preserve_rng_state else {}
-        before = Buffers(self.function)
-        fixed = self._fixed({})
+        parts = Parts(self.function)
+        self._remember(x, parts)
+        generators = generator_states(parts, x) if self.preserve_rng_state else {}
+        before = Buffers(self.function, parts)
+        fixed = _memory_of(parts.owned)
         with saved_tensors_hooks(lambda t: self._pack(t, fixed, prepare), _unpack), self._keeping(x, keep):
             output = self.function(x)
         self.generators = {d: s for d, s in generators.items() if not torch.equal(s, random_state(d))}
@@ -105,9 +106,10 @@ class Stage:
 
     def keep_all(self, x: Any) -> Any:
         """Run for the first time; the output, with history. Autograd keeps the saved tensors."""
-        self._remember(x)
+        parts = Parts(self.function)
+        self._remember(x, parts)
         self.saved_by_autograd = True
-        buffers = Buffers(self.function, copied=False)
+        buffers = Buffers(self.function, parts, copied=False)
         output = self.function(x)
         buffers.learn()
         return output
@@ -180,17 +182,19 @@ class Stage:
             return self._recompute_there(x, pack)
 
     def _recompute_there(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
-        instead = self._scratch()
+        parts = Parts(self.function)
+        instead = self._scratch(parts)
         self._check_owned(instead)
-        instead = self._replaced() | instead
-        fixed = self._fixed(instead)
+        owned = parts.owned
+        instead = self._replaced(owned) | instead
+        fixed = _memory_of(owned) | _memory_of(instead)
         x = detached(x)  # autograd may hold the input of this run, and must not hold ours
 
         def packed(t: torch.Tensor) -> None:
             if storage_key(t) not in fixed:
                 pack(t)
 
-        with self._modes(x), saved_tensors_hooks(packed, _lost):
+        with self._modes(x, parts), saved_tensors_hooks(packed, _lost):
             try:
                 if instead and isinstance(self.function, torch.nn.Module):
                     output = functional_call(self.function, instead, (x,), strict=False)
@@ -216,30 +220,23 @@ class Stage:
                     f"run again: call backward before {before}"
                 )
 
-    def _replaced(self) -> dict[str, torch.Tensor]:
+    def _replaced(self, now: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parameters and buffers of the first run that other tensors have replaced since."""
-        now = owned_by(self.function)
         return {name: t for name, (t, _) in self.owned.items() if now.get(name) is not t}
 
-    def _fixed(self, scratch: dict[str, torch.Tensor]) -> set[int]:
-        return {storage_key(t) for t in (*owned_by(self.function).values(), *scratch.values())}
-
-    def _scratch(self) -> dict[str, torch.Tensor]:
+    def _scratch(self, parts: Parts) -> dict[str, torch.Tensor]:
         """Copies of the buffers that the run changes, for a recompute to change instead: eager mode runs once."""
-        if not isinstance(self.function, torch.nn.Module):
-            return {}
-        current = dict(self.function.named_buffers())
-        return {name: t.clone() for name, t in (statistics_of(self.function, current) | self.buffers).items()}
+        return {name: t.clone() for name, t in (statistics_of(parts) | self.buffers).items()}
 
-    def _remember(self, x: Any) -> None:
+    def _remember(self, x: Any, parts: Parts) -> None:
         kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensor_leaves(x))])
         self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.owned = {name: (t, version_of(t)) for name, t in owned_by(self.function).items()}
-        self.attributes = Attributes(self.function)
+        self.owned = {name: (t, version_of(t)) for name, t in parts.owned.items()}
+        self.attributes = Attributes(parts)
 
     @contextmanager
-    def _modes(self, x: Any) -> Iterator[None]:
+    def _modes(self, x: Any, parts: Parts) -> Iterator[None]:
         """Meanwhile grad mode, autocast and generators are those of the first run; afterwards those of now.
 
         Raises ``RuntimeError`` if the run draws random numbers and the states of the first run are not known.
@@ -253,7 +250,7 @@ class Stage:
                 )
             outer = {source: random_state(source) for source in self.generators}
             if unknown:
-                outer = generator_states(self.function, x)
+                outer = generator_states(parts, x)
             for source, state in self.generators.items():
                 set_random_state(source, state)
             drawn = False
@@ -265,6 +262,10 @@ class Stage:
                     set_random_state(source, state)
             if unknown and drawn:
                 raise RuntimeError(self._gone())
+
+
+def _memory_of(tensors: dict[str, torch.Tensor]) -> set[int]:
+    return {storage_key(t) for t in tensors.values()}
 
 
 def _unpack(packed: Slot | Fixed) -> torch.Tensor:

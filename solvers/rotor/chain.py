@@ -14,7 +14,8 @@ class Way:
 
     ``held``: bytes kept until the backward, without the stage's input and output. ``forward_peak``: the most bytes that
     the run allocates, results included. ``refill_time``, ``refill_peak``: time and most bytes of the reruns before the
-    backward. ``refilled``: bytes kept after these reruns, in place of ``held``.
+    backward. ``refilled``: bytes kept after these reruns, in place of ``held``. ``run_time``: of a run in this way; for
+    way 0, ``Stage.runs`` says it.
     """
 
     held: int
@@ -22,15 +23,36 @@ class Way:
     refilled: int
     refill_time: int = 0
     refill_peak: int = 0
+    run_time: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Times of a stage's runs, each as it takes place in a step.
+
+    ``whole`` (u_f): the first run, if autograd keeps what the backward reads. ``passing``: any run that keeps nothing.
+    ``filling``: a run after the loss that recomputes what the backward reads, and the output. ``stopping``: the same
+    without the output, which ends with the last tensor that the backward reads. No run that makes the output takes less
+    than ``whole``.
+    """
+
+    whole: int
+    passing: int
+    filling: int
+    stopping: int
+
+    @classmethod
+    def alike(cls, time: int, tail: int = 0) -> Runs:
+        """All runs take ``time``, of which ``tail`` comes after the last tensor that the backward reads."""
+        return cls(time, time, time, time - tail)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage of a chain. Times have one unit, which the caller chooses; memory is in bytes. The paper's symbols:
 
-    ``forward_time`` (u_f): that of a whole run. ``tail_time``: the part of it after the last tensor that the backward
-    reads; a run right before its own backward stops there. ``pass_peak`` (o_f): the most that a run allocates if it
-    keeps nothing, the output included. ``stop_peak``: the same for way 0 if it stops before the tail.
+    ``runs``: times of its forward. ``pass_peak`` (o_f): the most that a run allocates if it keeps nothing, the output
+    included. ``stop_peak``: the same for way 0 if it stops with the last tensor that the backward reads.
     ``backward_time`` (u_b). ``backward_peak`` (o_b): the most that the backward allocates beyond what was live before
     it. ``state``: bytes of generator state, kept from the first run on for later runs. ``input_gradient`` (δ): bytes of
     the gradient of the input. ``parameter_gradients``: bytes of parameters' gradients that the backward makes and that
@@ -38,8 +60,7 @@ class Stage:
     """
 
     name: str
-    forward_time: int
-    tail_time: int
+    runs: Runs
     backward_time: int
     pass_peak: int
     stop_peak: int
@@ -50,6 +71,17 @@ class Stage:
     keeps_input: bool = True
     keeps_output: bool = False
     state: int = 0
+
+    @property
+    def forward_time(self) -> int:
+        """u_f: the time of the first run, if autograd keeps what the backward reads."""
+        return self.runs.whole
+
+    def run_time(self, way: int, *, first: bool) -> int:
+        """The time of a run in ``way``, the ``first`` one or one after the loss, if the output is wanted."""
+        if way:
+            return self.ways[way].run_time
+        return self.runs.whole if first else self.runs.filling
 
 
 @dataclass(frozen=True)
@@ -78,8 +110,12 @@ class Chain:
         for i, stage in enumerate(self.stages):
             if not stage.ways:
                 raise ProblemError(f"stage {i} ({stage.name}) has no way to run")
-            if not 0 <= stage.tail_time <= stage.forward_time:
-                raise ProblemError(f"stage {i} ({stage.name}): the tail takes more time than the whole run")
+            runs, ways = stage.runs, stage.ways[1:]
+            others = (runs.passing, runs.filling, *(way.run_time for way in ways))
+            if min(others) < runs.whole or not 0 <= runs.stopping <= runs.filling:
+                raise ProblemError(
+                    f"stage {i} ({stage.name}): of whole runs the one that keeps everything is the shortest: {runs}"
+                )
 
     @property
     def length(self) -> int:

@@ -149,7 +149,7 @@ def _offer_ways(part: _Part, distance: int, s: int, t: int, rows: Times) -> None
     """(2), for [s, t] of all tiles of a diagonal."""
     for way, shift in zip(part.terms.ways, part.ways, strict=True):
         times = _read(shift, distance, s, t)
-        times += by_tile(way.time)[: len(times), s, None]
+        times += way.time.diagonals[distance][:, s, t, None]
         times[part.columns < way.least.diagonals[distance][:, s, t, None]] = INF
         np.minimum(rows, times, out=rows)
 

@@ -3,7 +3,8 @@
 All return the fastest sequence of their kind whose walked peak is at most ``limit`` bytes. They raise
 ``InfeasibleError`` if they have none, with the smallest limit for which they have one.
 
-``persistent``: the optimal persistent sequence (``solvers.rotor.table``), with all ways of the stages. ``rotor``: the
+``persistent``: the optimal persistent sequence (``solvers.rotor.table``), with all ways of the stages; up to slots of
+memory, so of a chain of at most 120 stages the sequences of all other algorithms are compared with it. ``rotor``: the
 same with way 0 only, which is the problem of the paper. ``no_checkpoint``: keep everything.
 ``sequential``: equal segments, each checkpointed but the last, as ``torch.utils.checkpoint.checkpoint_sequential``;
 the number of segments is chosen. ``griewank``: binomial checkpointing as if all stages were alike (Griewank and
@@ -42,10 +43,10 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
         fitting += sequences
         if not top:
             break
-    if fitting:
-        return min(fitting, key=lambda s: walk_sequence(chain, s).time)
+    if chain.length > _LONG and fitting:
+        return _fastest(chain, limit, fitting)
     least = Sequence(LeastMemory(chain).sequence(), name)
-    return _fastest(chain, limit, [least, *sequential_sequences(chain), *_revolve_sequences(chain)])
+    return _fastest(chain, limit, [*fitting, least, *sequential_sequences(chain), *_revolve_sequences(chain)])
 
 
 def rotor(chain: Chain, limit: int, slots: int) -> Sequence:

@@ -4,16 +4,18 @@
 beyond x_s, which is live until B_s::
 
     T[s,t](m) = min of
-      (1)  u_f(s..k-1) + T[k,t](m - a_k) + T[s,k-1](m)              over s < k <= t: F_ck^s, F_∅^{s+1}.., then from k
+      (1)  pass(s..k-1) + T[k,t](m - a_k) + T[s,k-1](m)             over s < k <= t: F_ck^s, F_∅^{s+1}.., then from k
            if  m >= D_t + max over s <= j < k of (a_j if j > s) + o_f(j)
-      (2)  u_f(s) + r(w) + u_b(s) + T[s+1,t](m - held(w) - a_{s+1})   over ways w of stage s, for s < t
+      (2)  run(s,w) + r(w) + u_b(s) + T[s+1,t](m - held(w) - a_{s+1})   over ways w of stage s, for s < t
            if  m >= D_t + forward_peak(w)  and  m >= E_s + what B_s takes with w
-      (3)  u_f(s) - tail(s) + u_b(s)                                  for s = t
+      (3)  stop(s) + u_b(s)                                           for s = t
            if  m >= D_s + stop_peak(s)  and  m >= E_s + what B_s takes
 
-a_i: bytes of x_i. r(w): time of the reruns of way w. D_t: bytes of the gradient of x_{t+1}, of the gradients of later
-stages' parameters, and of x_L, which the caller holds. E_s: the same with x_{s+1} and the stages behind s. In the first
-forward phase, t = L-1, D is 0, (3) is a whole run in any way, and the loss has to fit behind it.
+a_i: bytes of x_i. Runs of a stage, u_f in the paper, differ in time by what they keep (``Runs`` in
+``solvers.rotor.chain``): pass, run and stop; run(s,0) is u_f for t = L-1, and the time of a rerun otherwise. r(w): time
+of the reruns of way w. D_t: bytes of the gradient of x_{t+1}, of the gradients of later stages' parameters, and of x_L,
+which the caller holds. E_s: the same with x_{s+1} and the stages behind s. In the first forward phase, t = L-1, D is 0,
+(3) is a whole run in any way, and the loss has to fit behind it.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how to train
 deep neural networks with limited memory", Inria RR-9302 (2019), Theorem 1; ways as the options of Rockmate (Zhao et
@@ -68,7 +70,7 @@ class Table:
         if s == t:
             return min((time, w) for w, (least, time) in enumerate(terms.leaves[s]) if m >= least)[1], s + 1
         offers = [
-            (float(self._time(s + 1, t, m - way.taken[s])) + float(way.time[s]), w)
+            (float(self._time(s + 1, t, m - way.taken[s])) + float(way.time.whole[s, t]), w)
             for w, way in enumerate(terms.ways)
             if m >= way.least.whole[s, t]
         ]

@@ -23,18 +23,18 @@ INF = np.float32(np.inf)
 
 @dataclass(frozen=True)
 class WayTerms:
-    """Of (2), one way of every stage. ``least``: slots by s and t. By s, ``taken``: slots that it keeps; ``time``."""
+    """Of (2), one way of every stage. By s and t, ``least``: slots, ``time``. ``taken``: by s, slots that it keeps."""
 
     least: Cells
+    time: Cells
     taken: Slots
-    time: Times
 
 
 @dataclass(frozen=True)
 class Terms:
     """What the equations add and compare. Times are fractions of ``scale``, the time of all stages.
 
-    ``unit``: bytes of a slot; sizes are rounded to the nearest slot. ``start``: time to run the stages before s.
+    ``unit``: bytes of a slot; sizes are rounded to the nearest slot. ``start``: time to pass the stages before s.
     ``taken``: slots of x_s. ``besides``: bytes of D_t. ``passes``: bytes for (1) by s and k, without D. ``leaves``:
     for (3), per stage and way, least slots and time. ``ways``: for (2).
     """
@@ -55,7 +55,7 @@ def terms_of(chain: Chain, unit: float, size: int) -> Terms:
     padded = -(-length // TILE) * TILE
     scale = float(max(1, sum(s.forward_time + s.backward_time for s in chain.stages)))
     start = np.zeros(padded, np.float32)
-    start[1:length] = np.cumsum([s.forward_time / scale for s in chain.stages[:-1]])
+    start[1:length] = np.cumsum([s.runs.passing / scale for s in chain.stages[:-1]])
     taken, besides = np.zeros((2, padded), np.int64)
     taken[:length] = [round(a / unit) for a in needs.inputs]
     besides[:length] = needs.besides
@@ -70,27 +70,26 @@ def terms_of(chain: Chain, unit: float, size: int) -> Terms:
 
 def _leaves(needs: Needs, s: int, unit: float, scale: float) -> tuple[tuple[int, np.float32], ...]:
     """(3) for stage s: least slots and time of each way."""
-    stage = needs.chain.stages[s]
-    tail = 0 if s == needs.chain.length - 1 else stage.tail_time
-    run = stage.forward_time / scale
-    return tuple(
-        (
-            round(needs.leaf(s, w) / unit),
-            np.float32(run + (stage.backward_time - tail + stage.ways[w].refill_time) / scale),
-        )
-        for w in needs.leaf_ways(s)
-    )
+    stage, first = needs.chain.stages[s], s == needs.chain.length - 1
+
+    def time(w: int) -> int:
+        run = stage.run_time(w, first=True) if first else stage.runs.stopping
+        return run + stage.ways[w].refill_time + stage.backward_time
+
+    return tuple((round(needs.leaf(s, w) / unit), np.float32(time(w) / scale)) for w in needs.leaf_ways(s))
 
 
 def _way(needs: Needs, w: int, padded: int, unit: float, size: int, scale: float) -> WayTerms:
     """(2) for way w of every stage; no memory is enough where a stage has no such way."""
     least = np.full((padded, padded), size + 1, np.int64)
     taken = np.zeros(padded, np.int64)
-    time = np.full(padded, INF)
+    time = np.full((padded, padded), INF)
     for s, stage in enumerate(needs.chain.stages[:-1]):
         if w < len(stage.ways):
             taken[s] = round(needs.kept(s, w) / unit)
             slots = np.rint(needs.enable(s, w) / unit)
             least[s, : len(slots)] = np.maximum(slots, taken[s])
-            time[s] = stage.forward_time / scale + (stage.backward_time + stage.ways[w].refill_time) / scale
-    return WayTerms(cells(least), taken, time)
+            behind = stage.ways[w].refill_time + stage.backward_time
+            time[s] = (stage.run_time(w, first=False) + behind) / scale
+            time[s, needs.chain.length - 1] = (stage.run_time(w, first=True) + behind) / scale
+    return WayTerms(cells(least), cells(time), taken)

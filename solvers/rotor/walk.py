@@ -111,7 +111,7 @@ class _Walker:
             stops = last and not self.in_forward and operation.way == 0
             first = operation.way and i not in self.states
             peak = self.level + (stage.stop_peak if stops else way.forward_peak) + (stage.state if first else 0)
-            self.time += stage.forward_time - (stage.tail_time if stops else 0)
+            self.time += stage.runs.stopping if stops else stage.run_time(operation.way, first=self.in_forward)
             self.enabled[i] = operation.way
             self.level += way.held
             if stage.keeps_input or operation.way:
@@ -123,7 +123,7 @@ class _Walker:
             stops = False
             # The state is kept by the first run, and put aside by those that draw again.
             peak = self.level + stage.pass_peak + stage.state
-            self.time += stage.forward_time
+            self.time += stage.runs.passing
             if isinstance(operation, Fck) and i not in self.stored:
                 self.stored.add(i)
                 self.hold(i)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError
 from solvers.rotor import fill
-from solvers.rotor.chain import Chain, Stage, Way
+from solvers.rotor.chain import Chain, Runs, Stage, Way
 from solvers.rotor.needs import LeastMemory, Needs
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 from solvers.rotor.plans import ALGORITHMS, no_checkpoint_sequence, persistent, revolve_sequence, segments_sequence
 from solvers.rotor.table import Table
 from solvers.rotor.walk import walk_sequence
 
-SIZES = st.integers(0, 6)
+SIZES, TIMES = st.integers(0, 6), st.integers(0, 9)
 
 
 @st.composite
@@ -30,15 +30,17 @@ def chains(draw: st.DrawFn, longest: int = 4, ways: int = 2) -> Chain:
     """Small chains in which every stage keeps its input, where the dynamic program counts exactly."""
     stages, values = [], [((0, 0),)]
     for i in range(draw(st.integers(1, longest))):
-        out, held, time = draw(SIZES), draw(SIZES), draw(st.integers(1, 9))
+        out, held, whole, filling = draw(SIZES), draw(SIZES), draw(TIMES), draw(TIMES)
+        runs = Runs(whole, whole + draw(TIMES), whole + filling, draw(st.integers(0, whole + filling)))
         options = [Way(held, held + out + draw(SIZES), held)]
         if draw(st.booleans()) and ways > 1:
             part = draw(st.integers(0, held))
-            options.append(Way(part, out + part + draw(SIZES), held, draw(st.integers(0, time)), held + draw(SIZES)))
+            options.append(
+                Way(part, out + part + draw(SIZES), held, draw(TIMES), held + draw(SIZES), whole + draw(TIMES))
+            )
         stage = Stage(
             name=f"stage {i}",
-            forward_time=time,
-            tail_time=draw(st.integers(0, time)),
+            runs=runs,
             backward_time=draw(st.integers(0, 9)),
             pass_peak=out + draw(SIZES),
             stop_peak=held + draw(SIZES),
@@ -93,18 +95,26 @@ def least_time(chain: Chain) -> Callable[[int, int, int], float]:
     def least(s: int, t: int, m: int) -> float:
         stage = stages[s]
         if s == t:
-            run = stage.forward_time + stage.backward_time - (stage.tail_time if s < chain.length - 1 else 0)
+            first = s == chain.length - 1
             return min(
-                (run + stage.ways[w].refill_time for w in needs.leaf_ways(s) if m >= needs.leaf(s, w)), default=inf
+                (
+                    (stage.run_time(w, first=True) if first else stage.runs.stopping)
+                    + stage.ways[w].refill_time
+                    + stage.backward_time
+                    for w in needs.leaf_ways(s)
+                    if m >= needs.leaf(s, w)
+                ),
+                default=inf,
             )
         offers = [inf]
         for w, way in enumerate(stage.ways):
             if m >= max(needs.enable(s, w)[t], needs.kept(s, w)):
                 rest = least(s + 1, t, m - needs.kept(s, w))
-                offers.append(stage.forward_time + stage.backward_time + way.refill_time + rest)
+                run = stage.run_time(w, first=t == chain.length - 1)
+                offers.append(run + stage.backward_time + way.refill_time + rest)
         for k, passes in zip(range(s + 1, t + 1), needs.passes(s, t), strict=True):
             if m >= max(passes, needs.a[k]):
-                run = sum(x.forward_time for x in stages[s:k])
+                run = sum(x.runs.passing for x in stages[s:k])
                 offers.append(run + least(k, t, m - needs.a[k]) + least(s, k - 1, m))
         return min(offers)
 
@@ -152,7 +162,7 @@ def test_persistent_is_no_worse_than_the_comparisons(chain: Chain, share: float)
 
 
 def homogeneous(length: int) -> Chain:
-    stage = Stage("s", 1, 0, 1, 1, 1, 0, 1, 0, (Way(1, 2, 1),))
+    stage = Stage("s", Runs.alike(1), 1, 1, 1, 0, 1, 0, (Way(1, 2, 1),))
     values = tuple(((i, 1 if i else 0),) for i in range(length + 1))
     return Chain((stage,) * length, values, 1)
 
@@ -216,8 +226,9 @@ def test_chains_that_cannot_be() -> None:
         Chain((), (((0, 0),),), 0)
     with pytest.raises(ProblemError, match="has no way"):
         replace(homogeneous(1), stages=(replace(stage, ways=()),))
-    with pytest.raises(ProblemError, match="tail takes more"):
-        replace(homogeneous(1), stages=(replace(stage, tail_time=2),))
+    for runs in (Runs.alike(1, tail=2), Runs(2, 1, 2, 1), Runs(2, 2, 1, 1), Runs(1, 1, 1, 2)):
+        with pytest.raises(ProblemError, match="keeps everything is the shortest"):
+            replace(homogeneous(1), stages=(replace(stage, runs=runs),))
 
 
 def test_chain_as_text() -> None:
