@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -75,7 +74,7 @@ def drawing_again(sources: Sequence[RandomSource], states: Sequence[torch.Tensor
 
 def own_generators(modules: Iterable[torch.nn.Module]) -> list[torch.Generator]:
     """The generators that ``modules`` hold as attributes."""
-    held = (v for m in modules for v in vars(m).values() if _is_generator_class(type(v)))
+    held = (v for m in modules for v in vars(m).values() if _is_generator(v))
     return list({id(g): g for g in held}.values())
 
 
@@ -85,13 +84,13 @@ def generators_in(arguments: Iterable[Any]) -> list[torch.Generator]:
 
 
 def _is_generator(x: Any) -> bool:
-    return _is_generator_class(type(x))
+    kind = type(x)
+    if kind not in _known:
+        _known[kind] = torch.Generator in kind.__mro__  # ``issubclass`` is slow for classes opaque to compilers
+    return _known[kind]
 
 
-@cache
-def _is_generator_class(kind: type) -> bool:
-    """``issubclass(kind, torch.Generator)``, which is slow for classes opaque to compilers; every attribute is tested."""
-    return torch.Generator in kind.__mro__
+_known: dict[type, bool] = {}
 
 
 def drawn_by(s: S_graph, i: int) -> tuple[RandomSource, ...]:
