@@ -89,10 +89,13 @@ class Attachment(Front):
     def plan(self) -> Plan | StepPlan | None:
         """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far.
 
-        Where the forward is several graphs, it is that of the whole step, from the second or third step on.
+        Where the forward is several graphs, it is that of the whole step, from the second or third step on; None if no
+        plan fits the budget.
         """
         if self._steps is not None:
-            return None if self._steps.last is None else self._steps.last.plan
+            self._check_place()
+            last = None if self._steps.problem is not None else self._steps.last
+            return None if last is None else last.plan
         return self.variant.plan if self.variant is not None else None
 
     @property
@@ -147,6 +150,8 @@ class Attachment(Front):
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call that was planned, as ``rockmate.frontier``."""
+        if id(self.model.__dict__.get("_compiled_call_impl")) != id(self):
+            raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
         if self._steps is not None and self._steps.last is not None:
             return self._steps.frontier()
         if self.last is None or self.last.last is None:

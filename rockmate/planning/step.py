@@ -7,6 +7,7 @@ from textwrap import shorten
 from typing import Any
 
 from rockmate.budget import show_bytes
+from rockmate.errors import PlanError
 from rockmate.planning.plan import Plan, text_of_facts
 from solvers.sequence import Stage, fastest, overhead_of, peak_of
 from solvers.tables import html_facts, html_table, text_table
@@ -51,6 +52,13 @@ class StepPlan:
     def program(self) -> str:
         """The schedules as readable programs, one after the other."""
         return "\n".join(f"# {name}\n{part.program()}" for name, part in zip(self.names, self.parts, strict=True))
+
+    def save(self, path: object) -> None:
+        """Such plans cannot be saved: raises ``PlanError``. ``cache=`` keeps what was measured and solved."""
+        raise PlanError(
+            "the plan of a step of several graphs cannot be saved, since TorchDynamo cuts the forward anew in each "
+            "process. What was measured and solved is kept on disk without it (cache=)"
+        )
 
     def __repr__(self) -> str:
         return (

@@ -7,6 +7,8 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,7 +20,7 @@ from models import randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rockmate import BudgetWarning, InfeasibleBudgetError, attach, attached, measure_peak
+from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, attach, attached, measure_peak
 from rockmate.planning.step import StepPlan
 
 WIDTH = 32
@@ -303,6 +305,32 @@ def test_another_budget_needs_no_planning_of_graphs() -> None:
     with pytest.raises(InfeasibleBudgetError, match="the smallest that can be planned"):
         handle.budget = frontier.min_budget // 2
         one(model, batches(1)[0])
+    assert handle.plan is None
+    handle.budget = frontier.min_budget
+    one(model, batches(1)[0])
+    assert handle.plan.budget == frontier.min_budget
+    handle.detach()
+    with pytest.raises(InputError, match="was detached, and its plans are gone"):
+        handle.frontier()
+
+
+def test_steps_in_other_threads_run_with_least_memory_and_this_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = ready("70%")
+    handle = attached(model)
+    assert handle is not None
+    x = torch.randn(2 * len(batches(1)[0]), WIDTH)  # a step that was not planned
+    with caplog.at_level("INFO", "rockmate"), ThreadPoolExecutor(1) as pool, pytest.warns(BudgetWarning, match="other"):
+        for _ in range(2):
+            pool.submit(one, model, x).result()
+    said = [record for record in caplog.messages if "steps in other threads than the main one cannot" in record]
+    assert len(said) == 1
+
+
+def test_a_plan_of_several_graphs_is_not_saved(tmp_path: Path) -> None:
+    handle = attached(ready("70%"))
+    assert handle is not None and handle.plan is not None
+    with pytest.raises(PlanError, match="cannot be saved"):
+        handle.plan.save(tmp_path / "plan.json")
 
 
 def test_a_budget_that_is_too_small() -> None:
