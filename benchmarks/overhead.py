@@ -1,4 +1,5 @@
-"""What a step under each budget takes longer than the model's own: the demo's model, over several processes.
+"""What a step under each budget takes longer than the model's own, over several processes: the demo's model, or, with
+``--model``, one of those that are compared with peers (``peers_run/models.py``).
 
 The same kernel takes up to a quarter longer in one step than in another by where its memory happens to lie, and two
 steps that allocate alike find the same places for as long as a process lives. So every step is given a memory laid out
@@ -6,7 +7,8 @@ anew, at random (as Stabilizer does: Curtsinger and Berger, ASPLOS 2013), steps 
 parameters change their places with the process. On one thread the processor's time is taken, which a virtual machine
 that waits for its host does not spend; on several, the clock's.
 
-python benchmarks/overhead.py [--processes 4] [--pairs 25] [--budgets 100 80 60 40] [--threads 1] [--out FILE] [--short]
+python benchmarks/overhead.py [--model NAME] [--processes 4] [--pairs 25] [--budgets 100 80 60 40] [--threads 1]
+    [--out FILE] [--short]
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ from rockmate import Rockmate, measure_peak
 from rockmate.demo.compare import MALLOC
 from rockmate.demo.gpt import GPT
 
+sys.path.insert(0, str(Path(__file__).parent))  # so that a test can load this file from elsewhere
+
+from peers_run.models import MODELS, Task
+
 
 @dataclass(frozen=True)
 class Row:
@@ -53,18 +59,27 @@ def laid_out_anew() -> list[torch.Tensor]:
     return random.sample(blocks, 30)
 
 
-def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list[float], bool]]:
-    """For each budget: predicted overhead, logarithm of the ratio in each pair, and whether the peak was within it."""
-    torch.set_num_threads(options.threads)
+def task_of(options: argparse.Namespace) -> Task:
+    """The model, its arguments and the loss."""
+    if options.model:
+        return MODELS[options.model].task("tiny" if options.short else "cpu", torch.device("cpu"))
     torch.manual_seed(0)
     model = GPT(options.layers, options.width, 4, options.length, options.vocabulary)
     x, y = torch.randint(options.vocabulary, (2, options.batch, options.length))
+    return Task(model, (x,), lambda output: F.cross_entropy(output.flatten(0, 1), y.flatten()))
+
+
+def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list[float], bool]]:
+    """For each budget: predicted overhead, logarithm of the ratio in each pair, and whether the peak was within it."""
+    torch.set_num_threads(options.threads)
+    task = task_of(options)
+    model = task.model
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
 
     def step(module: torch.nn.Module) -> None:
         module.zero_grad(set_to_none=False)
-        F.cross_entropy(module(x).flatten(0, 1), y.flatten()).backward()
+        task.loss(module(*task.args, **task.kwargs)).backward()
 
     clock = time.process_time if options.threads == 1 else time.perf_counter
 
@@ -80,7 +95,8 @@ def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list
     peak = measure_peak(partial(step, model))
     found = {}
     for percent in options.budgets:
-        rk = Rockmate(model, x, int(peak * percent / 100), cache=False)
+        rk = Rockmate(model, task.args, int(peak * percent / 100), sample_kwargs=dict(task.kwargs), cache=False)
+        step(rk)  # which may plan anew, by what the loss was seen to take
         within = measure_peak(partial(step, rk)) <= rk.budget
         pairs = []
         for k in range(options.pairs):
@@ -114,6 +130,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser()
     for name, default in (("layers", 12), ("width", 256), ("length", 256), ("batch", 8), ("vocabulary", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", choices=[*MODELS], help="instead of the demo's, whose sizes the arguments above are")
     parser.add_argument("--processes", type=int, default=4, help="two or more")
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
