@@ -112,6 +112,13 @@ def new_block(name: str, title: str, number: int) -> Any:
     return block
 
 
+def chain_frame(span: tuple[int, int], blocks: int, more: str = "") -> Any:
+    """The frame of a part of the chain: ``span`` of ``blocks`` blocks."""
+    start, stop = span
+    which = "" if stop - start == blocks else f": {start} to {stop - 1} of 0 to {blocks - 1}"
+    return new_block(f"chain{start}", f"the chain of blocks{more if not start else ''}{which}", len(CLASSES) - 1)
+
+
 def add_box(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
     """Add the box of a computation."""
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **more)
@@ -123,7 +130,7 @@ def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more:
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **form)
 
 
-def put_below(picture: Any, above: str, tops: Iterable[str]) -> None:
-    """Place the boxes ``tops``, with all that follows them, below the box ``above``."""
+def put_below(picture: Any, above: str, tops: Iterable[str], weight: int = 1) -> None:
+    """Place the boxes ``tops``, with all that follows them, below the box ``above``; straight, unless of no weight."""
     for key in tops:
-        picture.edge(above, key, style="invis")
+        picture.edge(above, key, style="invis", weight=str(weight))
