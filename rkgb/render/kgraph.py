@@ -191,7 +191,8 @@ def K_overview(
 
     ``span``: the first block and the one behind the last. Returns the keys at the top and the end.
     """
-    chain, last = parts.chain_frame(span, len(s.blocks), ", and what backwards read"), span[1] - 1
+    title = "the chain of blocks" + ("" if span[0] else ", and what backwards read")
+    chain, last = parts.chain_frame(span, len(s.blocks), title=title), span[1] - 1
     saved = {d for n in k.nodes if n.backward for d in n.backward.reads}
     passed = interfaces(s)
     for b in range(*span):

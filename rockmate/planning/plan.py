@@ -16,6 +16,7 @@ from rockmate.budget import show_bytes
 from rockmate.planning.artefact import write_plan
 from rockmate.planning.fields import PlanFields
 from rockmate.planning.kept import LOADED
+from rockmate.planning.picture import Drawn, draw_plan
 from rockmate.planning.plot import plot_memory
 from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
@@ -142,6 +143,19 @@ class Plan(PlanFields):
         Raises ``ImportError`` where matplotlib is missing, ``InputError`` if ``measured`` is of another plan.
         """
         return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path, measured)
+
+    def picture(self) -> Any:
+        """What is kept and what runs again, as a ``graphviz.Digraph``, which shows itself in a notebook.
+
+        First the chain of blocks, then the operations of each block that is treated in its own way, in the user's
+        words: module paths on the boxes, source lines under the mouse. ``rkgb.print_graph(plan)`` writes it to a file.
+        """
+        return draw_plan(
+            Drawn(self.graph, self.problem_with_usual_loss(), self.schedule),
+            f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer",
+            f"without recomputation {show_bytes(self.eager_peak)} · nodes: {len(self.problem.nodes)}, "
+            f"runs again: {self.recomputed}",
+        )
 
     def __repr__(self) -> str:
         return f"<Plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer>"
