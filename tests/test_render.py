@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -288,6 +289,22 @@ def test_graphs_show_their_chain_of_blocks(gpt: Graphs) -> None:
 
 def test_one_line_each(tiny: Graphs) -> None:
     assert [repr(g) for g in stages(tiny)] == [f"<{stage}_graph: 3 nodes>" for stage in "BDSK"]
+
+
+@dot
+def test_the_picture_in_a_notebook_is_that_of_the_file_in_fewer_letters(gpt: Graphs, tmp_path: Path) -> None:
+    whole = print_graph(gpt.K, directory=tmp_path).read_text(encoding="utf-8")
+    short = gpt.K._repr_mimebundle_()["image/svg+xml"]
+    assert len(short) < 0.85 * len(whole)
+    ours, theirs = (ElementTree.fromstring(text) for text in (short, whole))
+
+    def told(root: ElementTree.Element) -> list[tuple[str, str]]:
+        titled = "{http://www.w3.org/1999/xlink}title"
+        return [(x.tag, x.get(titled) or x.text or "") for x in root.iter() if not x.tag.endswith("}title")]
+
+    assert [(tag, text.strip()) for tag, text in told(ours)] == [(tag, text.strip()) for tag, text in told(theirs)]
+    places = [[float(x.get("x", 0)) for x in root.iter() if x.tag.endswith("}text")] for root in (ours, theirs)]
+    assert places[0] == pytest.approx(places[1], abs=0.1)
 
 
 @dot

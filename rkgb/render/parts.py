@@ -117,7 +117,8 @@ def new_block(name: str, title: str, number: int, *lines: str) -> Any:
     text = f"<B>{html.escape(title)}</B>" + (f'<BR ALIGN="LEFT"/>{small}' if small else "")
     block = Digraph(f"cluster_{name}")
     block.attr("graph", label=f"<{text}>", labeljust="l", style="rounded,filled", penwidth="1.5")
-    block.attr("graph", color=frame, fontcolor=frame, fillcolor=background, margin="12", tooltip=escaped(title))
+    block.attr("graph", color=frame, fontcolor=frame, fillcolor=background, margin="12", peripheries="1")
+    block.attr("graph", tooltip=escaped(title))
     return block
 
 
