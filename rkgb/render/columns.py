@@ -17,6 +17,10 @@ from rkgb.render.parts import put_below
 SHAPE = 1.3
 """The width of a picture in the middle of a screen, for a height of one."""
 
+NARROW, LOW = 0.8, 620
+"""A picture of this width for a height of one, or of no more points of height, is not cut further: what a cut divides
+is harder to read."""
+
 HEAD = 90
 """Points above all columns: title and legend."""
 
@@ -58,11 +62,13 @@ class Size:
         """Into how many columns to cut ``rows`` rows with these names."""
         width = self.width(names)
         counts = range(1, max(1, rows // 3) + 1)
-        return min(counts, key=lambda n: _distance(n * width, HEAD + self.height(-(-rows // n))))
+        heights = [HEAD + self.height(-(-rows // n)) for n in counts]
+        fit = (n for n, height in zip(counts, heights, strict=True) if n * width > NARROW * height or height < LOW)
+        return next(fit, counts[-1])
 
 
 SIZES = {
-    "B": Size(90, 46, 240, 11),
+    "B": Size(90, 46, 240, 7),
     "D": Size(170, 46, 250, 19),
     "S": Size(110, 58, 250, 19),
     "K": Size(100, 61, 180, 29),
