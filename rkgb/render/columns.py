@@ -17,7 +17,7 @@ from rkgb.render.parts import put_below
 SHAPE = 1.3
 """The width of a picture in the middle of a screen, for a height of one."""
 
-NARROW, LOW = 0.8, 620
+NARROW, LOW = 0.7, 620
 """A picture of this width for a height of one, or of no more points of height, is not cut further: what a cut divides
 is harder to read."""
 
