@@ -149,3 +149,35 @@ def test_an_error_within_the_step_is_the_steps_own() -> None:
         measure_step(lambda: 1 / 0)
     assert measure_peak(lambda: torch.ones(1000)) == 4000
     assert rockmate.measure_step is measure_step
+
+
+class Branches(nn.Module):
+    """Its Python reads from the input which way to go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y * 2 if x.sum() > 0 else self.layers(y)
+
+
+def test_what_ran_of_a_plan_for_other_values_is_not_counted() -> None:
+    x = torch.ones(256, 32)
+    rk = Rockmate(Branches(), x, "60%", costs="flops")
+
+    def step(sign: float) -> None:
+        rk.zero_grad()
+        rk(x * sign).square().mean().backward()
+
+    for sign in (1.0, -1.0, -1.0, 1.0, -1.0, 1.0):
+        step(sign)
+    expected = len(rk.plan.problem.nodes)
+    measured = measure_step(lambda: step(-1.0))  # the plan of the last call comes first, and fails at its guard
+    assert len(measured.nodes) > expected
+    problem = rk.plan.problem_with_usual_loss()
+    levels = walk(problem, rk.plan.schedule).timeline
+    assert measured.steps == tuple(s for s in rk.plan.schedule if not isinstance(s, Del))
+    assert measured.peak >= max(levels)
+    rk.plan.plot_memory(measured=measured)

@@ -33,8 +33,6 @@ class CallState:
         self.store = Store(program, sources)
         self.watched = Watch.current is not None
         self.backward = WatchedBackward(self.store) if self.watched else Backward(self.store)
-        if Watch.current is not None:
-            Watch.current.programs.append(program)
 
     def forward(self) -> list[torch.Tensor]:
         """The program's outputs, in autograd's graph. Raises ``GuardFailed`` as ``Recorder.outputs``."""
