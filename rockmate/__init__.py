@@ -11,7 +11,7 @@ What people use:
 - ``Rockmate(model, sample, budget)`` is a module beside the model, planned at once. ``rk.plan`` is its ``Plan``.
 - ``frontier(model, sample)`` returns what budgets cost in time; it prints as a table, and ``.plot()`` draws it.
 - ``estimate(model, sample, sizes)`` predicts what batches or lengths take that are never run.
-- ``measure_peak(step)`` measures what a step takes.
+- ``measure_peak(step)`` measures what a step takes, ``measure_step(step)`` what each of its operations takes.
 
 Budgets are bytes, or text: "8 GiB", "60%" of the step without recomputation, "auto". Errors that can be caught are
 ``RockmateError`` and ``GraphError``. The same on a command line: ``rockmate --help``.
@@ -38,6 +38,7 @@ from rockmate.errors import (
 from rockmate.estimate import Estimate, SizeEstimate, estimate
 from rockmate.module import Rockmate, frontier
 from rockmate.planning.plan import Plan
+from rockmate.run.watch import MeasuredStep, measure_step
 
 try:
     __version__ = metadata.version("rockmate")  # that of pyproject.toml
@@ -55,6 +56,7 @@ __all__ = [
     "InfeasibleBudgetError",
     "InputError",
     "MeasureError",
+    "MeasuredStep",
     "MismatchError",
     "Plan",
     "PlanError",
@@ -71,4 +73,5 @@ __all__ = [
     "estimate",
     "frontier",
     "measure_peak",
+    "measure_step",
 ]

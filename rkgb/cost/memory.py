@@ -116,6 +116,17 @@ def measure_peak(
         return kind_of(where).measured_reserved(function, where)
 
 
+@contextlib.contextmanager
+def measured_moments(device: torch.device | str | torch.nn.Module | None = None) -> Iterator[Timeline]:
+    """An open ``Timeline``, which the caller closes; what ``measure_peak`` says of ``device`` and of errors holds."""
+    where = _where(device)
+    with _measuring(where):
+        opened = kind_of(where).timeline(where)
+        if opened is None:
+            raise MeasureError("a profiler session is open, and memory is measured by one: end it before")
+        yield opened
+
+
 def _where(device: torch.device | str | torch.nn.Module | None) -> torch.device:
     if isinstance(device, torch.nn.Module):
         return next((p.device for p in device.parameters()), torch.device("cpu"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -13,17 +14,28 @@ from rkgb.render.drawing import Graph, draw, draw_chain
 from rkgb.sample import Sample
 from rkgb.warn import warn
 
+
+@runtime_checkable
+class Drawable(Protocol):
+    """What draws itself, such as a plan."""
+
+    def picture(self) -> Any:
+        """The picture, a ``graphviz.Digraph``."""
+
+
 FORMATS = ("svg", "pdf", "png", "text")
 
 
 def print_graph(
-    g: Graph | Graphs,
+    g: Graph | Graphs | Drawable,
     name: str | None = None,
     open: bool = False,
     render_format: str = "svg",
     directory: str | Path = "graphviz_dir",
 ) -> Path:
     """Write the picture of ``g``, or of the chain of blocks of all ``Graphs``, and return the file's path.
+
+    ``g`` can also be what draws itself, such as a plan of rockmate's: ``print_graph(rk.plan)``.
 
     The source is ``<directory>/<name>.gv``, the picture ``<directory>/<name>.<render_format>``. ``render_format`` is
     "svg" (its boxes show the user's source lines under the mouse), "pdf", "png", or "text" for ``str(g)`` in
@@ -35,9 +47,11 @@ def print_graph(
         TypeError: ``g`` is no graph.
         ValueError: ``render_format`` is none of these.
     """
-    if not isinstance(g, Graph | Graphs):
+    if not isinstance(g, Graph | Graphs | Drawable) or isinstance(g, type):
+        hint = "; the plan of an attached model is None until one is needed" if g is None else ""
         raise TypeError(
-            f"{type(g).__name__} is no graph: give one of the graphs B, D, S, K or what make_all_graphs made"
+            f"{type(g).__name__} is no graph: give one of the graphs B, D, S, K, what make_all_graphs made, or a plan"
+            f"{hint}"
         )
     if render_format not in FORMATS:
         raise ValueError(f"render_format is {render_format!r}; it can be {', '.join(FORMATS)}")
@@ -128,8 +142,10 @@ def test_rkgb(
 vars(test_rkgb)["__test__"] = False  # pytest must not collect it from a file that imports it
 
 
-def _picture(g: Graph | Graphs) -> Any:
-    return draw_chain(g.K) if isinstance(g, Graphs) else draw(g)
+def _picture(g: Graph | Graphs | Drawable) -> Any:
+    if isinstance(g, Graphs):
+        return draw_chain(g.K)
+    return draw(g) if isinstance(g, Graph) else g.picture()
 
 
 def to_svg(g: object) -> str | None:
@@ -142,4 +158,14 @@ def to_svg(g: object) -> str | None:
         svg: str = _picture(g).pipe("svg", encoding="utf-8")
     except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):
         return None
-    return svg
+    return _compact(svg)
+
+
+def _compact(svg: str) -> str:
+    """The same picture in fewer letters and lines, as notebooks keep it in their files."""
+    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
+    places = r' (?:points|d|x|y|cx|cy|rx|ry)="[^"]*"'
+    svg = re.sub(places, lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), svg)
+    svg = re.sub(r'<g id="edge\d+" class="edge">\n<title>[^<]*</title>\n', '<g class="edge">\n', svg)
+    svg = re.sub(r'<g id="a_[^"]*">', "<g>", svg)
+    return re.sub(r">\n+<", "><", svg)

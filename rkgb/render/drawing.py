@@ -6,7 +6,8 @@ of the user's source lines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rkgb.blocks.classes import classes
@@ -16,6 +17,7 @@ from rkgb.blocks.summary import interfaces
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph
 from rkgb.render import parts
+from rkgb.render.columns import SIZES, Panel, Size, chain_pages, stand
 from rkgb.render.kgraph import LEGEND_K, K_block, K_overview, whole_K
 from rkgb.render.program import LEGEND, LEGEND_S, Flowchart, S_box, Section, node_box, whole_program, whole_S
 from rkgb.units import format_bytes
@@ -42,8 +44,19 @@ def draw_chain(k: K_graph) -> Any:
     """The chain of the blocks of ``k``: the time of each, and the bytes that it makes for backwards."""
     s = k.s if k.s.blocks else k.s.with_blocks(((0, len(k.nodes)),))
     picture = parts.new_picture(f"{len(s.nodes)} nodes, blocks: {len(s.blocks)}", "blue: forward · orange: backward")
-    picture.subgraph(K_overview(k, s, classes(s)))
+    stand(picture, _chain(k, s, classes(s), 0))
     return picture
+
+
+def _chain(g: D_graph | S_graph | K_graph, s: S_graph, numbers: Sequence[int], others: float) -> list[Panel]:
+    """The chain of blocks, in several panels if it is long; ``others``: square points of what stands beside it."""
+    draw: Callable[..., tuple[list[str], str]]
+    if isinstance(g, K_graph):
+        size, draw = Size(70, 62, 440, 0), partial(K_overview, k=g, s=s, numbers=numbers)
+    else:
+        size, draw = Size(60, 62, 180, 0), partial(_overview, s=s, numbers=numbers)
+    spans = chain_pages(len(s.blocks), size, others)
+    return [Panel(size.base, size.height(stop - start), partial(draw, span=(start, stop))) for start, stop in spans]
 
 
 def _distinct(s: S_graph, g: D_graph | S_graph | K_graph) -> Any:
@@ -57,21 +70,16 @@ def _distinct(s: S_graph, g: D_graph | S_graph | K_graph) -> Any:
     picture = parts.new_picture(title, f"the chain, and the first block of each class · {legend}")
     # Lines a little less straight, for seconds instead of half a minute with some hundred nodes.
     picture.attr("graph", nslimit="4", mclimit="0.5")
-    picture.subgraph(K_overview(g, s, numbers) if isinstance(g, K_graph) else _overview(s, numbers))
-    firsts = [numbers.index(number) for number in dict.fromkeys(numbers)]
-    sizes = [stop - start for start, stop in (s.blocks[b] for b in firsts)]
-    column, above, longest = 0, "", max(*sizes, sum(sizes) // 4)
-    for b, size in zip(firsts, sizes, strict=True):
+    panels = []
+    for b in [numbers.index(number) for number in dict.fromkeys(numbers)]:
         title = f"class {numbers[b]}: block {b}" + _others(numbers.count(numbers[b]) - 1)
-        if isinstance(g, K_graph):
-            tops, end = K_block(picture, g, s, b, title, numbers[b])
-        else:
-            tops, end = _block(picture, g, s, b, title, numbers[b])
-        if above and column + size <= longest:
-            parts.put_below(picture, above, tops)
-        else:
-            column = 0
-        column, above = column + size, end
+        nodes = s.nodes[slice(*s.blocks[b])]
+        rows, size = sum(len(n.ops) for n in nodes) if stage == "D" else len(nodes), SIZES[stage]
+        add: Callable[..., tuple[list[str], str]]
+        add = partial(K_block, k=g) if isinstance(g, K_graph) else partial(_block, g=g)
+        draw = partial(add, s=s, b=b, title=title, number=numbers[b])
+        panels.append(Panel(size.width(n.label for n in nodes), size.height(rows), draw))
+    stand(picture, [*_chain(g, s, numbers, sum(p.width * p.height for p in panels)), *panels])
     return picture
 
 
@@ -94,18 +102,21 @@ def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str, n
     return chart.draw([Section(tuple(boxes), title, number)], leaving)
 
 
-def _overview(s: S_graph, numbers: Sequence[int]) -> Any:
-    """One box for each block: its class and size, and the bytes that it and those before pass on."""
-    chain = parts.new_block("chain", "the chain of blocks", len(parts.CLASSES) - 1)
-    for b, ((start, stop), number, passed) in enumerate(zip(s.blocks, numbers, interfaces(s), strict=True)):
+def _overview(picture: Any, s: S_graph, numbers: Sequence[int], span: tuple[int, int]) -> tuple[list[str], str]:
+    """Add one box for each block of ``span``: its class and size, and the bytes that it and those before pass on."""
+    chain = parts.chain_frame(span, len(s.blocks))
+    every = interfaces(s)
+    for b in range(*span):
+        (start, stop), number, passed = s.blocks[b], numbers[b], every[b]
         frame, background = parts.CLASSES[number % len(parts.CLASSES)]
         size = f"{format_bytes(sum(s.d.storages[x].bytes for x in passed))} to later blocks" if passed else ""
         text = parts.label(f"block {b}, class {number}", f"{stop - start} nodes", size)
         tooltip = ", ".join(node.label for node in s.nodes[start:stop])
         parts.add_box(chain, f"chain{b}", text, tooltip, background, color=frame, penwidth="1.5")
-        if b:
+        if b > span[0]:
             chain.edge(f"chain{b - 1}", f"chain{b}")
-    return chain
+    picture.subgraph(chain)
+    return [f"chain{span[0]}"], f"chain{span[1] - 1}"
 
 
 def _by_line(g: B_graph) -> Any:

@@ -1,4 +1,4 @@
-"""K as three columns: forwards on the left, going down; the data they make; backwards on the right, going up.
+"""K in rows: forwards on the left, going down; the data they make; backwards on the right, going up.
 
 Times and bytes are those of the graph's costs.
 """
@@ -9,11 +9,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rkgb.blocks.classes import classes
 from rkgb.blocks.summary import interfaces
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_graph
 from rkgb.render import parts
+from rkgb.render.columns import SIZES, at_blocks, crossing, new_column, pages
+from rkgb.render.program import titled
 from rkgb.units import format_bytes, format_time
 
 LEGEND_K = (
@@ -24,25 +25,60 @@ _READ, _SAVED = "#4878a8", "#c06a2b"
 
 
 def whole_K(k: K_graph) -> Any:
-    """All forwards, data and backwards of a K graph, and the loss at the turn."""
+    """All forwards, data and backwards of a K graph, and the loss at the turn, in columns."""
     forward, backward = times_of(k, 0, len(k.nodes))
     backwards = sum(n.backward is not None for n in k.nodes)
     title = f"K graph: {len(k.nodes)} forwards, {format_time(forward)}; {backwards} backwards, {format_time(backward)}"
     picture = parts.new_picture(title, LEGEND_K)
     blocks = k.s.blocks or ((0, len(k.nodes)),)
-    for b, ((start, stop), number) in enumerate(zip(blocks, classes(k.s.with_blocks(blocks)), strict=True)):
-        times = times_of(k, start, stop)
-        title = f"block {b}, class {number} · forward {format_time(times[0])}, backward {format_time(times[1])}"
-        block = parts.new_block(str(b), title, number)
-        _add_rows(block, k, start, stop, "")
-        picture.subgraph(block)
-    _add_edges(picture, k, 0, len(k.nodes), "")
-    _keep_columns(picture, range(len(k.nodes)), "")
-    returned = [f"d{d}" for d in k.outputs]
-    roots = set(k.usage.root_values(k.s.d))
-    last = [f"b{i}" for i, n in enumerate(k.nodes) if n.backward and set(k.s.nodes[i].makes) & roots]
-    _add_loss(picture, "loss", returned, last)
+    reads = [(*n.reads, *(n.backward.reads if n.backward else ())) for n in k.nodes]
+    passes = at_blocks(blocks, crossing(reads, [n.makes for n in k.nodes]))
+    spans = pages(len(k.nodes), SIZES["K"].columns(len(k.nodes), (n.name for n in k.nodes)), passes)
+    for j, (start, stop) in enumerate(spans):
+        frames = []
+        for a, b, name, number in titled(k.s, blocks, start, stop):
+            times = times_of(k, a, b)
+            title = f"{name} · forward {format_time(times[0])}, backward {format_time(times[1])}"
+            frames.append((a, b, title, number))
+        prefix, ends = f"column{j}_" if j else "", k.outputs if stop == len(k.nodes) else ()
+        with new_column(picture, j, len(spans)) as column:
+            _add_page(column, k, frames, prefix, ends)
+            if stop == len(k.nodes):
+                _add_turn(column, k, start, prefix)
     return picture
+
+
+def _add_page(
+    where: Any, k: K_graph, frames: Sequence[tuple[int, int, str, int]], prefix: str, wanted: Sequence[int] = ()
+) -> list[str]:
+    """Add consecutive nodes in ``frames`` (first node, the one behind the last, title, class), below what they read.
+
+    ``wanted``: data that must be there, too. Returns the keys at the top.
+    """
+    start, stop = frames[0][0], frames[-1][1]
+    read = {d for n in k.nodes[start:stop] for d in (*n.reads, *(n.backward.reads if n.backward else ()))}
+    entering = sorted(d for d in read.union(wanted) if not start <= k.data[d].owner < stop)
+    for first, end, title, number in frames:
+        block = parts.new_block(f"{prefix}{first}", title, number)
+        if first == start:
+            with block.subgraph() as row:
+                row.attr(rank="same")
+                for d in entering:
+                    _add_data(row, k, d, prefix, start, stop)
+            for d in entering:
+                parts.put_below(block, f"{prefix}d{d}", [f"{prefix}f{start}"])
+        _add_rows(block, k, first, end, prefix, (start, stop))
+        where.subgraph(block)
+    _add_edges(where, k, start, stop, prefix)
+    _keep_columns(where, range(start, stop), prefix)
+    return [f"{prefix}d{d}" for d in entering] or [f"{prefix}f{start}"]
+
+
+def _add_turn(where: Any, k: K_graph, start: int, prefix: str) -> None:
+    """The loss, below the last column, whose first node is ``start``."""
+    roots = set(k.usage.root_values(k.s.d))
+    ends = [i for i, n in enumerate(k.nodes) if i >= start and n.backward and set(k.s.nodes[i].makes) & roots]
+    _add_loss(where, f"{prefix}loss", [f"{prefix}d{d}" for d in k.outputs], [f"{prefix}b{i}" for i in ends])
 
 
 def _add_loss(picture: Any, key: str, outputs: Sequence[str], backwards: Sequence[str]) -> None:
@@ -54,8 +90,8 @@ def _add_loss(picture: Any, key: str, outputs: Sequence[str], backwards: Sequenc
         picture.edge(each, key, dir="back", style="dashed", color=_SAVED)
 
 
-def _add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str) -> None:
-    """One row for each node: its forward, what it makes, its backward."""
+def _add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str, page: tuple[int, int]) -> None:
+    """One row for each node: its forward, what it makes, its backward; ``page``: the nodes that are drawn together."""
     for i in range(start, stop):
         node, source = k.nodes[i], k.s.nodes[i]
         program = parts.program_text(k.s.d, source.ops)
@@ -67,7 +103,7 @@ def _add_rows(block: Any, k: K_graph, start: int, stop: int, prefix: str) -> Non
             fill = parts.FORWARD if node.rerun else parts.CALM
             parts.add_box(row, f"{prefix}f{i}", text, f"forward\n{program}", fill, group=f"{prefix}forward")
             for d in node.makes:
-                _add_data(row, k, d, prefix, start, stop)
+                _add_data(row, k, d, prefix, *page)
             _add_backward(row, k, i, prefix, program)
             order = [f"{prefix}f{i}", *(f"{prefix}d{d}" for d in node.makes), f"{prefix}b{i}"]
             for a, b in itertools.pairwise(order):
@@ -144,30 +180,23 @@ def times_of(k: K_graph, start: int, stop: int) -> tuple[int, int]:
 def K_block(picture: Any, k: K_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
     """Add the rows of block ``b`` of class ``number``, below its inputs; returns the keys at its top and its end."""
     prefix, (start, stop) = f"block{b}_", s.blocks[b]
-    block = parts.new_block(prefix, f"{title} · {stop - start} nodes", number)
-    nodes = k.nodes[start:stop]
-    read = {d for n in nodes for d in (*n.reads, *(n.backward.reads if n.backward else ()))}
-    entering = sorted(d for d in read if not start <= k.data[d].owner < stop)
-    with block.subgraph() as row:
-        row.attr(rank="same")
-        for d in entering:
-            _add_data(row, k, d, prefix, start, stop)
-    _add_rows(block, k, start, stop, prefix)
-    tops = [f"{prefix}d{d}" for d in entering]
-    for top in tops:
-        parts.put_below(block, top, [f"{prefix}f{start}"])
-    _add_edges(block, k, start, stop, prefix)
-    _keep_columns(block, range(start, stop), prefix)
-    picture.subgraph(block)
-    return tops or [f"{prefix}f{start}"], f"{prefix}f{stop - 1}"
+    tops = _add_page(picture, k, [(start, stop, f"{title} · {stop - start} nodes", number)], prefix)
+    return tops, f"{prefix}f{stop - 1}"
 
 
-def K_overview(k: K_graph, s: S_graph, numbers: Sequence[int]) -> Any:
-    """The blocks of ``s`` as one row each: forward, what it makes that backwards read, backward; the loss below."""
-    chain = parts.new_block("chain", "the chain of blocks, and what backwards read", len(parts.CLASSES) - 1)
+def K_overview(
+    picture: Any, k: K_graph, s: S_graph, numbers: Sequence[int], span: tuple[int, int]
+) -> tuple[list[str], str]:
+    """Add blocks as one row each: forward, what it makes that backwards read, backward; the loss below the last one.
+
+    ``span``: the first block and the one behind the last. Returns the keys at the top and the end.
+    """
+    title = "the chain of blocks" + ("" if span[0] else ", and what backwards read")
+    chain, last = parts.chain_frame(span, len(s.blocks), title=title), span[1] - 1
     saved = {d for n in k.nodes if n.backward for d in n.backward.reads}
     passed = interfaces(s)
-    for b, ((start, stop), number) in enumerate(zip(s.blocks, numbers, strict=True)):
+    for b in range(*span):
+        (start, stop), number = s.blocks[b], numbers[b]
         frame, background = parts.CLASSES[number % len(parts.CLASSES)]
         kept = sum(k.data[d].bytes for n in k.nodes[start:stop] for d in n.makes if d in saved)
         forward, backward = map(format_time, times_of(k, start, stop))
@@ -185,12 +214,13 @@ def K_overview(k: K_graph, s: S_graph, numbers: Sequence[int]) -> Any:
             parts.add_box(row, f"b_chain{b}", text, tooltip, fill, group="chain_backward", **look)
             row.edge(f"f_chain{b}", f"d_chain{b}", color=_READ)
             row.edge(f"d_chain{b}", f"b_chain{b}", color=_SAVED)
-        if b:
+        if b > span[0]:
             before = passed[b - 1]
             size = format_bytes(sum(s.d.storages[x].bytes for x in before))
             text = f" {size}" + (f" in {len(before)} tensors" if len(before) > 1 else "")
             chain.edge(f"f_chain{b - 1}", f"f_chain{b}", color=_READ, weight="20", label=text)
             chain.edge(f"b_chain{b - 1}", f"b_chain{b}", dir="back", style="dashed", color=_SAVED, weight="20")
-    last = len(s.blocks) - 1
-    _add_loss(chain, "loss_chain", [f"f_chain{last}"], [f"b_chain{last}"])
-    return chain
+    if last == len(s.blocks) - 1:
+        _add_loss(chain, "loss_chain", [f"f_chain{last}"], [f"b_chain{last}"])
+    picture.subgraph(chain)
+    return [f"f_chain{span[0]}"], f"f_chain{last}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rkgb.graphs import B_graph, D_graph
@@ -79,15 +79,19 @@ def _wrapped(legend: str, width: int = 72) -> list[str]:
     return lines
 
 
-def new_picture(title: str, legend: str) -> Any:
-    """An empty picture with a title and an explanation at its top."""
+def new_picture(title: str, legend: str, colours: Sequence[tuple[str, str]] = ()) -> Any:
+    """An empty picture with a title and an explanation at its top; ``colours``: what each one means."""
     from graphviz import Digraph
 
     picture = Digraph()
+    text = f'<FONT POINT-SIZE="16"><B>{html.escape(title)}</B></FONT>'
     explained = "<BR/>".join(html.escape(line) for line in _wrapped(legend))
+    cells = "".join(f'<TD BORDER="1" BGCOLOR="{colour}">{html.escape(means)}</TD>' for colour, means in colours)
+    rows = f'<TR><TD COLSPAN="{len(colours)}">{text}<BR/>{explained}</TD></TR><TR>{cells}</TR>'
+    table = f'<TABLE BORDER="0" CELLSPACING="4" CELLPADDING="4">{rows}</TABLE>'
     picture.attr(
         "graph",
-        label=f'<<FONT POINT-SIZE="16"><B>{html.escape(title)}</B></FONT><BR/>{explained}<BR/> >',
+        label=f"<{table}>" if colours else f"<{text}<BR/>{explained}<BR/> >",
         labelloc="t",
         fontname="Helvetica",
         fontsize="10",
@@ -101,15 +105,28 @@ def new_picture(title: str, legend: str) -> Any:
     return picture
 
 
-def new_block(name: str, title: str, number: int) -> Any:
-    """The frame of a block of class ``number``; to be filled, then given to ``picture.subgraph``."""
+def new_block(name: str, title: str, number: int, *lines: str) -> Any:
+    """The frame of a block of class ``number``; to be filled, then given to ``picture.subgraph``.
+
+    ``lines`` stand below its title, where they are not empty.
+    """
     from graphviz import Digraph
 
     frame, background = CLASSES[number % len(CLASSES)]
+    small = "".join(f'<FONT POINT-SIZE="9">{html.escape(line)}</FONT><BR ALIGN="LEFT"/>' for line in lines if line)
+    text = f"<B>{html.escape(title)}</B>" + (f'<BR ALIGN="LEFT"/>{small}' if small else "")
     block = Digraph(f"cluster_{name}")
-    block.attr("graph", label=f"<<B>{html.escape(title)}</B>>", labeljust="l", style="rounded,filled", penwidth="1.5")
-    block.attr("graph", color=frame, fontcolor=frame, fillcolor=background, margin="12", tooltip=title)
+    block.attr("graph", label=f"<{text}>", labeljust="l", style="rounded,filled", penwidth="1.5")
+    block.attr("graph", color=frame, fontcolor=frame, fillcolor=background, margin="12", peripheries="1")
+    block.attr("graph", tooltip=escaped(title))
     return block
+
+
+def chain_frame(span: tuple[int, int], blocks: int, prefix: str = "", title: str = "the chain of blocks") -> Any:
+    """The frame of a part of the chain: ``span`` of ``blocks`` blocks."""
+    start, stop = span
+    which = "" if stop - start == blocks else f": {start} to {stop - 1} of 0 to {blocks - 1}"
+    return new_block(f"{prefix}chain{start}", title + which, len(CLASSES) - 1)
 
 
 def add_box(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
@@ -123,7 +140,7 @@ def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more:
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **form)
 
 
-def put_below(picture: Any, above: str, tops: Iterable[str]) -> None:
-    """Place the boxes ``tops``, with all that follows them, below the box ``above``."""
+def put_below(picture: Any, above: str, tops: Iterable[str], weight: int = 1) -> None:
+    """Place the boxes ``tops``, with all that follows them, below the box ``above``; straight, unless of no weight."""
     for key in tops:
-        picture.edge(above, key, style="invis")
+        picture.edge(above, key, style="invis", weight=str(weight))

@@ -6,13 +6,14 @@ operation share one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rkgb.blocks.classes import classes
 from rkgb.graphs import B_graph, D_graph, Node, S_graph, Value
 from rkgb.render import parts
+from rkgb.render.columns import SIZES, at_blocks, crossing, new_column, pages
 from rkgb.units import format_bytes
 
 LEGEND = "box: operation · ellipse: data that enters or leaves · cylinder: parameters (yellow), buffers (violet)"
@@ -200,12 +201,29 @@ def _colour_order(kind: str) -> int:
 
 
 def whole_program(g: B_graph | D_graph) -> Any:
-    """All operations of a B or D graph."""
+    """All operations of a B or D graph, in columns."""
     stage = "B" if isinstance(g, B_graph) else "D"
     picture = parts.new_picture(f"{stage} graph: {len(g.nodes)} operations", LEGEND)
-    chart = Flowchart(g, picture, values={} if isinstance(g, B_graph) else g.values)
-    chart.draw([Section(tuple(node_box(n, chart, k) for k, n in enumerate(g.nodes)))], g.outputs)
+    values = {} if isinstance(g, B_graph) else g.values
+    names = g.names if isinstance(g, B_graph) else [n.label for n in g.nodes]
+    reads, makes = [n.reads() for n in g.nodes], [n.outputs for n in g.nodes]
+    spans = pages(len(g.nodes), SIZES[stage].columns(len(g.nodes), names), crossing(reads, makes))
+    for k, (start, stop) in enumerate(spans):
+        with new_column(picture, k, len(spans)) as column:
+            chart = Flowchart(g, column, f"column{k}_" if k else "", values)
+            boxes = tuple(node_box(g.nodes[op], chart, op) for op in range(start, stop))
+            chart.draw([Section(boxes)], _leaving(reads, makes, start, stop, g.outputs))
     return picture
+
+
+def _leaving(
+    reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], start: int, stop: int, outputs: Sequence[int]
+) -> list[int]:
+    """The values that computations ``start`` to ``stop`` make and later ones read; outputs, behind the last one all."""
+    after = {v for values in reads[stop:] for v in values} | set(outputs)
+    leaving = [v for values in makes[start:stop] for v in values if v in after]
+    made = {v for values in makes for v in values}
+    return leaving if stop < len(makes) else [*leaving, *(v for v in outputs if v not in made)]
 
 
 def node_box(node: Node, chart: Flowchart, index: int) -> Box:
@@ -222,16 +240,30 @@ def node_box(node: Node, chart: Flowchart, index: int) -> Box:
 
 
 def whole_S(s: S_graph) -> Any:
-    """All nodes of an S graph, block below block."""
+    """All nodes of an S graph, block below block, in columns."""
     blocks = s.blocks or ((0, len(s.nodes)),)
     picture = parts.new_picture(f"S graph: {len(s.nodes)} nodes, blocks: {len(blocks)}", LEGEND_S)
-    chart = Flowchart(s.d, picture, values=s.d.values, shown=s.shown)
-    sections = [
-        Section(tuple(S_box(s, i, chart) for i in range(*block)), f"block {b}, class {number}", number)
-        for b, (block, number) in enumerate(zip(blocks, classes(s.with_blocks(blocks)), strict=True))
-    ]
-    chart.draw(sections, s.d.outputs)
+    reads, makes = [n.reads for n in s.nodes], [n.makes for n in s.nodes]
+    count = SIZES["S"].columns(len(s.nodes), (n.label for n in s.nodes))
+    spans = pages(len(s.nodes), count, at_blocks(blocks, crossing(reads, makes)))
+    for k, span in enumerate(spans):
+        with new_column(picture, k, len(spans)) as column:
+            chart = Flowchart(s.d, column, f"column{k}_" if k else "", s.d.values, s.shown)
+            sections = [
+                Section(tuple(S_box(s, i, chart) for i in range(start, stop)), title, number)
+                for start, stop, title, number in titled(s, blocks, *span)
+            ]
+            chart.draw(sections, _leaving(reads, makes, *span, s.d.outputs))
     return picture
+
+
+def titled(s: S_graph, blocks: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int, str, int]]:
+    """The parts of ``blocks`` between two nodes: their nodes, titles and classes."""
+    numbers = classes(s.with_blocks(tuple(blocks)))
+    for b, ((first, end), number) in enumerate(zip(blocks, numbers, strict=True)):
+        if max(first, start) < min(end, stop):
+            more = " (continued)" if first < start else ""
+            yield max(first, start), min(end, stop), f"block {b}, class {number}{more}", number
 
 
 def S_box(s: S_graph, i: int, chart: Flowchart) -> Box:

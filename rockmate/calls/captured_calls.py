@@ -26,6 +26,7 @@ from rockmate.calls.steps import Forward
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
 from rockmate.run.executor import CallState
+from rockmate.run.watch import Watch
 from rockmate.tell import LOG
 
 
@@ -145,7 +146,7 @@ class CapturedCalls(Calls):
 
     def computed(self, variant: Variant, call: Call) -> tuple[Any, list[torch.Tensor], CallState | None]:
         """As in ``Calls``; where the plan is what the captured program does, that runs as it is."""
-        if not variant.is_plain:
+        if not variant.is_plain or Watch.current is not None:  # only the executor knows when an operation begins
             return super().computed(variant, call)
         result = self.tensors.forward(*self.now.inputs)
         return result, [t for t in result if isinstance(t, torch.Tensor)], None

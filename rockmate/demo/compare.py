@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from rkgb.device import default_device, kind_of
 from rkgb.randomness import random_states
-from rockmate import InfeasibleBudgetError, Rockmate, measure_peak
+from rockmate import InfeasibleBudgetError, Rockmate, measure_peak, measure_step
 from rockmate.budget import show_bytes
 from rockmate.demo.gpt import GPT
 from rockmate.demo.text import batches, load_tokens
@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     if rk is not None:
         out = Path(options.out)
         rk.frontier().plot(out / "frontier.png", measured=measured)
-        rk.plan.plot_memory(out / "memory.png")
+        seen = measure_step(partial(step, rk, data[0]), device)
+        rk.plan.plot_memory(out / "memory.png", measured=seen)
         print(f"time against memory: {out / 'frontier.png'}; memory of the last plan's step: {out / 'memory.png'}")
     return 0 if good else 1
 

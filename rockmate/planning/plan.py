@@ -16,10 +16,12 @@ from rockmate.budget import show_bytes
 from rockmate.planning.artefact import write_plan
 from rockmate.planning.fields import PlanFields
 from rockmate.planning.kept import LOADED
+from rockmate.planning.picture import Drawn, draw_plan
 from rockmate.planning.plot import plot_memory
 from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
 from rockmate.planning.room import usual_problem
+from rockmate.run.watch import MeasuredStep
 from solvers import Problem, Run, Schedule, format_schedule, keep_everything, step_name, walk
 from solvers.tables import html_facts, html_table
 
@@ -134,9 +136,26 @@ class Plan(PlanFields):
         """The problem whose walk has the predicted peak."""
         return usual_problem(self.problem, self.graph, self.room)
 
-    def plot_memory(self, path: str | Path | None = None) -> Figure:
-        """Memory over the time of a step as a figure, also written to ``path``; see ``plot_memory`` in ``plot``."""
-        return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path)
+    def plot_memory(self, path: str | Path | None = None, *, measured: MeasuredStep | None = None) -> Figure:
+        """Memory over the time of a step as a figure of matplotlib, in MiB and ms, also written to ``path``.
+
+        ``measured``: what ``rockmate.measure_step(step)`` saw of a step under this plan, drawn on the same axes.
+        Raises ``ImportError`` where matplotlib is missing, ``InputError`` if ``measured`` is of another plan.
+        """
+        return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path, measured)
+
+    def picture(self) -> Any:
+        """What is kept and what runs again, as a ``graphviz.Digraph``, which shows itself in a notebook.
+
+        First the chain of blocks, then the operations of each block that is treated in its own way, in the user's
+        words: module paths on the boxes, source lines under the mouse. ``rkgb.print_graph(plan)`` writes it to a file.
+        """
+        return draw_plan(
+            Drawn(self.graph, self.problem_with_usual_loss(), self.schedule),
+            f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer",
+            f"without recomputation {show_bytes(self.eager_peak)} · nodes: {len(self.problem.nodes)}, "
+            f"runs again: {self.recomputed}",
+        )
 
     def __repr__(self) -> str:
         return f"<Plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer>"

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from solvers import Bwd, Loss, Problem, Run, Schedule, keep_everything, walk
+from rockmate.errors import InputError
+from rockmate.run.watch import MeasuredStep
+from solvers import Bwd, Del, Loss, Problem, Run, Schedule, keep_everything, walk
 from solvers.figures import MIB, finished, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_memory(problem: Problem, schedule: Schedule, budget: int, path: str | Path | None = None) -> Figure:
+def plot_memory(
+    problem: Problem,
+    schedule: Schedule,
+    budget: int,
+    path: str | Path | None = None,
+    measured: MeasuredStep | None = None,
+) -> Figure:
     """Memory over the time of one training step, as predicted: under ``schedule``, and with everything kept.
 
-    A point is what is allocated while one operation runs, its temporary memory included. With ``path`` the figure is
-    also written there; the name's ending says in which format. Raises ``ImportError`` where matplotlib is missing.
+    A point is what is allocated while one operation runs, its temporary memory included. ``measured``: what
+    ``rockmate.measure_step`` saw of a step under this plan, drawn as points at the same operations. With ``path`` the
+    figure is also written there; the name's ending says in which format. Raises ``ImportError`` where matplotlib is
+    missing, and ``InputError`` if ``measured`` is of another plan.
     """
+    if measured is not None:
+        _check(problem, schedule, measured)
     figure, axes = new_figure()
     eager = _Levels(problem, keep_everything(problem))
     ours = _Levels(problem, schedule)
@@ -26,6 +38,8 @@ def plot_memory(problem: Problem, schedule: Schedule, budget: int, path: str | P
         axes.stairs(sizes, ours.edges, fill=True, color=color, label=kind)
     axes.vlines([ours.loss], 0, [ours.loss_bytes], color="#b04a4a", label="loss")
     axes.stairs(eager.bytes, eager.edges, color="#777777", label="if everything were kept")
+    if measured is not None:
+        _add_measured(axes, ours, measured)
     axes.axhline(budget / MIB, color="#b04a4a", linestyle="--", label="budget")
     axes.set_xlabel("time of the step, by the plan's costs (ms)")
     axes.set_ylabel("memory above the level at the call (MiB)")
@@ -33,6 +47,30 @@ def plot_memory(problem: Problem, schedule: Schedule, budget: int, path: str | P
     axes.set_ylim(0)
     axes.legend()
     return finished(figure, path)
+
+
+def _check(problem: Problem, schedule: Schedule, measured: MeasuredStep) -> None:
+    """Raise ``InputError`` unless the operations that were measured are those of ``schedule``."""
+    if not isinstance(measured, MeasuredStep):
+        raise InputError(
+            f"measured is a {type(measured).__name__}: give what rockmate.measure_step(step) returned for a step "
+            "under this plan"
+        )
+    planned = tuple(step for step in schedule if not isinstance(step, Del))
+    if measured.nodes != tuple(node.name for node in problem.nodes) or measured.steps != planned:
+        raise InputError(
+            f"measured has {len(measured.steps)} operations that are not the {len(planned)} of this plan, in their "
+            "order: measure a step whose loss uses what the plan supposes, and take the plan that is in force then "
+            "(rk.plan after the step; another kind of call, a budget or a first step gives another plan)"
+        )
+
+
+def _add_measured(axes: Any, ours: _Levels, measured: MeasuredStep) -> None:
+    """The measured bytes over the time of each operation, as a line, and of the loss as a point."""
+    sizes = [size / MIB for size in measured.bytes]
+    loss = sizes.pop(measured.steps.index(Loss()))
+    axes.stairs(sizes, ours.edges, color="black", linewidth=1.2, baseline=None, label="measured")
+    axes.plot([ours.loss], [loss], "o", markersize=3, color="black")
 
 
 class _Levels:

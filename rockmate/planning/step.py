@@ -8,6 +8,7 @@ from typing import Any
 
 from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
+from rockmate.planning.picture import Drawn, draw_step
 from rockmate.planning.plan import Plan, text_of_facts
 from solvers.sequence import Stage, fastest, overhead_of, peak_of
 from solvers.tables import html_facts, html_table, text_table
@@ -59,6 +60,19 @@ class StepPlan:
             "the plan of a step of several graphs cannot be saved, since TorchDynamo cuts the forward anew in each "
             "process. What was measured and solved is kept on disk without it (cache=)"
         )
+
+    def picture(self) -> Any:
+        """The blocks of each graph, what of them is kept and runs again, as a ``graphviz.Digraph``.
+
+        ``rkgb.print_graph(plan)`` writes it to a file. ``parts`` have pictures of their own, with all operations.
+        """
+        graphs = [
+            Drawn(part.graph, part.problem, part.schedule, f"graph{number}_", f"graph {number}")
+            for number, part in enumerate(self.parts, 1)
+        ]
+        overhead = f"{100 * self.predicted_overhead:.1f} % longer"
+        title = f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {overhead}"
+        return draw_step(graphs, title, f"graphs: {len(graphs)}, and {self.small} small ones that run as they are")
 
     def __repr__(self) -> str:
         return (

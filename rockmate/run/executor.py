@@ -21,6 +21,7 @@ from rockmate.run.program import Program
 from rockmate.run.recorder import Recorder
 from rockmate.run.slots import Slot
 from rockmate.run.store import Store
+from rockmate.run.watch import Watch, WatchedBackward, WatchedRecorder
 
 
 class CallState:
@@ -30,11 +31,13 @@ class CallState:
         """``sources``: the tensors that the program starts from, as ``source_values`` looks them up."""
         self.program = program
         self.store = Store(program, sources)
-        self.backward = Backward(self.store)
+        self.watched = Watch.current is not None
+        self.backward = WatchedBackward(self.store) if self.watched else Backward(self.store)
 
     def forward(self) -> list[torch.Tensor]:
         """The program's outputs, in autograd's graph. Raises ``GuardFailed`` as ``Recorder.outputs``."""
-        outputs = Recorder(self.store, self, self.backward.stop_before).outputs()
+        recorder = WatchedRecorder if self.watched else Recorder
+        outputs = recorder(self.store, self, self.backward.stop_before).outputs()
         if self.program.exceeding:
             self.backward.watch_outputs(outputs)
         return outputs

@@ -1,0 +1,151 @@
+"""Memory while each operation of a planned step runs, as the allocator reports it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rkgb.cost.memory import measured_moments
+from rkgb.device.kind import Moment, Timeline
+from rkgb.errors import MeasureError
+from rkgb.trace.guards import GuardFailed
+from rockmate.run.backward import Backward
+from rockmate.run.program import Program
+from rockmate.run.recorder import Recorder
+from solvers.schedule import Bwd, Loss, Run
+
+Watched = Run | Loss | Bwd
+"""What is watched of a step: runs, the loss between the phases, and backwards; deletions take no memory."""
+
+
+@dataclass(frozen=True, repr=False)
+class MeasuredStep:
+    """The memory of one planned step, operation by operation.
+
+    ``steps``: the runs, the loss and the backwards, in the order in which they came. ``bytes``: for each the most that
+    was allocated while it ran, above the level when forward was called. ``nodes``: the names of the operations, by the
+    numbers that ``steps`` has.
+    """
+
+    steps: tuple[Watched, ...]
+    bytes: tuple[int, ...]
+    nodes: tuple[str, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment."""
+        return max(self.bytes)
+
+    def __repr__(self) -> str:
+        return f"<MeasuredStep: {len(self.steps)} operations, peak {self.peak} bytes>"
+
+
+class Watch:
+    """Marks the moments of the step that is being measured, at most one in a process.
+
+    ``current``: that of the step. ``came``: what began at each mark; None where nothing of the plan did, behind the
+    last backward. ``programs``: of the calls that ran so far.
+    """
+
+    current: ClassVar[Watch | None] = None
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.came: list[Watched | None] = []
+        self.programs: list[Program] = []
+
+    def begin(self, step: Watched | None) -> None:
+        """``step`` begins now. A node of several operations has a hook for each result: the first one counts."""
+        if not self.came or self.came[-1] != step:
+            self.came.append(step)
+            self.timeline.mark()
+
+    def measured(self, moments: Sequence[Moment]) -> MeasuredStep:
+        """What was seen. Raises ``MeasureError`` unless it was one forward under a plan, and its whole backward."""
+        if len(self.programs) != 1:
+            raise MeasureError(
+                f"{len(self.programs) or 'no'} forward{'' if len(self.programs) == 1 else 's'} under a plan ran within "
+                "the step, and one is measured at a time: let the step call the planned model once, with gradients, "
+                "under a budget that binds, and as one graph (a step of several graphs has no single plan)"
+            )
+        seen: dict[int, tuple[Watched, int]] = {}  # a node may be entered twice by a backward of several results
+        for k, (step, moment) in enumerate(zip(self.came, moments, strict=True)):
+            if step is not None:
+                seen[k] = (step, moment.peak)
+        steps, peaks = zip(*seen.values(), strict=True)
+        if not any(isinstance(step, Bwd) for step in steps):
+            raise MeasureError("no backward of the planned model ran within the step: let it call backward on the loss")
+        return MeasuredStep(steps, peaks, tuple(node.label for node in self.programs[0].s.nodes))
+
+
+class WatchedRecorder(Recorder):
+    """Marks the beginning of each run, and has each backward mark its own."""
+
+    def outputs(self) -> list[torch.Tensor]:
+        """As in ``Recorder``; what ran of a program that is not for these values is forgotten."""
+        watch = Watch.current
+        try:
+            found = super().outputs()
+        except GuardFailed:
+            if watch is not None:
+                watch.came = [None] * len(watch.came)
+            raise
+        if watch is not None:
+            watch.programs.append(self.program)
+        return found
+
+    def run(self, start: int, stop: int) -> None:
+        """As in ``Recorder``."""
+        for i in range(start, stop):
+            _begin(Run(i))
+            super().run(i, i + 1)
+            made = [self.env[v] for v in self.program.s.nodes[i].makes if v in self.env]
+            for function in dict.fromkeys(t.grad_fn for t in made):
+                if function is not None:  # its hooks come after those that take the schedule's steps
+                    function.register_prehook(lambda _, i=i: _begin(Bwd(i)))
+        if stop == len(self.program.nodes):
+            _begin(Loss())
+
+
+class WatchedBackward(Backward):
+    """Marks the beginning of each second run, and the end."""
+
+    def _run(self, i: int, k: int) -> None:
+        _begin(Run(i))
+        super()._run(i, k)
+
+    def over(self) -> None:
+        """As in ``Backward``."""
+        _begin(None)
+        super().over()
+
+
+def _begin(step: Watched | None) -> None:
+    if Watch.current is not None:  # a graph may outlive the measurement of its step
+        Watch.current.begin(step)
+
+
+def measure_step(step: Callable[[], Any], device: torch.device | str | None = None) -> MeasuredStep:
+    """Run ``step``, one forward of a planned model and its backward, and measure the memory of each operation.
+
+    ``rk.plan.plot_memory(measured=rockmate.measure_step(step))`` draws it beside what the plan predicts. Call ``step``
+    once or twice before, just as it will be measured: no plan can be made meanwhile. ``device``: by default that of the
+    model, if it is the only one that holds memory. The marks cost time, memory they do not. Raises ``MeasureError``
+    where a plan would have to be made, within another measurement, and where ``step`` is not one forward under a plan
+    and its backward.
+    """
+    gc.collect()
+    with measured_moments(device) as timeline:
+        watch = Watch.current = Watch(timeline)
+        try:
+            step()
+        finally:
+            Watch.current = None
+            moments = timeline.close()
+    if moments is None:
+        raise MeasureError("the recording of the allocator is not complete: another profiler ran within the step")
+    return watch.measured(moments)
