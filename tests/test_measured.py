@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rockmate
-from rockmate import InputError, MeasuredStep, MeasureError, Plan, Rockmate, attach, measure_peak, measure_step
+from rockmate import BudgetWarning, InputError, MeasuredStep, MeasureError, Plan, Rockmate, attach, measure_peak, measure_step
 from rockmate.demo.gpt import GPT
 from rockmate.planning.planner import SCALARS
 from solvers import Del, Loss, step_name, walk
@@ -123,6 +123,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
     def twice() -> None:
         (rk(x).sum() + rk(x).sum()).backward()
 
+    with pytest.warns(BudgetWarning, match="called again before the backward"):
+        twice()
     cases: list[tuple[Callable[[], object], str]] = [
         (mlp_step(model), "no forwards under a plan ran within the step"),
         (twice, "2 forwards under a plan ran within the step"),
