@@ -175,12 +175,26 @@ class Halves(nn.Module):
         return torch.cat([head(part) for head, part in zip(self.heads, parts, strict=False)], 1)
 
 
+class Scaled(nn.Module):
+    """Multiplies by numbers. Autograd saves each where nothing runs again."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) * (0.5 + k)
+        return x.sum(0)
+
+
 # What is in use at the peak: copies of statistics, in a second run; gradients that are views of one memory and overlap,
-# so that less is released than the sum of what they span; gradients of views that were taken after a write.
+# so that less is released than the sum of what they span; gradients of views that were taken after a write; numbers.
 COUNTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "copies of statistics": (lambda: classifier(nn.Conv2d(3, 64, 1), *(Normed(64) for _ in range(4))), (2, 3, 4, 4)),
     "overlapping views": (lambda: Halves(joined=True), (64, 16)),
     "views after a write": (lambda: Halves(joined=False), (64, 16)),
+    "numbers": (lambda: Scaled(20), (64, 16)),
 }
 
 
