@@ -42,7 +42,7 @@ from rockmate.errors import RockmateError
 
 HERE = Path(__file__).resolve().parent
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SHORT = ("features.py", ("norms_and_pools", "averaged_teacher", "losses_of_columns"))
+SHORT = ("features.py", ("norms_and_pools", "statistics_in_a_chain", "detached_branches"))
 
 
 class Ends(torch.autograd.Function):

@@ -14,8 +14,10 @@ import torch
 from rkgb.graphs import D_graph, S_graph
 from solvers import Bwd, Loss, Run, Schedule, Walk
 
-# The derivatives of sums read none of what is added up.
-_SUMS = frozenset("add add_ sub sub_ rsub".split())
+# Their derivatives do not read the numbers.
+_UNREAD = frozenset(
+    "add add_ sub sub_ rsub where fill fill_ copy_ masked_fill masked_fill_ index_put index_put_".split()
+)
 
 
 def bytes_of_numbers(s: S_graph, device: torch.device) -> list[int]:
@@ -25,7 +27,7 @@ def bytes_of_numbers(s: S_graph, device: torch.device) -> list[int]:
 
 def _saved(d: D_graph, op: int, device: torch.device) -> int:
     node = d.nodes[op]
-    if node.name in _SUMS or not any(d.values[v].requires_grad for v in node.reads()):
+    if node.name in _UNREAD or not any(d.values[v].requires_grad for v in node.reads()):
         return 0
     numbers = (a for a in node.args if isinstance(a, torch.Tensor) and not a.shape and a.device == device)
     return sum(a.nbytes for a in numbers)
