@@ -78,13 +78,14 @@ class Step:
 
 @contextlib.contextmanager
 def put_back(model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """Buffers become afterwards what they were, and gradients go."""
+    """Buffers become afterwards what they were, but for those that a first call makes anew, and gradients go."""
     before = [b.clone() for b in model.buffers()]
     yield
     forget_gradients(model, args, kwargs)
     with torch.no_grad():
         for b, old in zip(model.buffers(), before, strict=True):
-            b.copy_(old)
+            if b.shape == old.shape:
+                b.copy_(old)
 
 
 def results(step: Step, call: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, list[Any]]:
@@ -179,7 +180,7 @@ def run(cases: Path, name: str) -> dict[str, Any]:
         row["error"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
     row["misses"] = misses(row)
-    row["seconds"] = round(time.perf_counter() - start, 1)
+    print(f"{show(row)} ({time.perf_counter() - start:.1f} s)", flush=True)
     return row
 
 
@@ -188,7 +189,7 @@ def show(row: dict[str, Any]) -> str:
     verdict = "refused: " + row["refused"][:120] if "refused" in row else "ok"
     return (
         f"{row['model']:45} {'MISS ' + '; '.join(row['misses'])[:400] if row['misses'] else verdict} "
-        f"predicted less measured {below} ({row['seconds']} s)"
+        f"predicted less measured {below}"
     )
 
 
@@ -222,7 +223,6 @@ def main() -> int:
     for name in names:
         if options.again or name not in rows:
             rows[name] = run(cases, name)
-            print(show(rows[name]), flush=True)
             if options.out:
                 options.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows.values()) + "\n]\n")
     print(summary(list(rows.values())))
