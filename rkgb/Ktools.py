@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from rkgb.blocks.simplify import statistics_of
 from rkgb.cost.layouts import differentiated
 from rkgb.cost.measure import Cost, measure_nodes
 from rkgb.cost.usage import Usage, differentiable, supposed
@@ -62,8 +63,8 @@ class K_node:
     """The forward of an S node, and its backward if gradients reach it. Node i of K is node i of S.
 
     ``reads``, ``makes``: data. ``time``: of the forward, ns. ``peak``: the most bytes that a forward allocates, its
-    results included. ``rerun``: whether it may be recomputed. ``random_bytes``: of the generators' states that a
-    second run puts back.
+    results and what a second run copies included. ``rerun``: whether it may be recomputed. ``random_bytes``: of the
+    generators' states that a second run puts back.
     """
 
     name: str
@@ -200,12 +201,13 @@ def _memory(s: S_graph, costs: Sequence[Cost], idle: frozenset[int]) -> _Memory:
 
 
 def _node(s: S_graph, i: int, cost: Cost, memory: _Memory, backward: K_backward | None) -> K_node:
-    """Node i. A second run of a random node keeps the generators' present states meanwhile."""
+    """Node i. A second run keeps the generators' present states meanwhile, and works on copies of statistics."""
     node = s.nodes[i]
     reads = memory.of(s.d.values[v].storage for v in node.reads)
     makes = (*memory.of(node.storages), *memory.private_to(i))
     random_bytes = state_bytes(drawn_by(s, i))
-    peak = max(cost.forward_peak, sum(memory.data[d].bytes for d in makes)) + random_bytes
+    copies = 0 if node.fixed else sum(s.d.values[v].bytes for v in statistics_of(s.d, node))
+    peak = max(cost.forward_peak, sum(memory.data[d].bytes for d in makes)) + random_bytes + copies
     return K_node(node.label, reads, makes, cost.forward_time, peak, backward, not node.fixed, random_bytes)
 
 

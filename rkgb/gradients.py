@@ -8,25 +8,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rkgb.cost.measure import Cost
-from rkgb.graphs import S_graph
+from rkgb.graphs import D_graph, S_graph
 
 
 def _written_views(s: S_graph) -> set[int]:
-    """Results that are views of memory into which their own node writes, beside another result in that memory.
+    """Results that are views of memory into which their own node writes after it took them, or through them.
 
     Autograd rebuilds the history of such a view at its first use. The backward of that history makes a gradient as
     large as the whole memory, as soon as the view's own gradient is there.
     """
-    views: set[int] = set()
+    d, views = s.d, set()
     for node in s.nodes:
-        written = {x for op in node.ops for x in s.d.facts[op].writes}
-        first: set[int] = set()
-        for v in node.makes:
-            storage = s.d.values[v].storage
-            if storage in written and storage in first:
+        written = {x: op for op in node.ops for x in d.facts[op].writes}  # by which operation last
+        makers = {v: op for op in node.ops for v in d.nodes[op].outputs}
+        for v in node.makes if written else ():
+            x = d.values[v].storage
+            taken = _taken(d, makers, v)
+            if taken is not None and d.storages[x].owner != taken and written.get(x, -1) >= makers[v]:
                 views.add(v)
-            first.add(storage)
     return views
+
+
+def _taken(d: D_graph, makers: dict[int, int], v: int) -> int | None:
+    """The operation that first made the tensor ``v``, which operations in place give back as another value."""
+    x = d.values[v].storage
+    while v in makers and x in d.facts[makers[v]].writes:
+        v = next((u for u in d.nodes[makers[v]].reads() if d.values[u].storage == x), -1)
+    return makers.get(v)
 
 
 class GradientBuffers:
@@ -82,7 +90,10 @@ class GradientBuffers:
             return cost.held_peak
         if different == len(known):
             return cost.backward_peak
-        return cost.together_peak if different == 1 and len(known) == len(incoming) else cost.held_peak
+        if different > 1 or len(known) < len(incoming):
+            return cost.held_peak
+        # It may be less than was released where the peak was measured, as views overlap.
+        return max(cost.together_peak, cost.held_peak - self.size[known[0]])
 
     def backward(self, i: int) -> tuple[int, int, int]:
         """Bytes of gradients before, at the worst moment of, and after the backward of node i."""

@@ -143,6 +143,80 @@ def test_gradients_that_are_views_of_one_memory_go_together() -> None:
     assert rk.plan.predicted_peak <= measure_peak(train, "cpu") <= rk.plan.predicted_peak + 64
 
 
+class Normed(nn.Module):
+    """Adds what two batch norms give: where the first runs again, the most memory is in use."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, z = self.norms[0](x.roll(1, 0)), self.norms[1](x.flip(0))
+        y += z
+        return F.relu(y, inplace=True)
+
+
+class Halves(nn.Module):
+    """What one node makes is used in two parts: joined the other way round, or each on its own."""
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.joined = joined
+        self.wide, self.narrow, self.heads = nn.Linear(16, 512), nn.Linear(512, 64), nn.ModuleList()
+        self.heads.extend(nn.Linear(width, 2) for width in (48, 16, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.narrow(self.wide(x))
+        y = y if self.joined else F.relu(y, inplace=True)
+        parts = y[:, :48], y[:, 48:]
+        if self.joined:
+            z: torch.Tensor = self.heads[2](torch.cat(parts[::-1], 1))
+            return z
+        return torch.cat([head(part) for head, part in zip(self.heads, parts, strict=False)], 1)
+
+
+class Scaled(nn.Module):
+    """Multiplies by numbers. Autograd saves each where nothing runs again."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) * (0.5 + k)
+        return x.sum(0)
+
+
+# What is in use at the peak: copies of statistics, in a second run; gradients that are views of one memory and overlap,
+# so that less is released than the sum of what they span; gradients of views that were taken after a write; numbers.
+COUNTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "copies of statistics": (lambda: classifier(nn.Conv2d(3, 64, 1), *(Normed(64) for _ in range(4))), (2, 3, 4, 4)),
+    "overlapping views": (lambda: Halves(joined=True), (64, 16)),
+    "views after a write": (lambda: Halves(joined=False), (64, 16)),
+    "numbers": (lambda: Scaled(20), (64, 16)),
+}
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_else_is_in_use_at_the_peak_is_counted(name: str, fraction: float) -> None:
+    torch.manual_seed(0)
+    make, shape = COUNTED[name]
+    model, x = make(), randn(*shape, seed=0)
+    model(x)  # the last layer learns its size
+    rk = Rockmate(model, x, part_way(frontier(model, x, costs="flops"), fraction), costs="flops")
+    gradient = torch.ones_like(model(x))
+
+    def train() -> None:
+        model.zero_grad()
+        rk(x).backward(gradient)
+
+    train()
+    model.zero_grad()
+    assert measure_peak(train, "cpu") == rk.plan.predicted_peak <= rk.budget
+
+
 def test_a_result_that_the_caller_holds_counts_to_the_end() -> None:
     torch.manual_seed(0)
     model, x = Ends(), randn(4, 3, 16, 16, seed=0)

@@ -15,6 +15,12 @@ STATISTICS = frozenset(
 )
 
 
+def statistics_of(d: D_graph, node: S_node) -> tuple[int, ...]:
+    """The running statistics that ``node`` changes, of which a second run works on copies."""
+    written = {x for op in node.ops if d.nodes[op].name in STATISTICS for x in d.facts[op].writes}
+    return tuple(v for v in node.reads if d.values[v].storage in written)
+
+
 def D_to_S(d: D_graph) -> S_graph:
     """Group the nodes of ``d`` that share memory. The graph is one block until ``cut``.
 

@@ -186,16 +186,17 @@ def backward_memory(
         sizes.extend(storage_bytes(g) for g in grads)
         hold(grads)
 
-    def prepare() -> torch.Tensor:
+    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
         mark()
         made = piece.forward(collected.append)
         mark()
         results.extend(made[k] for k in held)
-        return feed(note, piece, made, together=together)
+        end = feed(note, piece, made, together=together)
+        return end, torch.ones_like(end)  # here: a gradient that only ``Feed`` needs is not part of the peak
 
-    def backward(end: torch.Tensor) -> None:
+    def backward(made: tuple[torch.Tensor, torch.Tensor]) -> None:
         mark()
-        end.backward()
+        run_backward(made[:1], made[1:])
         mark()
 
     piece.drop_gradients()  # here, as the profiler warns of a block that is older than its session and released in it

@@ -22,6 +22,7 @@ from rockmate.errors import InfeasibleBudgetError, PlanError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import LOADED, Bounded, device_of, kept_or_made
 from rockmate.planning.least import too_small
+from rockmate.planning.numbers import bytes_of_numbers, peak_with_numbers
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
 from rockmate.planning.problem import problem_of
@@ -93,10 +94,15 @@ class Planner:
 
     @property
     def reserved(self) -> int:
-        """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, and for
-        what is ``beside`` the problem.
+        """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, for what
+        is ``beside`` the problem, and for numbers that the program multiplies by.
         """
-        return self.room.scalars + self.room.kept + self.beside
+        return self.room.scalars + self.room.kept + self.beside + sum(self.numbers)
+
+    @property
+    def numbers(self) -> list[int]:
+        """For each node, bytes of numbers; see ``bytes_of_numbers``."""
+        return bytes_of_numbers(self.graphs.S, self.device)
 
     @property
     def beside(self) -> int:
@@ -268,7 +274,8 @@ class Planner:
 
     def predicted_peak(self, solution: ChainPlan) -> int:
         """The peak of ``solution`` with the usual loss (or the one given)."""
-        peak = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule).peak
+        walked = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule)
+        peak = peak_with_numbers(walked, solution.schedule, self.numbers)
         return peak + self.room.predicted_kept + self.beside
 
     def for_usage(

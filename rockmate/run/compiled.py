@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rkgb.blocks.simplify import STATISTICS
+from rkgb.blocks.simplify import statistics_of
 from rkgb.graphs import Mode, S_graph, S_node
 from rkgb.Ktools import K_graph
 from rkgb.randomness import drawn_by
@@ -222,8 +222,7 @@ class _Lowering:
         k, s, data_of, node = self.k, self.k.s, self.data_of, self.k.s.nodes[i]
         nodes = (node, *self.views.get(i, []))
         ops = [s.d.nodes[op] for n in nodes for op in n.ops]
-        written = {x for op in node.ops if s.d.nodes[op].name in STATISTICS for x in s.d.facts[op].writes}
-        statistics = tuple(v for v in node.reads if s.d.values[v].storage in written)
+        statistics = statistics_of(s.d, node)
         data = tuple(d for d in k.nodes[i].makes if d not in k.held)
         return SecondRun(
             ops=tuple(op_of(op, self.mode) for op in ops),
