@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import rockmate
-from rockmate import BudgetWarning, InputError, MeasuredStep, MeasureError, Plan, Rockmate, attach, measure_peak, measure_step
+from rockmate import (
+    BudgetWarning,
+    InputError,
+    MeasuredStep,
+    MeasureError,
+    Plan,
+    Rockmate,
+    attach,
+    measure_peak,
+    measure_step,
+)
 from rockmate.demo.gpt import GPT
 from rockmate.planning.planner import SCALARS
 from solvers import Del, Loss, step_name, walk
