@@ -150,7 +150,7 @@ def test_the_time_of_a_run_is_that_of_its_forward_and_backward() -> None:
 def test_the_cache_is_filled_with_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the driver only the size is asked; the memory is the CPU's."""
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1_000))
-    (read,) = Cuda().to_read(torch.device("cpu"), [])
+    (read,) = Cuda().to_read(torch.device("cpu"))
     assert read.nbytes == 2_000
 
 

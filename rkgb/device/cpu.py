@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ class Cpu(Kind):
         partial(precision, "generic", "all"),
         *(partial(precision, "mkldnn", op) for op in PRECISE),
     )
-    _cache = 64 * 2**20  # bytes, more than a processor's cache
 
     def random_state(self, device: torch.device) -> torch.Tensor:
         return torch.default_generator.get_state()
@@ -90,19 +89,6 @@ class Cpu(Kind):
 
     def in_use(self) -> list[torch.device]:
         return [torch.device("cpu")]
-
-    def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Parameters that together fill a processor's cache, or all of them: a whole step reads them, too."""
-        read: list[torch.Tensor] = []
-        left = self._cache
-        for p in parameters:
-            if left <= 0:
-                break
-            if type(p) is torch.nn.Parameter and p.layout == torch.strided and p.is_contiguous():
-                count = min(p.numel(), left // p.element_size())
-                read.append(p.detach().view(-1)[:count])
-                left -= read[-1].nbytes
-        return read
 
     def model(self, device: torch.device) -> str:
         """The processor's name, and the instruction set that torch's kernels use."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,7 @@ class Cuda(Kind):
         with torch.cuda.device(device):
             torch.cuda._sleep(2 * max(at_least, 1_000_000))
 
-    def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def to_read(self, device: torch.device) -> list[torch.Tensor]:
         """One tensor that is twice as large as the second-level cache."""
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 * 2**20
         return [torch.zeros(2 * cache, dtype=torch.uint8, device=device)]

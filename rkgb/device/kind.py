@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from math import inf
 from typing import Any, ClassVar, NamedTuple
 
@@ -128,9 +128,9 @@ class Kind(ABC):
     def in_use(self) -> list[torch.device]:
         """The devices of this kind on which the program holds memory."""
 
-    @abstractmethod
-    def to_read(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors to read before a timed run, which push its inputs out of the caches."""
+    def to_read(self, device: torch.device) -> list[torch.Tensor]:
+        """Tensors to read before a timed run, which push its inputs out of the caches; by default none."""
+        return []
 
     @abstractmethod
     def model(self, device: torch.device) -> str:
