@@ -66,7 +66,7 @@ class Attachment(Front):
         self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         self.reason = ""
         self._signature: inspect.Signature | None = None
-        self._refused = False
+        self._refused = self._detached = False
         self._lazy = any(hasattr(type(m), "cls_to_become") for m in model.modules())  # layers that have no sizes yet
 
     # ----------------------------------------------------------------- what users ask
@@ -150,7 +150,7 @@ class Attachment(Front):
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call that was planned, as ``rockmate.frontier``."""
-        if id(self.model.__dict__.get("_compiled_call_impl")) != id(self):
+        if self._detached:
             raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
         if self._steps is not None and self._steps.last is not None:
             return self._steps.frontier()
@@ -166,6 +166,7 @@ class Attachment(Front):
         model = self._model()
         if model is not None and model.__dict__.get("_compiled_call_impl") is self:
             del model._compiled_call_impl
+        self._detached = True
         self._capture.clear()
         self.cache.clear()
         self.families.clear()
