@@ -84,7 +84,9 @@ def _loaded(plan: Plan) -> str:
 
 
 def _difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:
-    changed = [f"{b} was {a}" for a, b in zip(before, now, strict=False) if a != b]
-    if len(before) != len(now):
-        changed.append(f"{len(now)} inputs, before {len(before)}")
+    """In what two calls differ, by the names of their inputs."""
+    old, new = ({words.partition(" ")[0]: words for words in call} for call in (before, now))
+    changed = [f"{words} was {old[k].partition(' ')[2]}" for k, words in new.items() if k in old and old[k] != words]
+    changed += [f"{words}, not there before" for k, words in new.items() if k not in old]
+    changed += [f"no {k}" for k in old if k not in new]
     return "new: " + ", ".join(changed) if changed else "new: something in the module's Python, or gradients, differs"

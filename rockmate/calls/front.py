@@ -116,8 +116,8 @@ class Front:
         """
         if not isinstance(self.terms.budget, int):
             raise InputError(
-                "the budget is a share, or what is free, whose bytes are known when a step was planned. Train one; "
-                "a copy plans at its first call"
+                "the budget is a share of a step, or of what is free, so its bytes are known when a step was planned: "
+                "call the model with gradients first"
             )
         return self.terms.budget
 
