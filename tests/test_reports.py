@@ -21,6 +21,7 @@ from rockmate.demo.gpt import GPT
 from rockmate.planning.plan import MOST_INPUTS, Plan, facts_of_call
 from rockmate.planning.report import MOST_LINES, BlockChoice, block_choices, block_table
 from rockmate.progress import Progress
+from rockmate.tell import planned_line
 from solvers import Frontier, Loss, Run, all_baselines, keep_everything, recompute_all, walk
 from solvers.tables import html_facts, html_table, text_table
 
@@ -353,3 +354,13 @@ def test_without_matplotlib_the_error_says_what_to_install(plan: Plan, monkeypat
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r'matplotlib, which is not installed: pip install "rockmate\[plot\]"'):
         plan.plot_memory()
+
+
+def test_what_differs_between_calls_is_said_by_name(plan: Plan) -> None:
+    before = ("ids int64[4, 64]", "mask float32[4, 64]", "train")
+    now = ("ids int64[4, 32]", "labels int64[4, 32]", "train")
+    line = planned_line("Net", now, plan, 2, before)
+    assert line.endswith("; new: ids int64[4, 32] was int64[4, 64], labels int64[4, 32], not there before, no mask")
+    assert planned_line("Net", now, plan, 2, now).endswith(
+        "; new: something in the module's Python, or gradients, differs"
+    )

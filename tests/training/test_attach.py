@@ -727,7 +727,7 @@ def test_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
     lines = [record.getMessage() for record in caplog.records if "planned Net" in record.getMessage()]
     assert len(lines) == 5
     assert "for x float32[256, 32], train: " in lines[0]
-    assert "new: x float32[320, 32] was x float32[256, 32]" in lines[1]
+    assert "new: x float32[320, 32] was float32[256, 32]" in lines[1]
     assert "pad inputs" not in lines[2]
     assert "This is plan 4: pad inputs" in lines[3]
 
