@@ -138,8 +138,6 @@ class Calls(ABC):
             result, program_outputs, state = self.computed(variant, call)
         self.cache.used(variant)
         self.last = variant
-        if state is not None:
-            self.front.waits(state.backward, variant.plan)
         if variant.observer is not None:
             if look is not None:
                 look.then = self.learner(variant, call.tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +16,7 @@ from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
-from rockmate.run.backward import Backward
 from rockmate.tell import LOG, described, planned_line
 from solvers import Frontier
 
@@ -106,8 +103,6 @@ class Front:
         self._before: tuple[str, ...] | None = None
         self.parameter_bytes = 0
         self.inside = threading.local()  # what is known of the call that this thread is in
-        self._waiting: weakref.WeakKeyDictionary[Backward, int] = weakref.WeakKeyDictionary()
-        self._said_waiting = False
 
     @property
     def budget(self) -> int:
@@ -125,23 +120,6 @@ class Front:
     def only_plans(self) -> bool:
         """Whether this thread plans, and runs nothing."""
         return False
-
-    def waits(self, backward: Backward, plan: Plan) -> None:
-        """A call that was made under ``plan`` waits for its ``backward``. Warn once if earlier ones still do, and all
-        of them together may exceed the budget.
-        """
-        if self._said_waiting:
-            return
-        before = [peak for other, peak in self._waiting.items() if not other.begun]
-        self._waiting[backward] = plan.predicted_peak
-        if before and plan.predicted_peak + sum(before) > plan.budget:
-            self._said_waiting = True
-            warn(
-                f"{self.name} was called again before the backward of an earlier call: the budget is for one call and "
-                "its backward, so both together may exceed it. Call backward after each call, or join the inputs to "
-                "one call, or give a part of the budget",
-                BudgetWarning,
-            )
 
     def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:
         """A call in a few words."""

@@ -24,8 +24,7 @@ class Backward:
     ``thread``: where it runs. ``plain``: that thread is in the forward's mode, but for the grad mode. ``retained``: the
     graph stays, and what the forward kept. ``skipped``: a part of the graph was left out, and what it needs stays.
     ``spent``: no slot is left, so that only autograd's own error can come. ``unreached``: nodes of outputs that a
-    backward must reach for the budget to hold. ``begun``: whether any backward came. ``arrived``: called once, when the
-    first one begins.
+    backward must reach for the budget to hold. ``arrived``: called once, when the first backward begins.
     """
 
     def __init__(self, store: Store) -> None:
@@ -37,7 +36,6 @@ class Backward:
         self.retained = False
         self.skipped = False
         self.spent = False
-        self.begun = False
         self.unreached: set[int] = set()
         self.arrived: Callable[[], None] | None = None
 
@@ -74,7 +72,7 @@ class Backward:
         if task != self.task:
             if self.task >= 0:  # an error ended that one, or this one runs inside it
                 self.end()
-            self.task, self.thread, self.begun = task, 0, True
+            self.task, self.thread = task, 0
             if self.arrived is not None:
                 arrived, self.arrived = self.arrived, None
                 arrived()
