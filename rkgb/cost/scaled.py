@@ -42,6 +42,9 @@ def scaled_costs(old: S_graph, new: S_graph, costs: Sequence[Cost]) -> list[Cost
 NUMBERS = 64
 """Bytes of numbers that kernels keep at any size (scales, counts)."""
 
+START = 8
+"""Most bytes of the gradient that only starts a measured backward, and is no part of its peak."""
+
 _PAIRS = frozenset("scaled_dot_product_attention cdist _cdist_forward ctc_loss _ctc_loss pdist".split())
 
 
@@ -68,7 +71,8 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
         normalization, what each thread sums for their gradients. All others are scaled by ``most``.
         """
         stays = min(measured, fixed) if most < 1 else 0
-        return ceil(most * (measured - stays)) + stays
+        left_out = START if most > 1 else 0
+        return ceil(most * (measured - stays + left_out)) + stays
 
     made = sum(new.d.storages[x].bytes for x in node.storages) + sum(node.saved.private)
     forward = max(made, bounded(cost.forward_peak))

@@ -112,7 +112,7 @@ class Front:
         if not isinstance(self.terms.budget, int):
             raise InputError(
                 "the budget is a share of a step, or of what is free, so its bytes are known when a step was planned: "
-                "call the model with gradients first"
+                "call the model with gradients first (a copy plans at its first call)"
             )
         return self.terms.budget
 

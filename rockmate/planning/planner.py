@@ -273,10 +273,15 @@ class Planner:
         return found
 
     def predicted_peak(self, solution: ChainPlan) -> int:
-        """The peak of ``solution`` with the usual loss (or the one given)."""
+        """The peak of ``solution`` with the usual loss (or the one given).
+
+        A loss that the module returns has a gradient of its own, which the caller's ``backward()`` makes.
+        """
+        d, usage = self.graphs.D, self.graphs.K.usage
+        losses = sum(d.values[v].bytes for v in usage.root_values(d) if not d.values[v].shape)
         walked = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule)
         peak = peak_with_numbers(walked, solution.schedule, self.numbers)
-        return peak + self.room.predicted_kept + self.beside
+        return peak + losses + self.room.predicted_kept + self.beside
 
     def for_usage(
         self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, seen: Room | None, unsure: bool
