@@ -26,6 +26,8 @@ from rkgb.sample import Sample, call_of, check_module
 from rkgb.trace.capture import attributes_preserved
 from rkgb.trace.patches import TRACING
 
+Graph = B_graph | D_graph | S_graph | K_graph
+
 
 @dataclass(frozen=True, repr=False)
 class Graphs(Displayed):

@@ -24,7 +24,17 @@ ALLOWED = {("rkgb.notebook", "rkgb.render")}
 
 # Imported by what needs them: pictures, plots, other solvers than HiGHS, grouping nodes, capturing calls, commands;
 # libraries of people's models, and notebooks.
-LATER = ("graphviz", "matplotlib", "networkx", "pulp", "torch._dynamo", "click", "rockmate.cli")
+LATER = (
+    "rkgb.render.drawing",
+    "rockmate.planning.picture",
+    "graphviz",
+    "matplotlib",
+    "networkx",
+    "pulp",
+    "torch._dynamo",
+    "click",
+    "rockmate.cli",
+)
 OTHERS = ("transformers", "torchvision", "accelerate", "lightning", "IPython")
 
 

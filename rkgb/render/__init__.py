@@ -9,8 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from rkgb.errors import RenderWarning
-from rkgb.pipeline import Graphs, make_all_graphs
-from rkgb.render.drawing import Graph, draw, draw_chain
+from rkgb.pipeline import Graph, Graphs, make_all_graphs
 from rkgb.sample import Sample
 from rkgb.warn import warn
 
@@ -143,6 +142,8 @@ vars(test_rkgb)["__test__"] = False  # pytest must not collect it from a file th
 
 
 def _picture(g: Graph | Graphs | Drawable) -> Any:
+    from rkgb.render.drawing import draw, draw_chain  # most who import rkgb draw nothing
+
     if isinstance(g, Graphs):
         return draw_chain(g.K)
     return draw(g) if isinstance(g, Graph) else g.picture()

@@ -16,13 +16,12 @@ from rkgb.blocks.simplify import D_to_S
 from rkgb.blocks.summary import interfaces
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph
+from rkgb.pipeline import Graph
 from rkgb.render import parts
 from rkgb.render.columns import SIZES, Panel, Size, chain_pages, stand
 from rkgb.render.kgraph import LEGEND_K, K_block, K_overview, whole_K
 from rkgb.render.program import LEGEND, LEGEND_S, Flowchart, S_box, Section, node_box, whole_program, whole_S
 from rkgb.units import format_bytes
-
-Graph = B_graph | D_graph | S_graph | K_graph
 
 # Nobody reads a picture of more nodes; it then has the distinct blocks and an overview.
 LIMIT = 80

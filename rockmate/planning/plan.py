@@ -16,8 +16,6 @@ from rockmate.budget import show_bytes
 from rockmate.planning.artefact import write_plan
 from rockmate.planning.fields import PlanFields
 from rockmate.planning.kept import LOADED
-from rockmate.planning.picture import Drawn, draw_plan
-from rockmate.planning.plot import plot_memory
 from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
 from rockmate.planning.room import usual_problem
@@ -142,6 +140,8 @@ class Plan(PlanFields):
         ``measured``: what ``rockmate.measure_step(step)`` saw of a step under this plan, drawn on the same axes.
         Raises ``ImportError`` where matplotlib is missing, ``InputError`` if ``measured`` is of another plan.
         """
+        from rockmate.planning.plot import plot_memory
+
         return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path, measured)
 
     def picture(self) -> Any:
@@ -150,6 +150,8 @@ class Plan(PlanFields):
         First the chain of blocks, then the operations of each block that is treated in its own way, in the user's
         words: module paths on the boxes, source lines under the mouse. ``rkgb.print_graph(plan)`` writes it to a file.
         """
+        from rockmate.planning.picture import Drawn, draw_plan  # imported where a picture is asked for
+
         return draw_plan(
             Drawn(self.graph, self.problem_with_usual_loss(), self.schedule),
             f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer",

@@ -8,7 +8,6 @@ from typing import Any
 
 from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
-from rockmate.planning.picture import Drawn, draw_step
 from rockmate.planning.plan import Plan, text_of_facts
 from solvers.sequence import Stage, fastest, overhead_of, peak_of
 from solvers.tables import html_facts, html_table, text_table
@@ -66,6 +65,8 @@ class StepPlan:
 
         ``rkgb.print_graph(plan)`` writes it to a file. ``parts`` have pictures of their own, with all operations.
         """
+        from rockmate.planning.picture import Drawn, draw_step  # imported where a picture is asked for
+
         graphs = [
             Drawn(part.graph, part.problem, part.schedule, f"graph{number}_", f"graph {number}")
             for number, part in enumerate(self.parts, 1)
