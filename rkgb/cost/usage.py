@@ -69,14 +69,16 @@ def supposed(d: D_graph) -> Usage:
     """The usage that a plan assumes before the first step.
 
     A scalar among the outputs is taken to be the loss; outputs that it is computed from get no gradient from outside.
-    All other outputs that require grad get one. The caller holds the outputs that get a gradient; the module holds the
-    buffers that forward assigns.
+    All other outputs that require grad get one. The caller holds the outputs that get a gradient. It, or the module,
+    may hold those that do not require grad: a captured graph returns what forward assigns to attributes, such as a
+    table that is made once.
     """
     carried = differentiable(d)
     scalars = {d.outputs[k] for k in carried if not d.values[d.outputs[k]].shape}
     inner = upstream(d, scalars) - scalars
     roots = tuple(k for k in carried if d.outputs[k] not in inner)
-    return Usage(roots, assigned(d).union(roots), frozenset(roots))
+    constant = (k for v, k in first_places(d).items() if not d.values[v].requires_grad)
+    return Usage(roots, assigned(d).union(roots, constant), frozenset(roots))
 
 
 def all_used(d: D_graph) -> Usage:

@@ -498,3 +498,31 @@ def test_what_was_seen_is_saved_with_the_plan(tmp_path: Path) -> None:
         loaded(ids, ids)["loss"].backward()
 
     assert_as_predicted(loaded, measured(loaded, train))
+
+
+class MakesATable(nn.Module):
+    """Makes a table in its first call and keeps it, as ConViT does. The peak is in the last backward, which is
+    that of ``wide``; by then no backward reads the table any more.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.weights = nn.Linear(512, 512, bias=False), nn.Linear(3, 512)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.tanh(self.wide(x))
+        if self.table is None:
+            table = torch.zeros(len(x), 8, 3)
+            table[..., 1] = torch.arange(8)
+            self.table = table
+        return wide + self.weights(self.table).mean(1)
+
+
+def test_what_forward_makes_and_keeps_counts_in_the_first_step() -> None:
+    torch.manual_seed(0)
+    model, x = MakesATable(), torch.randn(16, 512)
+    rk = Rockmate(model, x, "100 TiB", costs="flops", loss_memory=0)
+    predicted, seed = rk.plan.predicted_peak, torch.ones(16, 512)
+    assert model.table is None
+    assert measure_peak(lambda: rk(x).backward(seed), rk) == predicted
