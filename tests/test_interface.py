@@ -264,7 +264,7 @@ def test_the_plan_says_what_is_promised() -> None:
     rk = Rockmate(c.model(), x, part_way(found, 0.5), costs="flops")
     assert 0 < rk.plan.predicted_peak <= rk.plan.budget == rk.budget
     assert 0 < rk.plan.predicted_overhead < 1
-    assert set(rk.plan.setup_seconds) == {"trace", "simplify", "measure", "solve"}
+    assert set(rk.plan.setup_seconds) == {"capture", "trace", "simplify", "measure", "solve"}
     assert "predicted overhead" in str(rk.plan)
     assert rk.plan.program().count("recompute") == rk.plan.recomputed
     assert rk.backward() is None

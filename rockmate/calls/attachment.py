@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -234,6 +235,7 @@ class Attachment(Front):
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         self.inside.on = True
+        self.inside.began, self.inside.captured = time.perf_counter(), False  # see Front.capture_seconds
         try:
             yield
         finally:
@@ -252,7 +254,7 @@ class Attachment(Front):
         except Exception as error:
             if self.inside.ran:
                 raise
-            self._why = _only_said(error)
+            self._why, self.inside.captured = _only_said(error), True
         if self.only_plans or self.terms.always:
             return self._run_directly(model, call, self._why)
         self.reason = _first_line(self._why)

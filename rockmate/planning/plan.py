@@ -44,9 +44,10 @@ class Plan(PlanFields):
 
     ``call``: for which call, in a few words for each input, then the mode: ("x float32[8, 64]", "train", "autocast
     bfloat16"). ``predicted_peak``: bytes. ``predicted_overhead``: as a fraction of the step without recomputation.
-    ``setup_seconds``: of each phase that made the plan. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a
-    step takes at least within the budget, whatever runs again (proven for all schedules that ``solvers.walk`` accepts,
-    or for those of ``solvers.whole.whole_graph``'s class where that is higher); None for a plan that was loaded.
+    ``setup_seconds``: of each phase that made the plan; "capture" is TorchDynamo's, where the call was captured for it.
+    ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever runs
+    again (proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole.whole_graph``'s class
+    where that is higher); None for a plan that was loaded.
     """
 
     call: tuple[str, ...] = ()
