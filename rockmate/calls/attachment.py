@@ -7,8 +7,10 @@ import inspect
 import re
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -48,10 +50,15 @@ from solvers import Frontier
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it."""
+    """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it.
 
-    call: tuple[str, ...]
+    ``name``: the words of ``call`` in one text. Where they do not tell kinds apart, as in two calls that differ in what
+    the model's Python reads, those after the first are numbered: "x float32[8, 64], train (2)".
+    """
+
+    call: tuple[str, ...] = field(repr=False)
     plan: Plan | StepPlan | None
+    name: str
 
 
 class Attachment(Front):
@@ -111,12 +118,13 @@ class Attachment(Front):
 
     @property
     def plans(self) -> list[PlannedCall]:
-        """All kinds of calls so far, those of the last call first."""
+        """All kinds of calls so far, each under a name of its own, those of the last call first."""
         self._check_place()
         if self._steps is not None:
-            return [PlannedCall((f"{len(s.members)} graphs",), s.plan) for s in self._steps.known]
+            known = self._steps.known
+            return _named((k, (_graphs(len(s.members)), *s.members[0].call), s.plan) for k, s in enumerate(known))
         free = (call for calls in self._capture.graphs for call, _ in calls.spacious.values())
-        return [*(PlannedCall(v.call, v.plan) for v in self.cache.variants()), *(PlannedCall(c, None) for c in free)]
+        return _named([*((v.number, v.call, v.plan) for v in self.cache.variants()), *((inf, c, None) for c in free)])
 
     @property
     def budget(self) -> int:
@@ -351,6 +359,25 @@ class Attachment(Front):
             return name.removeprefix("kwargs.").removeprefix("model.")
 
         return described([name_of(name) for name in names], values, model.training)
+
+
+def _graphs(count: int) -> str:
+    return f"{count} graphs" if count > 1 else "1 graph"
+
+
+def _named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | StepPlan | None]]) -> list[PlannedCall]:
+    """Kinds of calls in the order in which they are given; those of the same words are numbered as the number before
+    them rises.
+    """
+    kinds = list(kinds)
+    found = [PlannedCall(call, plan, ", ".join(call)) for _, call, plan in kinds]
+    known: Counter[str] = Counter()
+    for k in sorted(range(len(found)), key=lambda k: kinds[k][0]):
+        name = found[k].name
+        known[name] += 1
+        if known[name] > 1:
+            found[k] = replace(found[k], name=f"{name} ({known[name]})")
+    return found
 
 
 def _only_said(error: Exception) -> Exception:

@@ -213,7 +213,8 @@ class Calls(ABC):
             said = variant.planner.call = self.front.described(self.names(call), call.leaves)
             variant.planner.seconds = {**capture, **variant.planner.seconds}
             seconds = {**capture, **variant.plan.setup_seconds}
-            variant = replace(variant, plan=replace(variant.plan, call=said, setup_seconds=seconds))
+            plan = replace(variant.plan, call=said, setup_seconds=seconds)
+            variant = replace(variant, plan=plan, number=next(self.cache.numbers))
             self.cache.add(key, variant.planner.missing, variant)
         self.front.tell(variant)
         return variant
@@ -314,7 +315,7 @@ class Calls(ABC):
             last = self.last
             size = budget.bytes(last.planner)
             with Heeded(), self._progress_of(last.planner):
-                variant = make_variant(last.planner, size, last.state, last.observer)
+                variant = replace(make_variant(last.planner, size, last.state, last.observer), number=last.number)
             self.cache.replace(last, variant)
             self.last, self.terms.budget = variant, size
 

@@ -735,6 +735,30 @@ def test_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "This is plan 4: pad inputs" in lines[3]
 
 
+def test_kinds_of_calls_have_names_of_their_own() -> None:
+    """Also where they differ in what the words for inputs and mode do not say."""
+
+    class Flagged(Net):
+        doubles = False
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return super().body(2 * x if self.doubles else x)
+
+    model = made(Flagged)
+    handle = attach(model, TIGHT, costs="flops")
+    for doubles in (False, True, False):
+        model.doubles = doubles
+        model(X).sum().backward()
+        model.zero_grad()
+    words = "x float32[256, 32], train"
+    assert [kind.name for kind in handle.plans] == [words, f"{words} (2)"]
+    model.doubles = True
+    model(X).sum().backward()
+    assert [kind.name for kind in handle.plans] == [f"{words} (2)", words]
+    handle.budget = "80%"
+    assert [kind.call for kind in handle.plans] == [("x float32[256, 32]", "train")]
+
+
 def test_the_seconds_of_planning_are_those_that_the_first_step_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

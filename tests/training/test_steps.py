@@ -360,7 +360,7 @@ def test_what_a_plan_prints() -> None:
     assert handle.plan.eager_peak == curve.max_budget > handle.plan.predicted_peak
     assert str(curve).count("%") == 2 * len(curve.table()) and curve.baselines == ()
     assert handle.reason
-    assert [planned.call for planned in handle.plans] == [("4 graphs",)]
+    assert [planned.name for planned in handle.plans] == ["4 graphs, x float32[512, 32], train"]
     assert handle.plan is not None
     assert "fwd." in handle.plan.program()
 
