@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import traceback
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,6 +161,33 @@ def test_a_budget_below_the_minimum_names_the_line_that_sets_it() -> None:
         c = case(name)
         with pytest.raises(InfeasibleBudgetError, match=f"What sets it is {place}"):
             Rockmate(c.model(), c.call(0)[0], 1000, costs="flops")
+
+
+def test_a_budget_where_nothing_can_be_saved_says_so() -> None:
+    large, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU()), torch.randn(2, 512)
+    found = frontier(large, x, costs="flops")
+    assert found.min_budget >= 0.99 * found.max_budget
+    with pytest.raises(InfeasibleBudgetError, match=r"saves next to nothing here: .* gradients of parameters and what"):
+        Rockmate(large, x, "50%", costs="flops")
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(mlp(), X, "1%", costs="flops")
+    assert "nothing" not in str(error.value)
+
+
+def test_a_budget_below_the_minimum_is_one_short_error() -> None:
+    """Neither the solver's frames, nor those of TorchDynamo, nor another error before it."""
+    model, rk = mlp(), Rockmate(mlp(), X, "100%", costs="flops")
+    rockmate.attach(model, 1000, costs="flops")
+
+    def set_budget() -> None:
+        rk.budget = 1000
+
+    for refused in (lambda: Rockmate(mlp(), X, 1000, costs="flops"), lambda: model(X), set_budget):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            refused()
+        assert error.value.__cause__ is None and error.value.__suppress_context__
+        places = {Path(frame.filename).name for frame in traceback.extract_tb(error.value.__traceback__)}
+        assert not places & {"planner.py", "variants.py", "calls.py", "capture.py", "dynamo.py"}
 
 
 def test_a_budget_that_the_loss_is_too_large_for() -> None:

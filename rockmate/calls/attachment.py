@@ -38,7 +38,14 @@ from rockmate.calls.surroundings import (
 )
 from rockmate.calls.variants import Variant
 from rockmate.calls.watched import WatchedCalls
-from rockmate.errors import BudgetWarning, CannotBeCalledError, HookError, InputError, VariantLimitError
+from rockmate.errors import (
+    BudgetWarning,
+    CannotBeCalledError,
+    HookError,
+    InfeasibleBudgetError,
+    InputError,
+    VariantLimitError,
+)
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import first_lazy
 from rockmate.planning.plan import Plan
@@ -141,7 +148,10 @@ class Attachment(Front):
         elif self.last is None:
             self.terms.budget = wanted
         else:
-            self.last.set_budget(wanted)
+            try:
+                self.last.set_budget(wanted)
+            except InfeasibleBudgetError as error:
+                raise error.with_traceback(None) from None
         for calls in self._capture.graphs:
             calls.spacious.clear()
             calls.free = False
@@ -250,6 +260,13 @@ class Attachment(Front):
             self.inside.on = False
 
     def _run(self, model: torch.nn.Module, call: Call) -> Any:
+        try:
+            return self._run_in_its_way(model, call)
+        except InfeasibleBudgetError as error:
+            raise error.with_traceback(None) from None  # nor do the frames of TorchDynamo
+
+    def _run_in_its_way(self, model: torch.nn.Module, call: Call) -> Any:
+        """Under a plan of one graph, of several, or of a trace."""
         if self._direct is not None:
             return self._run_traced(model, self._direct, call)
         if self._why is not None and (self._steps is None or self.only_plans):

@@ -52,7 +52,7 @@ class Terms:
         else raises ``error``.
         """
         if not self.least:
-            raise error
+            raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
         return least_instead(error)
 
     def bytes_known(self, device: torch.device) -> int | None:
