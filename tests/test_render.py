@@ -213,6 +213,17 @@ def test_unknown_format(tiny: Graphs, tmp_path: Path) -> None:
         print_graph(tiny.B, render_format="jpeg", directory=tmp_path)
 
 
+@dot
+def test_a_name_may_have_the_ending_of_its_format(tiny: Graphs, tmp_path: Path) -> None:
+    assert print_graph(tiny.K, "rk.png", directory=tmp_path) == tmp_path / "rk.png"
+    assert print_graph(tiny.K, "rk.png", render_format="pdf", directory=tmp_path) == tmp_path / "rk.pdf"
+    assert print_graph(tiny.K, "rk.v2", directory=tmp_path) == tmp_path / "rk.v2.svg"
+    assert print_graph(tiny.K, "rk.TXT", directory=tmp_path) == tmp_path / "rk.txt"
+    every = print_all_graphs(tiny, "all.pdf", directory=tmp_path)
+    assert [path.name for path in every] == [f"all_{stage}.pdf" for stage in "BDSK"]
+    assert (tmp_path / "rk.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_open_shows_the_file(tiny: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shown: list[str] = []
     monkeypatch.setattr("graphviz.view", shown.append)
