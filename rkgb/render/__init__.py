@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +9,7 @@ import torch
 
 from rkgb.errors import RenderWarning
 from rkgb.pipeline import Graphs, make_all_graphs
+from rkgb.render.compact import compact
 from rkgb.render.drawing import Graph, draw, draw_chain
 from rkgb.sample import Sample
 from rkgb.warn import warn
@@ -172,14 +172,4 @@ def to_svg(g: object) -> str | None:
         svg: str = _picture(g).pipe("svg", encoding="utf-8")
     except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):
         return None
-    return _compact(svg)
-
-
-def _compact(svg: str) -> str:
-    """The same picture in fewer letters and lines, as notebooks keep it in their files."""
-    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
-    places = r' (?:points|d|x|y|cx|cy|rx|ry)="[^"]*"'
-    svg = re.sub(places, lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), svg)
-    svg = re.sub(r'<g id="edge\d+" class="edge">\n<title>[^<]*</title>\n', '<g class="edge">\n', svg)
-    svg = re.sub(r'<g id="a_[^"]*">', "<g>", svg)
-    return re.sub(r">\n+<", "><", svg)
+    return compact(svg)
