@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
 from rockmate.planning.picture import Drawn, draw_step
 from rockmate.planning.plan import Plan, text_of_facts
+from rockmate.planning.plot import Part, plot_step
 from solvers.sequence import Stage, fastest, overhead_of, peak_of
 from solvers.tables import html_facts, html_table, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,6 +78,20 @@ class StepPlan:
         overhead = f"{100 * self.predicted_overhead:.1f} % longer"
         title = f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {overhead}"
         return draw_step(graphs, title, f"graphs: {len(graphs)}, and {self.small} small ones that run as they are")
+
+    def plot_memory(self, path: str | Path | None = None) -> Figure:
+        """Predicted memory over the time of a step as a figure of matplotlib, in MiB and ms, also written to ``path``.
+
+        What the code between graphs takes is drawn as lines: its time is not known. Steps of several graphs cannot be
+        measured operation by operation, so there is no ``measured=``. Raises ``ImportError`` where matplotlib is
+        missing.
+        """
+        chosen = (stage.choices[k] for stage, k in zip(self.stages, self.chosen, strict=True))
+        parts = [
+            Part(part.problem, part.schedule, stage, choice)
+            for part, stage, choice in zip(self.parts, self.stages, chosen, strict=True)
+        ]
+        return plot_step(parts, self.budget, self.eager_peak, path)
 
     def __repr__(self) -> str:
         return (
