@@ -198,7 +198,8 @@ class Attachment(Front):
     def __repr__(self) -> str:
         budget = self.terms.budget
         size = show_bytes(budget) if isinstance(budget, int) else str(budget)
-        return f"<rockmate.attach: {self.name}, {size}, {len(self.plans)} plans>"
+        count = len(self.plans)
+        return f"<rockmate.attach: {self.name}, budget {size}, {count} plan{'s' * (count != 1)}>"
 
     # -------------------------------------------------------------------------- calls
 

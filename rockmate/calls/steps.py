@@ -164,7 +164,7 @@ def _graphs(count: int) -> str:
 def _said(plan: StepPlan) -> str:
     return (
         f"planned a step of {len(plan.parts)} graph{'s' * (len(plan.parts) > 1)}: "
-        f"{show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
+        f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
         f"{100 * plan.predicted_overhead:.1f} % more time"
     )
 

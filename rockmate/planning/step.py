@@ -95,8 +95,8 @@ class StepPlan:
 
     def __repr__(self) -> str:
         return (
-            f"<StepPlan: {len(self.parts)} graphs, {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, "
-            f"{100 * self.predicted_overhead:.1f} % longer>"
+            f"<StepPlan: {len(self.parts)} graphs, peak {show_bytes(self.predicted_peak)}, "
+            f"budget {show_bytes(self.budget)}, {100 * self.predicted_overhead:.1f} % longer>"
         )
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -104,12 +104,15 @@ class StepPlan:
             ("eager's peak", show_bytes(self.eager_peak)),
             ("budget", show_bytes(self.budget)),
             ("predicted peak", show_bytes(self.predicted_peak)),
-            ("predicted overhead", f"{100 * self.predicted_overhead:.1f} %"),
-            ("graphs", f"{len(self.parts)}, and {self.small} small ones that run as they are"),
+            ("predicted overhead", f"{100 * self.predicted_overhead:.1f} % more time"),
+            (
+                "graphs",
+                f"{len(self.parts)}" + (f", and {self.small} small ones that run as they are" if self.small else ""),
+            ),
         ]
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("graph", "nodes", "runs again", "keeps", "keeps at most", "of")]
+        rows: list[tuple[str, ...]] = [("graph", "nodes", "runs again", "keeps", "keeps at most", "called with")]
         parts = zip(self.names, self.parts, self.stages, self.chosen, strict=True)
         for number, (name, part, stage, k) in enumerate(parts, 1):
             sizes = stage.choices[k].kept, max(c.kept for c in stage.choices)

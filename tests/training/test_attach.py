@@ -750,6 +750,7 @@ def test_kinds_of_calls_have_names_of_their_own() -> None:
         model.doubles = doubles
         model(X).sum().backward()
         model.zero_grad()
+    assert repr(handle) == "<rockmate.attach: Flagged, budget 1.0 MiB, 2 plans>"
     words = "x float32[256, 32], train"
     assert [kind.name for kind in handle.plans] == [words, f"{words} (2)"]
     model.doubles = True
