@@ -6,10 +6,14 @@ It draws the sizes of images and reads them, so that it is captured as several g
 """
 
 import torch
-from torchvision.models.detection import FCOS
-from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 import rockmate
+
+try:
+    from torchvision.models.detection import FCOS
+    from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+except RuntimeError as error:  # compiled for another build of torch
+    raise SystemExit(f"torchvision does not fit this torch ({error}): install both from one index") from None
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         print("loss", loss.item())
-    print(*(f"{', '.join(kind.call)}\n{kind.plan}\n" for kind in rockmate.attached(model).plans), sep="\n")
+    print(*(f"{kind.name}\n{kind.plan}\n" for kind in rockmate.attached(model).plans), sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,13 @@
 python examples/with_lightning.py
 """
 
+try:
+    import torchvision  # noqa: F401 - lightning imports it where it is installed
+except ImportError:
+    pass
+except RuntimeError as error:  # compiled for another build of torch
+    raise SystemExit(f"torchvision does not fit this torch ({error}): install both from one index") from None
+
 import lightning
 import torch
 from torch import nn

@@ -57,7 +57,7 @@ class Budget:
 
     def __str__(self) -> str:
         if self.size is not None:
-            return f"{self.size} bytes"
+            return show_bytes(self.size)
         return "auto" if self.share is None else f"{(100 * self.share).normalize():f}%"
 
 

@@ -66,7 +66,7 @@ def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, befo
     """What is said of plan ``number`` of the model ``what``; ``before``: the call that the plan before is for."""
     line = (
         f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {', '.join(call)}: "
-        f"{show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
+        f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
         f"{100 * plan.predicted_overhead:.1f} % more time"
     )
     if before is not None:

@@ -75,7 +75,7 @@ def run_apart(source: str, path: Path, folder: Path) -> str:
 def test_example(path: Path, tmp_path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     for library in LIBRARIES:
-        if re.search(rf"^(?:import|from) {library}\b", source, re.MULTILINE):
+        if re.search(rf"^(?:import| *from) {library}\b", source, re.MULTILINE):
             let_torchvision_be_imported()
             pytest.importorskip(library)
     apart = "multiprocessing.spawn" in source
@@ -92,3 +92,19 @@ def test_example(path: Path, tmp_path: Path) -> None:
     assert "predicted peak" not in printed[1]
     overheads = re.findall(r"^predicted overhead +([\d.]+) %", printed[0], re.MULTILINE)
     assert any(float(found) for found in overheads), "the budget forces nothing"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if "torchvision" in path.read_text(encoding="utf-8")], ids=lambda path: path.stem
+)
+def test_a_torchvision_that_does_not_fit_is_named(path: Path, tmp_path: Path) -> None:
+    """Beside another build of torch its import fails, and that of libraries which import it names something else."""
+    (tmp_path / "torchvision").mkdir()
+    broken = 'raise RuntimeError("operator torchvision::nms does not exist")'
+    (tmp_path / "torchvision" / "__init__.py").write_text(broken, encoding="utf-8")
+    known = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, path], check=False, env=known, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "torchvision does not fit this torch (operator torchvision::nms does not exist): install both from one index\n"
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import traceback
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,6 +163,33 @@ def test_a_budget_below_the_minimum_names_the_line_that_sets_it() -> None:
             Rockmate(c.model(), c.call(0)[0], 1000, costs="flops")
 
 
+def test_a_budget_where_nothing_can_be_saved_says_so() -> None:
+    large, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU()), torch.randn(2, 512)
+    found = frontier(large, x, costs="flops")
+    assert found.min_budget >= 0.99 * found.max_budget
+    with pytest.raises(InfeasibleBudgetError, match=r"saves next to nothing here: .* gradients of parameters and what"):
+        Rockmate(large, x, "50%", costs="flops")
+    with pytest.raises(InfeasibleBudgetError) as error:
+        Rockmate(mlp(), X, "1%", costs="flops")
+    assert "nothing" not in str(error.value)
+
+
+def test_a_budget_below_the_minimum_is_one_short_error() -> None:
+    """Neither the solver's frames, nor those of TorchDynamo, nor another error before it."""
+    model, rk = mlp(), Rockmate(mlp(), X, "100%", costs="flops")
+    rockmate.attach(model, 1000, costs="flops")
+
+    def set_budget() -> None:
+        rk.budget = 1000
+
+    for refused in (lambda: Rockmate(mlp(), X, 1000, costs="flops"), lambda: model(X), set_budget):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            refused()
+        assert error.value.__cause__ is None and error.value.__suppress_context__
+        places = {Path(frame.filename).name for frame in traceback.extract_tb(error.value.__traceback__)}
+        assert not places & {"planner.py", "variants.py", "calls.py", "capture.py", "dynamo.py"}
+
+
 def test_a_budget_that_the_loss_is_too_large_for() -> None:
     model = nn.Linear(16, 16)
     with pytest.raises(InfeasibleBudgetError, match=r"sets it is the loss, .*say what the loss takes \(loss_memory=\)"):
@@ -264,7 +293,7 @@ def test_the_plan_says_what_is_promised() -> None:
     rk = Rockmate(c.model(), x, part_way(found, 0.5), costs="flops")
     assert 0 < rk.plan.predicted_peak <= rk.plan.budget == rk.budget
     assert 0 < rk.plan.predicted_overhead < 1
-    assert set(rk.plan.setup_seconds) == {"trace", "simplify", "measure", "solve"}
+    assert set(rk.plan.setup_seconds) == {"capture", "trace", "simplify", "measure", "solve"}
     assert "predicted overhead" in str(rk.plan)
     assert rk.plan.program().count("recompute") == rk.plan.recomputed
     assert rk.backward() is None

@@ -108,7 +108,7 @@ def test_notebooks_about_budgets_show_the_curve_the_plan_and_the_memory(path: Pa
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
 def test_what_is_committed_is_small_and_says_nothing_of_the_machine(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text) < (700_000 if path == NOTEBOOK else 500_000)
+    assert len(text) < 320_000
     assert not re.findall(r"/(?:tmp|home|root|Users|work)/|ipykernel_\d|site-packages", text)
 
 

@@ -155,13 +155,15 @@ def test_summary_names_every_figure(plan: Plan) -> None:
     assert lines["eager's peak"].strip() == "948.1 KiB"
     assert plan.eager_peak == Rockmate(mlp(6), SAMPLE, "100%", costs="flops").plan.predicted_peak
     assert lines["budget"].strip() == "536.3 KiB"
+    assert re.match(r"500\.1 KiB, in the backward of [\w.]+$", lines["predicted peak"].strip())
+    assert lines["predicted overhead"].strip().startswith("12.8 % more time, ")
     assert lines["blocks"].strip() == f"{len(plan.problem.blocks)}, of them distinct: 3"
     assert all(f"{phase} " in lines["set-up"] for phase in ("trace", "simplify", "measure", "solve"))
     assert str(plan).endswith(block_table(plan.problem, plan.schedule))
 
 
 def test_a_plan_shows_itself(plan: Plan) -> None:
-    assert repr(plan) == "<Plan: 500.1 KiB of 536.3 KiB, 12.8 % longer>"
+    assert repr(plan) == "<Plan: peak 500.1 KiB, budget 536.3 KiB, 12.8 % longer>"
     printer = RepresentationPrinter(io.StringIO())
     printer.pretty(plan)
     printer.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +9,7 @@ import torch
 
 from rkgb.errors import RenderWarning
 from rkgb.pipeline import Graph, Graphs, make_all_graphs
+from rkgb.render.compact import compact
 from rkgb.sample import Sample
 from rkgb.warn import warn
 
@@ -22,14 +22,15 @@ class Drawable(Protocol):
         """The picture, a ``graphviz.Digraph``."""
 
 
-FORMATS = ("svg", "pdf", "png", "text")
+ENDINGS = {"svg": ".svg", "pdf": ".pdf", "png": ".png", "text": ".txt"}
+"""Of the files in each format."""
 
 
 def print_graph(
     g: Graph | Graphs | Drawable,
     name: str | None = None,
     open: bool = False,
-    render_format: str = "svg",
+    render_format: str | None = None,
     directory: str | Path = "graphviz_dir",
 ) -> Path:
     """Write the picture of ``g``, or of the chain of blocks of all ``Graphs``, and return the file's path.
@@ -38,9 +39,10 @@ def print_graph(
 
     The source is ``<directory>/<name>.gv``, the picture ``<directory>/<name>.<render_format>``. ``render_format`` is
     "svg" (its boxes show the user's source lines under the mouse), "pdf", "png", or "text" for ``str(g)`` in
-    ``<name>.txt``. ``name``: by default the graph's class. ``open``: show the file with the system's viewer. The
-    picture of a large graph has its distinct blocks only. If ``dot`` is not installed or fails, the .gv file alone is
-    written, with a ``RenderWarning``, and its path is returned.
+    ``<name>.txt``. By default it is what ``name`` ends with ("plan.png"), or else "svg". Such an ending is not written
+    twice. ``name``: by default the graph's class. ``open``: show the file with the system's viewer. The picture of a
+    large graph has its distinct blocks only. If ``dot`` is not installed or fails, the .gv file alone is written, with
+    a ``RenderWarning``, and its path is returned.
 
     Raises:
         TypeError: ``g`` is no graph.
@@ -52,10 +54,8 @@ def print_graph(
             f"{type(g).__name__} is no graph: give one of the graphs B, D, S, K, what make_all_graphs made, or a plan"
             f"{hint}"
         )
-    if render_format not in FORMATS:
-        raise ValueError(f"render_format is {render_format!r}; it can be {', '.join(FORMATS)}")
-    folder, name = Path(directory), name or type(g).__name__
-    path = folder / f"{name}.{'txt' if render_format == 'text' else render_format}"
+    folder, (name, render_format) = Path(directory), _name_and_format(name or type(g).__name__, render_format)
+    path = folder / f"{name}{ENDINGS[render_format]}"
     path.parent.mkdir(parents=True, exist_ok=True)
     if render_format == "text":
         path.write_text(str(g) + "\n", encoding="utf-8")
@@ -67,6 +67,19 @@ def print_graph(
     if open:
         _view(path)
     return path
+
+
+def _name_and_format(name: str, render_format: str | None) -> tuple[str, str]:
+    """The name without the ending of a format, and the format: the one that was asked for, or that of the ending.
+
+    Raises ``ValueError`` if there is no such format.
+    """
+    if render_format is not None and render_format not in ENDINGS:
+        raise ValueError(f"render_format is {render_format!r}; it can be {', '.join(ENDINGS)}")
+    for known, ending in ENDINGS.items():
+        if name.lower().endswith(ending):
+            return name[: -len(ending)], render_format or known
+    return name, render_format or "svg"
 
 
 def _rendered(source: Path, path: Path, render_format: str) -> bool:
@@ -101,12 +114,13 @@ def print_all_graphs(
     result: Graphs,
     name: str = "graphs",
     open: bool = False,
-    render_format: str = "svg",
+    render_format: str | None = None,
     directory: str | Path = "graphviz_dir",
 ) -> list[Path]:
     """Write the pictures of all stages, ``<name>_B``, ``_D``, ``_S``, ``_K``; see ``print_graph``."""
     if not isinstance(result, Graphs):
         raise TypeError(f"{type(result).__name__} is not what rkgb.make_all_graphs(model, sample) makes: give that")
+    name, render_format = _name_and_format(name, render_format)
     stages: dict[str, Graph] = {"B": result.B, "D": result.D, "S": result.S, "K": result.K}
     return [print_graph(g, f"{name}_{stage}", open, render_format, directory) for stage, g in stages.items()]
 
@@ -159,14 +173,4 @@ def to_svg(g: object) -> str | None:
         svg: str = _picture(g).pipe("svg", encoding="utf-8")
     except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):
         return None
-    return _compact(svg)
-
-
-def _compact(svg: str) -> str:
-    """The same picture in fewer letters and lines, as notebooks keep it in their files."""
-    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
-    places = r' (?:points|d|x|y|cx|cy|rx|ry)="[^"]*"'
-    svg = re.sub(places, lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), svg)
-    svg = re.sub(r'<g id="edge\d+" class="edge">\n<title>[^<]*</title>\n', '<g class="edge">\n', svg)
-    svg = re.sub(r'<g id="a_[^"]*">', "<g>", svg)
-    return re.sub(r">\n+<", "><", svg)
+    return compact(svg)

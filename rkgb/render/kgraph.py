@@ -211,7 +211,7 @@ def K_overview(
             any_backward = any(n.backward for n in k.nodes[start:stop])
             text = parts.label(f"block {b} backward", backward if any_backward else "none")
             fill = parts.BACKWARD if any_backward else parts.CALM
-            parts.add_box(row, f"b_chain{b}", text, tooltip, fill, group="chain_backward", **look)
+            parts.add_box(row, f"b_chain{b}", text, f"the backward of block {b}", fill, group="chain_backward", **look)
             row.edge(f"f_chain{b}", f"d_chain{b}", color=_READ)
             row.edge(f"d_chain{b}", f"b_chain{b}", color=_SAVED)
         if b > span[0]:

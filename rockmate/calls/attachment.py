@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -35,7 +38,14 @@ from rockmate.calls.surroundings import (
 )
 from rockmate.calls.variants import Variant
 from rockmate.calls.watched import WatchedCalls
-from rockmate.errors import BudgetWarning, CannotBeCalledError, HookError, InputError, VariantLimitError
+from rockmate.errors import (
+    BudgetWarning,
+    CannotBeCalledError,
+    HookError,
+    InfeasibleBudgetError,
+    InputError,
+    VariantLimitError,
+)
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import first_lazy
 from rockmate.planning.plan import Plan
@@ -47,10 +57,15 @@ from solvers import Frontier
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it."""
+    """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it.
 
-    call: tuple[str, ...]
+    ``name``: the words of ``call`` in one text. Where they do not tell kinds apart, as in two calls that differ in what
+    the model's Python reads, those after the first are numbered: "x float32[8, 64], train (2)".
+    """
+
+    call: tuple[str, ...] = field(repr=False)
     plan: Plan | StepPlan | None
+    name: str
 
 
 class Attachment(Front):
@@ -110,12 +125,13 @@ class Attachment(Front):
 
     @property
     def plans(self) -> list[PlannedCall]:
-        """All kinds of calls so far, those of the last call first."""
+        """All kinds of calls so far, each under a name of its own, those of the last call first."""
         self._check_place()
         if self._steps is not None:
-            return [PlannedCall((f"{len(s.members)} graphs",), s.plan) for s in self._steps.known]
+            known = self._steps.known
+            return _named((k, (_graphs(len(s.members)), *s.members[0].call), s.plan) for k, s in enumerate(known))
         free = (call for calls in self._capture.graphs for call, _ in calls.spacious.values())
-        return [*(PlannedCall(v.call, v.plan) for v in self.cache.variants()), *(PlannedCall(c, None) for c in free)]
+        return _named([*((v.number, v.call, v.plan) for v in self.cache.variants()), *((inf, c, None) for c in free)])
 
     @property
     def budget(self) -> int:
@@ -132,7 +148,10 @@ class Attachment(Front):
         elif self.last is None:
             self.terms.budget = wanted
         else:
-            self.last.set_budget(wanted)
+            try:
+                self.last.set_budget(wanted)
+            except InfeasibleBudgetError as error:
+                raise error.with_traceback(None) from None
         for calls in self._capture.graphs:
             calls.spacious.clear()
             calls.free = False
@@ -179,7 +198,8 @@ class Attachment(Front):
     def __repr__(self) -> str:
         budget = self.terms.budget
         size = show_bytes(budget) if isinstance(budget, int) else str(budget)
-        return f"<rockmate.attach: {self.name}, {size}, {len(self.plans)} plans>"
+        count = len(self.plans)
+        return f"<rockmate.attach: {self.name}, budget {size}, {count} plan{'s' * (count != 1)}>"
 
     # -------------------------------------------------------------------------- calls
 
@@ -234,12 +254,20 @@ class Attachment(Front):
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         self.inside.on = True
+        self.inside.began, self.inside.captured = time.perf_counter(), False  # see Front.capture_seconds
         try:
             yield
         finally:
             self.inside.on = False
 
     def _run(self, model: torch.nn.Module, call: Call) -> Any:
+        try:
+            return self._run_in_its_way(model, call)
+        except InfeasibleBudgetError as error:
+            raise error.with_traceback(None) from None  # nor do the frames of TorchDynamo
+
+    def _run_in_its_way(self, model: torch.nn.Module, call: Call) -> Any:
+        """Under a plan of one graph, of several, or of a trace."""
         if self._direct is not None:
             return self._run_traced(model, self._direct, call)
         if self._why is not None and (self._steps is None or self.only_plans):
@@ -252,7 +280,7 @@ class Attachment(Front):
         except Exception as error:
             if self.inside.ran:
                 raise
-            self._why = _only_said(error)
+            self._why, self.inside.captured = _only_said(error), True
         if self.only_plans or self.terms.always:
             return self._run_directly(model, call, self._why)
         self.reason = _first_line(self._why)
@@ -349,6 +377,25 @@ class Attachment(Front):
             return name.removeprefix("kwargs.").removeprefix("model.")
 
         return described([name_of(name) for name in names], values, model.training)
+
+
+def _graphs(count: int) -> str:
+    return f"{count} graphs" if count > 1 else "1 graph"
+
+
+def _named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | StepPlan | None]]) -> list[PlannedCall]:
+    """Kinds of calls in the order in which they are given; those of the same words are numbered as the number before
+    them rises.
+    """
+    kinds = list(kinds)
+    found = [PlannedCall(call, plan, ", ".join(call)) for _, call, plan in kinds]
+    known: Counter[str] = Counter()
+    for k in sorted(range(len(found)), key=lambda k: kinds[k][0]):
+        name = found[k].name
+        known[name] += 1
+        if known[name] > 1:
+            found[k] = replace(found[k], name=f"{name} ({known[name]})")
+    return found
 
 
 def _only_said(error: Exception) -> Exception:

@@ -201,6 +201,7 @@ class Calls(ABC):
 
     def _make_variant(self, call: Call, saved: SavedPlan | None = None) -> Variant:
         refuse_within_measurements()
+        capture = self.front.capture_seconds()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
             key, latest = self.kind(call)[0], partial(self._fitting_latest, call)
             known = None if saved is not None else self.resized_planner(call, latest, report)
@@ -210,7 +211,10 @@ class Calls(ABC):
             else:
                 variant = self._traced(call, report, saved)
             said = variant.planner.call = self.front.described(self.names(call), call.leaves)
-            variant = replace(variant, plan=replace(variant.plan, call=said))
+            variant.planner.seconds = {**capture, **variant.planner.seconds}
+            seconds = {**capture, **variant.plan.setup_seconds}
+            plan = replace(variant.plan, call=said, setup_seconds=seconds)
+            variant = replace(variant, plan=plan, number=next(self.cache.numbers))
             self.cache.add(key, variant.planner.missing, variant)
         self.front.tell(variant)
         return variant
@@ -311,7 +315,7 @@ class Calls(ABC):
             last = self.last
             size = budget.bytes(last.planner)
             with Heeded(), self._progress_of(last.planner):
-                variant = make_variant(last.planner, size, last.state, last.observer)
+                variant = replace(make_variant(last.planner, size, last.state, last.observer), number=last.number)
             self.cache.replace(last, variant)
             self.last, self.terms.budget = variant, size
 

@@ -87,6 +87,7 @@ class Capture:
 
     def captured(self, program: fx.GraphModule) -> Callable[..., Any]:
         """What runs in the place of ``program``, which TorchDynamo has captured."""
+        self.front.inside.captured = True
         self._classes = classes_of(self._model())
         self._unguarded = unguarded(self._classes)
         try:

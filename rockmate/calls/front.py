@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class Terms:
         else raises ``error``.
         """
         if not self.least:
-            raise error
+            raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
         return least_instead(error)
 
     def bytes_known(self, device: torch.device) -> int | None:
@@ -120,6 +121,14 @@ class Front:
     def only_plans(self) -> bool:
         """Whether this thread plans, and runs nothing."""
         return False
+
+    def capture_seconds(self) -> dict[str, float]:
+        """Seconds from the beginning of this thread's call until now, as the phase "capture" of the set-up.
+
+        Empty if TorchDynamo captured nothing in this call, or if that was told already.
+        """
+        captured, self.inside.captured = getattr(self.inside, "captured", False), False
+        return {"capture": time.perf_counter() - self.inside.began} if captured else {}
 
     def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:
         """A call in a few words."""

@@ -21,13 +21,14 @@ from rkgb.device.kind import Moment
 from rkgb.sample import Call
 from rkgb.storages import storage_key
 from rkgb.warn import warn
-from rockmate.budget import Budget, show_bytes
+from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.front import Front, least_instead
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
 from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
+from rockmate.planning.least import saves_nothing
 from rockmate.planning.step import StepPlan
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
@@ -110,12 +111,13 @@ class Steps:
         try:
             sequence.chosen = sequence.choose(terms.budget)
         except InfeasibleError as error:
-            eager = show_bytes(sequence.eager_peak)
+            eager = show_at_least(sequence.eager_peak)
             message = (
-                f"no plan fits a budget of {show_bytes(terms.budget)}: the forward of {self.front.name} is "
+                f"no plan fits a budget of {show_at_most(terms.budget)}: the forward of {self.front.name} is "
                 f"{_graphs(len(sequence.members))}, for which the smallest that can be "
-                f"planned is {show_bytes(error.min_budget)}; without recomputation the step takes {eager}. Raise the "
-                "budget or make the batch smaller."
+                f"planned is {show_at_least(error.min_budget)}; without recomputation the step takes {eager}. "
+                f"{_NOTHING if saves_nothing(error.min_budget, sequence.eager_peak) else ''}Raise the budget or make "
+                "the batch smaller."
             )
             problem = InfeasibleBudgetError(message, error.min_budget)
             unsettled = self.known and self.asked is not None and self.asked.share is not None  # larger steps may come
@@ -142,6 +144,11 @@ class Steps:
 
 _POINTS = 16
 
+_NOTHING = (
+    "Recomputation saves next to nothing here: nearly all of it is gradients of parameters, code between the graphs, "
+    "and what one operation needs. "
+)
+
 _UNKNOWN = "a step ran graphs that were not planned together"
 
 _ELSEWHERE = (
@@ -157,7 +164,7 @@ def _graphs(count: int) -> str:
 def _said(plan: StepPlan) -> str:
     return (
         f"planned a step of {len(plan.parts)} graph{'s' * (len(plan.parts) > 1)}: "
-        f"{show_bytes(plan.predicted_peak)} of {show_bytes(plan.budget)}, "
+        f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
         f"{100 * plan.predicted_overhead:.1f} % more time"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Variant:
     Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
     variables would hold tensors beyond the prediction. ``state``: what the module's Python read, where that is watched.
     ``observer``: watches what the caller does with the outputs; None for a plan from a file, which stays as it is.
-    ``family``: the calls of other sizes that run the same graph.
+    ``family``: the calls of other sizes that run the same graph. ``number``: rises from one kind of call to the next.
     """
 
     planner: Planner
@@ -50,6 +51,7 @@ class Variant:
     state: PythonState | None
     observer: Observer | None
     family: Family | None = None
+    number: int = 0
 
     @property
     def call(self) -> tuple[str, ...]:
@@ -208,6 +210,7 @@ class PlanCache:
         self._entries: tuple[_Entry, ...] = ()
         self._lock = threading.Lock()
         self.dropped = 0
+        self.numbers = itertools.count()  # see Variant.number
 
     def find(self, key: Hashable, missing: frozenset[str]) -> list[Variant]:
         """Variants for such a call, last used first. One for more missing gradients will do: those need no memory."""

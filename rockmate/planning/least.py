@@ -6,6 +6,9 @@ from rkgb.Ktools import K_graph
 from rockmate.budget import show_at_least, show_at_most, show_bytes
 from solvers import Bwd, Run, Step
 
+SAME = 0.99
+"""From this share of eager's peak on, there is nothing to save."""
+
 
 def too_small(k: K_graph, budget: int, least: int, eager: int, at: Step | None) -> str:
     """The message for a ``budget`` below ``least``, which the step ``at`` sets; ``eager``: bytes without recomputation.
@@ -17,8 +20,22 @@ def too_small(k: K_graph, budget: int, least: int, eager: int, at: Step | None) 
     return (
         f"no plan fits a budget of {show_at_most(budget)}: the smallest that can be planned is {show_at_least(least)}"
         f"{share}; without recomputation the step takes {show_at_least(eager)}. What sets it is {place_of(k, at)}. "
-        f"{_advice(at)}"
+        f"{_limit(least, eager, gradients, at)}{_advice(at)}"
     )
+
+
+def saves_nothing(least: int, eager: int) -> bool:
+    """Whether the ``least`` bytes that can be planned are as good as those of a step without recomputation."""
+    return least >= SAME * eager
+
+
+def _limit(least: int, eager: int, gradients: int, at: Step | None) -> str:
+    """Why recomputation does not help, where it does not."""
+    if not saves_nothing(least, eager):
+        return ""
+    what = "what that operation needs" if isinstance(at, (Run, Bwd)) else "outputs and the loss"
+    beside = "gradients of parameters and " if gradients else ""
+    return f"Recomputation saves next to nothing here: nearly all of it is {beside}{what}. "
 
 
 def parameter_gradients(k: K_graph, at: Step | None) -> int:

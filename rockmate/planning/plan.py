@@ -20,7 +20,7 @@ from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
 from rockmate.planning.room import usual_problem
 from rockmate.run.watch import MeasuredStep
-from solvers import Problem, Run, Schedule, format_schedule, keep_everything, step_name, walk
+from solvers import Bwd, Problem, Run, Schedule, Step, format_schedule, keep_everything, walk
 from solvers.tables import html_facts, html_table
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ class Plan(PlanFields):
 
     ``call``: for which call, in a few words for each input, then the mode: ("x float32[8, 64]", "train", "autocast
     bfloat16"). ``predicted_peak``: bytes. ``predicted_overhead``: as a fraction of the step without recomputation.
-    ``setup_seconds``: of each phase that made the plan. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a
-    step takes at least within the budget, whatever runs again (proven for all schedules that ``solvers.walk`` accepts,
-    or for those of ``solvers.whole.whole_graph``'s class where that is higher); None for a plan that was loaded.
+    ``setup_seconds``: of each phase that made the plan; "capture" is TorchDynamo's, where the call was captured for it.
+    ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever runs
+    again (proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole.whole_graph``'s class
+    where that is higher); None for a plan that was loaded.
     """
 
     call: tuple[str, ...] = ()
@@ -160,7 +161,8 @@ class Plan(PlanFields):
         )
 
     def __repr__(self) -> str:
-        return f"<Plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer>"
+        sizes = f"peak {show_bytes(self.predicted_peak)}, budget {show_bytes(self.budget)}"
+        return f"<Plan: {sizes}, {self._overhead()} longer>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """A notebook shows the summary."""
@@ -204,13 +206,13 @@ class Plan(PlanFields):
         seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         kinds = len({b.kind for b in self.problem.blocks})
         walked = walk(self.problem_with_usual_loss(), self.schedule)
-        at = step_name(self.problem, self.schedule[walked.peak_step])
+        at = _moment(self.problem, self.schedule[walked.peak_step])
         facts = [
             *facts_of_call(self.call or describe_inputs(self.graph.s)),
             ("eager's peak", show_bytes(self.eager_peak)),
             ("budget", show_bytes(self.budget)),
-            ("predicted peak", f"{show_bytes(self.predicted_peak)}, at {at}"),
-            ("predicted overhead", f"{self._overhead()}{self._proof()}"),
+            ("predicted peak", f"{show_bytes(self.predicted_peak)}, {at}"),
+            ("predicted overhead", f"{self._overhead()} more time{self._proof()}"),
             ("nodes", f"{len(self.problem.nodes)}; runs again: {self.recomputed}"),
             ("blocks", f"{len(self.problem.blocks)}, of them distinct: {kinds}"),
             ("found by", self.solver),
@@ -218,7 +220,8 @@ class Plan(PlanFields):
             *self._idle_outputs(),
         ]
         if self.room.seen:
-            facts.append(("room for the loss", f"{show_bytes(self.room.between + self.room.kept)}, as it took so far"))
+            size = show_bytes(self.room.between + self.room.kept)
+            facts.append(("room for the loss", f"{size}, as measured in the steps so far"))
         facts += [("search stopped", self.reason)] if self.reason else []
         return facts + [("guard", g) for g in self.guards] + [("note", n) for n in self.notes]
 
@@ -230,6 +233,14 @@ class Plan(PlanFields):
         rows, left_out = block_rows(self.problem, self.schedule)
         more = f"<p>… and {left_out} lines more</p>" if left_out else ""
         return html_facts(self._facts()) + html_table(rows, left=[len(rows[0]) - 1]) + more
+
+
+def _moment(problem: Problem, step: Step) -> str:
+    """When a step of a schedule runs, in words."""
+    if not isinstance(step, (Run, Bwd)):
+        return "at the loss"
+    name = problem.nodes[step.node].name
+    return f"in the backward of {name}" if isinstance(step, Bwd) else f"in {name}"
 
 
 def facts_of_call(call: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rockmate.errors import InputError
 from rockmate.run.watch import MeasuredStep
 from solvers import Bwd, Del, Loss, Problem, Run, Schedule, keep_everything, walk
 from solvers.figures import MIB, finished, new_figure
+from solvers.sequence import Choice, Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,20 +35,74 @@ def plot_memory(
     figure, axes = new_figure()
     eager = _Levels(problem, keep_everything(problem))
     ours = _Levels(problem, schedule)
-    for kind, color in (("forward", "#8fb4d9"), ("run again", "#5b7f3f"), ("backward", "#f0b48a")):
-        sizes = [size if k == kind else 0.0 for size, k in zip(ours.bytes, ours.kinds, strict=True)]
-        axes.stairs(sizes, ours.edges, fill=True, color=color, label=kind)
+    _add_kinds(axes, ours.edges, ours.bytes, ours.kinds)
     axes.vlines([ours.loss], 0, [ours.loss_bytes], color="#b04a4a", label="loss")
     axes.stairs(eager.bytes, eager.edges, color="#777777", label="if everything were kept")
     if measured is not None:
         _add_measured(axes, ours, measured)
-    axes.axhline(budget / MIB, color="#b04a4a", linestyle="--", label="budget")
     axes.set_xlabel("time of the step, by the plan's costs (ms)")
-    axes.set_ylabel("memory above the level at the call (MiB)")
     axes.set_xlim(0, max(eager.edges[-1], ours.edges[-1]))
+    _add_budget(axes, budget)
+    return finished(figure, path)
+
+
+class Part(NamedTuple):
+    """One graph of a step: its problem and schedule, the ``stage`` that it is, and the ``choice`` that it runs."""
+
+    problem: Problem
+    schedule: Schedule
+    stage: Stage
+    choice: Choice
+
+
+def plot_step(parts: Sequence[Part], budget: int, eager_peak: int, path: str | Path | None = None) -> Figure:
+    """Memory over the time of a step of several graphs, as predicted; ``budget`` and ``eager_peak`` in bytes.
+
+    A point is what is allocated while one operation of a graph runs. What the code between graphs takes at most is a
+    line after the graph: nothing is known of its time. Raises ``ImportError`` where matplotlib is missing.
+    """
+    figure, axes = new_figure()
+    edges, sizes, kinds = [0.0], [], []
+    between: list[tuple[float, float]] = []  # time, MiB
+    below = [0]  # before each graph, what those before it keep
+    for part in parts:
+        below.append(below[-1] + part.choice.kept)
+    forwards = [(part, below[k], True) for k, part in enumerate(parts)]
+    for part, kept, forward in [*forwards, *((part, kept, False) for part, kept, _ in reversed(forwards))]:
+        levels, stage = _Levels(part.problem, part.schedule), part.stage
+        own = kept / MIB + part.choice.forward / MIB - levels.forward_peak  # with what is beside the problem
+        own += (stage.before if forward else stage.beside) / MIB
+        turn = edges[-1], levels.loss_bytes + own  # between the graph's forward and its backward
+        for k, kind in enumerate(levels.kinds):
+            if (kind == "forward") == forward:
+                edges.append(edges[-1] + levels.edges[k + 1] - levels.edges[k])
+                sizes.append(levels.bytes[k] + own)
+                kinds.append(kind)
+        if forward:
+            turn = edges[-1], max(turn[1], (kept + part.choice.kept + stage.after) / MIB)
+        between += [turn] if forward else [turn, (edges[-1], (kept + stage.rest) / MIB)]
+    _add_kinds(axes, edges, sizes, kinds)
+    times, highest = zip(*between, strict=True)
+    axes.vlines(times, 0, highest, color="#777777", label="code between graphs, at most")
+    axes.axhline(eager_peak / MIB, color="#777777", linestyle=":", label="peak if everything were kept")
+    axes.set_xlabel("time of the graphs, by the plan's costs (ms)")
+    axes.set_xlim(0, edges[-1])
+    _add_budget(axes, budget)
+    return finished(figure, path)
+
+
+def _add_kinds(axes: Any, edges: list[float], sizes: list[float], kinds: list[str]) -> None:
+    """Levels over time, in the colours of what runs."""
+    for kind, color in (("forward", "#8fb4d9"), ("run again", "#5b7f3f"), ("backward", "#f0b48a")):
+        shown = [size if k == kind else 0.0 for size, k in zip(sizes, kinds, strict=True)]
+        axes.stairs(shown, edges, fill=True, color=color, label=kind)
+
+
+def _add_budget(axes: Any, budget: int) -> None:
+    axes.axhline(budget / MIB, color="#b04a4a", linestyle="--", label="budget")
+    axes.set_ylabel("memory above the level at the call (MiB)")
     axes.set_ylim(0)
     axes.legend()
-    return finished(figure, path)
 
 
 def _check(problem: Problem, schedule: Schedule, measured: MeasuredStep) -> None:
@@ -74,18 +130,22 @@ def _add_measured(axes: Any, ours: _Levels, measured: MeasuredStep) -> None:
 
 
 class _Levels:
-    """The steps that take time: their edges (ms), and what is allocated meanwhile (MiB); the loss likewise."""
+    """The steps that take time: their edges (ms), and what is allocated meanwhile (MiB); the loss likewise.
+
+    ``forward_peak``: the most until the loss, with it.
+    """
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.edges: list[float] = [0.0]
         self.bytes: list[float] = []
         self.kinds: list[str] = []
-        self.loss = self.loss_bytes = 0.0
+        self.loss = self.loss_bytes = self.forward_peak = 0.0
         in_backward = False
         for step, size in zip(schedule, walk(problem, schedule).timeline, strict=True):
             if isinstance(step, Loss):
                 in_backward = True
                 self.loss, self.loss_bytes = self.edges[-1], size / MIB
+                self.forward_peak = max([*self.bytes, self.loss_bytes])
             elif isinstance(step, Run | Bwd):
                 node = problem.nodes[step.node]
                 time = node.time if isinstance(step, Run) else node.backward.time if node.backward else 0

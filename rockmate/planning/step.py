@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
 from rockmate.planning.plan import Plan, text_of_facts
 from solvers.sequence import Stage, fastest, overhead_of, peak_of
 from solvers.tables import html_facts, html_table, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,10 +79,26 @@ class StepPlan:
         title = f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {overhead}"
         return draw_step(graphs, title, f"graphs: {len(graphs)}, and {self.small} small ones that run as they are")
 
+    def plot_memory(self, path: str | Path | None = None) -> Figure:
+        """Predicted memory over the time of a step as a figure of matplotlib, in MiB and ms, also written to ``path``.
+
+        What the code between graphs takes is drawn as lines: its time is not known. Steps of several graphs cannot be
+        measured operation by operation, so there is no ``measured=``. Raises ``ImportError`` where matplotlib is
+        missing.
+        """
+        from rockmate.planning.plot import Part, plot_step
+
+        chosen = (stage.choices[k] for stage, k in zip(self.stages, self.chosen, strict=True))
+        parts = [
+            Part(part.problem, part.schedule, stage, choice)
+            for part, stage, choice in zip(self.parts, self.stages, chosen, strict=True)
+        ]
+        return plot_step(parts, self.budget, self.eager_peak, path)
+
     def __repr__(self) -> str:
         return (
-            f"<StepPlan: {len(self.parts)} graphs, {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, "
-            f"{100 * self.predicted_overhead:.1f} % longer>"
+            f"<StepPlan: {len(self.parts)} graphs, peak {show_bytes(self.predicted_peak)}, "
+            f"budget {show_bytes(self.budget)}, {100 * self.predicted_overhead:.1f} % longer>"
         )
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -86,12 +106,15 @@ class StepPlan:
             ("eager's peak", show_bytes(self.eager_peak)),
             ("budget", show_bytes(self.budget)),
             ("predicted peak", show_bytes(self.predicted_peak)),
-            ("predicted overhead", f"{100 * self.predicted_overhead:.1f} %"),
-            ("graphs", f"{len(self.parts)}, and {self.small} small ones that run as they are"),
+            ("predicted overhead", f"{100 * self.predicted_overhead:.1f} % more time"),
+            (
+                "graphs",
+                f"{len(self.parts)}" + (f", and {self.small} small ones that run as they are" if self.small else ""),
+            ),
         ]
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("graph", "nodes", "runs again", "keeps", "keeps at most", "of")]
+        rows: list[tuple[str, ...]] = [("graph", "nodes", "runs again", "keeps", "keeps at most", "called with")]
         parts = zip(self.names, self.parts, self.stages, self.chosen, strict=True)
         for number, (name, part, stage, k) in enumerate(parts, 1):
             sizes = stage.choices[k].kept, max(c.kept for c in stage.choices)

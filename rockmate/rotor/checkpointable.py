@@ -172,7 +172,7 @@ class Checkpointable(nn.Module):
                 f"no sequence of the algorithm {algo} fits {limit} bytes ({show_bytes(limit)}); the smallest limit "
                 f"that one fits is {least} bytes ({show_bytes(least)}), set by {error.step}",
                 least,
-            ) from error
+            ) from None
         self.mem_limit, self.algo, self.sequence = limit, algo, sequence
         self._say(limit)
 

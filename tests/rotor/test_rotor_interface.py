@@ -87,6 +87,7 @@ def test_a_limit_too_small_names_the_smallest() -> None:
         InfeasibleBudgetError, match=r"the smallest limit that one fits is \d+ bytes .*set by \w+"
     ) as error:
         chk.compute_sequence(1000)
+    assert error.value.__cause__ is None, "one message"
     chk.compute_sequence(error.value.min_budget)
     assert chk.get_expected_memory() <= error.value.min_budget
     with pytest.raises(InfeasibleBudgetError):

@@ -10,7 +10,9 @@ import dataclasses
 import io
 import logging
 import pickle
+import re
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from torch import nn
 import rockmate
 from rkgb.sample import Call
 from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, attach, attached, detach, measure_peak
+from rockmate.planning.plan import Plan
 
 Train = Callable[[nn.Module], Iterator[Any]]
 
@@ -730,6 +733,55 @@ def test_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "new: x float32[320, 32] was float32[256, 32]" in lines[1]
     assert "pad inputs" not in lines[2]
     assert "This is plan 4: pad inputs" in lines[3]
+
+
+def test_kinds_of_calls_have_names_of_their_own() -> None:
+    """Also where they differ in what the words for inputs and mode do not say."""
+
+    class Flagged(Net):
+        doubles = False
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return super().body(2 * x if self.doubles else x)
+
+    model = made(Flagged)
+    handle = attach(model, TIGHT, costs="flops")
+    for doubles in (False, True, False):
+        model.doubles = doubles
+        model(X).sum().backward()
+        model.zero_grad()
+    assert repr(handle) == "<rockmate.attach: Flagged, budget 1.0 MiB, 2 plans>"
+    words = "x float32[256, 32], train"
+    assert [kind.name for kind in handle.plans] == [words, f"{words} (2)"]
+    model.doubles = True
+    model(X).sum().backward()
+    assert [kind.name for kind in handle.plans] == [f"{words} (2)", words]
+    handle.budget = "80%"
+    assert [kind.call for kind in handle.plans] == [("x float32[256, 32]", "train")]
+
+
+def test_the_seconds_of_planning_are_those_that_the_first_step_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TorchDynamo's capture is part of them, where there was one."""
+
+    def slow(program: torch.fx.GraphModule) -> None:
+        time.sleep(0.5)
+
+    monkeypatch.setattr("rockmate.calls.capture.check_capture", slow)
+    model = made(Net)
+    handle = attach(model, TIGHT, costs="flops", on_infeasible="least")
+    with caplog.at_level(logging.INFO, "rockmate"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        for size in (256, 320, 400):  # the second capture is for any size
+            model(randn(size, 32, seed=size)).sum().backward()
+            model.zero_grad()
+    last, *_, first = (kind.plan for kind in handle.plans)
+    assert isinstance(first, Plan) and isinstance(last, Plan)
+    assert next(iter(first.setup_seconds)) == "capture" and first.setup_seconds["capture"] >= 0.5
+    assert "capture" not in last.setup_seconds
+    said = re.search(r"planned Net in ([\d.]+) s", caplog.text)
+    assert said and float(said[1]) + 0.05 >= first.setup_seconds["capture"]
 
 
 def test_the_model_goes_when_it_is_dropped() -> None:

@@ -148,7 +148,7 @@ def test_a_second_process_measures_and_solves_nothing(tmp_path: Path, budget: in
     plans, sums, done, solver, doing = said(process(tmp_path / "new" / "folder", budget))
     assert done == []
     assert solver.endswith(", loaded")
-    assert doing == ["load", "simplify", "trace"]
+    assert doing == ["capture", "load", "simplify", "trace"]
     assert plans in (first[0], other[0])  # all that is loaded is of one of them, or both are the same
     assert sums == first[1] == other[1]
 
@@ -187,7 +187,7 @@ def test_loaded_costs_are_those_that_were_measured(tmp_path: Path, budget: int, 
     assert second.plan.graph.nodes == first.plan.graph.nodes
     assert second.plan.schedule == first.plan.schedule
     assert "measure" in first.plan.setup_seconds and "solve" in first.plan.setup_seconds
-    assert sorted(second.plan.setup_seconds) == ["load", "simplify", "trace"]
+    assert sorted(second.plan.setup_seconds) == ["capture", "load", "simplify", "trace"]
 
 
 def test_a_budget_that_does_not_bind_needs_no_schedule(tmp_path: Path, work: Work) -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, attach, attached, measure_peak
 from rockmate.planning.step import StepPlan
+from solvers import walk
 
 WIDTH = 32
 
@@ -360,9 +361,27 @@ def test_what_a_plan_prints() -> None:
     assert handle.plan.eager_peak == curve.max_budget > handle.plan.predicted_peak
     assert str(curve).count("%") == 2 * len(curve.table()) and curve.baselines == ()
     assert handle.reason
-    assert [planned.call for planned in handle.plans] == [("4 graphs",)]
+    assert [planned.name for planned in handle.plans] == ["4 graphs, x float32[512, 32], train"]
     assert handle.plan is not None
     assert "fwd." in handle.plan.program()
+
+
+def test_the_memory_of_a_step_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    handle = attached(ready("70%"))
+    assert handle is not None and isinstance(handle.plan, StepPlan)
+    plan = handle.plan
+    axes = plan.plot_memory(tmp_path / "step.png").axes[0]
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    stairs = {patch.get_label(): patch.get_data() for patch in axes.patches}
+    assert set(stairs) == {"forward", "run again", "backward"}
+    lines = axes.collections[0].get_segments()
+    assert len(lines) == 3 * len(plan.parts)
+    highest = max(*(max(data.values) for data in stairs.values()), *(line[1][1] for line in lines))
+    assert highest == pytest.approx(plan.predicted_peak / 2**20)
+    times = sum(walk(part.problem, part.schedule).time for part in plan.parts)
+    assert stairs["forward"].edges[-1] == pytest.approx(times / 1e6)
+    assert [line.get_ydata()[0] for line in axes.get_lines()] == [plan.eager_peak / 2**20, plan.budget / 2**20]
 
 
 def test_gradients_that_stay_and_graphs_that_are_kept() -> None:
