@@ -23,7 +23,7 @@ from rkgb.program import run_node, same, source_values
 from rkgb.randomness import RandomSource, draws_unseen, node_generators, random_state, watched_devices
 from rkgb.sample import Sample, call_of
 from rkgb.storages import memory_of, storage_key
-from rkgb.trace.capture import drop_saved, preserved
+from rkgb.trace.capture import Writes, drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
 
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
@@ -39,23 +39,28 @@ def B_to_D(b: B_graph, model: torch.nn.Module, sample: Sample, sample_kwargs: di
 
 
 class Probed(NamedTuple):
-    """The result of a run: D, the outputs, and whether torch itself read numbers from tensors (D guards these)."""
+    """The result of a run: D, the outputs, and whether torch itself read numbers from tensors (D guards these).
+
+    ``written``: the buffers and inputs that the run changed in place, as it left them.
+    """
 
     graph: D_graph
     outputs: list[torch.Tensor]
     numbers_read: bool
+    written: list[torch.Tensor]
 
 
 def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Probed:
     """Run ``b`` on ``inputs``, and record what each node does. Buffers, inputs and random state are restored."""
     with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
+        writes = Writes(model, inputs, b.structure.written)
         run = _Probe(b, source_values(b.sources, model, inputs))
         for index, node in enumerate(b.nodes):
             run.node(index, node)
-        outputs = [run.env[v].detach() for v in b.outputs]
+        outputs, written = [run.env[v].detach() for v in b.outputs], writes.after()
     d = with_display_names(_without_dead(run.graph()))
     d.verify()
-    return Probed(d, outputs, run.numbers_read)
+    return Probed(d, outputs, run.numbers_read, written)
 
 
 class _Storages:

@@ -20,7 +20,7 @@ from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.program import run_node, same, source_values
 from rkgb.sample import Call
 from rkgb.trace.attributes import State, changed_again, left_as_it_is
-from rkgb.trace.capture import attributes_preserved, drop_saved, preserved
+from rkgb.trace.capture import Writes, attributes_preserved, drop_saved, preserved
 from rkgb.trace.guards import GuardFailed
 from rkgb.trace.operators import OperatorCount
 from rkgb.trace.patches import traceable
@@ -70,12 +70,16 @@ def same_as_module(
 ) -> bool:
     """Whether ``probed``, a run of ``b`` on ``call`` that called the operators ``ours``, did what the module does.
 
-    Three things are compared: the outputs; the operators that the module calls now and called ``before``, when it was
-    traced; and the arguments that are no tensors, since some have no effect on these values.
+    Four things are compared: the outputs; the buffers and inputs that were changed in place; the operators that the
+    module calls now and called ``before``, when it was traced; and the arguments that are no tensors, since some have
+    no effect on these values.
     """
-    theirs, ran = _outputs_if_any(b, model, call)
+    written: list[torch.Tensor] = []
+    theirs, ran = _outputs_if_any(b, model, call, written)
     now = _operations(model) if is_pure(model) else ran.operators
     if theirs is None or not before or now != before or not ran.got_arguments_of(ours):
+        return False
+    if len(written) != len(probed.written) or not all(map(same, written, probed.written)):
         return False
     try:
         _compare(b, model, call, probed, theirs, "")
@@ -93,8 +97,13 @@ def _noted(d: D_graph, notes: tuple[str, ...], operators: Mapping[str, int]) -> 
     return dataclasses.replace(d, notes=(*d.notes, *notes), operator_counts=operators)
 
 
-def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Call) -> tuple[list[torch.Tensor] | None, OperatorCount]:
-    """The outputs of the module, or None if it raises an error; and the operators that it called."""
+def _outputs_if_any(
+    b: B_graph, model: torch.nn.Module, call: Call, written: list[torch.Tensor] | None = None
+) -> tuple[list[torch.Tensor] | None, OperatorCount]:
+    """The outputs of the module, or None if it raises an error; and the operators that it called.
+
+    ``written`` gets the buffers and inputs that it changed in place, as it left them.
+    """
     outputs = None
     with (
         preserved(model, call.tensors, b.structure.written),
@@ -103,7 +112,10 @@ def _outputs_if_any(b: B_graph, model: torch.nn.Module, call: Call) -> tuple[lis
         drop_saved(),
         contextlib.suppress(Exception),  # the module may refuse the values, which does not make the plan wrong
     ):
+        writes = Writes(model, call.tensors, b.structure.written)
         outputs = _module_outputs(model, call)
+        if written is not None:
+            written += writes.after()
     return outputs, ran
 
 

@@ -97,6 +97,23 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
             set_random_state(x, state)
 
 
+class Writes:
+    """The buffers, inputs and tensors named in ``written`` that a run changes in place."""
+
+    def __init__(self, model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> None:
+        self.tensors = [*model.buffers(), *inputs, *(_held(model, name) for name in written)]
+        self.versions = [_version(t) for t in self.tensors]
+
+    def after(self) -> list[torch.Tensor]:
+        """Copies of those that changed since, as they are now."""
+        before = zip(self.tensors, self.versions, strict=True)
+        return [t.detach().clone() for t, version in before if version is None or t._version != version]
+
+
+def _version(t: torch.Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
 def _held(model: torch.nn.Module, name: str) -> torch.Tensor:
     module, _, key = name.rpartition(".")
     tensor: torch.Tensor = getattr(model.get_submodule(module), key)

@@ -57,4 +57,6 @@ def _whole(bits: NodeCode, mask: NodeCode) -> tuple[NodeCode, NodeCode]:
         replace(empty, kwargs=empty.kwargs | cast.kwargs, outputs=cast.outputs),
         replace(draw, args=(Ref(cast.outputs[0]), *draw.args[1:]), outputs=cast.outputs),
     )
-    return replace(bits, first=replace(bits.first, ops=ops)), replace(mask, first=replace(mask.first, ops=(divide,)))
+    dead = (*mask.first.dead_values, *cast.outputs)  # what was drawn is read by the mask's node alone
+    first = replace(mask.first, ops=(divide,), dead_values=dead)
+    return replace(bits, first=replace(bits.first, ops=ops)), replace(mask, first=first)

@@ -81,3 +81,15 @@ def test_masks_are_drawn_whole_or_made_again_of_their_bits(fraction: float, dtyp
     assert (rk.plan.recomputed > 0) == (fraction < 1)
     assert_as_eager(model, rk, x)
     assert measure_peak(lambda: step(rk, (x,))) <= rk.budget
+
+
+def test_masks_that_were_drawn_whole_go_when_they_are_dropped() -> None:
+    """No backward reads those of a frozen part."""
+    frozen = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)) for _ in range(8))).requires_grad_(False)
+    trained = (m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh()))
+    model, x = nn.Sequential(frozen, with_gradients(nn.Sequential(*trained))), randn(256, 64, seed=0)
+    found = frontier(model, x, costs="flops")
+    rk = Rockmate(model, x, part_way(found, 0.5), costs="flops")
+    assert torch.float32 in drawn(rk._last.program)  # type: ignore[union-attr]
+    assert rk.plan.recomputed > 0
+    assert measure_peak(lambda: step(rk, (x,))) <= rk.budget
