@@ -59,7 +59,7 @@ def test_a_plan_says_how_far_from_the_best_it_is(costs: str) -> None:
     assert curve.min_budget < curve.max_budget
     tight, empty = planner.plan(curve.min_budget), planner.plan(curve.max_budget)
     assert empty.gap == 0
-    assert "predicted overhead  0.0 %, proven to be the least" in str(empty)
+    assert "predicted overhead  0.0 % more time, proven to be the least" in str(empty)
     planned = walk(tight.problem, tight.schedule).time
     assert tight.lower_bound is not None and tight.gap is not None
     assert tight.problem.eager_time <= tight.lower_bound <= planned

@@ -104,16 +104,16 @@ def _outputs_if_any(
 
     ``written`` gets the buffers and inputs that it changed in place, as it left them.
     """
-    outputs = None
-    with (
-        preserved(model, call.tensors, b.structure.written),
-        put_back(model) as ran,
-        torch.enable_grad(),
-        drop_saved(),
-        contextlib.suppress(Exception),  # the module may refuse the values, which does not make the plan wrong
-    ):
+    outputs, ran = None, OperatorCount()
+    with preserved(model, call.tensors, b.structure.written), put_back(model):
         writes = Writes(model, call.tensors, b.structure.written)
-        outputs = _module_outputs(model, call)
+        with (
+            ran,
+            torch.enable_grad(),
+            drop_saved(),
+            contextlib.suppress(Exception),  # the module may refuse the values, which does not make the plan wrong
+        ):
+            outputs = _module_outputs(model, call)
         if written is not None:
             written += writes.after()
     return outputs, ran

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.storages import storage_key
-from rkgb.trace.operators import OperatorCount
 from rkgb.trees import tensor_leaves
 
 _Copies = list[tuple[torch.Tensor, int, torch.Tensor]]  # tensor, its version, a copy
@@ -80,7 +80,7 @@ class Written:
         return id(t) in self._changed
 
 
-class _Keeping(OperatorCount):
+class _Keeping(TorchDispatchMode):
     """Copies each of ``own`` before the first operation that writes to it."""
 
     def __init__(self, own: Iterable[torch.Tensor]) -> None:
@@ -90,6 +90,11 @@ class _Keeping(OperatorCount):
             self.own.setdefault(storage_key(t), []).append(t)
         self.copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to skip them, torch would import TorchDynamo, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
@@ -98,14 +103,14 @@ class _Keeping(OperatorCount):
             for own in (own for t in _strided(written) for own in self.own.get(storage_key(t), ())):
                 if id(own) not in self.copies:
                     self.copies[id(own)] = (own, own._version, own.detach().clone())
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def put_back(model: torch.nn.Module) -> Iterator[OperatorCount]:
+def put_back(model: torch.nn.Module) -> Iterator[None]:
     """A context that restores parameters, and tensors in plain attributes of modules, at its end.
 
-    Yields the operators that are called meanwhile. Takes the memory of the tensors that are written, not of all.
+    Takes the memory of the tensors that are written, not of all.
     """
     held = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
     own = [t for t in (*model.parameters(), *held) if t.layout == torch.strided]
@@ -113,7 +118,7 @@ def put_back(model: torch.nn.Module) -> Iterator[OperatorCount]:
     keeping = _Keeping(own)
     try:
         with keeping:
-            yield keeping
+            yield
     finally:
         with torch.no_grad():
             for t, before in data:

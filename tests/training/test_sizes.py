@@ -205,9 +205,28 @@ def test_a_module_traced_as_a_whole_is_not_traced_again(traced: Counted) -> None
     assert traced.count <= 2
 
 
+class Averaged(nn.Module):
+    """Keeps an average of a weight in a parameter, and a statistic in a buffer; both change in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.average = nn.Parameter(torch.zeros(32, 16), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).relu()
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(self.first.weight, alpha=0.1)
+            self.seen.add_(y.mean(0))
+        result: torch.Tensor = self.second(y)
+        return result
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]], list[tuple[int, int]]]] = {
     "gpt": (lambda: GPT(2, 24, 2, 64, 64), lambda n: (tokens(3, n, high=64, seed=0),), [(17, 23), (23, 17), (17, 64)]),
     "text": (Language, lambda n: text(5, n), [(17, 40), (40, 17), (12, 13)]),
+    "averaged": (Averaged, lambda n: (randn(n, 16, seed=0),), [(8, 12)]),
     "resnet": (
         lambda: ResNet(BasicBlock, (16, 32), 2),
         lambda n: (randn(n, 3, 16, 16, seed=0),),
