@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import torch
 
 from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
+from rkgb.warn import warn
 from rockmate.calls.captured import kinds_of_sources, line_of_derivatives, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import CAPTURING, classes_of, hide_own_warnings, new_entry, settings, unguarded
@@ -23,10 +26,15 @@ from rockmate.calls.surroundings import (
     modules_that_ask,
     put_back_if_it_fails,
 )
+from rockmate.errors import PlanningWarning
 from solvers.interrupts import Heeded
 
 if TYPE_CHECKING:
     from torch import fx
+
+
+MANY_CAPTURES = 8
+"""Captures of what was captured before, after which a user hears of it."""
 
 
 class Capture:
@@ -40,6 +48,7 @@ class Capture:
         self._compiled: Callable[..., Any] | None = None
         self._whole = True
         self._settings: dict[str, Any] = {}
+        self._repeated: Counter[int] = Counter()  # by the captured graph: how often it was captured again
         self._asking: list[Any] = []
         self._classes: list[type] = []  # of the model's modules
         self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
@@ -78,6 +87,7 @@ class Capture:
         """Forget all that was captured."""
         self._forget()
         self.graphs.clear()
+        self._repeated.clear()
 
     def _forget(self) -> None:
         """Capture again; what then comes as before runs under its plans."""
@@ -92,6 +102,8 @@ class Capture:
         self._unguarded = unguarded(self._classes)
         try:
             check_capture(program)
+            if self._whole and not (self.front.only_plans or self.front.terms.always):
+                check_sizes(program)
         except UnsupportedError as error:
             if self._whole:
                 raise
@@ -102,6 +114,8 @@ class Capture:
         if calls is None:
             calls = CapturedCalls(program, identity, self.front)
             self.graphs.append(calls)
+        else:
+            self._captured_again(calls)
         found = weakref.ref(calls)  # what it makes of this, TorchDynamo keeps for ever
 
         def call(*arguments: Any) -> Any:
@@ -116,6 +130,34 @@ class Capture:
 
         return torch._dynamo.disable(call)  # type: ignore[no-any-return]
 
+    def _captured_again(self, calls: CapturedCalls) -> None:
+        """Say once that the same is captured for the many-th time."""
+        self._repeated[id(calls)] += 1
+        if self._repeated[id(calls)] != MANY_CAPTURES:
+            return
+        changed = _latest_reason(self._entry)
+        changed = f" ({changed} does not hold)" if changed else ""
+        warn(
+            f"{self.front.name} was captured for the {1 + MANY_CAPTURES}th time, and computes with tensors as before: "
+            f"something that its Python reads changes from call to call{changed}. Each capture takes longer than a "
+            'small step. Keep it in a tensor (a buffer), or outside of the model; TORCH_LOGS="recompiles" says more.',
+            PlanningWarning,
+        )
+
+
+def _latest_reason(entry: Callable[..., Any]) -> str:
+    """The condition under which the last capture of ``entry`` would have served; empty where TorchDynamo kept none."""
+    found = ""
+    newest = 0
+    for reason in torch._dynamo.utils.guard_failures.get(entry.__code__, ()):
+        if (match := _REASON.match(str(reason))) and int(match[1]) >= newest:
+            newest, found = int(match[1]), match[2].strip()
+    return found
+
+
+_REASON = re.compile(r"\d+/(\d+): ([^#\n]*)")
+"""The numbers of a function and of a capture of it, and the condition, before the line of code that it is of."""
+
 
 def check_capture(program: fx.GraphModule) -> None:
     """Raise ``UnsupportedError`` where a capture would not do as Python does, while TorchDynamo calls its backend."""
@@ -126,6 +168,19 @@ def check_capture(program: fx.GraphModule) -> None:
     check_effects()
     if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
         keep_draws_of_other_threads()
+
+
+def check_sizes(program: fx.GraphModule) -> None:
+    """Raise ``UnsupportedError`` where sizes depend on values: as one graph, each call with others would be new.
+
+    As several graphs, which end where the values are read, one plan serves all sizes of a graph.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    for node in program.graph.nodes:
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.Tensor) and free_unbacked_symbols(example):
+            raise UnsupportedError(f"the sizes of {node.name} depend on values")
 
 
 def _backend_of(capture: weakref.ref[Capture]) -> Callable[..., Any]:

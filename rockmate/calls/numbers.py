@@ -88,11 +88,15 @@ def _numbers(whole: fx.GraphModule) -> dict[fx.Node, None]:
     """Nodes that are numbers and follow from numbers alone; ``item`` reads a number that was given as a tensor."""
     found: dict[fx.Node, None] = {}
     for node in whole.graph.nodes:
+        read = node.all_input_nodes
         if isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
-            read = node.all_input_nodes
             given = node.target == "item" and all(n.op == "placeholder" for n in read)
-            if node.op == "placeholder" or given or (node.op[:4] == "call" and read and all(n in found for n in read)):
-                found[node] = None
+        elif node.target is torch.scalar_tensor and all(user.op == "output" for user in node.users):
+            given = False  # a number of the module's Python is handed back as a tensor
+        else:
+            continue
+        if node.op == "placeholder" or given or (node.op[:4] == "call" and read and all(n in found for n in read)):
+            found[node] = None
     return found
 
 

@@ -27,7 +27,16 @@ from torch import nn
 
 import rockmate
 from rkgb.sample import Call
-from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, attach, attached, detach, measure_peak
+from rockmate import (
+    BudgetWarning,
+    InfeasibleBudgetError,
+    InputError,
+    PlanningWarning,
+    attach,
+    attached,
+    detach,
+    measure_peak,
+)
 from rockmate.planning.plan import Plan
 
 Train = Callable[[nn.Module], Iterator[Any]]
@@ -180,6 +189,53 @@ def test_counters_lists_and_dicts_that_forward_fills() -> None:
         yield from model.means.values()
 
     trains_as_eager(Logs, train)
+
+
+def test_a_list_that_grows_is_captured_again_at_each_step_and_this_is_said() -> None:
+    class Keeps(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.means: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            self.means.append(y.detach().mean())
+            return y
+
+    model = Keeps()
+    handle = attach(model, "90%", costs="flops")
+    message = r"captured for the 9th time, .* \(len\(model.means\) == \d+ does not hold\)"
+    with pytest.warns(PlanningWarning, match=message) as warned:
+        for _ in range(12):
+            model(BATCHES[0]).square().mean().backward()
+            model.zero_grad()
+    assert len(warned) == 1
+    assert len(model.means) == 12
+    assert handle.plans_made == 1
+
+
+def test_a_number_that_forward_moves_on_needs_no_other_plan() -> None:
+    class Anneals(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 0.5
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.scale = self.scale * 1.25
+            return super().forward(x) * self.scale
+
+    def train(model: Any) -> Iterator[Any]:
+        yield from plain(model)
+        yield model.scale
+        yield type(model.scale)
+
+    trains_as_eager(Anneals, train)
+    model = Anneals()
+    handle = attach(model, "90%", costs="flops")
+    for _ in range(6):
+        model(BATCHES[0]).square().mean().backward()
+        model.zero_grad()
+    assert handle.plans_made <= 2  # the number is a constant at first
 
 
 def test_features_kept_in_a_list() -> None:

@@ -73,10 +73,14 @@ class Breaks(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows go to the experts that a gate chooses; how many, follows from their values."""
+    """Rows go to the experts that a gate chooses; how many, follows from their values.
 
-    def __init__(self, plain: bool) -> None:
+    ``asks``: Python asks whether there are rows. If not, TorchDynamo can capture all of it as one graph.
+    """
+
+    def __init__(self, plain: bool, asks: bool = True) -> None:
         super().__init__()
+        self.asks = asks
         self.gate = nn.Linear(WIDTH, 3)
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) if plain else Layer()
@@ -88,9 +92,24 @@ class Experts(nn.Module):
         y = torch.zeros_like(x)
         for k, expert in enumerate(self.experts):
             (rows,) = torch.where(chosen == k)
-            if len(rows) > 1:
+            if not self.asks or len(rows) > 1:
                 y = y.index_add(0, rows, expert(x[rows]) * best[rows, None])
         return x + y
+
+
+class Chooses(nn.Module):
+    """Rows are chosen by their values, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = layer(x)
+            if k % 3 == 1:
+                x = x[x.mean(-1) > -0.2]
+        return x
 
 
 class Ends(nn.Module):
@@ -154,6 +173,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "branches": lambda: Breaks(branches),
     "experts": lambda: Experts(plain=False),
     "sequential experts": lambda: Experts(plain=True),
+    "experts in one graph": lambda: Experts(plain=True, asks=False),
+    "chosen rows": Chooses,
     "noise of NumPy": lambda: Ends(noise),
     "a median by NumPy": lambda: Ends(median),
     "reentrant checkpoints": Checkpointed,
