@@ -297,14 +297,14 @@ class Calls(ABC):
         try:
             return carried_variant(planner, self.terms.settle(planner), like)
         except InfeasibleBudgetError as error:
-            return carried_variant(_with_auto_solver(planner), self.terms.least_instead(error), like)
+            return carried_variant(_with_auto_solver(planner), self.terms.least_instead(error, planner), like)
 
     def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory."""
         try:
             return make_first(planners, self.terms.settle(planners[-1]), state)
         except InfeasibleBudgetError as error:
-            return make_variant(_with_auto_solver(planners[-1]), self.terms.least_instead(error), state)
+            return make_variant(_with_auto_solver(planners[-1]), self.terms.least_instead(error, planners[-1]), state)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""

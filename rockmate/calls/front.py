@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from rkgb.device import kind_of
 from rkgb.warn import warn
-from rockmate.budget import Budget
+from rockmate.budget import Budget, show_bytes
 from rockmate.calls.families import Families
 from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
@@ -35,6 +35,7 @@ class Terms:
     progress: bool | None = None
     least: bool = False
     always: bool = False
+    settled: tuple[Budget, int] | None = field(default=None, init=False)  # what it was, of a step of so many bytes
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used when it is given, not at the first call that is planned."""
@@ -44,13 +45,21 @@ class Terms:
     def settle(self, planner: Planner) -> int:
         """The budget in bytes, the same for all kinds of calls from now on: shares are of the step of ``planner``."""
         if isinstance(self.budget, Budget):
+            self.settled = self.budget, planner.eager_peak
             self.budget = self.budget.bytes(planner)
         return self.budget
 
-    def least_instead(self, error: InfeasibleBudgetError) -> int:
-        """The bytes of the plan of least memory, with a warning, if that one is to run where no plan fits the budget;
-        else raises ``error``.
+    def least_instead(self, error: InfeasibleBudgetError, planner: Planner) -> int:
+        """The bytes of the plan of least memory, with a warning, if that one is to run where no plan of ``planner``
+        fits the budget; else raises ``error``.
         """
+        asked, peak = self.settled or (Budget(), 0)
+        if asked.share is not None and planner.eager_peak > peak:
+            error = InfeasibleBudgetError(
+                f"{error} The budget is {asked} of the first step that was planned, which takes {show_bytes(peak)}: "
+                "give bytes, or plan the largest step first (sample=).",
+                error.min_budget,
+            )
         if not self.least:
             raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
         return least_instead(error)

@@ -26,7 +26,7 @@ from rkgb.probe.resize import Point, resized, sizes_of
 from rkgb.probe.skeleton import skeleton
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
-from rockmate import attach, frontier, measure_peak
+from rockmate import InfeasibleBudgetError, attach, frontier, measure_peak
 from rockmate.demo.gpt import GPT
 
 
@@ -271,6 +271,16 @@ def test_a_resized_graph_is_the_traced_one(name: str) -> None:
     assert found.d.values == expected.d.values
     assert [x.bytes for x in found.d.storages] == [x.bytes for x in expected.d.storages]
     assert [n.saved.private for n in found.nodes] == [n.saved.private for n in expected.nodes]
+
+
+def test_a_share_of_a_small_first_batch_is_told_where_no_plan_fits() -> None:
+    model = Averaged()
+    attach(model, "80%", costs="flops")
+    model(randn(8, 16, seed=0)).square().mean().backward()
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"The budget is 80% of the first step that was planned, which takes"
+    ):
+        model(randn(800, 16, seed=0)).square().mean().backward()
 
 
 whole = st.integers(2, 50)
