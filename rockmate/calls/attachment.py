@@ -21,7 +21,7 @@ from rkgb.warn import warn, warn_once
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
-from rockmate.calls.dynamo import composites_of, composites_too
+from rockmate.calls.dynamo import capture_again, composites_of, composites_too
 from rockmate.calls.front import Front, Terms
 from rockmate.calls.held import undone_if_it_fails
 from rockmate.calls.look import abandoned, end_look
@@ -44,6 +44,7 @@ from rockmate.errors import (
     HookError,
     InfeasibleBudgetError,
     InputError,
+    RockmateError,
     VariantLimitError,
 )
 from rockmate.planning.artefact import SavedPlan
@@ -283,9 +284,25 @@ class Attachment(Front):
             self._why, self.inside.captured = _only_said(error), True
         if self.only_plans or self.terms.always:
             return self._run_directly(model, call, self._why)
-        self.reason = _first_line(self._why)
+        return self._begin_steps(model, call, self._why)
+
+    def _begin_steps(self, model: torch.nn.Module, call: Call, why: Exception) -> Any:
+        """TorchDynamo captures no whole of this call. If the module itself refuses it, all stays as it was."""
+        before = self._capture, self.reason
+        self._capture, self.reason = Capture(self, self._model), _first_line(why)
         self._steps = Steps(self, composites_of(model))
-        return self._run_in_steps(model, call, self._steps)
+        try:
+            result = self._run_in_steps(model, call, self._steps)
+        except (RockmateError, GraphError):
+            before[0].clear()
+            raise
+        except Exception:
+            self._capture.clear()
+            self._capture, self.reason = before
+            self._steps = self._why = None
+            raise
+        before[0].clear()
+        return result
 
     def _run_in_steps(self, model: torch.nn.Module, call: Call, steps: Steps) -> Any:
         """TorchDynamo captures a call as several graphs, which are planned together."""
@@ -294,6 +311,9 @@ class Attachment(Front):
         try:
             with abandoned(forward.look), composites_too(steps.composites):
                 result = self._capture.run(model, call, whole=False)
+        except Exception as error:
+            capture_again(error)
+            raise
         finally:
             self.inside.forward = None
         forward.over()

@@ -16,7 +16,15 @@ from rkgb.sample import Call
 from rkgb.warn import warn
 from rockmate.calls.captured import kinds_of_sources, line_of_derivatives, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
-from rockmate.calls.dynamo import CAPTURING, classes_of, hide_own_warnings, new_entry, settings, unguarded
+from rockmate.calls.dynamo import (
+    CAPTURING,
+    classes_of,
+    hide_own_errors,
+    hide_own_warnings,
+    new_entry,
+    settings,
+    unguarded,
+)
 from rockmate.calls.front import Front
 from rockmate.calls.held import check_effects
 from rockmate.calls.surroundings import (
@@ -65,6 +73,7 @@ class Capture:
             self._whole, self._settings, self._asking = whole, settings(whole), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
         hide_own_warnings()
+        hide_own_errors()
         with (
             self._named(),
             Heeded(),

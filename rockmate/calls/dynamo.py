@@ -63,6 +63,27 @@ def hide_own_warnings() -> None:
         warnings.filterwarnings("ignore", module=_MODULES)
 
 
+def hide_own_errors() -> None:
+    """A call that the module refuses fails in TorchDynamo first, which logs pages; the module's own error says it."""
+    for name in ("torch._subclasses.fake_tensor", "torch._dynamo.convert_frame"):
+        logging.getLogger(name).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    capturing = getattr(CAPTURING, "name", None) is not None
+    return not (capturing and str(record.msg).startswith(("failed while attempting to run meta", "WON'T CONVERT")))
+
+
+def capture_again(error: BaseException) -> None:
+    """Functions that a call was in when it failed may be captured by later calls: TorchDynamo gives up those in which
+    an operation fails, for ever.
+    """
+    at = error.__traceback__
+    while at is not None:
+        torch._dynamo.eval_frame.reset_code(at.tb_frame.f_code)  # type: ignore[attr-defined]
+        at = at.tb_next
+
+
 _MODULES = r"torch\.(_dynamo|_subclasses|_higher_order_ops|fx)\."
 _OF_DYNAMO = ("ignore", None, Warning, re.compile(_MODULES), 0)
 

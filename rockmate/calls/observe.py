@@ -29,7 +29,7 @@ from rkgb.device import kind_of
 from rkgb.device.kind import Window
 from rkgb.Ktools import K_graph
 from rockmate.calls.look import Look
-from rockmate.planning.room import Room, device_of_outputs, seen_room
+from rockmate.planning.room import Room, bytes_of_outputs, device_of_outputs, scaled, seen_room
 from rockmate.run.program import Program
 
 _LOOKS = 8
@@ -71,23 +71,28 @@ class Observer:
         self.may_turn = frozenset(k for k in self.places if turned_strides(d.values[d.outputs[k]]))
         self.bytes = {k: d.values[d.outputs[k]].bytes for k in self.places}
         self.own = assigned(d)
+        self.outputs = bytes_of_outputs(d)
         self._known: set[Signs] = set()
         self._peak = self._kept = -1
+        self._outputs = self.outputs  # for which these are: of this size, or of a larger one
         self._looks = 0
         self._look = True  # at the next call
 
     @property
     def room(self) -> Room | None:
         """For the loss, as it was seen; None if it was not."""
-        return seen_room(self._peak, self._kept, kind_of(self.device).scalars) if self._peak >= 0 else None
+        if self._peak < 0:
+            return None
+        return seen_room(self._peak, self._kept, kind_of(self.device).scalars, self._outputs)
 
     def as_seen_by(self, other: Observer, room: Room) -> None:
         """Calls of the same graph at another size were seen; their loss took what is now ``room``."""
         if other.usage is None or other.unsure:
             return
         self.usage, self._known, self._look = other.usage, set(other._known), False
-        if room.seen:
+        if room.outputs is not None:
             self._peak, self._kept = room.between + room.kept + room.scalars, room.kept + room.scalars
+            self._outputs = room.outputs
 
     def look(self) -> CallLook | None:
         """A close look at the call whose forward is about to run, if it is worth one."""
@@ -135,6 +140,7 @@ class Observer:
         if self.measures and seen is not None:
             peak, level, left = seen
             kept = max(0, level - sum(self.bytes[k] for k in roots), left - self.gradients)
+            peak, kept = (scaled(x, self.outputs, self._outputs) for x in (peak, kept))
             self._peak, self._kept = max(self._peak, peak), max(self._kept, kept)
 
 

@@ -28,7 +28,7 @@ from rockmate.planning.fields import PlanFields
 from solvers import Problem, Schedule, ScheduleError, parse_schedule
 from solvers.files.values import from_json, to_json
 
-FORMAT = 2
+FORMAT = 3
 
 
 _FIGURES = ("nodes", "data", "outputs", "output_bytes", "held", "returned", "usage", "idle")

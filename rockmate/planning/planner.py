@@ -330,7 +330,7 @@ class Planner:
         graphs = dataclasses.replace(self.graphs, D=s.d, S=s, K=k, known=known)
         room = usual_room(k, self.options.loss_memory)
         if self.room.seen:
-            room = grown(self.room, bytes_of_outputs(self.graphs.D), bytes_of_outputs(s.d))
+            room = grown(self.room, bytes_of_outputs(s.d))
         return dataclasses.replace(
             self,
             graphs=graphs,

@@ -20,14 +20,20 @@ class Room:
     ``between``: the most that it allocates between forward and backward. It includes the gradients of the outputs, and
     excludes ``kept``: what stays allocated through the backward, and is subtracted from the budget. ``usual``: what
     ``plan.predicted_peak`` counts in place of ``between``. ``scalars``: for the numbers of the loss itself (its value,
-    its gradient, counts), subtracted from every budget. ``seen``: whether the figures were measured in a step.
+    its gradient, counts), subtracted from every budget. ``outputs``: the bytes of the outputs of the step in which the
+    figures were measured, or to which they were scaled; None for the rule before the first step.
     """
 
     between: int
     kept: int
     usual: int
     scalars: int
-    seen: bool = False
+    outputs: int | None = None
+
+    @property
+    def seen(self) -> bool:
+        """Whether the figures were measured in a step."""
+        return self.outputs is not None
 
     @property
     def predicted_kept(self) -> int:
@@ -49,14 +55,14 @@ def usual_room(k: K_graph, loss_memory: int | None) -> Room:
     return Room(2 * floats + max(floats, k.output_bytes), floats, 3 * floats, scalars)
 
 
-def seen_room(peak: int, kept: int, scalars: int) -> Room:
+def seen_room(peak: int, kept: int, scalars: int, outputs: int) -> Room:
     """From steps in which a loss allocated ``peak`` bytes at most, of which ``kept`` stayed through the backward.
 
-    Its numbers are among these, and have ``scalars`` bytes of their own.
+    ``outputs``: see ``Room``. Its numbers are among these, and have ``scalars`` bytes of their own.
     """
     kept = max(0, kept - scalars)
     between = max(0, peak - kept - scalars)
-    return Room(between, kept, between, scalars, True)
+    return Room(between, kept, between, scalars, outputs)
 
 
 def wider(room: Room, seen: Room | None) -> Room:
@@ -67,12 +73,20 @@ def wider(room: Room, seen: Room | None) -> Room:
     return dataclasses.replace(room, between=between, kept=kept, usual=max(room.usual, seen.usual + seen.kept))
 
 
-def grown(room: Room, before: int, now: int) -> Room:
-    """``room``, that was seen with ``before`` bytes of outputs, for ``now`` bytes of them; never less than was seen."""
-    if now <= before:
+def grown(room: Room, now: int) -> Room:
+    """``room``, that was seen, for ``now`` bytes of outputs: in proportion, and never less than was seen.
+
+    A smaller step after a larger one has the larger one's room, so that no order of sizes multiplies it.
+    """
+    if room.outputs is None or now <= room.outputs:
         return room
-    between, kept = (-(-x * now // max(1, before)) for x in (room.between, room.kept))
-    return dataclasses.replace(room, between=between, kept=kept, usual=between)
+    between, kept = (scaled(x, room.outputs, now) for x in (room.between, room.kept))
+    return dataclasses.replace(room, between=between, kept=kept, usual=between, outputs=now)
+
+
+def scaled(size: int, before: int, now: int) -> int:
+    """``size`` bytes with ``before`` bytes of outputs, for ``now``, which are no fewer."""
+    return -(-size * now // max(1, before))
 
 
 def bytes_of_outputs(d: D_graph) -> int:

@@ -23,7 +23,7 @@ import rkgb.cost.node
 import rkgb.pipeline
 import rkgb.probe.check
 from rkgb.cost.memory import measure_memory
-from rockmate import InfeasibleBudgetError, InputError, Rockmate
+from rockmate import InfeasibleBudgetError, InputError, Rockmate, attach, measure_peak
 from rockmate.run.executor import CallState
 from solvers import ChainPlanner, Grid, SolverOptions, all_baselines, walk
 
@@ -235,7 +235,7 @@ import sys
 sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]
 sys.modules["highspy"] = None
 from models import case
-from rockmate import InfeasibleBudgetError, InputError, Rockmate
+from rockmate import InfeasibleBudgetError, InputError, Rockmate, attach, measure_peak
 from solvers import SolverError
 c = case("mlp")
 loaded = Rockmate(c.model(), c.call(0)[0], plan=sys.argv[1])
@@ -249,3 +249,56 @@ else:
     raise AssertionError("planned without a solver")
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "plan.json")], check=True)
+
+
+class Parts(nn.Module):
+    """Two parts; where they are ``apart``, TorchDynamo captures two graphs."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))) for _ in range(2)
+        )
+        self.apart = apart
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[0](x)
+        if self.apart:
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        result: torch.Tensor = self.parts[1](x)
+        return result
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_calls_that_the_module_refuses_change_nothing(apart: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """TorchDynamo gives up functions in which a call fails, and would run them with no plan from then on."""
+    model, x, wrong = Parts(apart), torch.randn(512, 32), torch.randn(512, 31)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    budget = int(0.7 * measure_peak(step, "cpu"))
+    handle = attach(model, budget, costs="flops")
+    for k in range(4):
+        for _ in range(4):
+            step()
+        assert measure_peak(step, "cpu") <= budget, f"after {k} refused calls"
+        assert handle.plan is not None
+        assert handle.plan.recomputed
+        assert ("graph_break" in handle.reason) == apart
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(wrong)
+    assert handle.plans_made == 1 + apart
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_first_call_that_the_module_refuses() -> None:
+    model, x = Parts(apart=False), torch.randn(512, 32)
+    handle = attach(model, "70%", costs="flops")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(512, 31))
+    model(x).square().mean().backward()
+    assert handle.reason == ""
+    assert handle.plan is not None

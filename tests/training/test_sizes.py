@@ -28,6 +28,7 @@ from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rockmate import InfeasibleBudgetError, attach, frontier, measure_peak
 from rockmate.demo.gpt import GPT
+from rockmate.planning.plan import Plan
 
 
 class Language(nn.Module):
@@ -271,6 +272,26 @@ def test_a_resized_graph_is_the_traced_one(name: str) -> None:
     assert found.d.values == expected.d.values
     assert [x.bytes for x in found.d.storages] == [x.bytes for x in expected.d.storages]
     assert [n.saved.private for n in found.nodes] == [n.saved.private for n in expected.nodes]
+
+
+def test_the_room_for_the_loss_is_that_of_the_largest_step_in_whatever_order_sizes_come() -> None:
+    """In proportion to the outputs of the step in which it was seen, not to those of the step before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Linear(32, 50))
+    handle = attach(model, "1400 KiB", costs="flops")
+
+    def room(rows: int) -> int:
+        x = tokens(4, rows, high=50, seed=rows)
+        for _ in range(2):
+            nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
+            model.zero_grad()
+        assert isinstance(handle.plan, Plan)
+        assert handle.plan.room.seen
+        return handle.plan.room.between + handle.plan.room.kept
+
+    longest = room(64)
+    assert all(room(rows) == longest for rows in (32, 63, 16, 62, 8, 61))
+    assert longest < room(128) <= 2 * longest + 2
 
 
 def test_a_share_of_a_small_first_batch_is_told_where_no_plan_fits() -> None:
