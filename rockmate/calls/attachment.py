@@ -22,6 +22,7 @@ from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
 from rockmate.calls.dynamo import capture_again, composites_of, composites_too
+from rockmate.calls.engine import not_captured
 from rockmate.calls.front import Front, Terms
 from rockmate.calls.held import undone_if_it_fails
 from rockmate.calls.look import abandoned, end_look
@@ -289,7 +290,7 @@ class Attachment(Front):
     def _begin_steps(self, model: torch.nn.Module, call: Call, why: Exception) -> Any:
         """TorchDynamo captures no whole of this call. If the module itself refuses it, all stays as it was."""
         before = self._capture, self.reason
-        self._capture, self.reason = Capture(self, self._model), _first_line(why)
+        self._capture, self.reason = Capture(self, lambda: self.model), _first_line(why)
         self._steps = Steps(self, composites_of(model))
         try:
             result = self._run_in_steps(model, call, self._steps)
@@ -309,7 +310,7 @@ class Attachment(Front):
         forward = steps.forward()
         self.inside.forward = forward
         try:
-            with abandoned(forward.look), composites_too(steps.composites):
+            with abandoned(forward.look), composites_too(steps.composites), not_captured():
                 result = self._capture.run(model, call, whole=False)
         except Exception as error:
             capture_again(error)

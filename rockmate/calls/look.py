@@ -16,6 +16,7 @@ from torch.autograd import profiler_legacy as legacy
 
 from rkgb.cost.memory import timeline, window
 from rkgb.device.kind import Moment, Timeline, Window
+from rockmate.calls.engine import can_intercept, intercept, release
 
 
 class Look(ABC):
@@ -34,7 +35,7 @@ class Look(ABC):
         self.replaced: list[tuple[Any, str, Any, Any]] = []
         starts = [(profiler, "_prepare_profiler"), (profiler, "_enable_profiler"), (legacy, "_enable_profiler_legacy")]
         self.window = opened
-        self.replace(torch.autograd, "_engine_run_backward", self.run_backward)
+        intercept(self.run_backward)
         if self.window is not None:
             for module, name in starts:
                 self.replace(module, name, partial(self.give_way, getattr(module, name)))
@@ -43,18 +44,18 @@ class Look(ABC):
     def possible() -> bool:
         """Whether a call can be looked at: this is the main thread, no other call is, torch has what is intercepted."""
         main = threading.current_thread() is threading.main_thread()  # which ends last
-        return main and Look.current is None and hasattr(torch.autograd, "_engine_run_backward")
+        return main and Look.current is None and can_intercept()
 
     def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         self.replaced.append((owner, name, getattr(owner, name), new))
         setattr(owner, name, new)
 
-    def run_backward(self, ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``torch.autograd._engine_run_backward``.
+    def run_backward(self, original: Callable[..., Any], ends: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """A backward, which ``original`` runs.
 
         A backward within another one, as that of reentrant checkpoints, is a part of that.
         """
-        run = partial(self.replaced[0][2], ends, *args, **kwargs)
+        run = partial(original, ends, *args, **kwargs)
         if self.thread != threading.get_ident() or torch._C._current_graph_task_id() != -1:
             return run()
         return self.watched(run, ends, stays=any(args[1:3]))
@@ -77,6 +78,7 @@ class Look(ABC):
         """Put back what was replaced; what ``close`` of the window returns, None if there was none."""
         if Look.current is self:
             Look.current = None
+            release(self.run_backward)
             for owner, name, original, new in self.replaced:
                 if getattr(owner, name) == new:
                     setattr(owner, name, original)

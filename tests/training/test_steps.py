@@ -542,3 +542,30 @@ def test_other_sizes_carry_the_schedules_over() -> None:
         yield from snapshot(model)
 
     assert_same([*train(model)], [*train(eager)])
+
+
+class Forces(nn.Module):
+    """Energies, and forces by a backward inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.layers(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy - force
+
+
+@pytest.mark.filterwarnings("ignore:.*:rockmate.BudgetWarning")
+def test_a_backward_inside_forward_is_not_captured() -> None:
+    """Else TorchDynamo breaks up the hooks that it calls, and leaves torch.func's state wrong for the whole process."""
+    torch.manual_seed(0)
+    model = Forces()
+    eager = copy.deepcopy(model)
+    attach(model, "80%", costs="flops", on_infeasible="least")
+    assert_same(trained(model, 5), trained(eager, 5))
+    assert torch._C._functorch.peek_interpreter_stack() is None
+    assert torch._C._vmapmode_increment_nesting() == 1
+    torch._C._vmapmode_decrement_nesting()
