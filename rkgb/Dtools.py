@@ -160,13 +160,15 @@ class _Probe:
             self._fold(node)
             self.numbers_read = True
             guard = Guard(node.op, node.name, self.folded[node.outputs[0]], node.line)
-            self._run(dataclasses.replace(node, op=guard, name="guard", outputs=()))
-        elif not any(v in self.folded for v in reads) and is_split(node, self.env.__getitem__):
-            for part in split(node, self.env.__getitem__, self._new_value):
+            self._run(self._with_numbers(dataclasses.replace(node, op=guard, name="guard", outputs=())))
+        else:
+            node = self._with_numbers(node)
+            parts = [node]
+            if is_split(node, self.env.__getitem__):
+                parts = split(node, self.env.__getitem__, self._new_value)
+            for part in parts:
                 self._run(part)
                 self.ends.at[index] += [v for v in part.outputs if v >= len(self.b.names)]
-        else:
-            self._run(node)
         for v in self.ends.at[index]:
             if v in self.env:
                 self.storages.remove(v, self.env.pop(v), self.values[v].storage)
@@ -190,25 +192,28 @@ class _Probe:
             results = run_node(node, lambda v: self.folded[v] if v in self.folded else self.env[v])
         self.folded.update(zip(node.outputs, results, strict=True))
 
+    def _with_numbers(self, node: Node) -> Node:
+        """``node`` with the numbers that are known in place of the values that have them."""
+        if not any(v in self.folded for v in node.reads()):
+            return node
+        keywords = tuple((k, self._put_numbers(a)) for k, a in node.kwargs)
+        return dataclasses.replace(node, args=self._put_numbers(node.args), kwargs=keywords)
+
     def _run(self, node: Node) -> None:
-        fixed, reads = node, node.reads()
-        if any(v in self.folded for v in reads):
-            keywords = tuple((k, self._put_numbers(a)) for k, a in node.kwargs)
-            fixed = dataclasses.replace(node, args=self._put_numbers(node.args), kwargs=keywords)
-            reads = fixed.reads()
-        before = self.generators.of(fixed)
+        reads = node.reads()
+        before = self.generators.of(node)
         versions = {v: self.env[v]._version for v in reads}
         contents = {v: self.env[v].clone() for v in reads if self._is_buffer(v) and self.values[v].stride}
         packed: list[torch.UntypedStorage] = []  # held until the node is done, so that addresses tell them apart
         first = next_number()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(memory_of(t)), _refuse):
-            results = run_node(fixed, self.env.__getitem__)
+            results = run_node(node, self.env.__getitem__)
         _check_results(node, results)
-        unseen = draws_unseen(fixed, [self.env[v] for v in reads])
+        unseen = draws_unseen(node, [self.env[v] for v in reads])
         random = self.generators.moved(before) or unseen
-        changed = announced_writes(fixed) | {v for v in reads if self.env[v]._version != versions[v]}
+        changed = announced_writes(node) | {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
-        for v, t in zip(fixed.outputs, results, strict=True):
+        for v, t in zip(node.outputs, results, strict=True):
             self._define(v, t, len(self.nodes))
         saved = self.storages.saved(packed)
         packed.clear()  # the hook lives as long as the graph
@@ -216,7 +221,7 @@ class _Probe:
         kept = [memory_of(t) for t in context_tensors(results, first) if t.device in here]
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
-        self.nodes.append(fixed)
+        self.nodes.append(node)
         self.facts.append(Facts(writes, random, saved, unseen, self.storages.saved(kept)))
 
     def _is_buffer(self, v: int) -> bool:

@@ -9,6 +9,9 @@ and random numbers are the same. The first run of a plan does as ATen where ther
 
 ``broadcast_tensors`` returns views of unrelated tensors, which one operation would put into one group. It becomes an
 ``expand`` of each, which is what ATen does.
+
+A slice that takes all of its input becomes an ``alias``. Python's indexing makes no slice then, but while a module is
+traced it makes one, whose backward would lay gradients out anew (``applySlice`` in ATen/TensorIndexing.h).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from rkgb.graphs import Node, Ref
 
 _BROADCAST = torch.ops.aten.broadcast_tensors.default
 DRAWN, MASK = ("empty", "bernoulli_"), ("cast", "mask")  # names of what draws bits, and what makes a mask of them
+_SLICE = torch.ops.aten.slice.Tensor
 _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
 
 
@@ -29,6 +33,8 @@ def is_split(node: Node, read: Callable[[int], torch.Tensor]) -> bool:
     """Whether ``split`` applies to ``node`` on these values."""
     if node.op is _BROADCAST:
         return all(isinstance(a, Ref) for a in node.args[0])
+    if node.op is _SLICE:
+        return isinstance(node.args[0], Ref) and _takes_all(read(node.args[0].index), *node.args[1:])
     if node.op not in _DROPOUT or not isinstance(node.args[0], Ref):
         return False
     x, (_, p, train) = read(node.args[0].index), node.args
@@ -43,6 +49,9 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
         each = zip(node.args[0], node.outputs, strict=True)
         where = node.mode, node.line, node.path
         return [Node(aten.expand.default, "expand", (a, shape), (), (v,), False, *where) for a, v in each]
+    if node.op is _SLICE:
+        where = node.mode, node.line, node.path
+        return [Node(aten.alias.default, node.name, node.args[:1], (), node.outputs, False, *where)]
     ref, p = node.args[0], node.args[1]
     like = torch.empty_like(read(ref.index))
     form = (("dtype", torch.int8), ("device", like.device))  # the byte that casts of floating numbers are fastest to
@@ -57,3 +66,10 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
     ]
     where = node.mode, node.line, node.path
     return [Node(op, name, args, kwargs, (out,), False, *where) for op, name, args, kwargs, out in parts]
+
+
+def _takes_all(x: torch.Tensor, dim: Any = 0, start: Any = None, end: Any = None, step: Any = 1) -> bool:
+    """Whether Python's indexing makes nothing of this slice of ``x``; numbers that are tensors are not looked at."""
+    if not all(a is None or isinstance(a, int) for a in (dim, start, end, step)):
+        return False
+    return start in (None, 0) and (end is None or end >= x.shape[dim]) and step == 1
