@@ -135,10 +135,16 @@ def _differentiable(d: D_graph, k: int) -> bool:
 
 
 def _is_view(d: D_graph, k: int) -> bool:
-    """Whether D node k returns a view of memory that an earlier node allocated, through which gradients flow."""
+    """Whether D node k returns a view of memory that an earlier node allocated, through which gradients flow.
+
+    It reads nothing else that the program makes, as a function of the user's may: else it could not be taken anew with
+    its base alone.
+    """
     outputs = d.nodes[k].outputs
     owners = {d.storages[d.values[v].storage].owner for v in outputs}
-    return _differentiable(d, k) and not d.facts[k].writes and len(owners) == 1 and not owners & {k, None}
+    if not _differentiable(d, k) or d.facts[k].writes or len(owners) != 1 or owners & {k, None}:
+        return False
+    return all(d.storages[d.values[v].storage].owner in owners for v in d.nodes[k].reads() if v not in d.sources)
 
 
 def _chains(d: D_graph, views: list[int]) -> list[list[int]]:

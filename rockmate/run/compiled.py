@@ -222,12 +222,14 @@ class _Lowering:
         k, s, data_of, node = self.k, self.k.s, self.data_of, self.k.s.nodes[i]
         nodes = (node, *self.views.get(i, []))
         ops = [s.d.nodes[op] for n in nodes for op in n.ops]
+        made = {v for op in ops for v in op.outputs}
+        reads = dict.fromkeys(v for n in nodes for v in n.reads if v not in made)
         statistics = statistics_of(s.d, node)
         data = tuple(d for d in k.nodes[i].makes if d not in k.held)
         return SecondRun(
             ops=tuple(op_of(op, self.mode) for op in ops),
             possible=k.nodes[i].rerun,
-            inputs=tuple((v, data_of.get(v, -1)) for v in node.reads if v not in statistics),
+            inputs=tuple((v, data_of.get(v, -1)) for v in reads if v not in statistics),
             statistics=statistics,
             data=data,
             values=tuple((v, data_of[v]) for n in nodes for v in n.makes if data_of.get(v) in data),
@@ -242,7 +244,8 @@ def _views_elsewhere(s: S_graph) -> dict[int, list[S_node]]:
     found: dict[int, list[S_node]] = {}
     for i, n in enumerate(s.nodes):
         if n.makes and not n.storages:
-            makers = {maker.get(s.d.values[v].storage, i) for v in (*n.makes, *n.reads)}
+            made = [v for v in (*n.makes, *n.reads) if v not in s.d.sources]
+            makers = {maker.get(s.d.values[v].storage, i) for v in made}
             if len(makers) == 1 and i not in makers:
                 found.setdefault(makers.pop(), []).append(n)
     return found

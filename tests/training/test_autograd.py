@@ -13,7 +13,7 @@ from models import case, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import BudgetWarning, Rockmate
+from rockmate import BudgetWarning, Rockmate, frontier
 
 
 def smooth(inside: int, outside: int, width: int = 32) -> nn.Sequential:
@@ -322,3 +322,51 @@ def test_one_output_after_the_other_never_draws_anew() -> None:
             torch.rand(1 << 10)
             assert torch.equal(drawn_next, torch.rand(1))
         assert torch.equal(grads[0], grads[1])
+
+
+class Reversal(torch.autograd.Function):
+    """Passes its input on as a view, and turns the gradient around by as much as a tensor says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(by)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+        return -ctx.saved_tensors[0] * g, None
+
+
+class Adversary(nn.Module):
+    """Two heads; the features come to the second one by a view that reads another tensor."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.randn(32))
+        self.first, self.second = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))) for _ in range(2)
+        )
+        self.by = by
+
+    def forward(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        h = x + self.offset
+        by = {"given": by, "made": by.sin(), "of the base": h.detach().mean()}[self.by]
+        first = self.first(h).square().mean()
+        result: torch.Tensor = first + self.second(Reversal.apply(h, by)).square().mean()
+        return result
+
+
+@pytest.mark.parametrize("by", ["given", "made", "of the base"])
+def test_a_view_by_a_function_that_reads_another_tensor(by: str) -> None:
+    """Its base is dropped and runs again, and the view with it."""
+    torch.manual_seed(0)
+    model, args = Adversary(by), (torch.randn(256, 32), torch.tensor(0.3))
+    eager = copy.deepcopy(model)
+    rk = Rockmate(model, args, part_way(frontier(model, args, costs="flops"), 0.2), costs="flops")
+    for m in (rk, eager):
+        m(*args).backward()
+    assert rk.plan.recomputed
+    assert by != "given" or "fwd.add" in "".join(
+        line for line in rk.plan.program().splitlines() if line.endswith("recompute")
+    )
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
