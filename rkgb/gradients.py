@@ -100,7 +100,9 @@ class GradientBuffers:
         s, node, cost = self.s, self.s.nodes[i], self.costs[i]
         before = self.live
         incoming = [self._release(node.makes[k]) for k in cost.results]
-        peak = before + self._added(cost, incoming) - cost.incoming
+        # Gradients that were measured with, and never come, since their readers have none for what they read.
+        absent = sum(s.d.values[node.makes[k]].bytes for k, m in zip(cost.results, incoming, strict=True) if m is None)
+        peak = before + self._added(cost, incoming) - max(0, cost.incoming - absent)
         arrived: dict[int, int] = {}  # position in reads -> memory
         for position, gradient in sorted(enumerate(cost.inputs), key=lambda item: node.reads[item[0]] in self.uses):
             if gradient is None:  # parameters come last, as they were measured

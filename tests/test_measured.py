@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from models import part_way
 from torch import nn
 
 import rockmate
@@ -18,6 +19,7 @@ from rockmate import (
     Plan,
     Rockmate,
     attach,
+    frontier,
     measure_peak,
     measure_step,
 )
@@ -190,3 +192,34 @@ def test_what_ran_of_a_plan_for_other_values_is_not_counted() -> None:
     assert measured.steps == tuple(s for s in rk.plan.schedule if not isinstance(s, Del))
     assert measured.peak >= max(levels)
     rk.plan.plot_memory(measured=measured)
+
+
+class Spectral(nn.Module):
+    """A Fourier layer: some modes are mixed, and written into zeros that are shaped like all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, 9, dtype=torch.cfloat))
+        self.beside = nn.Conv1d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.fft.rfft(x)
+        mixed = torch.zeros_like(modes)
+        mixed[:, :, :9] = torch.einsum("bif,iof->bof", modes[:, :, :9], self.weight)
+        return nn.functional.gelu(torch.fft.irfft(mixed, n=64) + self.beside(x))
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+def test_a_result_whose_gradient_never_comes(part: float) -> None:
+    """``zeros_like`` reads it and has no gradient for it, though what is then written there has one."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Spectral() for _ in range(4))), torch.randn(32, 8, 64)
+    budget = part_way(frontier(model, x, costs="flops", loss_memory=0), part)
+    rk, gradient = Rockmate(model, x, budget, costs="flops", loss_memory=0), torch.randn(32, 8, 64)
+
+    def step() -> None:
+        rk(x).backward(gradient)
+        model.zero_grad()
+
+    step()
+    assert measure_peak(step, "cpu") == rk.plan.predicted_peak <= budget
