@@ -10,8 +10,9 @@ and random numbers are the same. The first run of a plan does as ATen where ther
 ``broadcast_tensors`` returns views of unrelated tensors, which one operation would put into one group. It becomes an
 ``expand`` of each, which is what ATen does.
 
-A slice that takes all of its input becomes an ``alias``. Python's indexing makes no slice then, but while a module is
-traced it makes one, whose backward would lay gradients out anew (``applySlice`` in ATen/TensorIndexing.h).
+A slice that takes all of an input that has a gradient becomes an ``alias``. Python's indexing makes no slice then, but
+while a module is traced it makes one, whose backward would lay the gradient out anew (``applySlice`` in
+ATen/TensorIndexing.h).
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
 
 
 def _takes_all(x: torch.Tensor, dim: Any = 0, start: Any = None, end: Any = None, step: Any = 1) -> bool:
-    """Whether Python's indexing makes nothing of this slice of ``x``; numbers that are tensors are not looked at."""
-    if not all(a is None or isinstance(a, int) for a in (dim, start, end, step)):
+    """Whether Python's indexing makes nothing of this slice of ``x``, and it matters to a gradient.
+
+    Numbers that are tensors are not looked at.
+    """
+    if not x.requires_grad or not all(a is None or isinstance(a, int) for a in (dim, start, end, step)):
         return False
     return start in (None, 0) and (end is None or end >= x.shape[dim]) and step == 1

@@ -57,6 +57,7 @@ class Capture:
         self._whole = True
         self._settings: dict[str, Any] = {}
         self._repeated: Counter[int] = Counter()  # by the captured graph: how often it was captured again
+        self._changed: str | None = None  # why, where that is to be said
         self._asking: list[Any] = []
         self._classes: list[type] = []  # of the model's modules
         self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
@@ -81,7 +82,11 @@ class Capture:
             as_eager(self._asking),
             put_back_if_it_fails(),
         ):
-            return self._compiled(model, call.args, call.kwargs)
+            result = self._compiled(model, call.args, call.kwargs)
+        if self._changed is not None:  # said here, since an error within a capture would be taken for TorchDynamo's
+            changed, self._changed = self._changed, None
+            self._warn_of_captures(changed)
+        return result
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -123,8 +128,10 @@ class Capture:
         if calls is None:
             calls = CapturedCalls(program, identity, self.front)
             self.graphs.append(calls)
-        else:
-            self._captured_again(calls)
+        elif self._whole:
+            self._repeated[id(calls)] += 1
+            if self._repeated[id(calls)] == MANY_CAPTURES:
+                self._changed = _latest_reason(self._entry)
         found = weakref.ref(calls)  # what it makes of this, TorchDynamo keeps for ever
 
         def call(*arguments: Any) -> Any:
@@ -139,12 +146,8 @@ class Capture:
 
         return torch._dynamo.disable(call)  # type: ignore[no-any-return]
 
-    def _captured_again(self, calls: CapturedCalls) -> None:
-        """Say once that the same is captured for the many-th time."""
-        self._repeated[id(calls)] += 1
-        if self._repeated[id(calls)] != MANY_CAPTURES:
-            return
-        changed = _latest_reason(self._entry)
+    def _warn_of_captures(self, changed: str) -> None:
+        """Say that the same was captured for the many-th time, since the condition ``changed`` does not hold."""
         changed = f" ({changed} does not hold)" if changed else ""
         warn(
             f"{self.front.name} was captured for the {1 + MANY_CAPTURES}th time, and computes with tensors as before: "
