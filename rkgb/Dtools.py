@@ -23,7 +23,7 @@ from rkgb.program import run_node, same, source_values
 from rkgb.randomness import RandomSource, draws_unseen, node_generators, random_state, watched_devices
 from rkgb.sample import Sample, call_of
 from rkgb.storages import memory_of, storage_key
-from rkgb.trace.capture import Writes, drop_saved, preserved
+from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
 
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
@@ -52,8 +52,7 @@ class Probed(NamedTuple):
 
 def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Probed:
     """Run ``b`` on ``inputs``, and record what each node does. Buffers, inputs and random state are restored."""
-    with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
-        writes = Writes(model, inputs, b.structure.written)
+    with preserved(model, inputs, b.structure.written) as writes, torch.enable_grad(), drop_saved():
         run = _Probe(b, source_values(b.sources, model, inputs))
         for index, node in enumerate(b.nodes):
             run.node(index, node)

@@ -20,7 +20,7 @@ from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.program import run_node, same, source_values
 from rkgb.sample import Call
 from rkgb.trace.attributes import State, changed_again, left_as_it_is
-from rkgb.trace.capture import Writes, attributes_preserved, drop_saved, preserved
+from rkgb.trace.capture import attributes_preserved, drop_saved, preserved
 from rkgb.trace.guards import GuardFailed
 from rkgb.trace.operators import OperatorCount
 from rkgb.trace.patches import traceable
@@ -45,7 +45,7 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
         probed = probe(b, model, call.tensors)
         return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"), _operations(model))
     other = _shifted(call)
-    theirs, ran = _outputs_if_any(b, model, other)
+    theirs, ran, _ = _outputs_if_any(b, model, other)
     stale = changed_again(model, b.structure.sets)
     sets = {k: v for k, v in b.structure.sets.items() if type(v) in _PLAIN and k not in stale}
     notes = tuple(note for note in b.notes if note not in map(left_as_it_is, sets))
@@ -74,8 +74,7 @@ def same_as_module(
     module calls now and called ``before``, when it was traced; and the arguments that are no tensors, since some have
     no effect on these values.
     """
-    written: list[torch.Tensor] = []
-    theirs, ran = _outputs_if_any(b, model, call, written)
+    theirs, ran, written = _outputs_if_any(b, model, call)
     now = _operations(model) if is_pure(model) else ran.operators
     if theirs is None or not before or now != before or not ran.got_arguments_of(ours):
         return False
@@ -98,15 +97,13 @@ def _noted(d: D_graph, notes: tuple[str, ...], operators: Mapping[str, int]) -> 
 
 
 def _outputs_if_any(
-    b: B_graph, model: torch.nn.Module, call: Call, written: list[torch.Tensor] | None = None
-) -> tuple[list[torch.Tensor] | None, OperatorCount]:
-    """The outputs of the module, or None if it raises an error; and the operators that it called.
-
-    ``written`` gets the buffers and inputs that it changed in place, as it left them.
+    b: B_graph, model: torch.nn.Module, call: Call
+) -> tuple[list[torch.Tensor] | None, OperatorCount, list[torch.Tensor]]:
+    """The outputs of the module, or None if it raises an error; the operators that it called; the buffers and inputs
+    that it changed in place, as it left them.
     """
     outputs, ran = None, OperatorCount()
-    with preserved(model, call.tensors, b.structure.written), put_back(model):
-        writes = Writes(model, call.tensors, b.structure.written)
+    with preserved(model, call.tensors, b.structure.written) as writes, put_back(model):
         with (
             ran,
             torch.enable_grad(),
@@ -114,9 +111,8 @@ def _outputs_if_any(
             contextlib.suppress(Exception),  # the module may refuse the values, which does not make the plan wrong
         ):
             outputs = _module_outputs(model, call)
-        if written is not None:
-            written += writes.after()
-    return outputs, ran
+        written = writes.after()
+    return outputs, ran, written
 
 
 def _compare(

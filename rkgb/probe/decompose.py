@@ -44,14 +44,12 @@ def is_split(node: Node, read: Callable[[int], torch.Tensor]) -> bool:
 
 def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[str], int]) -> list[Node]:
     """The parts of ``node``; ``new_value(name)`` makes a value for an intermediate result."""
-    aten = torch.ops.aten
+    aten, where = torch.ops.aten, (node.mode, node.line, node.path)
     if node.op is _BROADCAST:
         shape = list(torch.broadcast_shapes(*(read(a.index).shape for a in node.args[0])))
         each = zip(node.args[0], node.outputs, strict=True)
-        where = node.mode, node.line, node.path
         return [Node(aten.expand.default, "expand", (a, shape), (), (v,), False, *where) for a, v in each]
     if node.op is _SLICE:
-        where = node.mode, node.line, node.path
         return [Node(aten.alias.default, node.name, node.args[:1], (), node.outputs, False, *where)]
     ref, p = node.args[0], node.args[1]
     like = torch.empty_like(read(ref.index))
@@ -65,7 +63,6 @@ def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[
         (aten.div_.Scalar, MASK[1], (Ref(cast), 1 - p), (), mask),
         (multiply, "dropout", (ref, Ref(mask)), (), node.outputs[0]),
     ]
-    where = node.mode, node.line, node.path
     return [Node(op, name, args, kwargs, (out,), False, *where) for op, name, args, kwargs, out in parts]
 
 

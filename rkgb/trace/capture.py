@@ -67,11 +67,25 @@ def drop_saved() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda _: None, refuse)
 
 
+class Writes:
+    """The changes in place of some tensors from now on."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.before = [(t, t._version) for t in tensors if not t.is_inference()]
+        self.uncounted = [t for t in tensors if t.is_inference()]
+
+    def after(self) -> list[torch.Tensor]:
+        """Copies of the tensors that changed since, as they are now, and of those that do not count their changes."""
+        changed = [t for t, version in self.before if t._version != version]
+        return [t.detach().clone() for t in (*changed, *self.uncounted)]
+
+
 @contextlib.contextmanager
-def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[None]:
+def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[Writes]:
     """A context that restores buffers, inputs, generators and the tensors named in ``written`` at its end.
 
-    Version counters are restored, too, since autograd graphs from before may have saved these tensors.
+    Version counters are restored, too, since autograd graphs from before may have saved these tensors. Yields what
+    changes meanwhile.
     """
     drawn: list[RandomSource] = [*watched_devices((*inputs, *model.parameters())), *own_generators(model.modules())]
     states = [(x, random_state(x)) for x in drawn]
@@ -82,7 +96,7 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
     counted = tuple(t for t, _ in copies if not t.is_inference())
     versions = tuple(t._version for t in counted)
     try:
-        yield
+        yield Writes(kept)
     finally:
         for module, name, b in holders:
             module._buffers[name] = b
@@ -95,23 +109,6 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
         torch._C._autograd._unsafe_set_version_counter(counted, versions)
         for x, state in states:
             set_random_state(x, state)
-
-
-class Writes:
-    """The buffers, inputs and tensors named in ``written`` that a run changes in place."""
-
-    def __init__(self, model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> None:
-        self.tensors = [*model.buffers(), *inputs, *(_held(model, name) for name in written)]
-        self.versions = [_version(t) for t in self.tensors]
-
-    def after(self) -> list[torch.Tensor]:
-        """Copies of those that changed since, as they are now."""
-        before = zip(self.tensors, self.versions, strict=True)
-        return [t.detach().clone() for t, version in before if version is None or t._version != version]
-
-
-def _version(t: torch.Tensor) -> int | None:
-    return None if t.is_inference() else t._version
 
 
 def _held(model: torch.nn.Module, name: str) -> torch.Tensor:

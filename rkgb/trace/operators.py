@@ -19,7 +19,16 @@ _ARITHMETIC = frozenset(
 )
 
 
-class OperatorCount(TorchDispatchMode):
+class BelowAutograd(TorchDispatchMode):
+    """A mode that sees operators below autograd."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to skip them, torch would import TorchDynamo, which takes seconds."""
+        return False
+
+
+class OperatorCount(BelowAutograd):
     """Counts operators while it is active.
 
     ``given``: counts by operator and arguments that are no tensors. Some arguments have no effect on some values, such
@@ -30,11 +39,6 @@ class OperatorCount(TorchDispatchMode):
         super().__init__()
         self.operators: Counter[str] = Counter()
         self.given: Counter[tuple[str, str]] = Counter()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: to skip them, torch would import TorchDynamo, which takes seconds."""
-        return False
 
     def got_arguments_of(self, ours: OperatorCount) -> bool:
         """Whether the operators of this run had, in a run of a program, the same arguments."""

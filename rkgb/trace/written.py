@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.storages import storage_key
+from rkgb.trace.operators import BelowAutograd
 from rkgb.trees import tensor_leaves
 
 _Copies = list[tuple[torch.Tensor, int, torch.Tensor]]  # tensor, its version, a copy
@@ -80,7 +80,7 @@ class Written:
         return id(t) in self._changed
 
 
-class _Keeping(TorchDispatchMode):
+class _Keeping(BelowAutograd):
     """Copies each of ``own`` before the first operation that writes to it."""
 
     def __init__(self, own: Iterable[torch.Tensor]) -> None:
@@ -89,11 +89,6 @@ class _Keeping(TorchDispatchMode):
         for t in own:
             self.own.setdefault(storage_key(t), []).append(t)
         self.copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: to skip them, torch would import TorchDynamo, which takes seconds."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

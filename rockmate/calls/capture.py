@@ -71,10 +71,10 @@ class Capture:
         if self._compiled is not None and self._unguarded != unguarded(self._classes):
             self._forget()  # captures of inner functions are known by the backend
         if self._compiled is None:
+            hide_own_errors()
             self._whole, self._settings, self._asking = whole, settings(whole), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
         hide_own_warnings()
-        hide_own_errors()
         with (
             self._named(),
             Heeded(),
