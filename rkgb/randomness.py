@@ -74,23 +74,24 @@ def drawing_again(sources: Sequence[RandomSource], states: Sequence[torch.Tensor
 
 def own_generators(modules: Iterable[torch.nn.Module]) -> list[torch.Generator]:
     """The generators that ``modules`` hold as attributes."""
-    held = (v for m in modules for v in vars(m).values() if _is_generator(v))
+    held = (v for m in modules for v in vars(m).values() if _generator_classes[type(v)])
     return list({id(g): g for g in held}.values())
 
 
 def generators_in(arguments: Iterable[Any]) -> list[torch.Generator]:
     """The generators among the arguments of a call."""
-    return [a for a in arguments if _is_generator(a)]
+    return [a for a in arguments if _generator_classes[type(a)]]
 
 
-def _is_generator(x: Any) -> bool:
-    kind = type(x)
-    if kind not in _known:
-        _known[kind] = torch.Generator in kind.__mro__  # ``issubclass`` is slow for classes opaque to compilers
-    return _known[kind]
+class _Generators(dict[type, bool]):
+    """Whether a class is one of generators, as seen so far: ``issubclass`` is slow for classes opaque to compilers."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = torch.Generator in kind.__mro__
+        return self[kind]
 
 
-_known: dict[type, bool] = {}
+_generator_classes = _Generators()
 
 
 def drawn_by(s: S_graph, i: int) -> tuple[RandomSource, ...]:

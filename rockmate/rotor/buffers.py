@@ -9,13 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from operator import is_
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from rockmate.rotor.values import Parts
 
@@ -78,14 +78,14 @@ def quantizations_of(parts: Parts) -> set[str]:
 
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_NONE: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
+class _Own(NamedTuple):
     """The attributes of one module: all names, the values of plain ones; its buffers: names, and those that are set."""
 
     module: torch.nn.Module
-    names: frozenset[str]
+    names: tuple[str, ...]
     plain: dict[str, Any]
     buffers: frozenset[str]
     filled: frozenset[str]
@@ -102,10 +102,10 @@ class Attributes:
         self.of = [
             _Own(
                 m,
-                frozenset(vars(m)),
-                {k: v for k, v in vars(m).items() if type(v) in _PLAIN},
+                tuple(m.__dict__),
+                {k: v for k, v in m.__dict__.items() if type(v) in _PLAIN},
                 frozenset(m._buffers),
-                frozenset(k for k, b in m._buffers.items() if b is not None),
+                frozenset([k for k, b in m._buffers.items() if b is not None]) if m._buffers else _NONE,
             )
             for m in _watched(parts)
         ]
@@ -115,15 +115,17 @@ class Attributes:
         """Meanwhile the modules have the attributes of that moment; afterwards those of now."""
         with _kept([own.module for own in self.of]):
             for own in self.of:
-                attributes, buffers = vars(own.module), own.module._buffers
-                for name in attributes.keys() - own.names:
-                    del attributes[name]
+                attributes, buffers = own.module.__dict__, own.module._buffers
+                if tuple(attributes) != own.names:
+                    for name in attributes.keys() - set(own.names):
+                        del attributes[name]
                 attributes.update(own.plain)
-                for name in buffers.keys() - own.filled:
-                    if name in own.buffers:
-                        buffers[name] = None
-                    else:
-                        del buffers[name]
+                if buffers:
+                    for name in buffers.keys() - own.filled:
+                        if name in own.buffers:
+                            buffers[name] = None
+                        else:
+                            del buffers[name]
             yield
 
 
@@ -139,12 +141,12 @@ def attributes_kept(function: Any) -> Iterator[None]:
 
 @contextmanager
 def _kept(modules: list[torch.nn.Module]) -> Iterator[None]:
-    kept = [(d, dict(d)) for m in modules for d in (vars(m), m._buffers)]
+    kept = [(d, dict(d)) for m in modules for d in (m.__dict__, m._buffers)]
     try:
         yield
     finally:
         for now, before in kept:
-            if [*map(id, now.values())] != [*map(id, before.values())] or now.keys() != before.keys():
+            if not (len(now) == len(before) and all(map(is_, now.values(), before.values())) and [*now] == [*before]):
                 now.clear()
                 now.update(before)
 
@@ -155,5 +157,5 @@ def _watched(parts: Parts) -> list[torch.nn.Module]:
         m
         for _, m in parts.modules
         if not isinstance(m, torch.jit.ScriptModule)
-        and not any(p is not None and is_lazy(p) for p in (*m._parameters.values(), *m._buffers.values()))
+        and not (isinstance(m, LazyModuleMixin) and m.has_uninitialized_params())
     ]

@@ -31,7 +31,7 @@ class Stop(Exception):
     """Ends a recompute when all slots are filled."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
     """Stands for the saved tensor ``index`` of ``stage`` in the autograd graph. ``prepare(index)`` fills it.
 
@@ -59,17 +59,19 @@ class Slot:
 class Stage:
     """One stage in one call: its slots, and what a recompute needs of the first run.
 
-    ``slots``: recomputed saved tensors that autograd has not read yet. ``unpacked``: those that it has read, if they
-    are alive. ``generators``, ``buffers``: random states, and contents of buffers, from before the first run, as far as
-    it changed them. ``autocasts``, ``autocast_cache``, ``attributes``: as in the first run. ``owned``: parameters and
-    buffers of the first run, with their version counters. ``saved_by_autograd``: whether the first run left its saved
-    tensors to autograd. ``finished``: whether ``generators`` and ``buffers`` were released. ``input``, ``kept``: what
-    ``refill`` recomputes from.
+    ``slots``: recomputed saved tensors that autograd has not read yet. ``saved``: for each tensor that the first run
+    saved, in order, the number of its slot; None for a parameter or buffer. ``unpacked``: those from slots that it has
+    read, if they are alive. ``generators``, ``buffers``: random states, and contents of buffers, from before the first
+    run, as far as it changed them. ``autocasts``, ``autocast_cache``, ``attributes``: as in the first run. ``owned``:
+    parameters and buffers of the first run, with their version counters. ``saved_by_autograd``: whether the first run
+    left its saved tensors to autograd. ``finished``: whether ``generators`` and ``buffers`` were released. ``input``,
+    ``kept``: what ``refill`` recomputes from.
     """
 
     function: Function
     preserve_rng_state: bool
     slots: list[torch.Tensor | None] = field(default_factory=list)
+    saved: list[int | None] = field(default_factory=list)
     generators: dict[Drawn, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     autocasts: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
@@ -96,8 +98,19 @@ class Stage:
         self._remember(x, parts)
         generators = generator_states(parts, x) if self.preserve_rng_state else {}
         before = Buffers(self.function, parts)
-        fixed = _memory_of(parts.owned)
-        with saved_tensors_hooks(lambda t: self._pack(t, fixed, prepare), _unpack), self._keeping(x, keep):
+        fixed = {storage_key(t) for t in parts.owned.values()}
+        slots, saved = self.slots, self.saved
+
+        def pack(t: torch.Tensor) -> Slot | Fixed:
+            if storage_key(t) in fixed:
+                saved.append(None)
+                return Fixed(t, t._version)
+            index = len(slots)
+            saved.append(index)
+            slots.append(None)
+            return Slot(self, index, prepare)
+
+        with saved_tensors_hooks(pack, _unpack), self._keeping(x, keep):
             output = self.function(x)
         self.generators = {d: s for d, s in generators.items() if not torch.equal(s, random_state(d))}
         self.buffers = before.changed()
@@ -120,16 +133,17 @@ class Stage:
         Returns the detached output if ``wanted``; else None, and the run stops at the last saved tensor.
         """
         if wanted or self.slots:
-            counter = iter(range(len(self.slots)))
-            last = len(self.slots) - 1
+            saved, slots = iter(self.saved), self.slots
+            last = None if wanted else len(slots) - 1
 
             def pack(t: torch.Tensor) -> None:
-                index = next(counter, None)
-                if index is None:
+                index = next(saved, -1)
+                if index == -1:
                     raise RuntimeError(other_tensors_message(self.name, "more"))
-                self.slots[index] = t.detach()
-                if index == last and not wanted:
-                    raise Stop
+                if index is not None:
+                    slots[index] = t.detach()
+                    if index == last:
+                        raise Stop
 
             return self._recompute(x, pack)
         return None
@@ -168,12 +182,6 @@ class Stage:
         self.finished = self.finished or bool(self.generators or self.buffers)
         self.generators, self.buffers = {}, {}
 
-    def _pack(self, t: torch.Tensor, fixed: set[int], prepare: Prepare) -> Slot | Fixed:
-        if storage_key(t) in fixed:
-            return Fixed(t, t._version)
-        self.slots.append(None)
-        return Slot(self, len(self.slots) - 1, prepare)
-
     def _recompute(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
         if self.finished:
             raise RuntimeError(self._gone())
@@ -185,16 +193,9 @@ class Stage:
         parts = Parts(self.function)
         instead = self._scratch(parts)
         self._check_owned(instead)
-        owned = parts.owned
-        instead = self._replaced(owned) | instead
-        fixed = _memory_of(owned) | _memory_of(instead)
+        instead = self._replaced(parts.owned) | instead
         x = detached(x)  # autograd may hold the input of this run, and must not hold ours
-
-        def packed(t: torch.Tensor) -> None:
-            if storage_key(t) not in fixed:
-                pack(t)
-
-        with self._modes(x, parts), saved_tensors_hooks(packed, _lost):
+        with self._modes(x, parts), saved_tensors_hooks(pack, _lost):
             try:
                 if instead and isinstance(self.function, torch.nn.Module):
                     output = functional_call(self.function, instead, (x,), strict=False)
@@ -262,10 +263,6 @@ class Stage:
                     set_random_state(source, state)
             if unknown and drawn:
                 raise RuntimeError(self._gone())
-
-
-def _memory_of(tensors: dict[str, torch.Tensor]) -> set[int]:
-    return {storage_key(t) for t in tensors.values()}
 
 
 def _unpack(packed: Slot | Fixed) -> torch.Tensor:

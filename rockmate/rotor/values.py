@@ -16,7 +16,7 @@ Function = Callable[[Any], Any]
 """A stage: a module or a function of one value (a tensor, or a structure of tensors)."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Fixed:
     """A saved parameter or buffer, whose memory stays anyway, and its version counter when it was saved."""
 
@@ -77,7 +77,7 @@ def detached(value: Any) -> Any:
 
 
 class Parts:
-    """The modules of a stage at a moment, each once, and the parameters and buffers that they have.
+    """The modules of a stage at a moment, each once, and the parameters and buffers that they have, by name.
 
     ``modules``: with their names, which end with a dot; none for a plain function. It is one walk, where torch's
     ``named_parameters`` and the like take one each: they are a good part of the time of a small layer.
@@ -85,26 +85,24 @@ class Parts:
 
     def __init__(self, function: Function) -> None:
         self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
         todo = [("", function)] if isinstance(function, torch.nn.Module) else []
         seen: set[int] = set()
         while todo:
-            name, module = todo.pop()
-            if id(module) not in seen:
-                seen.add(id(module))
-                self.modules.append((name, module))
-                children = [(f"{name}{k}.", m) for k, m in module._modules.items() if m is not None]
+            entry = prefix, module = todo.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            self.modules.append(entry)
+            if module._modules:
+                children = [(f"{prefix}{k}.", m) for k, m in module._modules.items() if m is not None]
                 todo += reversed(children)
-        self.parameters = self._tensors("_parameters")
-        self.buffers = self._tensors("_buffers")
-
-    def _tensors(self, kind: str) -> dict[str, torch.Tensor]:
-        """By name, each once."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}
-        for prefix, module in self.modules:
-            for name, t in getattr(module, kind).items():
-                if t is not None:
-                    found.setdefault(id(t), (prefix + name, t))
-        return dict(found.values())
+            for owned, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
+                for name, t in owned.items():
+                    if t is not None and id(t) not in seen:
+                        seen.add(id(t))
+                        found[prefix + name] = t
 
     @property
     def owned(self) -> dict[str, torch.Tensor]:
