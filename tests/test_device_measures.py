@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,11 @@ from models import randn, square_loss
 from torch import nn
 
 from rkgb.cost.clock import Clock
-from rkgb.cost.memory import _where, measure_after, measure_memory, measure_peak
+from rkgb.cost.memory import _where, measure_memory, measure_peak, measure_phases
 from rkgb.cost.node import times_by
 from rkgb.cost.piece import backward_memory
 from rkgb.device import KINDS, Cpu, Cuda, device_in_use
+from rkgb.device.kind import Measured, Phase
 from rkgb.errors import MeasureError
 from rkgb.pipeline import make_all_graphs
 from rockmate import Rockmate
@@ -197,7 +198,8 @@ def test_memory_is_what_was_requested(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert measure_memory(step, GPU) == ("result", 1_500_000, 1_000)
     assert measure_peak(step, "cuda:1") == 1_500_000
-    assert measure_after(lambda: allocator.change(50, 512), lambda _: step(), GPU) == ("result", 1_500_000)
+    phases = [lambda _: allocator.change(50, 512), lambda _: step()]
+    assert measure_phases(phases, GPU) == ("result", [(50, 50), (1_500_000, 1_000)])
 
 
 def test_where_requests_are_not_counted_blocks_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +295,9 @@ class Warmed(Cpu):
 
         Cuda().first_use(noted, device)
 
-    def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
+    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
         self.note("measure")
-        return super().measured(function, device)
+        return super().measured(phases, device)
 
 
 def net() -> nn.Module:

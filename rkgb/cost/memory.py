@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from rkgb.device import device_in_use, kind_of
-from rkgb.device.kind import Timeline, Window
+from rkgb.device.kind import Measured, Phase, Timeline, Window
 from rkgb.errors import MeasureError
 from rkgb.storages import storage_key
 
@@ -69,18 +69,18 @@ def measure_memory(function: Callable[[], Any], device: torch.device) -> tuple[A
 
     Raises ``MeasureError`` within another measurement.
     """
-    with _measuring(device):
-        return kind_of(device).measured(function, device)
+    result, (found,) = measure_phases([lambda _: function()], device)
+    return result, found.peak, found.net
 
 
-def measure_after(prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device) -> tuple[Any, int]:
-    """(result, peak) of ``function(prepare())``: the most bytes during ``function`` above the level at its start.
+def measure_phases(phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
+    """Run ``phases`` in turn, each on the result of the one before: the last result, and the memory of each phase.
 
-    Memory that ``prepare`` allocates and ``function`` releases is subtracted; ``measure_memory`` cannot see this on the
-    CPU. Raises ``MeasureError`` within another measurement.
+    Memory that one phase allocates and another releases is subtracted; two calls of ``measure_memory`` would not see
+    this on the CPU. Raises ``MeasureError`` within another measurement.
     """
     with _measuring(device):
-        return kind_of(device).measured_after(prepare, function, device)
+        return kind_of(device).measured(phases, device)
 
 
 def window(device: torch.device) -> Window | None:

@@ -14,7 +14,7 @@ from rkgb.cost.clock import Clock
 from rkgb.cost.costs import Cost, InputGradient
 from rkgb.cost.counted import modelled_times
 from rkgb.cost.memory import measure_memory
-from rkgb.cost.piece import Gradients, backward_memory, feed
+from rkgb.cost.piece import backward_memory, feed, ignore
 from rkgb.device import kind_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import preserved
@@ -51,19 +51,14 @@ def measure_node(run: NodeRun, held: tuple[int, ...], times: tuple[int, int] | N
     """
     values = run.values
     with preserved(torch.nn.Module(), [values[v] for v in run.node.reads if v in run.d.sources and _written(run, v)]):
-        kind_of(run.device).first_use(run.forward, run.device)
-        results, forward_peak, _ = measure_memory(run.forward, run.device)
-        del results
+        first_use(run)
         if not run.fed:
+            forward_peak = measure_memory(run.forward, run.device)[1]
             return Cost((times or times_of(run, (0, 0)))[0], forward_peak)
-        inputs, views = _input_gradients(run)
         alone = backward_memory(run, held=held)
-        incoming, backward_peak = alone.incoming, alone.peak
+        forward_peak, incoming, backward_peak = alone.forward_peak, alone.incoming, alone.peak
         del alone
-        gradients: list[Any] = []
-        holding = backward_memory(run, gradients.append, held)
-        held_peak, seen = holding.peak, holding.times
-        del holding
+        held_peak, seen, inputs, views = _holding_gradients(run, held)
         types = [run.d.values[run.node.makes[k]].dtype for k in run.fed]
         together = held_peak if len(set(types)) > 1 else backward_peak
         if len(types) > 1 and len(set(types)) == 1:
@@ -73,54 +68,63 @@ def measure_node(run: NodeRun, held: tuple[int, ...], times: tuple[int, int] | N
     return Cost(times[0], forward_peak, times[1], *peaks, incoming, run.fed, inputs, views)
 
 
+def first_use(run: NodeRun) -> None:
+    """Run the node, forward and backward, where kernels allocate workspaces at their first use."""
+    kind = kind_of(run.device)
+    if kind.keeps_workspaces:
+        kind.first_use(run.forward, run.device)
+        if run.fed:
+            feed(ignore, run, run.forward()).backward()
+
+
 def _written(run: NodeRun, v: int) -> bool:
     return any(run.d.values[v].storage in run.d.facts[op].writes for op in run.node.ops)
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How one gradient lies in memory. ``as_it_is``: whether it becomes ``.grad`` itself, or a copy of ``size`` bytes.
+    """How one gradient lies in memory. ``memory``: None where a copy of ``size`` bytes becomes ``.grad``.
 
     It holds the memory and not the gradient: autograd copies a gradient that somebody else holds.
     """
 
-    memory: torch.UntypedStorage
+    memory: torch.UntypedStorage | None
     is_view: bool
-    as_it_is: bool
     size: int
 
     @classmethod
     def of(cls, g: torch.Tensor, parameter: torch.Tensor | None) -> _Form:
         """The form of the gradient ``g`` of a ``parameter``, or of another input."""
         as_it_is = parameter is None or g.stride() == parameter.stride()
-        return cls(memory_of(g), g._is_view(), as_it_is, g.numel() * g.element_size())
+        return cls(memory_of(g) if as_it_is else None, g._is_view(), g.numel() * g.element_size())
 
 
-def _input_gradients(run: NodeRun) -> tuple[tuple[InputGradient | None, ...], frozenset[int]]:
-    """The gradient of each input, and the positions of those that are views.
+def _holding_gradients(
+    run: NodeRun, held: tuple[int, ...]
+) -> tuple[int, tuple[int, int], tuple[InputGradient | None, ...], frozenset[int]]:
+    """(peak, times, gradients, views) of a backward whose incoming gradients are held.
 
-    All gradients are held until the end, so that equal addresses mean shared memory.
+    ``gradients``: the gradient of each input; ``views``: the positions of those that are views. Equal addresses mean
+    shared memory, since all gradients are held until the end.
     """
-    collected: list[Gradients] = []
     incoming: list[Any] = []
     of_leaves: dict[int, _Form] = {}
     hooks = [leaf.register_hook(partial(_note, of_leaves, v, leaf)) for v, leaf in run.leaves.items()]
-    results = run.forward(collected.append)
-    feed(incoming.append, run, results).backward()
+    memory = backward_memory(run, incoming.append, held)
     for hook in hooks:
         hook.remove()
     places: dict[int, tuple[str, int]] = {storage_key(g): ("result", k) for k, g in enumerate(incoming[0])}
-    of_inputs = dict(zip(run.tapped, collected[0], strict=True)) if collected else {}
+    of_inputs = dict(zip(run.tapped, memory.inputs, strict=False))  # no gradient came where there are none
     forms = {v: _Form.of(g, None) for v, g in of_inputs.items() if g is not None} | of_leaves
     gradients: dict[int, InputGradient] = {}
     for v, form in forms.items():
-        if form.as_it_is:
+        if form.memory is None:
+            gradients[v] = InputGradient(form.size, None)
+        else:
             gradients[v] = InputGradient(form.memory.nbytes(), places.get(form.memory._cdata))
             places.setdefault(form.memory._cdata, ("input", run.node.reads.index(v)))
-        else:
-            gradients[v] = InputGradient(form.size, None)
     views = frozenset(run.node.reads.index(v) for v, form in forms.items() if form.is_view)
-    return tuple(gradients.get(v) for v in run.node.reads), views
+    return memory.peak, memory.times, tuple(gradients.get(v) for v in run.node.reads), views
 
 
 def _note(forms: dict[int, _Form], v: int, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rkgb.cost.memory import measure_after, storage_bytes
+from rkgb.cost.memory import measure_phases, storage_bytes
 from rkgb.device import kind_of
 
 Layouts = tuple[tuple[int, ...] | None, ...]
@@ -151,13 +151,15 @@ def ignore(_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BackwardMemory:
-    """Memory of one backward, in bytes.
+    """Memory of one forward and its backward, in bytes.
 
-    ``incoming``: the gradients of the results. ``peak``: the most that the backward adds to the level at its start,
-    ``incoming`` included. ``inputs``: the gradients of the inputs that require grad, which are still there. ``times``:
-    nanoseconds of the forward and the backward, in this one run, whose memory was watched.
+    ``forward_peak``: the most that the forward adds to the level at its start. ``incoming``: the gradients of the
+    results. ``peak``: the most that the backward adds to the level at its start, ``incoming`` included. ``inputs``: the
+    gradients of the inputs that require grad, which are still there. ``times``: nanoseconds of the forward and the
+    backward, in this one run, whose memory was watched.
     """
 
+    forward_peak: int
     incoming: int
     peak: int
     inputs: tuple[torch.Tensor | None, ...]
@@ -186,10 +188,13 @@ def backward_memory(
         sizes.extend(storage_bytes(g) for g in grads)
         hold(grads)
 
-    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(_: None) -> list[torch.Tensor]:
         mark()
         made = piece.forward(collected.append)
         mark()
+        return made
+
+    def prepare(made: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         results.extend(made[k] for k in held)
         end = feed(note, piece, made, together=together)
         return end, torch.ones_like(end)  # here: a gradient that only ``Feed`` needs is not part of the peak
@@ -200,6 +205,6 @@ def backward_memory(
         mark()
 
     piece.drop_gradients()  # here, as the profiler warns of a block that is older than its session and released in it
-    _, peak = measure_after(prepare, backward, piece.device)
+    _, (first, _, second) = measure_phases([forward, prepare, backward], piece.device)
     times = kind.between(marks[0], marks[1]), kind.between(marks[2], marks[3])
-    return BackwardMemory(sum(sizes), peak, collected[0] if collected else (), times)
+    return BackwardMemory(first.peak, sum(sizes), second.peak, collected[0] if collected else (), times)

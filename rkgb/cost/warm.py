@@ -9,7 +9,7 @@ import torch
 from rkgb.blocks.classes import nodes_key
 from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
 from rkgb.cost.layouts import differentiated
-from rkgb.cost.piece import feed, ignore
+from rkgb.cost.node import first_use
 from rkgb.cost.usage import differentiable
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph, S_node
@@ -36,9 +36,7 @@ def warm(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None
 
 def _run(run: NodeRun) -> None:
     try:
-        kind_of(run.device).first_use(run.forward, run.device)
-        if run.fed:
-            feed(ignore, run, run.forward()).backward()
+        first_use(run)
     except Exception:  # noqa: BLE001 - an operation may refuse zeros; the first step is then its first use
         return
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rkgb.device.kind import PRECISE, Kind, Timeline, Window, precision
-from rkgb.device.profiled import ProfiledTimeline, ProfiledWindow, profiled, profiled_after
+from rkgb.device.kind import PRECISE, Kind, Measured, Phase, Timeline, Window, precision
+from rkgb.device.profiled import ProfiledTimeline, ProfiledWindow, profiled
 from rkgb.device.roofline import UNKNOWN, Roofline
 from rkgb.errors import MeasureError
 from rkgb.warn import warn
@@ -57,13 +57,8 @@ class Cpu(Kind):
                 RuntimeWarning,
             )
 
-    def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
-        return profiled(function)
-
-    def measured_after(
-        self, prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device
-    ) -> tuple[Any, int]:
-        return profiled_after(prepare, function)
+    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
+        return profiled(phases)
 
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         raise MeasureError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from rkgb.device.kind import PRECISE, Kind, Moment, Timeline, Window, precision
+from rkgb.device.kind import PRECISE, Kind, Measured, Moment, Phase, Timeline, Window, precision
 from rkgb.device.roofline import Roofline, roofline_of
 
 _C: Any = torch._C
@@ -90,19 +90,17 @@ class Cuda(Kind):
         tf32 = precision("cuda", "conv" if convolution else "matmul") == "tf32"
         return roofline_of(torch.cuda.get_device_name(device), dtype, tf32)
 
-    def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
+    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
         what = self._counted()
-        before = self._begin(what, device)
-        result = function()
-        torch.cuda.synchronize(device)
-        after = torch.cuda.memory_stats(device)
-        return result, after.get(f"{what}.all.peak", 0) - before, after.get(f"{what}.all.current", 0) - before
-
-    def measured_after(
-        self, prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device
-    ) -> tuple[Any, int]:
-        made = [prepare()]
-        return self.measured(lambda: function(made.pop()), device)[:2]
+        results: list[Any] = [None]
+        found = []
+        for phase in phases:
+            before = self._begin(what, device)
+            results.append(phase(results.pop()))
+            torch.cuda.synchronize(device)
+            after = torch.cuda.memory_stats(device)
+            found.append(Measured(*(after.get(f"{what}.all.{x}", 0) - before for x in ("peak", "current"))))
+        return results.pop(), found
 
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.synchronize(device)

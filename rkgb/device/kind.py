@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import inf
 from typing import Any, ClassVar, NamedTuple
 
@@ -41,6 +41,17 @@ class Window(ABC):
         there at the second. ``left``: the same, still there now. A kind that cannot tell the last two gives the change
         of the level instead.
         """
+
+
+Phase = Callable[[Any], Any]
+"""A part of what is measured, which gets the result of the part before."""
+
+
+class Measured(NamedTuple):
+    """Bytes of one phase above the level at its begin: the most during it (``peak``), and at its end (``net``)."""
+
+    peak: int
+    net: int
 
 
 class Moment(NamedTuple):
@@ -93,14 +104,11 @@ class Kind(ABC):
         """Restore what ``random_state`` returned."""
 
     @abstractmethod
-    def measured(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
-        """(result, peak, net) of ``function``: bytes above the level at the call, at the peak and at the end."""
+    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
+        """Run ``phases`` in turn: the result of the last, and the memory of each.
 
-    @abstractmethod
-    def measured_after(
-        self, prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device
-    ) -> tuple[Any, int]:
-        """(result, peak) of ``function(prepare())``: the most bytes above the level between the two."""
+        Each phase gets the result of the one before, the first gets None.
+        """
 
     @abstractmethod
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:

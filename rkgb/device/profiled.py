@@ -5,14 +5,15 @@ The profiler does not report the release of a block that was allocated before th
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
 
-from rkgb.device.kind import Moment, Timeline, Window
+from rkgb.device.kind import Measured, Moment, Phase, Timeline, Window
 
 # The profiler announces each session on stderr; it reads this level at its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -21,24 +22,16 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _MARK = 1_000_003
 
 
-def profiled(function: Callable[[], Any]) -> tuple[Any, int, int]:
-    """(result, peak, net) of ``function``: bytes above the level at the call, at the peak and at the end."""
+def profiled(phases: Sequence[Phase]) -> tuple[Any, list[Measured]]:
+    """``Kind.measured``, by one profiler session; marks lie around the phases."""
+    results: list[Any] = [None]
     with profile(use_cpu=True, profile_memory=True) as prof:
-        result = function()
-    return result, *replay(events(prof))
-
-
-def profiled_after(prepare: Callable[[], Any], function: Callable[[Any], Any]) -> tuple[Any, int]:
-    """(result, peak) of ``function(prepare())``: the most bytes above the level between the two."""
-    with profile(use_cpu=True, profile_memory=True) as prof:
-        made = prepare()
+        for phase in phases:
+            torch.empty(_MARK, dtype=torch.uint8)
+            results.append(phase(results.pop()))
         torch.empty(_MARK, dtype=torch.uint8)
-        result = function(made)
-    recorded = events(prof)
-    mark = next(k for k, event in enumerate(recorded) if event[2] == _MARK)
-    _, before = replay(recorded[:mark])
-    peak, _ = replay(recorded[:mark] + recorded[mark + 2 :], mark)
-    return result, max(0, peak - before)
+    moments = _moments(events(prof))
+    return results.pop(), [Measured(a.peak - a.level, b.level - a.level) for a, b in itertools.pairwise(moments)]
 
 
 class ProfiledWindow(Window):

@@ -12,7 +12,7 @@ import torch
 
 from rkgb.cost.clock import Clock, Mark, read
 from rkgb.cost.counted import counted_tail, modelled_times
-from rkgb.cost.memory import bytes_by_storage, measure_after, measure_memory
+from rkgb.cost.memory import bytes_by_storage, measure_memory, measure_phases
 from rkgb.cost.piece import backward_memory
 from rkgb.cost.saved import each_saved
 from rkgb.storages import storage_key
@@ -281,13 +281,13 @@ class Probe:
         _, again_peak, _ = self._memory(lambda: stage.skim(self.x, keep))
         stage.clear()
 
-        def skim() -> None:
+        def skim(_: None) -> None:
             stage.skim(self.x, keep)
             torch.clear_autocast_cache()
 
-        _, refill_peak = measure_after(skim, lambda _: stage.refill(), self.device)
+        _, (_, refilled) = measure_phases([skim, lambda _: stage.refill()], self.device)
         stage.clear()
-        return max(first_peak - state, again_peak), refill_peak
+        return max(first_peak - state, again_peak), refilled.peak
 
 
 def _no_backward(_: int) -> None:
