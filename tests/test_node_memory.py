@@ -13,6 +13,10 @@ from models import part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
+from rkgb.cost import layouts
+from rkgb.cost.alone import NodeRun
+from rkgb.cost.layouts import Outgoing
+from rkgb.cost.measure import measure_nodes
 from rockmate import InfeasibleBudgetError, Rockmate, frontier, measure_peak, rotor
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
@@ -101,6 +105,49 @@ def test_predicted_peak_is_the_measured_one(name: str, fraction: float, allocate
 
     train()
     assert rk.plan.predicted_peak <= measure_peak(train, "cpu") <= rk.plan.predicted_peak + 64
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_strides_that_the_meta_device_gives_are_checked_by_measuring(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large nodes run on the meta device for the strides of their gradients; what is measured decides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 48), nn.Unflatten(1, (6, 8)), Swapped(8, 4), nn.Flatten(), nn.Linear(24, 3))
+    x = randn(64, 24, seed=0)
+    s = make_planner(model, x, PlanOptions("flops")).graphs.S
+    runs: list[NodeRun] = []
+
+    def turned(run: NodeRun, k: int, strides: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Strides that are not ``strides``."""
+        first, *rest = run.d.values[run.node.reads[k]].shape
+        return None if strides else (1, *(first * n for n in torch.empty(rest).stride()))
+
+    def on_meta(run: NodeRun) -> Outgoing:
+        found = of_run(run)
+        if {t.device.type for t in run.values.values()} != {"meta"}:
+            return found
+        runs.append(run)
+        return {k: turned(run, k, strides) for k, strides in found.items()} if wrong else found
+
+    of_run = layouts._of_run
+    costs = measure_nodes(s, model, [x], "flops")
+    monkeypatch.setattr(layouts, "_of_run", on_meta)
+    monkeypatch.setattr(layouts, "_LARGE", 0)
+    assert measure_nodes(s, model, [x], "flops") == costs
+    assert len(runs) >= 5, "nodes ran on the meta device"
+
+
+class Swapped(nn.Module):
+    """The gradient of its convolution's input has other strides than the input."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x.exp()).tanh().transpose(1, 2)
+        return y
 
 
 class Ends(nn.Module):

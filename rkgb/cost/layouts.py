@@ -1,20 +1,25 @@
 """The strides of the gradients that each backward gets; they decide which of them it copies.
 
 Strides are followed from the outputs through all backwards. They do not depend on values, so each distinct node runs
-once, on zeros.
+once, on zeros. They seldom depend on the device, so a large node runs on the meta device, which computes nothing. Its
+measurement then shows the strides that it really gives (``rkgb/cost/measure.py``), and where they differ, all is
+followed again.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
 from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
-from rkgb.cost.piece import Layouts, feed, ignore
+from rkgb.cost.piece import Gradients, Layouts, feed, ignore
 from rkgb.graphs import S_graph, S_node, Value
 from rkgb.program import source_values
 from rkgb.trace.capture import preserved
+
+_LARGE = 2**24  # bytes
 
 Outgoing = dict[int, tuple[int, ...] | None]
 """Position in ``reads`` -> strides of its gradient (None: contiguous). Inputs without a gradient are absent."""
@@ -67,23 +72,41 @@ def _outgoing(
     s: S_graph, node: S_node, model: torch.nn.Module, inputs: list[torch.Tensor], fed: tuple[int, ...], layouts: Layouts
 ) -> Outgoing:
     """The strides of the gradients that the node's backward computes for its inputs."""
-    own = {v: s.d.sources[v] for v in node.reads if is_parameter(s.d, v) or not _is_strided(s.d.values[v])}
-    sources = source_values(own, model, inputs)
-    values = {
-        v: sources[v]
-        if v in sources
-        else torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
-        for v in node.reads
-        for x in [s.d.values[v]]
-    }
-    came: list[tuple[torch.Tensor | None, ...]] = []
+    strided = {v: x for v in node.reads if _is_strided(x := s.d.values[v])}
+    if _is_large(s, node) and strided.keys() == set(node.reads):
+        empty = {v: torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for v, x in strided.items()}
+        with contextlib.suppress(Exception):  # what operations say of the meta device
+            return _of_run(NodeRun(s.d, node, empty, fed, layouts))
+    own = {v: s.d.sources[v] for v in node.reads if is_parameter(s.d, v) or v not in strided}
+    values = source_values(own, model, inputs)
+    for v in node.reads:
+        if v not in values:
+            x = s.d.values[v]
+            values[v] = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
     run = NodeRun(s.d, node, values, fed, layouts)
     try:
-        feed(ignore, run, run.forward(came.append)).backward()
+        return _of_run(run)
     except Exception:  # noqa: BLE001 - an operation may refuse zeros: its gradients are taken to be contiguous
         return {node.reads.index(v): None for v in run.tapped}
-    gradients = zip(run.tapped, came[0] if came else (), strict=False)
-    return {node.reads.index(v): unless_contiguous(g) for v, g in gradients if g is not None}
+
+
+def _is_large(s: S_graph, node: S_node) -> bool:
+    """Whether a run on the meta device, where many operations are Python, is sure to take less time."""
+    touched = sum(s.d.values[v].bytes for v in (*node.reads, *node.makes))
+    return touched >= _LARGE and all(isinstance(s.d.nodes[k].op, torch._ops.OpOverload) for k in node.ops)
+
+
+def _of_run(run: NodeRun) -> Outgoing:
+    came: list[Gradients] = []
+    feed(ignore, run, run.forward(came.append)).backward()
+    return outgoing(run, came[0] if came else ())
+
+
+def outgoing(run: NodeRun, gradients: Gradients) -> Outgoing:
+    """The strides of the ``gradients`` of what ``run`` taps; none came where these are no inputs that require grad."""
+    reads = run.node.reads
+    came = zip(run.tapped, gradients, strict=False)
+    return {reads.index(v): unless_contiguous(g) for v, g in came if g is not None}
 
 
 def _is_strided(value: Value) -> bool:

@@ -70,10 +70,11 @@ class _Nodes:
     """What decides the costs of the nodes, one item for each node.
 
     ``fed``: positions in ``makes`` that get gradients, ``layouts`` these gradients' strides. ``held``: positions in
-    ``makes`` that the caller holds and the node's own backward would otherwise release. ``keys``: equal for nodes of
-    equal costs.
+    ``makes`` that the caller holds and the node's own backward would otherwise release. ``same``: equal for equal
+    nodes; ``keys``: for nodes of equal costs.
     """
 
+    same: list[Hashable]
     fed: list[tuple[int, ...]]
     layouts: list[Layouts]
     held: list[tuple[int, ...]]
@@ -101,18 +102,22 @@ def _measured(task: _Task, sources: dict[int, torch.Tensor], given: frozenset[in
     """Measure each distinct node, if possible on results of equal nodes in place of its own inputs.
 
     Operations may refuse such stand-ins, each in its own way; then every node runs on the values of a whole run.
+    A measured backward may give other strides than its run on the meta device: then the gradients of the nodes before
+    it are followed again, and those that get others are measured.
     """
     known, nodes = task.known, _nodes(task, given)
-    before = set(known.costs)
-    if not before.issuperset(nodes.keys) and known.stand_ins:
+    while not known.costs.keys() >= set(nodes.keys):
+        before, strides = set(known.costs), dict(known.outgoing)
         try:
-            _run_and_measure(task, nodes, sources, given, stand_ins=True)
-        except Exception:  # noqa: BLE001
+            _run_and_measure(task, nodes, sources, given, stand_ins=known.stand_ins)
+        except Exception:
+            if not known.stand_ins:
+                raise
             known.stand_ins = False
             for key in known.costs.keys() - before:
                 del known.costs[key]
-    if not known.costs.keys() >= set(nodes.keys):
-        _run_and_measure(task, nodes, sources, given, stand_ins=False)
+        if known.outgoing != strides:
+            nodes = _nodes(task, given)
     return [known.costs[key] for key in nodes.keys]
 
 
@@ -127,7 +132,7 @@ def _nodes(task: _Task, given: frozenset[int]) -> _Nodes:
     caller = usage.held_storages(s.d)
     held = [_held_and_saved(s, node, caller) for node in s.nodes]
     keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i], held[i]) for i, n in enumerate(s.nodes)]
-    return _Nodes(fed, layouts, held, keys)
+    return _Nodes(same, fed, layouts, held, keys)
 
 
 def _run_and_measure(
@@ -144,7 +149,8 @@ def _run_and_measure(
             if i in plan.measured and key not in costs:
                 run = NodeRun(s.d, node, values, nodes.fed[i], nodes.layouts[i], given, guarded=stand_ins)
                 with gradients_watched(task.model, s.d, node):
-                    costs[key] = measure_node(run, nodes.held[i], task.known.times(key), times_of)
+                    costs[key], strides = measure_node(run, nodes.held[i], task.known.times(key), times_of)
+                task.known.outgoing[nodes.same[i], nodes.fed[i], nodes.layouts[i]] = strides
                 del run
             if i in plan.needed:
                 env.update(_results(s, i, values))

@@ -13,6 +13,7 @@ from rkgb.cost.alone import NodeRun
 from rkgb.cost.clock import Clock
 from rkgb.cost.costs import Cost, InputGradient
 from rkgb.cost.counted import modelled_times
+from rkgb.cost.layouts import Outgoing, outgoing
 from rkgb.cost.memory import measure_memory
 from rkgb.cost.piece import backward_memory, feed, ignore
 from rkgb.device import kind_of
@@ -43,8 +44,10 @@ def roofline_times(run: NodeRun) -> tuple[int, int]:
     return modelled_times(run, touched, kind_of(run.device).roofline(run.device, dtype, convolution).time)
 
 
-def measure_node(run: NodeRun, held: tuple[int, ...], times: tuple[int, int] | None, times_of: Times) -> Cost:
-    """The cost of the node.
+def measure_node(
+    run: NodeRun, held: tuple[int, ...], times: tuple[int, int] | None, times_of: Times
+) -> tuple[Cost, Outgoing]:
+    """The cost of the node, and the strides of the gradients that its backward made.
 
     ``held``: positions in ``makes`` of results that the node's backward saves and the caller holds. ``times``: of
     forward and backward, if they are known; otherwise ``times_of`` says them.
@@ -54,18 +57,19 @@ def measure_node(run: NodeRun, held: tuple[int, ...], times: tuple[int, int] | N
         first_use(run)
         if not run.fed:
             forward_peak = measure_memory(run.forward, run.device)[1]
-            return Cost((times or times_of(run, (0, 0)))[0], forward_peak)
+            return Cost((times or times_of(run, (0, 0)))[0], forward_peak), {}
         alone = backward_memory(run, held=held)
         forward_peak, incoming, backward_peak = alone.forward_peak, alone.incoming, alone.peak
         del alone
-        held_peak, seen, inputs, views = _holding_gradients(run, held)
+        holding = _holding_gradients(run, held)
         types = [run.d.values[run.node.makes[k]].dtype for k in run.fed]
-        together = held_peak if len(set(types)) > 1 else backward_peak
+        together = holding.peak if len(set(types)) > 1 else backward_peak
         if len(types) > 1 and len(set(types)) == 1:
             together = backward_memory(run, held=held, together=True).peak
-        times = times or times_of(run, seen)  # last: the runs above have warmed up the kernels
-    peaks = backward_peak, held_peak, together
-    return Cost(times[0], forward_peak, times[1], *peaks, incoming, run.fed, inputs, views)
+        times = times or times_of(run, holding.times)  # last: the runs above have warmed up the kernels
+    peaks = backward_peak, holding.peak, together
+    inputs = holding.inputs, holding.views
+    return Cost(times[0], forward_peak, times[1], *peaks, incoming, run.fed, *inputs), holding.strides
 
 
 def first_use(run: NodeRun) -> None:
@@ -99,14 +103,23 @@ class _Form:
         return cls(memory_of(g) if as_it_is else None, g._is_view(), g.numel() * g.element_size())
 
 
-def _holding_gradients(
-    run: NodeRun, held: tuple[int, ...]
-) -> tuple[int, tuple[int, int], tuple[InputGradient | None, ...], frozenset[int]]:
-    """(peak, times, gradients, views) of a backward whose incoming gradients are held.
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """A backward whose incoming gradients are held: its peak in bytes, and the times of it and its forward.
 
-    ``gradients``: the gradient of each input; ``views``: the positions of those that are views. Equal addresses mean
-    shared memory, since all gradients are held until the end.
+    ``inputs``: the gradient of each input; ``views``: the positions of those that are views; ``strides``: of those that
+    are passed on.
     """
+
+    peak: int
+    times: tuple[int, int]
+    inputs: tuple[InputGradient | None, ...]
+    views: frozenset[int]
+    strides: Outgoing
+
+
+def _holding_gradients(run: NodeRun, held: tuple[int, ...]) -> _Holding:
+    """Equal addresses mean shared memory, since all gradients are held until the end."""
     incoming: list[Any] = []
     of_leaves: dict[int, _Form] = {}
     hooks = [leaf.register_hook(partial(_note, of_leaves, v, leaf)) for v, leaf in run.leaves.items()]
@@ -124,7 +137,8 @@ def _holding_gradients(
             gradients[v] = InputGradient(form.memory.nbytes(), places.get(form.memory._cdata))
             places.setdefault(form.memory._cdata, ("input", run.node.reads.index(v)))
     views = frozenset(run.node.reads.index(v) for v, form in forms.items() if form.is_view)
-    return memory.peak, memory.times, tuple(gradients.get(v) for v in run.node.reads), views
+    inputs = tuple(gradients.get(v) for v in run.node.reads)
+    return _Holding(memory.peak, memory.times, inputs, views, outgoing(run, memory.inputs))
 
 
 def _note(forms: dict[int, _Form], v: int, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
