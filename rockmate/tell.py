@@ -10,6 +10,7 @@ import torch
 
 from rkgb.trace.capture import current_mode
 from rockmate.budget import show_bytes
+from rockmate.calls.masks import without_padding
 from rockmate.calls.numbers import NUMBER
 from rockmate.planning.kept import LOADED
 from rockmate.planning.plan import Plan
@@ -48,6 +49,7 @@ def described(names: list[str], values: list[Any], training: bool | None) -> tup
     ]
     if training is not None:
         found.append("train" if training else "eval")
+    found += [] if (full := without_padding()) is None else ["padding none" if full else "padding some"]
     found += (f"autocast {_short(dtype)}" for _, dtype in current_mode().autocast)
     return tuple(found)
 

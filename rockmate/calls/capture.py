@@ -27,6 +27,7 @@ from rockmate.calls.dynamo import (
 )
 from rockmate.calls.front import Front
 from rockmate.calls.held import check_effects
+from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.surroundings import (
     as_eager,
     keep_draws_of_other_threads,
@@ -59,6 +60,7 @@ class Capture:
         self._repeated: Counter[int] = Counter()  # by the captured graph: how often it was captured again
         self._changed: str | None = None  # why, where that is to be said
         self._asking: list[Any] = []
+        self._masks_known = True  # whether it can be known before a capture what masks it leaves out
         self._classes: list[type] = []  # of the model's modules
         self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
 
@@ -75,14 +77,23 @@ class Capture:
             self._whole, self._settings, self._asking = whole, settings(whole), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
         hide_own_warnings()
-        with (
-            self._named(),
-            Heeded(),
-            torch._dynamo.config.patch(self._settings),
-            as_eager(self._asking),
-            put_back_if_it_fails(),
-        ):
-            result = self._compiled(model, call.args, call.kwargs)
+        masks_left_out = whole and self._masks_known
+        full = is_full(call) if masks_left_out else None
+        try:
+            with (
+                self._named(),
+                Heeded(),
+                torch._dynamo.config.patch(self._settings),
+                as_eager(self._asking),
+                left_out_as_eager(full) if masks_left_out else contextlib.nullcontext(),
+                put_back_if_it_fails(),
+            ):
+                result = self._compiled(model, call.args, call.kwargs, full)
+        except Exception:
+            if not masks_left_out or self._masks_known:
+                raise
+            self._forget()
+            return self.run(model, call, whole)
         if self._changed is not None:  # said here, since an error within a capture would be taken for TorchDynamo's
             changed, self._changed = self._changed, None
             self._warn_of_captures(changed)
@@ -114,6 +125,9 @@ class Capture:
         self.front.inside.captured = True
         self._classes = classes_of(self._model())
         self._unguarded = unguarded(self._classes)
+        if not are_known(program):
+            self._masks_known = False  # so it is captured once more
+            raise UnsupportedError("whether a mask is left out depends on values")
         try:
             check_capture(program)
             if self._whole and not (self.front.only_plans or self.front.terms.always):

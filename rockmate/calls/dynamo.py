@@ -109,7 +109,9 @@ CAPTURING = threading.local()
 def new_entry() -> Callable[..., Any]:
     """The function that TorchDynamo compiles: one of its own for each model, since captures are kept with its code."""
 
-    def entry(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def entry(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], unpadded: bool | None) -> Any:
+        if unpadded:  # a branch, which TorchDynamo guards
+            return model._call_impl(*args, **kwargs)
         return model._call_impl(*args, **kwargs)
 
     name = f"entry_{next(_numbers)}"  # what TorchDynamo learns of a function, it knows by name and line
