@@ -5,9 +5,9 @@
 Each script runs plain and attached, in turns, each time in a fresh process of one thread. Seconds are of the processor,
 from the first step to the last, everything that planning needs included. Losses must be equal, bit for bit, and the
 largest peak of a step within the budget, a share of the largest plain one. The first step of each size is compared and
-planned for, so peaks are of a second pass over all sizes, in which each step ran twice before, with the same random
-numbers.
-``later``: the median of the steps after the third, as a multiple of the plain one.
+planned for, so peaks are of a fourth pass over all steps, each with the random numbers that it had before.
+``later``: the median of the steps after the third, as a multiple of the plain one. Some of them bring a new size, or
+other layers, and are planned for. ``settled``: the same of steps that came twice before, with the same random numbers.
 Exit status 1 if a check fails. Needs transformers, but for ``--short``.
 """
 
@@ -23,8 +23,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Script:
 @dataclass(frozen=True)
 class Row:
     """``steps``, ``sizes``: how many; ``plans``: graphs that were traced or solved for. Seconds of the processor.
-    ``later``, ``most``: see ``Script``.
+    ``later``, ``settled``: of steps, as multiples of the plain ones. ``most``: see ``Script``.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Row:
     budget: int
     peak: int
     later: float
+    settled: float
     most: float | None
 
 
@@ -326,18 +328,16 @@ SHORT = {
 
 
 def run(script: Script, budget: int | None) -> dict[str, Any]:
-    """Train once; seconds, losses, the plans made, and the largest peak of a step in a second pass over the sizes."""
+    """Train once; seconds, losses, the plans made, and the largest peak of a step in a fourth pass."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, batches = script.model(), script.batches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.zero_grad()
-    torch.manual_seed(1)
-    random.seed(1)
-    numpy.random.seed(1)
     start, losses, times = time.process_time(), [], []
     handle = None if budget is None else rockmate.attach(model, budget, cache=False)
-    for batch in batches:
+
+    def step(batch: Batch) -> None:
         begun = time.process_time()
         loss = script.loss(model, batch)
         loss.backward()
@@ -345,34 +345,25 @@ def run(script: Script, budget: int | None) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()).hex())
         times.append(time.process_time() - begun)
-    seconds = time.process_time() - start
-    del loss
-    peaks = []
-    for batch in distinct(batches):
-        states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
 
-        def step(batch: Batch = batch, states: Any = states) -> None:
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            numpy.random.set_state(states[2])
-            script.loss(model, batch).backward()
-            optimizer.zero_grad()
+    def seeded(number: int) -> None:
+        for generator in (torch.manual_seed, random.seed, numpy.random.seed):
+            generator(number)
+        step(batches[number])
 
-        step()  # a plan cannot be made while memory is measured,
-        step()  # nor a step observed
-        peaks.append(rockmate.measure_peak(step))
+    steps = range(len(batches))
+    for k in steps:
+        seeded(k)
+    seconds, settled, peaks = time.process_time() - start, [], []
+    for k in steps:
+        for _ in range(2):
+            seeded(k)
+        settled.append(times[-1])
+    for k in steps:  # all is known by now: no plan can be made while memory is measured
+        peaks.append(rockmate.measure_peak(partial(seeded, k)))
     plans = 0 if handle is None else handle.plans_made
-    return {"seconds": seconds, "losses": losses, "peak": max(peaks), "plans": plans, "times": times}
-
-
-def distinct(batches: list[Batch]) -> Iterator[Batch]:
-    """One batch of each size."""
-    seen = set()
-    for batch in batches:
-        sizes = tuple(t.shape if isinstance(t, torch.Tensor) else None for t in batch.values())
-        if sizes not in seen:
-            seen.add(sizes)
-            yield batch
+    found = {"losses": losses, "plans": plans, "times": times[: len(batches)], "settled": settled}
+    return {"seconds": seconds, "peak": max(peaks), **found}
 
 
 def in_a_process(name: str, budget: int | None, short: bool) -> dict[str, Any]:
@@ -398,7 +389,7 @@ def measured(name: str, script: Script, repeat: int, short: bool) -> Row:
     return Row(
         name,
         len(batches),
-        len(list(distinct(batches))),
+        len({_sizes(batch) for batch in batches}),
         attached[0]["plans"],
         round(statistics.median(x["seconds"] for x in plain), 2),
         round(statistics.median(x["seconds"] for x in attached), 2),
@@ -406,14 +397,18 @@ def measured(name: str, script: Script, repeat: int, short: bool) -> Row:
         all(x["losses"] == plain[0]["losses"] for x in attached),
         budget,
         max(x["peak"] for x in attached),
-        round(_later(attached) / _later(plain), 3),
+        *(round(_median(attached, what) / _median(plain, what), 3) for what in ("times", "settled")),
         script.most,
     )
 
 
-def _later(runs: list[dict[str, Any]]) -> float:
-    """Seconds of a step after the third."""
-    return statistics.median(seconds for run in runs for seconds in run["times"][3:])
+def _sizes(batch: Batch) -> tuple[torch.Size | None, ...]:
+    return tuple(t.shape if isinstance(t, torch.Tensor) else None for t in batch.values())
+
+
+def _median(runs: list[dict[str, Any]], what: str) -> float:
+    """Seconds of a step after the third of these."""
+    return statistics.median(seconds for run in runs for seconds in run[what][3:])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -433,17 +428,18 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     print(
         "script                      steps  sizes  plans   plain  attached    more    goal  equal  peak of budget"
-        "   later    goal"
+        "   later  settled    goal"
     )
     rows = []
     for name in options.names or scripts:
         row = measured(name, scripts[name], options.repeat, options.short)
         rows.append(row)
         goal = "" if row.goal is None else f"{row.goal:.0f} s"
+        most = "" if row.most is None else f"{row.most} x"
         print(
             f"{row.name:<28}{row.steps:>5}  {row.sizes:>5}  {row.plans:>5}  {row.plain:>4.1f} s  {row.attached:>6.1f} s"
             f"  {row.attached - row.plain:>4.1f} s  {goal:>6}  {'yes' if row.equal else 'NO':>5}"
-            f"  {100 * row.peak / row.budget:>12.1f} %  {row.later:>4.2f} x  {'' if row.most is None else row.most:>6}",
+            f"  {100 * row.peak / row.budget:>12.1f} %  {row.later:>4.2f} x  {row.settled:>5.2f} x  {most:>6}",
             flush=True,
         )
     if options.out:

@@ -124,7 +124,8 @@ class Run:
         if limit <= 0:
             self._write({**record, "ended": "no time left", "seconds": 0.0, "why": ""})
             return
-        settings = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+        # kernels of a CPU take memory for each thread: with one, a dry run is the same on every machine
+        settings = {"OMP_NUM_THREADS": str(1 if self.dry else max(1, (os.cpu_count() or 1) // jobs))}
         if part.startswith("expandable"):
             settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         command = [sys.executable, str(PROGRAM), "--child", section.name, "--part", part, "--out", str(self.out)]
