@@ -116,6 +116,38 @@ def test_timed_backwards_get_random_gradients(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(given[0].tolist())) == 8
 
 
+def test_a_forward_that_runs_again_is_timed_from_memory_and_the_step_s_time_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caches, done = (torch.ones(4),), []
+    piece: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        forward=lambda: done.append("forward") or [],
+        ends=lambda results: results,
+        gradients=lambda results: [torch.ones(1)],
+    )
+    again = iter((18, 16))
+
+    def once(_: Clock, run: Any, device: torch.device) -> list[int]:
+        assert len(run(lambda: done.append("mark"))) == 1
+        return [next(again)]
+
+    monkeypatch.setattr("rkgb.cost.clock.read", lambda tensors: done.append("read" if tensors is caches else "other"))
+    monkeypatch.setattr(Clock, "medians", lambda *_: (10, 30))
+    monkeypatch.setattr(Clock, "once", once)
+    assert Clock(again=caches).times(piece) == (16, 24)
+    assert done == ["forward", *2 * ("read", "mark", "forward", "mark")]
+    assert Clock().times(piece) == (10, 30)
+
+
+def test_as_much_is_read_as_a_step_uses_or_caches_hold() -> None:
+    assert [sum(t.nbytes for t in Clock.of(nn.Linear(2, 2), 5, used).again) for used in (0, 4096, 2**30)] == [
+        0,
+        4096,
+        Cpu.caches,
+    ]
+
+
 def test_only_long_runs_on_the_cpu_are_timed_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rkgb.cost.clock.Clock.times", lambda *_: (1, 2))
     times_of = times_by("measured", nn.Linear(2, 2))

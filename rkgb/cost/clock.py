@@ -35,17 +35,23 @@ class Clock:
     ``read``: tensors that are read before each timed run, to empty the caches. On CPUs nothing is read: in a step a
     piece finds in the caches most of what it reads, since that was just made. With emptied caches the forwards of six
     models (benchmarks/peers_run/models.py) added up to 0.97 to 1.50 of the step's own, without to 0.95 to 1.09.
+    ``again``: tensors that are read before a forward is timed as one that runs again, in the backward: what it reads
+    has left the caches by then.
     ``repeat``: how many runs a median is of; fewer if together they take more than 25 ms for each part.
     """
 
     read: tuple[torch.Tensor, ...] = ()
     repeat: int = 5
+    again: tuple[torch.Tensor, ...] = ()
 
     @classmethod
-    def of(cls, model: torch.nn.Module, repeat: int) -> Clock:
-        """A clock that reads what ``Kind.to_read`` says for the device of the parameters of ``model``."""
+    def of(cls, model: torch.nn.Module, repeat: int, touched: int = 0) -> Clock:
+        """A clock for the device of the parameters of ``model``, a step of which uses ``touched`` bytes."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        return cls(tuple(kind_of(device).to_read(device)), repeat)
+        kind = kind_of(device)
+        used = min(touched, kind.caches) // 8
+        again = (torch.ones(used, dtype=torch.float64, device=device),) if used else ()
+        return cls(tuple(kind.to_read(device)), repeat, again)
 
     def once(self, run: TimedRun, device: torch.device) -> list[int]:
         """The times of the parts of one ``run``."""
@@ -62,7 +68,11 @@ class Clock:
         return tuple(int(median(part)) for part in zip(*runs, strict=True))
 
     def times(self, piece: Piece) -> tuple[int, int]:
-        """The median times of forward and backward; the latter is 0 where no result gets a gradient."""
+        """The median time of a forward that runs again, and the time of all else that a step needs of the piece.
+
+        The latter is the backward's, and that of the first forward where it takes longer or shorter than one that runs
+        again; it is 0 where no result gets a gradient.
+        """
         grads = [randomized(g) for g in piece.gradients(piece.forward())]
 
         def run(mark: Mark) -> Sequence[tuple[Any, Any]]:
@@ -74,7 +84,23 @@ class Clock:
             return (start, middle), (middle, mark())
 
         forward, backward = self.medians(run, piece.device)
-        return forward, backward if grads else 0
+        if not grads:
+            return forward, 0
+        again = max(forward, self._again(piece)) if self.again else forward
+        return again, max(1, forward + backward - again)
+
+    def _again(self, piece: Piece) -> int:
+        """The shorter of two forwards from memory."""
+
+        def run(mark: Mark) -> Sequence[tuple[Any, Any]]:
+            read(self.again)
+            start = mark()
+            results = piece.forward()
+            end = mark()
+            del results
+            return ((start, end),)
+
+        return min(self.once(run, piece.device)[0] for _ in range(2))
 
     def _once(self, run: TimedRun, device: torch.device, launched: int) -> tuple[list[int], int]:
         """The times of the parts, and how long the host took for the run, which was ``launched`` ns the last time."""

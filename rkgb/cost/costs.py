@@ -28,6 +28,8 @@ class InputGradient:
 class Cost:
     """Costs of one S node; times in nanoseconds, memory in bytes.
 
+    ``forward_time``: of a forward that runs again. ``backward_time``: of all else that a step needs of the node, its
+    backward and what its first forward takes beyond ``forward_time`` (less, if it finds its inputs in caches).
     ``forward_peak``: the most that a run allocates, results and saved tensors included. ``backward_peak``: the most
     that the backward adds to the level at its start, with ``incoming`` bytes of gradients of the results; saved
     tensors are released operation by operation. ``held_peak``: the same if somebody else holds the incoming gradients

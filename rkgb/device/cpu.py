@@ -34,6 +34,7 @@ class Cpu(Kind):
     type = "cpu"
     scalars = 64
     long = 5e7
+    caches = 64 * 2**20
     counts_states = True
     keeps_workspaces = False
     settings_read = (

@@ -84,6 +84,8 @@ class Kind(ABC):
     ``keeps_workspaces``: whether the first use of a kernel in a thread may allocate a workspace that stays.
     ``long``: nanoseconds of a run whose time is right though its gradients are ones and its memory is watched; infinite
     where matrix products of ones are faster than others.
+    ``caches``: bytes that push all else out of the caches, where a step's first forward mostly reads from them and a
+    run again does not; 0 where ``to_read`` empties them before each run.
     ``settings_read``: functions that each read one setting of torch on which results of this kind, or the memory of its
     kernels, depend.
     """
@@ -93,6 +95,7 @@ class Kind(ABC):
     counts_states: ClassVar[bool]
     keeps_workspaces: ClassVar[bool]
     long: ClassVar[float] = inf
+    caches: ClassVar[int] = 0
     settings_read: ClassVar[tuple[Callable[[], Hashable], ...]]
 
     @abstractmethod
