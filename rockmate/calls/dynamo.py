@@ -64,14 +64,19 @@ def hide_own_warnings() -> None:
 
 
 def hide_own_errors() -> None:
-    """A call that the module refuses fails in TorchDynamo first, which logs pages; the module's own error says it."""
-    for name in ("torch._subclasses.fake_tensor", "torch._dynamo.convert_frame"):
+    """A call that the module refuses fails in TorchDynamo first, which logs pages; the module's own error says it.
+    Where values are read, TorchDynamo logs which of its settings to change; a model that is several graphs needs none.
+    """
+    for name in ("torch._subclasses.fake_tensor", "torch._dynamo.convert_frame", "torch._dynamo.variables.tensor"):
         logging.getLogger(name).addFilter(_is_news)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     capturing = getattr(CAPTURING, "name", None) is not None
-    return not (capturing and str(record.msg).startswith(("failed while attempting to run meta", "WON'T CONVERT")))
+    return not (capturing and str(record.msg).startswith(_NO_NEWS))
+
+
+_NO_NEWS = ("failed while attempting to run meta", "WON'T CONVERT", "Graph break from `Tensor.item()`")
 
 
 def capture_again(error: BaseException) -> None:

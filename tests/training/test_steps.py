@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -346,6 +347,40 @@ def test_steps_in_other_threads_run_with_least_memory_and_this_is_said(caplog: p
             pool.submit(one, model, x).result()
     said = [record for record in caplog.messages if "steps in other threads than the main one cannot" in record]
     assert len(said) == 1
+
+
+def test_values_that_are_read_need_no_setting_of_torchdynamo() -> None:
+    """TorchDynamo logs, once in a process, what to set for such values to be in its graph."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            if x.detach().max() > 0:
+                x = x + torch.ones(int((x > 0).sum())).mean()
+            result: torch.Tensor = self.layers[1](x)
+            return result
+
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._dynamo.variables.tensor")
+    logger.addHandler(handler)
+    try:
+        model = Reads()
+        attach(model, "90%", costs="flops")
+        for called, said in ((model, False), (torch.compile(Reads(), backend="eager"), True)):
+            TensorVariable._warn_capture_scalar_outputs.cache_clear()
+            for seed in range(3):
+                called(randn(64, WIDTH, seed=seed)).sum().backward()
+            assert any("capture_scalar_outputs" in str(record.msg) for record in logged) == said
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_a_plan_of_several_graphs_is_not_saved(tmp_path: Path) -> None:
