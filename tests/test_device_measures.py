@@ -141,7 +141,7 @@ def test_a_forward_that_runs_again_is_timed_from_memory_and_the_step_s_time_stay
 
 
 def test_as_much_is_read_as_a_step_uses_or_caches_hold() -> None:
-    assert [sum(t.nbytes for t in Clock.of(nn.Linear(2, 2), 5, used).again) for used in (0, 4096, 2**30)] == [
+    assert [sum(t.nbytes for t in Clock.of(nn.Linear(2, 2), used).again) for used in (0, 4096, 2**30)] == [
         0,
         4096,
         Cpu.caches,

@@ -140,8 +140,8 @@ def _run_and_measure(
 ) -> None:
     """Run the nodes whose results are needed, and measure each distinct node when its inputs are there."""
     s, costs = task.s, task.known.costs
-    plan, touched = runs(s, nodes.keys, stand_ins), sum(x.bytes for x in s.d.storages)
-    times_of = times_by(task.costs, task.model, touched=touched)
+    plan = runs(s, nodes.keys, stand_ins)
+    times_of = times_by(task.costs, task.model, sum(x.bytes for x in s.d.storages))
     env = dict(sources)
     with preserved(task.model, task.inputs, s.d.structure.written), torch.enable_grad():
         for done, i in enumerate(sorted(plan.reads), 1):

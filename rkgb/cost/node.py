@@ -24,7 +24,7 @@ Times = Callable[[NodeRun, tuple[int, int]], tuple[int, int]]
 """Nanoseconds of a node's forward and backward, from a run of the node and what one run was seen to take."""
 
 
-def times_by(costs: str, model: torch.nn.Module, repeat: int = 5, touched: int = 0) -> Times:
+def times_by(costs: str, model: torch.nn.Module, touched: int = 0) -> Times:
     """How nodes of ``model`` are timed: "measured" by a clock, "flops" by counted operations.
 
     ``touched``: bytes that a step uses; as much is used between a forward and a run again.
@@ -32,7 +32,7 @@ def times_by(costs: str, model: torch.nn.Module, repeat: int = 5, touched: int =
     """
     if costs == "flops":
         return lambda run, _: roofline_times(run)
-    clock = Clock.of(model, repeat, touched)
+    clock = Clock.of(model, touched)
     return lambda run, seen: seen if sum(seen) >= kind_of(run.device).long else clock.times(run)
 
 

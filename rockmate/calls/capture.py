@@ -19,7 +19,7 @@ from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import (
     CAPTURING,
     classes_of,
-    hide_own_errors,
+    hide_own_logs,
     hide_own_warnings,
     new_entry,
     settings,
@@ -73,7 +73,7 @@ class Capture:
         if self._compiled is not None and self._unguarded != unguarded(self._classes):
             self._forget()  # captures of inner functions are known by the backend
         if self._compiled is None:
-            hide_own_errors()
+            hide_own_logs()
             self._whole, self._settings, self._asking = whole, settings(whole), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
         hide_own_warnings()

@@ -63,7 +63,7 @@ def hide_own_warnings() -> None:
         warnings.filterwarnings("ignore", module=_MODULES)
 
 
-def hide_own_errors() -> None:
+def hide_own_logs() -> None:
     """A call that the module refuses fails in TorchDynamo first, which logs pages; the module's own error says it.
     Where values are read, TorchDynamo logs which of its settings to change; a model that is several graphs needs none.
     """
