@@ -58,9 +58,9 @@ class Kept:
         """The costs of all nodes for this ``usage``, where sources ``given`` have a ``.grad``; None if not stored."""
         return None
 
-    def put(self, usage: Usage, given: frozenset[int], costs: list[Cost]) -> None:
-        """Store what was measured."""
-        return
+    def put(self, usage: Usage, given: frozenset[int], costs: list[Cost]) -> list[Cost]:
+        """Store what was measured; that, or what is to be taken in its place."""
+        return costs
 
 
 class Known:

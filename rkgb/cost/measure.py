@@ -91,7 +91,7 @@ def _stored_or_measured(task: _Task) -> list[Cost]:
     if costs is None:
         costs = _measured(task, sources, known.given)
         known.measurings += 1
-        known.kept.put(task.usage, known.given, costs)
+        costs = known.kept.put(task.usage, known.given, costs)
     elif not known.own:
         warm(task.s, task.model, task.inputs)
     known.own = True

@@ -14,12 +14,29 @@ import torch.nn.utils.parametrize
 import torch.nn.utils.stateless
 import torch.utils.checkpoint
 
+from rkgb.collector import COLLECTING_RARELY
 from rkgb.errors import UnsupportedError
 from rkgb.trace.cumulative import cumulative_as_one
 from rkgb.trace.lines import user_line
 from rkgb.trace.scripted import run_scripted
 
-TRACING = threading.RLock()
+
+class _Tracing:
+    """A lock that its thread may take again, and within which the garbage collector runs rarely."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        COLLECTING_RARELY.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        COLLECTING_RARELY.__exit__()
+        self._lock.release()
+
+
+TRACING = _Tracing()
 """Held while a module is traced or measured, since both replace parts of torch for that time."""
 
 _tracing = threading.local()

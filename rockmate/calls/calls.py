@@ -31,6 +31,7 @@ from rockmate.calls.variants import Variant, adapted, as_before, carried_variant
 from rockmate.errors import InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import KeptCosts
+from rockmate.planning.places import places_of
 from rockmate.planning.planner import Planner
 from rockmate.planning.prepare import make_planner
 from rockmate.progress import Progress, Report
@@ -278,9 +279,9 @@ class Calls(ABC):
         known = Known() if family is None else family.known_of(s)
         if family is None or family.is_much_larger(s):
             end_look()  # measuring runs backwards, and watches memory itself
-        options = self.terms.options
-        if options.disk is not None:
-            known.kept = KeptCosts(options.disk, s, options.costs)
+        places = places_of(self.terms.options.disk)
+        if places is not None:
+            known.kept = KeptCosts(places, s, self.terms.options.costs)
         return known
 
     def _latest(self, family: Family) -> Variant | None:

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rkgb.collector import COLLECTING_RARELY
 from rkgb.errors import UnsupportedError
+from rkgb.probe.fit import Sizes
+from rkgb.probe.resize import sizes_of
 from rkgb.sample import Call
 from rkgb.warn import warn
 from rockmate.calls.captured import kinds_of_sources, line_of_derivatives, numpy_function
@@ -61,11 +64,20 @@ class Capture:
         self._changed: str | None = None  # why, where that is to be said
         self._asking: list[Any] = []
         self._masks_known = True  # whether it can be known before a capture what masks it leaves out
+        self._sizes: set[Sizes] = set()  # of the calls that came
         self._classes: list[type] = []  # of the model's modules
         self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
 
     def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
+        sizes = sizes_of(call.tensors)
+        if sizes in self._sizes:
+            return self._run(model, call, whole)
+        self._sizes.add(sizes)
+        with COLLECTING_RARELY:  # it may be captured, and is planned for
+            return self._run(model, call, whole)
+
+    def _run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         import torch._dynamo
 
         if whole != self._whole:
@@ -93,7 +105,7 @@ class Capture:
             if not masks_left_out or self._masks_known:
                 raise
             self._forget()
-            return self.run(model, call, whole)
+            return self._run(model, call, whole)
         if self._changed is not None:  # said here, since an error within a capture would be taken for TorchDynamo's
             changed, self._changed = self._changed, None
             self._warn_of_captures(changed)
@@ -113,6 +125,7 @@ class Capture:
         self._forget()
         self.graphs.clear()
         self._repeated.clear()
+        self._sizes.clear()
 
     def _forget(self) -> None:
         """Capture again; what then comes as before runs under its plans."""

@@ -34,6 +34,9 @@ LEFT_BEHIND = 3600.0
 
 LOG = logging.getLogger("rockmate")
 
+REFUSED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What is raised for content that cannot be what it should be."""
+
 T = TypeVar("T")
 
 _OURS = re.compile(r"[a-z]+-[0-9a-f]{64}\.(json|[0-9a-f]{16}\.tmp)")
@@ -61,7 +64,7 @@ class Disk:
         except OSError as error:
             self._unusable(error)
             return None
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except REFUSED as error:
             LOG.info("%s is ignored, and will be written anew: %s: %s", path, type(error).__name__, error)
             return None
         with suppress(OSError):

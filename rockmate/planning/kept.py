@@ -1,4 +1,4 @@
-"""What of plans is kept on disk: the costs of a graph, and schedules.
+"""What of plans is kept for later processes, and for other ranks: the costs of a graph, and schedules.
 
 The graph is always the one that was traced just now. Costs are found by the graph, the usage of its outputs, the
 device, torch's settings and the versions. A schedule is found by its problem, which has the costs, and what was asked
@@ -23,12 +23,13 @@ from rkgb.cost.usage import Usage
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph, S_node
 from rockmate.calls.surroundings import settings
-from rockmate.planning.disk import Disk, named
+from rockmate.planning.disk import named
+from rockmate.planning.places import Places
 from solvers import ChainPlan, Problem, format_schedule, parse_schedule, walk
 from solvers.files.values import from_json, to_json
 
 LOADED = ", loaded"
-"""What the name of a plan's solver ends with where the schedule comes from the disk."""
+"""What the name of a plan's solver ends with where the schedule comes from another process."""
 
 _LIBRARIES = ("torch", "highspy", "pulp", "rockmate")
 _PACKAGES = ("rkgb", "solvers", "rockmate")
@@ -51,8 +52,8 @@ class Bounded(NamedTuple):
 class KeptCosts(Kept):
     """The costs of the graph ``s``; ``costs``: of which kind."""
 
-    def __init__(self, disk: Disk, s: S_graph, costs: str) -> None:
-        self.disk, self.s = disk, s
+    def __init__(self, places: Places, s: S_graph, costs: str) -> None:
+        self.places, self.s = places, s
         device = device_of(s)
         found = _libraries(s)
         self._depends: tuple[object, ...] | None = None
@@ -66,15 +67,17 @@ class KeptCosts(Kept):
     def get(self, usage: Usage, given: frozenset[int]) -> list[Cost] | None:
         """As in ``Kept``."""
         name = self._name(usage, given)
-        return None if name is None else self.disk.read(name, lambda found: checked_costs(found, self.s, usage))
+        return None if name is None else self.places.read(name, lambda found: checked_costs(found, self.s, usage))
 
-    def put(self, usage: Usage, given: frozenset[int], costs: list[Cost]) -> None:
+    def put(self, usage: Usage, given: frozenset[int], costs: list[Cost]) -> list[Cost]:
         """As in ``Kept``; equal nodes have one cost, which is written once."""
         name = self._name(usage, given)
-        if name is not None:
-            distinct = list({id(c): c for c in costs}.values())
-            at = {id(c): k for k, c in enumerate(distinct)}
-            self.disk.write(name, {"costs": distinct, "of": [at[id(c)] for c in costs]})
+        if name is None:
+            return costs
+        distinct = list({id(c): c for c in costs}.values())
+        at = {id(c): k for k, c in enumerate(distinct)}
+        content = {"costs": distinct, "of": [at[id(c)] for c in costs]}
+        return self.places.keep(name, content, lambda found: checked_costs(found, self.s, usage), costs)
 
 
 def checked_costs(found: dict[str, Any], s: S_graph, usage: Usage) -> list[Cost]:
@@ -121,13 +124,13 @@ def _no_costs_of(node: S_node, fed: tuple[int, ...], cost: Cost) -> str:
 
 
 def kept_or_made(
-    disk: Disk | None, problem: Problem, room: int, asked: tuple[object, ...], make: Callable[[], Bounded]
+    places: Places | None, problem: Problem, room: int, asked: tuple[object, ...], make: Callable[[], Bounded]
 ) -> Bounded:
-    """The schedule for ``problem`` within ``room`` bytes, as an earlier process has found it, or else as ``make`` does.
+    """The schedule for ``problem`` within ``room`` bytes, as another process has found it, or else as ``make`` does.
 
     ``asked``: what else the answer depends on.
     """
-    if disk is None:
+    if places is None:
         return make()
     name = named("schedule", to_json(problem), room, asked, versions())
 
@@ -143,13 +146,14 @@ def kept_or_made(
             raise ValueError(f"its bound is {bound!r}, and the step takes {walked.time} ns")
         return Bounded(ChainPlan(schedule, walked, solver + LOADED), bound, reason)
 
-    found = disk.read(name, checked)
+    found = places.read(name, checked)
     if found is None:
         found = make()
         solver = found.plan.source.removesuffix(LOADED)
         text = format_schedule(problem, found.plan.schedule).rstrip("\n")
         program = [line.split("#")[0].rstrip() for line in text.split("\n")]  # comments say what the walker says
-        disk.write(name, {"program": program, "solver": solver, "reason": found.reason, "bound": found.bound})
+        content = {"program": program, "solver": solver, "reason": found.reason, "bound": found.bound}
+        found = places.keep(name, content, checked, found)
     return found
 
 

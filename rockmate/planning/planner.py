@@ -24,6 +24,7 @@ from rockmate.planning.kept import LOADED, Bounded, device_of, kept_or_made
 from rockmate.planning.least import too_small
 from rockmate.planning.numbers import bytes_of_numbers, peak_with_numbers
 from rockmate.planning.options import PlanOptions
+from rockmate.planning.places import places_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.problem import problem_of
 from rockmate.planning.room import Room, bytes_of_outputs, grown, usual_problem, usual_room, wider
@@ -229,7 +230,7 @@ class Planner:
 
     def _kept_or_made(self, budget: int, asked: tuple[object, ...], make: Callable[[], Bounded]) -> Bounded:
         start = time.perf_counter()
-        found = kept_or_made(self.options.disk, self.problem, budget - self.reserved, asked, make)
+        found = kept_or_made(places_of(self.options.disk), self.problem, budget - self.reserved, asked, make)
         if found.plan.source.endswith(LOADED):
             self.seconds.pop("solve", None)
             self.seconds["load"] = self.seconds.get("load", 0.0) + time.perf_counter() - start

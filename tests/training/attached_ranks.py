@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from against_eager import assert_same, snapshot
 from ranks import accumulate, assert_overlap, average, gpt, ids, loss_of, trained
 from torch import nn
@@ -69,6 +70,20 @@ def equal_with_all_options(rank: int, folder: Path) -> None:
         kinds = [isinstance(event, tuple) for event in last]
         assert sum(kinds) > 2
         assert False in kinds[kinds.index(True) :], "communication begins before the last gradient"
+
+
+def measured_once(rank: int, folder: Path) -> None:
+    """What one rank has measured is true for both: they run one plan, that of the first step and the one after it."""
+    model = gpt()
+    handle = rockmate.attach(model, budget(), cache=False)
+    parallel = DistributedDataParallel(model)
+    for _ in range(2):
+        loss_of(parallel, ids(rank, 0)).backward()
+        plan = handle.plan
+        assert plan is not None
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (plan.problem, plan.schedule))
+        assert found[0] == found[1]
 
 
 def overlap(rank: int, folder: Path) -> None:

@@ -84,13 +84,19 @@ def local(t: torch.Tensor | None) -> torch.Tensor:
 
 
 def peak_of(model: nn.Module, rank: int) -> int:
-    """Of a step with gradients that are new: what FSDP2 itself allocates (gathered weights, gradients) included."""
+    """Of a step with gradients that are new: what FSDP2 itself allocates (gathered weights, gradients) included.
+
+    gloo's threads let go of the buffers of a collective some time after it has ended, where cores are busy after the
+    next backward has begun. So this is the least peak of several steps.
+    """
     x, target = batch(rank, 0)
     step(model, x, target)
+    peaks = []
+    for _ in range(5):
+        model.zero_grad()
+        peaks.append(measure_peak(lambda: step(model, x, target), "cpu"))
     model.zero_grad()
-    peak = measure_peak(lambda: step(model, x, target), "cpu")
-    model.zero_grad()
-    return peak
+    return min(peaks)
 
 
 def work(rank: int, _: Path) -> None:
@@ -99,12 +105,14 @@ def work(rank: int, _: Path) -> None:
     plain = [0] * RANKS
     dist.all_gather_object(plain, peak_of(eager, rank))
     budget = int(0.7 * max(plain))
-    model = sharded()
-    handle = attach(model, budget, costs="flops", cache=False)
-    assert_same(trained(model, rank, 5), trained(sharded(), rank, 5))
-    peak = peak_of(model, rank)
-    assert peak <= budget, f"{peak} of {budget}, {plain}, {handle.plan}"
-    check_plans(handle, budget)
+    expected = trained(sharded(), rank, 5)
+    for costs in ("flops", "measured"):
+        model = sharded()
+        handle = attach(model, budget, costs=costs, cache=False)
+        assert_same(trained(model, rank, 5), expected)
+        peak = peak_of(model, rank)
+        assert peak <= budget, f"{peak} of {budget}, {plain}, {handle.plan}"
+        check_plans(handle, budget)
 
 
 def check_plans(handle: Attachment, budget: int) -> None:
@@ -114,5 +122,6 @@ def check_plans(handle: Attachment, budget: int) -> None:
     assert plan.recomputed > 0
     assert len(plan.parts) >= 5
     programs: list[Any] = [None] * RANKS
-    dist.all_gather_object(programs, (plan.chosen, plan.program()))
+    times = [[node.time for node in part.problem.nodes] for part in plan.parts]
+    dist.all_gather_object(programs, (plan.chosen, plan.program(), times))
     assert programs[0] == programs[1]

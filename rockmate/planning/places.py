@@ -1,0 +1,100 @@
+"""Where costs and schedules are kept once they are found: in files, and with the other ranks of a distributed job.
+
+What is measured differs from process to process, and so would plans. The first rank that has costs or a schedule offers
+them in the store in which the ranks have met (``torch.distributed``); all others take these in place of their own. No
+rank waits for another, since the others may have batches of other sizes, and plan nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from rockmate.planning.disk import REFUSED, Disk
+from solvers.files.values import to_json
+
+LOG = logging.getLogger("rockmate")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What the ranks of a job share: the first one that offers something under a name decides."""
+
+    store: Any  # torch.distributed.Store, which a torch without distributed does not have
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What a rank has offered; None if none has."""
+        try:
+            return json.loads(self.store.get(self._key(name))) if self.store.check([self._key(name)]) else None
+        except (RuntimeError, ValueError) as error:
+            self._unusable(error)
+            return None
+
+    def offer(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
+        """Offer ``content``; what another rank has offered before, None if this is the first."""
+        text = to_json(content)
+        try:
+            first = self.store.compare_set(self._key(name), "", text)
+            return None if first == text.encode() else json.loads(first)
+        except (RuntimeError, ValueError) as error:
+            self._unusable(error)
+            return None
+
+    def _key(self, name: str) -> str:
+        return f"rockmate/{name}"
+
+    def _unusable(self, error: Exception) -> None:
+        LOG.info("ranks may have different plans, as the store in which they met cannot be used: %s", error)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Files, if any, and the other ranks, if there are any."""
+
+    disk: Disk | None
+    ranks: Ranks | None
+
+    def read(self, name: str, checked: Callable[[dict[str, Any]], T]) -> T | None:
+        """What ``checked`` makes of what is kept; None if nothing is, or ``checked`` refuses it."""
+        if self.ranks is not None and (offered := self.ranks.read(name)) is not None:
+            try:
+                return checked(offered)
+            except REFUSED as error:
+                LOG.info("what another rank has found is ignored: %s", error)
+        found = None if self.disk is None else self.disk.read(name, lambda content: (content, checked(content)))
+        return None if found is None else self._agreed(name, found[0], checked, found[1])
+
+    def keep(self, name: str, content: dict[str, Any], checked: Callable[[dict[str, Any]], T], made: T) -> T:
+        """Keep ``content``, of which ``checked`` makes what was ``made``; that, or what another rank has made."""
+        if self.disk is not None:
+            self.disk.write(name, content)
+        return self._agreed(name, content, checked, made)
+
+    def _agreed(self, name: str, content: dict[str, Any], checked: Callable[[dict[str, Any]], T], made: T) -> T:
+        first = None if self.ranks is None else self.ranks.offer(name, content)
+        try:
+            return made if first is None else checked(first)
+        except REFUSED as error:
+            LOG.info("what another rank has found is ignored: %s", error)
+            return made
+
+
+def places_of(disk: Disk | None) -> Places | None:
+    """``disk``, and the ranks of the job that this process is part of; None if there is neither."""
+    ranks = _ranks()
+    return None if disk is None and ranks is None else Places(disk, ranks)
+
+
+def _ranks() -> Ranks | None:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    if torch.distributed.get_world_size() == 1:
+        return None
+    return Ranks(torch.distributed.distributed_c10d._get_default_store())
