@@ -86,6 +86,13 @@ class Cpu(Kind):
     def in_use(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    def beside_a_rerun(self, touched: int) -> int:
+        """What slots, hooks and a second run take where their code is in the caches (13 microseconds in
+        ``benchmarks/executor.py``), and where the kernels between have pushed it out (58 to 107 microseconds in nine
+        models of ``benchmarks/peers_run/models.py``).
+        """
+        return int(13_000 + 62_000 * min(1.0, touched / self.caches))
+
     def model(self, device: torch.device) -> str:
         """The processor's name, and the instruction set that torch's kernels use."""
         name = platform.processor() or platform.machine()

@@ -143,6 +143,12 @@ class Kind(ABC):
         """Tensors to read before a timed run, which push its inputs out of the caches; by default none."""
         return []
 
+    def beside_a_rerun(self, touched: int) -> int:
+        """Nanoseconds of Python beside the operations of each node that runs again, in a step that uses ``touched``
+        bytes; by default 0, since a device that runs behind its queue does not wait for Python.
+        """
+        return 0
+
     @abstractmethod
     def model(self, device: torch.device) -> str:
         """The name of the hardware. Devices of one name run kernels in the same time."""

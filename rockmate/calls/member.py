@@ -137,7 +137,7 @@ def schedules_of(planner: Planner) -> list[ChainPlan]:
     keep = walk(problem, keep_everything(problem))
     found: list[ChainPlan] = []
     for room in (0, 2 * keep.peak):
-        between = problem_of(planner.graphs, dataclasses.replace(NO_ROOM, between=room))
+        between = problem_of(planner.graphs, dataclasses.replace(NO_ROOM, between=room), planner.options.costs)
         chain = ChainPlanner(between, solved=planner.solved)
         found += [ChainPlan(p.schedule, walk(problem, p.schedule), p.source) for p in chain.walked()]
     found.append(ChainPlan(keep_everything(problem), keep, "keep everything"))

@@ -122,7 +122,9 @@ class Members:
 def _member(graph: Graph, planner: Planner, call: Call, family: Family, like: Member | None) -> Member:
     """The member that ``planner`` is for, with the schedules of ``like``, which is of other sizes, or new ones."""
     said = graph.front.described(graph.names(call), call.leaves)
-    planner = replace(planner, room=NO_ROOM, problem=problem_of(planner.graphs, NO_ROOM), call=said)
+    planner = replace(
+        planner, room=NO_ROOM, problem=problem_of(planner.graphs, NO_ROOM, planner.options.costs), call=said
+    )
     schedules = schedules_of(planner) if like is None else carried_schedules(planner, like.schedules)
     choices = tuple(choice_of(planner.problem, plan, planner.beside) for plan in schedules)
     free = like is not None and same_constants(planner.graphs.S, like.planner.graphs.S)

@@ -301,7 +301,7 @@ class Planner:
             seconds[doing] = time.perf_counter() - start
         graphs = dataclasses.replace(self.graphs, K=k)
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
-        problem = problem_of(graphs, room)
+        problem = problem_of(graphs, room, self.options.costs)
         return dataclasses.replace(
             self, graphs=graphs, problem=problem, room=room, saved=None, seconds=seconds, _chain=None
         )
@@ -335,7 +335,7 @@ class Planner:
         return dataclasses.replace(
             self,
             graphs=graphs,
-            problem=problem_of(graphs, room),
+            problem=problem_of(graphs, room, self.options.costs),
             room=room,
             missing=missing_gradients(model),
             saved=None,

@@ -88,7 +88,7 @@ def make_planner(
     if saved is not None:
         _check_gradients(saved, missing)
         missing = saved.missing
-    return Planner(graphs, problem_of(graphs, room), room, options, missing, saved, seconds, report)
+    return Planner(graphs, problem_of(graphs, room, options.costs), room, options, missing, saved, seconds, report)
 
 
 @contextmanager

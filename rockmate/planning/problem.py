@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from rkgb.device import kind_of
 from rkgb.pipeline import Graphs
+from rockmate.planning.kept import device_of
 from rockmate.planning.room import Room
 from solvers import Backward, Block, Data, Node, Problem
 
 
-def problem_of(graphs: Graphs, room: Room) -> Problem:
-    """The solvers' problem of ``graphs``, with ``room`` for the loss but for what is kept of it."""
+def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
+    """The solvers' problem of ``graphs``, with ``room`` for the loss but for what is kept of it.
+
+    ``costs``: how times were found. Where they were measured, a node's time is that of a second run with the Python
+    around it. What first runs take less is taken off all backwards, so that a step without recomputation takes what was
+    measured.
+    """
     k = graphs.K
+    beside = _beside_a_rerun(graphs) if costs == "measured" else 0
+    backward = sum(n.backward.time for n in k.nodes if n.backward)
+    left = max(0.0, 1 - beside * sum(n.rerun for n in k.nodes) / backward) if backward else 1.0
     nodes = tuple(
         Node(
             n.name,
-            n.time,
+            n.time + beside * n.rerun,
             n.reads,
             n.makes,
             n.peak,
-            Backward(b.time, b.reads, b.before, b.peak + b.extra, b.after) if (b := n.backward) else None,
+            Backward(int(b.time * left), b.reads, b.before, b.peak + b.extra, b.after) if (b := n.backward) else None,
             n.rerun,
             n.random_bytes,
         )
@@ -28,3 +38,8 @@ def problem_of(graphs: Graphs, room: Room) -> Problem:
     problem = Problem(nodes, data, frozenset(k.held), room.between, blocks, frozenset(k.returned))
     problem.verify()
     return problem
+
+
+def _beside_a_rerun(graphs: Graphs) -> int:
+    """Nanoseconds of the executor's Python for each node that runs again."""
+    return kind_of(device_of(graphs.S)).beside_a_rerun(sum(x.bytes for x in graphs.D.storages))

@@ -21,8 +21,8 @@ class Backward:
     """Where the backwards of one call are in the schedule.
 
     ``next_stage``: whose steps come next. ``task``: autograd's number of the backward that runs, -1 between backwards;
-    ``thread``: where it runs. ``plain``: that thread is in the forward's mode, but for the grad mode. ``retained``: the
-    graph stays, and what the forward kept. ``skipped``: a part of the graph was left out, and what it needs stays.
+    ``keeping``: it was called with retain_graph=True; ``thread``: where it runs; ``plain``: that thread is in the
+    forward's mode, but for the grad mode. ``retained``: the graph stays, and what the forward kept. ``skipped``: a part of the graph was left out, and what it needs stays.
     ``spent``: no slot is left, so that only autograd's own error can come. ``unreached``: nodes of outputs that a
     backward must reach for the budget to hold. ``arrived``: called once, when the first backward begins.
     """
@@ -31,6 +31,7 @@ class Backward:
         self.store, self.program = store, store.program
         self.next_stage = 0
         self.task = -1
+        self.keeping = False
         self.thread = 0
         self.plain = False
         self.retained = False
@@ -44,9 +45,7 @@ class Backward:
     def stop_before(self, i: int, results: list[torch.Tensor]) -> None:
         """Be called before the backward of node i, whose ``results`` these are."""
 
-        def before(_: Any) -> None:
-            self.reach(i, self.program.stage_of[i])
-
+        before = partial(self.reach, i, self.program.stage_of[i])
         for function in dict.fromkeys(t.grad_fn for t in results):
             if function is not None:
                 function.register_prehook(before)
@@ -72,7 +71,7 @@ class Backward:
         if task != self.task:
             if self.task >= 0:  # an error ended that one, or this one runs inside it
                 self.end()
-            self.task, self.thread = task, 0
+            self.task, self.thread, self.keeping = task, 0, _graph_is_retained()
             if self.arrived is not None:
                 arrived, self.arrived = self.arrived, None
                 arrived()
@@ -95,12 +94,12 @@ class Backward:
 
     # ------------------------------------------------------------------------------- steps
 
-    def reach(self, i: int, k: int) -> None:
+    def reach(self, i: int, k: int, _gradients: Any = None) -> None:
         """The backward of node i is next: take the schedule's steps up to stage k."""
         self.enter()
         if k < self.next_stage or self.spent:
             return
-        if not self.retained and _graph_is_retained():
+        if self.keeping and not self.retained:
             self.retained = True
             self.store.warn_unplanned("backward was called with retain_graph=True (or create_graph=True)")
         foreseen = k == self.next_stage and i in self.program.stage_of

@@ -35,10 +35,14 @@ def steps_between(program: Program, at: int, k: int, i: int) -> Sequence[Step]:
 def left_out(slots: list[weakref.ref[Slot]], i: int) -> bool:
     """Whether a backward before that of node i has not taken what it saved, which ``slots`` stand for.
 
-    ``slots`` are in the order of the nodes.
+    ``slots`` are in the order of the nodes. Dead ones at their end are removed.
     """
-    last = next((slot for ref in reversed(slots) if (slot := ref()) is not None), None)
-    return last is not None and last.node > i
+    while slots:
+        last = slots[-1]()
+        if last is not None:
+            return last.node > i
+        slots.pop()
+    return False
 
 
 def staying_after(program: Program, i: int, slots: Iterable[weakref.ref[Slot]]) -> set[int]:
