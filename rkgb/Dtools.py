@@ -50,14 +50,18 @@ class Probed(NamedTuple):
     written: list[torch.Tensor]
 
 
-def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Probed:
-    """Run ``b`` on ``inputs``, and record what each node does. Buffers, inputs and random state are restored."""
+def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor], labelled: bool = False) -> Probed:
+    """Run ``b`` on ``inputs``, and record what each node does. Buffers, inputs and random state are restored.
+
+    ``labelled``: the nodes of ``b`` have their labels, and storages get no names.
+    """
     with preserved(model, inputs, b.structure.written) as writes, torch.enable_grad(), drop_saved():
         run = _Probe(b, source_values(b.sources, model, inputs))
         for index, node in enumerate(b.nodes):
             run.node(index, node)
         outputs, written = [run.env[v].detach() for v in b.outputs], writes.after()
-    d = with_display_names(_without_dead(run.graph()))
+    d = _without_dead(run.graph())
+    d = d if labelled else with_display_names(d)
     d.verify()
     return Probed(d, outputs, run.numbers_read, written)
 

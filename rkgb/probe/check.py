@@ -103,7 +103,7 @@ def _outputs_if_any(
     that it changed in place, as it left them.
     """
     outputs, ran = None, OperatorCount()
-    with preserved(model, call.tensors, b.structure.written) as writes, put_back(model):
+    with preserved(model, call.tensors, b.structure.written) as writes, put_back(model, ran):
         with (
             ran,
             torch.enable_grad(),

@@ -73,7 +73,7 @@ def _given(
     b = B_graph(d.names, d.sources, nodes, d.outputs, structure, d.notes)
     try:
         with OperatorCount() as ours:
-            probed = probe(b, model, call.tensors)
+            probed = probe(b, model, call.tensors, labelled=True)
     except (GuardFailed, GraphError, RuntimeError, ValueError, TypeError, LookupError):
         return None
     graph = _with_sizes(last, probed.graph)

@@ -1,4 +1,4 @@
-"""Counts of the operators that a run calls below autograd.
+"""What operators a run calls below autograd: counts of them, and what they write.
 
 Two runs of a module with different counts took different branches in Python.
 """
@@ -6,7 +6,9 @@ Two runs of a module with different counts took different branches in Python.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,26 +21,40 @@ _ARITHMETIC = frozenset(
 )
 
 
-class BelowAutograd(TorchDispatchMode):
-    """A mode that sees operators below autograd."""
+class _About(NamedTuple):
+    """An operator: its name; whether its arguments are compared; the arguments that it writes to, by place and name."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: to skip them, torch would import TorchDynamo, which takes seconds."""
-        return False
+    name: str
+    compared: bool
+    writes: tuple[tuple[int, str], ...]
 
 
-class OperatorCount(BelowAutograd):
+@cache
+def _about(func: Any) -> _About:
+    compared = not func.is_view and func._schema.name.removeprefix("aten::") not in _ARITHMETIC
+    arguments = enumerate(func._schema.arguments)
+    writes = tuple((k, a.name) for k, a in arguments if a.alias_info and a.alias_info.is_write)
+    return _About(str(func), compared, writes)
+
+
+class OperatorCount(TorchDispatchMode):
     """Counts operators while it is active.
 
     ``given``: counts by operator and arguments that are no tensors. Some arguments have no effect on some values, such
-    as the bounds of ``clamp`` or the target that a loss ignores.
+    as the bounds of ``clamp`` or the target that a loss ignores. ``before_write``: called with what an operator is
+    about to write to.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: Counter[str] = Counter()
         self.given: Counter[tuple[str, str]] = Counter()
+        self.before_write: Callable[[list[Any]], None] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to skip its methods, torch would import TorchDynamo, which takes seconds."""
+        return False
 
     def got_arguments_of(self, ours: OperatorCount) -> bool:
         """Whether the operators of this run had, in a run of a program, the same arguments."""
@@ -46,10 +62,12 @@ class OperatorCount(BelowAutograd):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = str(func)
+        name, compared, writes = _about(func)
         self.operators[name] += 1
-        if not func.is_view and func._schema.name.removeprefix("aten::") not in _ARITHMETIC:
+        if compared:
             self.given[name, _without_tensors((args, kwargs))] += 1
+        if writes and self.before_write is not None:
+            self.before_write([args[k] if k < len(args) else kwargs.get(argument) for k, argument in writes])
         return func(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rkgb.storages import storage_key
-from rkgb.trace.operators import BelowAutograd
+from rkgb.trace.operators import OperatorCount
 from rkgb.trees import tensor_leaves
 
 _Copies = list[tuple[torch.Tensor, int, torch.Tensor]]  # tensor, its version, a copy
@@ -80,30 +80,26 @@ class Written:
         return id(t) in self._changed
 
 
-class _Keeping(BelowAutograd):
+class _Keeping:
     """Copies each of ``own`` before the first operation that writes to it."""
 
     def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        super().__init__()
         self.own: dict[int, list[torch.Tensor]] = {}
         for t in own:
             self.own.setdefault(storage_key(t), []).append(t)
         self.copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-            written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-            for own in (own for t in _strided(written) for own in self.own.get(storage_key(t), ())):
-                if id(own) not in self.copies:
-                    self.copies[id(own)] = (own, own._version, own.detach().clone())
-        return func(*args, **kwargs)
+    def before(self, written: list[Any]) -> None:
+        """These are about to be written."""
+        for own in (own for t in _strided(written) for own in self.own.get(storage_key(t), ())):
+            if id(own) not in self.copies:
+                self.copies[id(own)] = (own, own._version, own.detach().clone())
 
 
 @contextlib.contextmanager
-def put_back(model: torch.nn.Module) -> Iterator[None]:
-    """A context that restores parameters, and tensors in plain attributes of modules, at its end.
+def put_back(model: torch.nn.Module, seen: OperatorCount) -> Iterator[None]:
+    """A context that restores parameters, and tensors in plain attributes of modules, at its end. ``seen`` is active
+    where they are written.
 
     Takes the memory of the tensors that are written, not of all.
     """
@@ -111,9 +107,9 @@ def put_back(model: torch.nn.Module) -> Iterator[None]:
     own = [t for t in (*model.parameters(), *held) if t.layout == torch.strided]
     data = [(t, t.detach()) for t in own]
     keeping = _Keeping(own)
+    seen.before_write = keeping.before
     try:
-        with keeping:
-            yield
+        yield
     finally:
         with torch.no_grad():
             for t, before in data:

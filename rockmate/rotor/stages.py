@@ -245,7 +245,10 @@ class Stage:
         unknown = self.saved_by_autograd and self.preserve_rng_state
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            cached = torch.is_autocast_cache_enabled() == self.autocast_cache
             for kind, enabled, dtype in self.autocasts:
+                if cached and (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) == (enabled, dtype):
+                    continue  # to enter what is in force takes a good part of the time of a small layer
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
                 )
