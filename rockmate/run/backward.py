@@ -22,9 +22,10 @@ class Backward:
 
     ``next_stage``: whose steps come next. ``task``: autograd's number of the backward that runs, -1 between backwards;
     ``keeping``: it was called with retain_graph=True; ``thread``: where it runs; ``plain``: that thread is in the
-    forward's mode, but for the grad mode. ``retained``: the graph stays, and what the forward kept. ``skipped``: a part of the graph was left out, and what it needs stays.
-    ``spent``: no slot is left, so that only autograd's own error can come. ``unreached``: nodes of outputs that a
-    backward must reach for the budget to hold. ``arrived``: called once, when the first backward begins.
+    forward's mode, but for the grad mode. ``retained``: the graph stays, and what the forward kept. ``skipped``: a part
+    of the graph was left out, and what it needs stays. ``spent``: no slot is left, so that only autograd's own error
+    can come. ``unreached``: nodes of outputs that a backward must reach for the budget to hold. ``arrived``: called
+    once, when the first backward begins.
     """
 
     def __init__(self, store: Store) -> None:

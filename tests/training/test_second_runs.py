@@ -20,7 +20,8 @@ def test_a_plan_counts_the_python_around_a_second_run_and_a_step_takes_what_was_
     assert more > 13_000
     for before, now in zip(alone.nodes, found.nodes, strict=True):
         assert now.time - before.time == (more if now.rerun else 0)
-    assert any(n.backward and n.backward.time < b.backward.time for b, n in zip(alone.nodes, found.nodes) if b.backward)
+    backwards = [(b.backward, n.backward) for b, n in zip(alone.nodes, found.nodes, strict=True)]
+    assert all(now.time < before.time for before, now in backwards if before is not None and now is not None)
     assert alone.eager_time - len(alone.nodes) <= found.eager_time <= alone.eager_time
 
 
