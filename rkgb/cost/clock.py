@@ -19,7 +19,7 @@ Mark = Callable[[], Any]
 TimedRun = Callable[[Mark], Sequence[tuple[Any, Any]]]
 """Runs a piece once, and returns pairs of marks: begin and end of each part that is timed."""
 
-_ENOUGH = 10_000_000  # ns of timed runs of each part after which no more are made
+_ENOUGH = 25_000_000  # ns of timed runs of each part after which no more are made
 
 
 def read(tensors: Iterable[torch.Tensor]) -> None:
@@ -37,7 +37,7 @@ class Clock:
     models (benchmarks/peers_run/models.py) added up to 0.97 to 1.50 of the step's own, without to 0.95 to 1.09.
     ``again``: tensors that are read before a forward is timed as one that runs again, in the backward: what it reads
     has left the caches by then.
-    ``repeat``: how many runs a median is of; fewer if together they take more than 10 ms for each part.
+    ``repeat``: how many runs a median is of; fewer if together they take more than 25 ms for each part.
     """
 
     read: tuple[torch.Tensor, ...] = ()

@@ -8,14 +8,14 @@ from torch import nn
 from rkgb import make_all_graphs
 from rkgb.device import Cpu, kind_of
 from rockmate.planning.problem import problem_of
-from rockmate.planning.room import NO_ROOM
+from rockmate.planning.room import usual_room
 
 
 def test_a_plan_counts_the_python_around_a_second_run_and_a_step_takes_what_was_measured() -> None:
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1))))
     graphs = make_all_graphs(model, torch.randn(2048, 256))
-    alone = problem_of(graphs, NO_ROOM, "flops")
-    found = problem_of(graphs, NO_ROOM, "measured")
+    alone = problem_of(graphs, usual_room(graphs.K, None), "flops")
+    found = problem_of(graphs, usual_room(graphs.K, None), "measured")
     more = Cpu().beside_a_rerun(sum(x.bytes for x in graphs.D.storages))
     assert more > 13_000
     for before, now in zip(alone.nodes, found.nodes, strict=True):
@@ -27,7 +27,7 @@ def test_a_plan_counts_the_python_around_a_second_run_and_a_step_takes_what_was_
 
 def test_where_python_takes_longer_than_all_backwards_these_take_nothing() -> None:
     graphs = make_all_graphs(nn.Sequential(*(nn.Tanh() for _ in range(20))), torch.zeros(2, requires_grad=True))
-    found = problem_of(graphs, NO_ROOM, "measured")
+    found = problem_of(graphs, usual_room(graphs.K, None), "measured")
     assert all(n.backward and n.backward.time >= 0 for n in found.nodes)
     found.verify()
 
