@@ -62,7 +62,8 @@ class K_backward:
 class K_node:
     """The forward of an S node, and its backward if gradients reach it. Node i of K is node i of S.
 
-    ``reads``, ``makes``: data. ``time``: of the forward, ns. ``peak``: the most bytes that a forward allocates, its
+    ``reads``, ``makes``: data. ``time``: of the forward, ns; ``warm``: right after a run that made what it reads.
+    ``peak``: the most bytes that a forward allocates, its
     results and what a second run copies included. ``rerun``: whether it may be recomputed. ``random_bytes``: of the
     generators' states that a second run puts back.
     """
@@ -75,6 +76,7 @@ class K_node:
     backward: K_backward | None
     rerun: bool
     random_bytes: int
+    warm: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -208,7 +210,9 @@ def _node(s: S_graph, i: int, cost: Cost, memory: _Memory, backward: K_backward 
     random_bytes = state_bytes(drawn_by(s, i))
     copies = 0 if node.fixed else sum(s.d.values[v].bytes for v in statistics_of(s.d, node))
     peak = max(cost.forward_peak, sum(memory.data[d].bytes for d in makes)) + random_bytes + copies
-    return K_node(node.label, reads, makes, cost.forward_time, peak, backward, not node.fixed, random_bytes)
+    time = cost.forward_time
+    warm = time if cost.warm_time is None else min(time, cost.warm_time)
+    return K_node(node.label, reads, makes, time, peak, backward, not node.fixed, random_bytes, warm)
 
 
 def _until_when(

@@ -42,7 +42,9 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One forward computation. ``time``: nanoseconds of a run.
+    """One forward computation. ``time``: nanoseconds of a run; ``warm``: of one that runs again after a run which made
+    something that it reads, with no backward between them (at most ``time``; None: the same). Integer programs count
+    ``time``, bounds ``warm``, and the walker what takes place.
 
     ``reads``: the data that it reads. ``makes``: its data; every run makes all of them. ``peak``: the most bytes that a
     run allocates, results included. ``backward``: None for nodes without gradient. A node with ``rerun=False`` runs
@@ -58,6 +60,12 @@ class Node:
     backward: Backward | None
     rerun: bool = True
     rng: int = 0
+    warm: int | None = None
+
+    @property
+    def least_time(self) -> int:
+        """Nanoseconds that a run takes at least."""
+        return self.time if self.warm is None else self.warm
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +152,9 @@ class Problem:
         for d in node.reads:
             if self.data[d].owner >= i:
                 raise ProblemError(f"node {i} ({node.name}) reads {self.data[d].name}, which no earlier node makes")
-        check_whole(f"node {i} ({node.name})", time=node.time, peak=node.peak, rng=node.rng)
+        check_whole(f"node {i} ({node.name})", time=node.time, peak=node.peak, rng=node.rng, warm=node.least_time)
+        if node.least_time > node.time:
+            raise ProblemError(f"node {i} ({node.name}): warm is {node.warm} ns, and time is less")
         if node.peak < sum(self.data[d].size for d in node.makes):
             raise ProblemError(f"node {i} ({node.name}): peak is less than the bytes it makes")
         if node.backward:

@@ -76,6 +76,7 @@ class _State:
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem = problem
         self.live: set[int] = set()
+        self.made: set[int] = set()  # by reruns since the last backward
         self.live_bytes = 0
         self.gradients = 0
         self.rng_bytes = 0
@@ -146,7 +147,9 @@ class _State:
                 self.live_bytes += self.problem.data[d].size
         if not self.in_forward and self.last_run[i] == at:
             self.rng_bytes -= node.rng
-        self.time += node.time
+        just_made = not self.in_forward and not self.made.isdisjoint(node.reads)
+        self.time += node.time if node.warm is None or not just_made else node.warm
+        self.made.update(node.makes)
         return used
 
     def _bwd(self, i: int) -> int:
@@ -161,6 +164,7 @@ class _State:
             raise ScheduleError(f"{self.what} is out of order: expected {expected}")
         self._check_reads(backward.reads)
         self.backwards_done += 1
+        self.made.clear()
         self._set_gradients(backward.after)
         self.time += backward.time
         return self.live_bytes + self.rng_bytes + backward.peak
@@ -191,5 +195,6 @@ class _State:
             raise ScheduleError(f"{self.what} comes before the forward phase is complete: fwd.{missing} is missing")
         self._check_reads(tuple(sorted(self.problem.returned)))
         self.in_forward = False
+        self.made.clear()
         self._set_gradients(0)
         return self.live_bytes + self.rng_bytes + self.problem.loss

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rkgb.cost.costs import Times
 from rkgb.cost.piece import Piece, randomized, run_backward
 from rkgb.device import kind_of
 
@@ -67,10 +68,11 @@ class Clock:
             spent += sum(times) // len(times)
         return tuple(int(median(part)) for part in zip(*runs, strict=True))
 
-    def times(self, piece: Piece) -> tuple[int, int]:
-        """The median time of a forward that runs again, and the time of all else that a step needs of the piece.
+    def times(self, piece: Piece) -> Times:
+        """The median time of a forward that runs again, the time of all else that a step needs of the piece, and the
+        median time of a forward that finds in the caches what it reads.
 
-        The latter is the backward's, and that of the first forward where it takes longer or shorter than one that runs
+        The second is the backward's, and that of the first forward where it takes longer or shorter than one that runs
         again; it is 0 where no result gets a gradient.
         """
         grads = [randomized(g) for g in piece.gradients(piece.forward())]
@@ -85,9 +87,9 @@ class Clock:
 
         forward, backward = self.medians(run, piece.device)
         if not grads:
-            return forward, 0
+            return Times(forward, 0)
         again = max(forward, self._again(piece)) if self.again else forward
-        return again, max(1, forward + backward - again)
+        return Times(again, max(1, forward + backward - again), forward)
 
     def _again(self, piece: Piece) -> int:
         """The shorter of two forwards from memory."""

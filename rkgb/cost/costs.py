@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rkgb.cost.layouts import Outgoing
 from rkgb.cost.usage import Usage
@@ -24,11 +25,20 @@ class InputGradient:
     shares: tuple[str, int] | None
 
 
+class Times(NamedTuple):
+    """Nanoseconds of a node: see ``Cost``."""
+
+    forward: int
+    backward: int
+    warm: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Costs of one S node; times in nanoseconds, memory in bytes.
 
-    ``forward_time``: of a forward that runs again. ``backward_time``: of all else that a step needs of the node, its
+    ``forward_time``: of a forward that runs again; ``warm_time``: of one right after the run that made what it reads,
+    None if it is the same. ``backward_time``: of all else that a step needs of the node, its
     backward and what its first forward takes beyond ``forward_time`` (less, if it finds its inputs in caches).
     ``forward_peak``: the most that a run allocates, results and saved tensors included. ``backward_peak``: the most
     that the backward adds to the level at its start, with ``incoming`` bytes of gradients of the results; saved
@@ -49,6 +59,7 @@ class Cost:
     results: tuple[int, ...] = ()
     inputs: tuple[InputGradient | None, ...] = ()
     views: frozenset[int] = frozenset()
+    warm_time: int | None = None
 
 
 class Kept:
@@ -85,10 +96,10 @@ class Known:
         self.of: dict[Usage, list[Cost]] = {}
         self.like = like
 
-    def times(self, key: tuple[Hashable, ...]) -> tuple[int, int] | None:
-        """Times of forward and backward of the node of ``key``, if it was measured with gradients of other layouts."""
+    def times(self, key: tuple[Hashable, ...]) -> Times | None:
+        """Times of the node of ``key``, if it was measured with gradients of other layouts."""
         same = next((cost for other, cost in self.costs.items() if other[:2] == key[:2]), None)
-        return None if same is None else (same.forward_time, same.backward_time)
+        return None if same is None else Times(same.forward_time, same.backward_time, same.warm_time)
 
 
 def check_costs(costs: str, error: type[ValueError] = ValueError) -> None:

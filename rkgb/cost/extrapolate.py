@@ -170,6 +170,7 @@ def _cost(c: Cost, of: Callable[[int], int], time: Callable[[int], int]) -> Cost
     return dataclasses.replace(
         c,
         forward_time=time(c.forward_time),
+        warm_time=None if c.warm_time is None else time(c.warm_time),
         forward_peak=of(c.forward_peak),
         backward_time=time(c.backward_time),
         backward_peak=of(c.backward_peak),

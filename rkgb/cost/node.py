@@ -11,7 +11,7 @@ import torch
 
 from rkgb.cost.alone import NodeRun
 from rkgb.cost.clock import Clock
-from rkgb.cost.costs import Cost, InputGradient
+from rkgb.cost.costs import Cost, InputGradient, Times
 from rkgb.cost.counted import modelled_times
 from rkgb.cost.layouts import Outgoing, outgoing
 from rkgb.cost.memory import measure_memory
@@ -20,11 +20,11 @@ from rkgb.device import kind_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import preserved
 
-Times = Callable[[NodeRun, tuple[int, int]], tuple[int, int]]
-"""Nanoseconds of a node's forward and backward, from a run of the node and what one run was seen to take."""
+TimesOf = Callable[[NodeRun, tuple[int, int]], Times]
+"""The times of a node, from a run of it and what one forward and its backward were seen to take."""
 
 
-def times_by(costs: str, model: torch.nn.Module, touched: int = 0) -> Times:
+def times_by(costs: str, model: torch.nn.Module, touched: int = 0) -> TimesOf:
     """How nodes of ``model`` are timed: "measured" by a clock, "flops" by counted operations.
 
     ``touched``: bytes that a step uses; as much is used between a forward and a run again.
@@ -33,32 +33,31 @@ def times_by(costs: str, model: torch.nn.Module, touched: int = 0) -> Times:
     if costs == "flops":
         return lambda run, _: roofline_times(run)
     clock = Clock.of(model, touched)
-    return lambda run, seen: seen if sum(seen) >= kind_of(run.device).long else clock.times(run)
+    return lambda run, seen: Times(*seen) if sum(seen) >= kind_of(run.device).long else clock.times(run)
 
 
-def roofline_times(run: NodeRun) -> tuple[int, int]:
+def roofline_times(run: NodeRun) -> Times:
     """Times by the roofline of the device, from counted operations and the bytes of all values and saved tensors."""
     values, node = run.d.values, run.node
     touched = sum(values[v].bytes for v in (*node.reads, *node.makes)) + sum(node.saved.private)
     dtype = next((values[v].dtype for v in (*node.makes, *node.reads)), torch.float32)
     convolution = any("conv" in op.name for op in run.ops)
-    return modelled_times(run, touched, kind_of(run.device).roofline(run.device, dtype, convolution).time)
+    return Times(*modelled_times(run, touched, kind_of(run.device).roofline(run.device, dtype, convolution).time))
 
 
-def measure_node(
-    run: NodeRun, held: tuple[int, ...], times: tuple[int, int] | None, times_of: Times
-) -> tuple[Cost, Outgoing]:
+def measure_node(run: NodeRun, held: tuple[int, ...], times: Times | None, times_of: TimesOf) -> tuple[Cost, Outgoing]:
     """The cost of the node, and the strides of the gradients that its backward made.
 
-    ``held``: positions in ``makes`` of results that the node's backward saves and the caller holds. ``times``: of
-    forward and backward, if they are known; otherwise ``times_of`` says them.
+    ``held``: positions in ``makes`` of results that the node's backward saves and the caller holds. ``times``: if
+    they are known; otherwise ``times_of`` says them.
     """
     values = run.values
     with preserved(torch.nn.Module(), [values[v] for v in run.node.reads if v in run.d.sources and _written(run, v)]):
         first_use(run)
         if not run.fed:
             forward_peak = measure_memory(run.forward, run.device)[1]
-            return Cost((times or times_of(run, (0, 0)))[0], forward_peak), {}
+            times = times or times_of(run, (0, 0))
+            return Cost(times.forward, forward_peak, warm_time=times.warm), {}
         alone = backward_memory(run, held=held)
         forward_peak, incoming, backward_peak = alone.forward_peak, alone.incoming, alone.peak
         del alone
@@ -70,7 +69,8 @@ def measure_node(
         times = times or times_of(run, holding.times)  # last: the runs above have warmed up the kernels
     peaks = backward_peak, holding.peak, together
     inputs = holding.inputs, holding.views
-    return Cost(times[0], forward_peak, times[1], *peaks, incoming, run.fed, *inputs), holding.strides
+    cost = Cost(times.forward, forward_peak, times.backward, *peaks, incoming, run.fed, *inputs, times.warm)
+    return cost, holding.strides
 
 
 def first_use(run: NodeRun) -> None:

@@ -77,8 +77,9 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     made = sum(new.d.storages[x].bytes for x in node.storages) + sum(node.saved.private)
     forward = max(made, bounded(cost.forward_peak))
     time = max(1, int(cost.forward_time * share))
+    warm = None if cost.warm_time is None else max(1, int(cost.warm_time * share))
     if not cost.results:
-        return dataclasses.replace(cost, forward_time=time, forward_peak=forward)
+        return dataclasses.replace(cost, forward_time=time, forward_peak=forward, warm_time=warm)
 
     def gradient(position: int, g: InputGradient) -> InputGradient:
         v = was.reads[position]
@@ -89,6 +90,7 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     return dataclasses.replace(
         cost,
         forward_time=time,
+        warm_time=warm,
         forward_peak=forward,
         backward_time=max(1, int(cost.backward_time * share)),
         backward_peak=bounded(cost.backward_peak),

@@ -99,6 +99,7 @@ def _no_costs_of(node: S_node, fed: tuple[int, ...], cost: Cost) -> str:
     """Why these cannot be the costs of ``node``, whose results ``fed`` get gradients; empty if they can."""
     figures = [
         cost.forward_time,
+        cost.warm_time or 0,
         cost.forward_peak,
         cost.backward_time,
         cost.backward_peak,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rkgb.device import kind_of
 from rkgb.pipeline import Graphs
 from rockmate.planning.kept import device_of
@@ -14,10 +16,10 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
 
     ``costs``: how times were found. Where they were measured, a node's time is that of a second run with the Python
     around it. What first runs take less is taken off all backwards, so that a step without recomputation takes what was
-    measured.
+    measured. Right after the run that made its inputs, code and inputs are in the caches (``Node.warm``).
     """
     k = graphs.K
-    beside = _beside_a_rerun(graphs) if costs == "measured" else 0
+    beside, beside_warm = _beside_a_rerun(graphs) if costs == "measured" else (0, 0)
     backward = sum(n.backward.time for n in k.nodes if n.backward)
     left = max(0.0, 1 - beside * sum(n.rerun for n in k.nodes) / backward) if backward else 1.0
     nodes = tuple(
@@ -30,6 +32,7 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
             Backward(int(b.time * left), b.reads, b.before, b.peak + b.extra, b.after) if (b := n.backward) else None,
             n.rerun,
             n.random_bytes,
+            n.warm + beside_warm if n.rerun and n.warm + beside_warm < n.time + beside else None,
         )
         for n in k.nodes
     )
@@ -40,6 +43,18 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
     return problem
 
 
-def _beside_a_rerun(graphs: Graphs) -> int:
-    """Nanoseconds of the executor's Python for each node that runs again."""
-    return kind_of(device_of(graphs.S)).beside_a_rerun(sum(x.bytes for x in graphs.D.storages))
+def all_warm(problem: Problem) -> Problem:
+    """``problem`` where every second run comes right after the one that made its inputs. Its steps take the same."""
+    return replace(problem, nodes=tuple(_warm(n) for n in problem.nodes))
+
+
+def _warm(n: Node) -> Node:
+    spared = n.time - n.least_time
+    backward = replace(n.backward, time=n.backward.time + spared) if n.backward else None
+    return replace(n, time=n.least_time, backward=backward, warm=None)
+
+
+def _beside_a_rerun(graphs: Graphs) -> tuple[int, int]:
+    """Nanoseconds of the executor's Python for each node that runs again, and of one right after another."""
+    kind = kind_of(device_of(graphs.S))
+    return kind.beside_a_rerun(sum(x.bytes for x in graphs.D.storages)), kind.beside_a_rerun(0)

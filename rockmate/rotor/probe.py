@@ -200,7 +200,7 @@ class Probe:
             tail = counted_tail(self._run) // _FLOPS_PER_NS if saved.any else whole
             left = [sum(surveyed.times[k] for k in keep) for keep in keeps]
             return _Times(Runs.alike(whole, tail), backward, [(whole, max(0, whole - tail - kept)) for kept in left])
-        _, backward = self.clock.times(piece)
+        backward = self.clock.times(piece).backward
         whole, passing, filling, stopping, *rest = self.clock.medians(partial(self._every_run, keeps), self.device)
         passing, filling = max(passing, whole), max(filling, whole)
         ways = [(max(run, whole), refill) for run, refill in zip(rest[::2], rest[1::2], strict=True)]

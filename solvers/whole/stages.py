@@ -110,7 +110,7 @@ def staged_step(problem: Problem) -> Staged:
     the next one begins with. Elsewhere a deletion between them may set the peak, which ``memory`` counts, and the
     integer program of ``solvers.whole.relaxation`` does not.
     """
-    operations = [Operation(n.time, n.reads, n.makes, n.peak, n.rerun, n.rng) for n in problem.nodes]
+    operations = [Operation(n.least_time, n.reads, n.makes, n.peak, n.rerun, n.rng) for n in problem.nodes]
     operations.append(Operation(0, tuple(sorted(problem.returned)), (), problem.loss, rerun=False))
     base, before = [0] * len(operations), [0] * len(operations)
     for i in problem.backward_order():

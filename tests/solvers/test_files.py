@@ -63,7 +63,8 @@ LIN_RELU_LIN = """\
 "version": 1,
 "kind": "step",
 "nodes": [
-  {"name": "input", "time": 0, "reads": [], "makes": [0], "peak": 1048576, "backward": null, "rerun": true, "rng": 0},
+  {"name": "input", "time": 0, "reads": [], "makes": [0], "peak": 1048576, "backward": null, "rerun": true, "rng": 0, \
+"warm": null},
 """
 
 
