@@ -153,7 +153,7 @@ class Planner:
 
     def _reason(self) -> str:
         """What cut the search for the last plan short, if anything did."""
-        stopped = self._chain.stopped if self._chain else 0
+        stopped = sum(chain.stopped for chain in (self._chain, self._warm_chain) if chain)
         if not stopped:
             return ""
         each = SolverOptions().time_limit
