@@ -42,8 +42,8 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One forward computation. ``time``: nanoseconds of a run; ``warm``: of one that runs again after a run which made
-    something that it reads, with no backward between them (at most ``time``; None: the same). Integer programs count
+    """One forward computation. ``time``: nanoseconds of a run; ``warm``: of one that runs again when all that it reads
+    was made by runs since the last backward (at most ``time``; None: the same). Integer programs count
     ``time``, bounds ``warm``, and the walker what takes place.
 
     ``reads``: the data that it reads. ``makes``: its data; every run makes all of them. ``peak``: the most bytes that a

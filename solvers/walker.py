@@ -147,7 +147,7 @@ class _State:
                 self.live_bytes += self.problem.data[d].size
         if not self.in_forward and self.last_run[i] == at:
             self.rng_bytes -= node.rng
-        just_made = not self.in_forward and not self.made.isdisjoint(node.reads)
+        just_made = not self.in_forward and bool(node.reads) and self.made.issuperset(node.reads)
         self.time += node.time if node.warm is None or not just_made else node.warm
         self.made.update(node.makes)
         return used

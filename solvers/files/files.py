@@ -9,7 +9,8 @@ The kinds:
   ``transient``;
 - ``"step"`` (``Problem``): ``nodes`` with ``name``, ``time``, ``reads``, ``makes``, ``peak``, ``backward`` (null, or
   ``time``, ``reads``, ``before``, ``peak``, ``after``), ``rerun``, ``rng`` and ``warm`` (null, or nanoseconds);
-  ``data`` with ``name``, ``size`` and ``owner``; ``held``; ``returned``; ``loss``; ``blocks`` with ``start``, ``stop`` and ``kind``;
+  ``data`` with ``name``, ``size`` and ``owner``; ``held``; ``returned``; ``loss``; ``blocks`` with ``start``, ``stop``
+  and ``kind``;
 - ``"chain"`` (``solvers.rotor.chain.Chain``): ``stages`` with the fields of ``Stage``, their ``ways`` with those of
   ``Way``; ``values``, a list of [storage, bytes] for each; ``output_gradient``; ``loss``; ``unit``.
 

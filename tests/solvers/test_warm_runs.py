@@ -23,7 +23,7 @@ def with_warm_runs(draw: st.DrawFn) -> Problem:
     return replace(problem, nodes=tuple(nodes))
 
 
-def test_a_run_is_warm_where_one_before_it_in_the_same_stage_made_what_it_reads() -> None:
+def test_a_run_is_warm_where_runs_before_it_in_the_same_stage_made_all_that_it_reads() -> None:
     problem = lin_relu_lin()
     nodes = [replace(n, warm=n.time // 2) for n in problem.nodes]
     problem = replace(problem, nodes=tuple(nodes))
