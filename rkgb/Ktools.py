@@ -62,10 +62,9 @@ class K_backward:
 class K_node:
     """The forward of an S node, and its backward if gradients reach it. Node i of K is node i of S.
 
-    ``reads``, ``makes``: data. ``time``: of the forward, ns; ``warm``: right after a run that made what it reads.
-    ``peak``: the most bytes that a forward allocates, its
-    results and what a second run copies included. ``rerun``: whether it may be recomputed. ``random_bytes``: of the
-    generators' states that a second run puts back.
+    ``reads``, ``makes``: data. ``time``: of the forward, ns; ``warm``: right after the runs that made what it reads.
+    ``peak``: the most bytes that a forward allocates, its results and what a second run copies included. ``rerun``:
+    whether it may be recomputed. ``random_bytes``: of the generators' states that a second run puts back.
     """
 
     name: str

@@ -8,7 +8,8 @@ executes is
 - ``Bwd(i)``: live data + ``nodes[i].backward.peak`` (gradients included);
 - ``Del(d)``: live data + gradients after it;
 
-each plus ``rng`` bytes for every random node between its first run and its last rerun. Gradients are 0 until the loss,
+each plus ``rng`` bytes for every random node between its first run and its last rerun. A rerun takes ``warm`` where all
+that it reads was made since the last backward, else ``time``. Gradients are 0 until the loss,
 then ``before`` of the next backward, and ``after`` of the last one behind it.
 """
 

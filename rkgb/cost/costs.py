@@ -37,7 +37,7 @@ class Times(NamedTuple):
 class Cost:
     """Costs of one S node; times in nanoseconds, memory in bytes.
 
-    ``forward_time``: of a forward that runs again; ``warm_time``: of one right after the run that made what it reads,
+    ``forward_time``: of a forward that runs again; ``warm_time``: of one right after the runs that made what it reads,
     None if it is the same. ``backward_time``: of all else that a step needs of the node, its
     backward and what its first forward takes beyond ``forward_time`` (less, if it finds its inputs in caches).
     ``forward_peak``: the most that a run allocates, results and saved tensors included. ``backward_peak``: the most

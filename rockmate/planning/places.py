@@ -63,11 +63,9 @@ class Places:
 
     def read(self, name: str, checked: Callable[[dict[str, Any]], T]) -> T | None:
         """What ``checked`` makes of what is kept; None if nothing is, or ``checked`` refuses it."""
-        if self.ranks is not None and (offered := self.ranks.read(name)) is not None:
-            try:
-                return checked(offered)
-            except REFUSED as error:
-                LOG.info("what another rank has found is ignored: %s", error)
+        taken = _taken(None if self.ranks is None else self.ranks.read(name), checked)
+        if taken is not None:
+            return taken
         found = None if self.disk is None else self.disk.read(name, lambda content: (content, checked(content)))
         return None if found is None else self._agreed(name, found[0], checked, found[1])
 
@@ -78,12 +76,17 @@ class Places:
         return self._agreed(name, content, checked, made)
 
     def _agreed(self, name: str, content: dict[str, Any], checked: Callable[[dict[str, Any]], T], made: T) -> T:
-        first = None if self.ranks is None else self.ranks.offer(name, content)
-        try:
-            return made if first is None else checked(first)
-        except REFUSED as error:
-            LOG.info("what another rank has found is ignored: %s", error)
-            return made
+        taken = _taken(None if self.ranks is None else self.ranks.offer(name, content), checked)
+        return made if taken is None else taken
+
+
+def _taken(offered: dict[str, Any] | None, checked: Callable[[dict[str, Any]], T]) -> T | None:
+    """What ``checked`` makes of what another rank has ``offered``; None if that is nothing, or refused."""
+    try:
+        return None if offered is None else checked(offered)
+    except REFUSED as error:
+        LOG.info("what another rank has found is ignored: %s", error)
+        return None
 
 
 def places_of(disk: Disk | None) -> Places | None:
