@@ -80,13 +80,16 @@ class Known:
     ``given``: the sources that had a ``.grad`` at the first measuring; they are taken to have one ever after.
     ``stand_ins``: whether results of equal nodes may stand for each other. ``costs``: by the node, its gradients, their
     layouts, and what is held. ``of``: costs of all nodes of the graph, for each usage that was asked for. ``like``:
-    gives costs that need no measuring, scaled from a graph of other sizes, or None. ``kept``: costs of an earlier
-    process. ``own``: whether any costs are of this graph, and not from ``like``. ``measurings``: how often nodes were
-    measured.
+    gives costs that need no measuring, scaled from a graph of other sizes, or None; ``anew``: the nodes whose memory is
+    measured nevertheless. ``kept``: costs of an earlier process. ``own``: whether the graph itself was measured.
+    ``measurings``: how often.
     """
 
-    def __init__(self, like: Callable[[Usage], list[Cost] | None] = lambda _: None, kept: Kept | None = None) -> None:
-        self.kept = kept or Kept()
+    def __init__(
+        self, like: Callable[[Usage], list[Cost] | None] = lambda _: None, anew: frozenset[int] = frozenset()
+    ) -> None:
+        self.kept = Kept()
+        self.anew = anew
         self.own = False
         self.measurings = 0
         self.given: frozenset[int] | None = None

@@ -12,13 +12,13 @@ import torch
 
 from rkgb.blocks.classes import nodes_key
 from rkgb.cost.alone import NodeRun, gradients_watched
-from rkgb.cost.costs import Cost, InputGradient, Kept, Known, check_costs
+from rkgb.cost.costs import Cost, InputGradient, Kept, Known, Times, check_costs
 from rkgb.cost.layouts import differentiated, gradient_layouts
 from rkgb.cost.node import measure_node, times_by
 from rkgb.cost.piece import Layouts
 from rkgb.cost.stand_ins import Runs, runs
 from rkgb.cost.usage import Usage, supposed, turned_strides
-from rkgb.cost.warm import warm
+from rkgb.cost.warm import on_zeros, warm
 from rkgb.errors import TraceError
 from rkgb.graphs import S_graph, S_node
 from rkgb.program import run_node, source_values
@@ -48,7 +48,8 @@ def measure_nodes(
     known = Known() if known is None else known
     if usage not in known.of:
         task = _Task(s, model, inputs, costs, usage, known, report)
-        known.of[usage] = known.like(usage) or _stored_or_measured(task)
+        costs = known.like(usage)
+        known.of[usage] = _stored_or_measured(task) if costs is None else _with_memory_of(known.anew, costs, task)
     return known.of[usage]
 
 
@@ -96,6 +97,30 @@ def _stored_or_measured(task: _Task) -> list[Cost]:
         warm(task.s, task.model, task.inputs)
     known.own = True
     return costs
+
+
+def _with_memory_of(anew: frozenset[int], costs: list[Cost], task: _Task) -> list[Cost]:
+    """``costs``, with the memory of the nodes ``anew`` as it is on zeros. An operation that refuses zeros keeps its."""
+    if not anew:
+        return costs
+    s, known = task.s, task.known
+    sources = source_values(s.d.sources, task.model, task.inputs)
+    given = frozenset(v for v, t in sources.items() if t.is_leaf and t.grad is not None)
+    nodes, found = _nodes(task, given), list(costs)
+    with preserved(task.model, task.inputs, s.d.structure.written), torch.enable_grad():
+        for i in anew:
+            node, key = s.nodes[i], nodes.keys[i]
+            if key not in known.costs:
+                times = Times(costs[i].forward_time, costs[i].backward_time, costs[i].warm_time)
+                values = on_zeros(s, node, task.model, task.inputs)
+                run = NodeRun(s.d, node, values, nodes.fed[i], nodes.layouts[i], given, guarded=False)
+                try:
+                    with gradients_watched(task.model, s.d, node):
+                        known.costs[key] = measure_node(run, nodes.held[i], times, times_by(task.costs, task.model))[0]
+                except Exception:  # noqa: BLE001 - each operation refuses in its own way
+                    known.costs[key] = costs[i]
+            found[i] = known.costs[key]
+    return found
 
 
 def _measured(task: _Task, sources: dict[int, torch.Tensor], given: frozenset[int]) -> list[Cost]:

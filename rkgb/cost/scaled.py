@@ -26,7 +26,7 @@ def scaled_costs(old: S_graph, new: S_graph, costs: Sequence[Cost]) -> list[Cost
 
     Times are scaled by the bytes that a node reads and makes. Memory is an upper bound under two assumptions: temporary
     memory of a kernel grows no faster than the values that it reads and makes (for operations on all pairs, than the
-    square of their growth), and a convolution of a smaller input needs no more than the measured one.
+    square of their growth), and an operation that chooses by size (``choosing_anew``) needs no more for smaller inputs.
     """
     known: dict[Hashable, Cost] = {}
     every = []
@@ -47,28 +47,46 @@ START = 8
 
 _PAIRS = frozenset("scaled_dot_product_attention cdist _cdist_forward ctc_loss _ctc_loss pdist".split())
 
+_CHOOSING = ("conv", "scaled_dot_product_attention", "lstm", "gru", "rnn_", "linalg")
+"""Parts of the names of operations that choose an algorithm, or the sizes of its blocks, by the sizes of tensors."""
+
+
+def chooses(s: S_graph, i: int) -> bool:
+    """Whether node i has an operation that takes another amount of temporary memory from some size on."""
+    return any(part in s.d.nodes[op].name for op in s.nodes[i].ops for part in _CHOOSING)
+
+
+def choosing_anew(old: S_graph, new: S_graph) -> frozenset[int]:
+    """The nodes of ``new`` that may need more memory than ``scaled_costs`` says: something they read or make is larger
+    than in ``old``, and they have an operation that chooses by size.
+    """
+    larger = {v for v, x in new.d.values.items() if x.bytes > old.d.values[v].bytes}
+    nodes = enumerate(new.nodes)
+    return frozenset(i for i, n in nodes if not larger.isdisjoint((*n.reads, *n.makes)) and chooses(new, i))
+
 
 def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     was, node = old.nodes[i], new.nodes[i]
     before = {v: max(1, old.d.values[v].bytes) for v in (*was.reads, *was.makes)}
     after = {v: new.d.values[v].bytes for v in before}
-    same = [v for v in was.reads if after[v] == before[v]]  # parameters above all
+    same = [v for v in before if after[v] == before[v]]  # parameters above all
     rows = sum(before[v] for v in same if len(old.d.values[v].shape) == 1)
-    fixed = 2 * (NUMBERS + sum(before[v] for v in same)) + torch.get_num_threads() * rows
+    own = sum(before[v] for v in was.makes if v in same)
+    fixed = 2 * (NUMBERS + sum(before[v] for v in same) + own) + torch.get_num_threads() * rows
     ratios: list[Fraction] = [Fraction(after[v], before[v]) for v in before if after[v] != before[v]]
     most: Fraction = max(ratios) if ratios else Fraction(1)
     names = {new.d.nodes[op].name for op in node.ops}
     if most > 1 and names & _PAIRS:
         most = most * most
-    if most < 1 and any("conv" in name for name in names):  # another algorithm may be chosen for smaller inputs
+    if most < 1 and chooses(new, i):
         most = Fraction(1)
     share = Fraction(sum(after.values()) or 1, sum(before.values()) or 1)
 
     def bounded(measured: int) -> int:
         """An upper bound of ``measured`` bytes at the new size.
 
-        At most ``fixed`` of them do not shrink: values of fixed size and one copy, and, of the parameters of a
-        normalization, what each thread sums for their gradients. All others are scaled by ``most``.
+        At most ``fixed`` of them do not shrink: values of fixed size and one copy (of results three: statistics and
+        their gradients), and, of the parameters of a normalization, what each thread sums for their gradients. All others are scaled by ``most``.
         """
         stays = min(measured, fixed) if most < 1 else 0
         left_out = START if most > 1 else 0

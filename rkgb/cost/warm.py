@@ -31,7 +31,7 @@ def warm(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None
                 continue
             seen.add(key)
             with gradients_watched(model, s.d, node):
-                _run(NodeRun(s.d, node, _values(s, node, model, inputs), fed, (None,) * len(fed)))
+                _run(NodeRun(s.d, node, on_zeros(s, node, model, inputs), fed, (None,) * len(fed)))
 
 
 def _run(run: NodeRun) -> None:
@@ -41,8 +41,8 @@ def _run(run: NodeRun) -> None:
         return
 
 
-def _values(s: S_graph, node: S_node, model: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Inputs of the node: parameters and sparse inputs themselves, and zeros in place of all others."""
+def on_zeros(s: S_graph, node: S_node, model: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Inputs for a run of the node alone: parameters and sparse inputs themselves, and zeros in place of all others."""
     forms = {v: s.d.values[v] for v in node.reads}
     own = {v for v, x in forms.items() if is_parameter(s.d, v) or len(x.stride) != len(x.shape)}
     values = source_values({v: s.d.sources[v] for v in own}, model, inputs)

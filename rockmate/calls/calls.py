@@ -277,7 +277,7 @@ class Calls(ABC):
     def _known_of(self, s: S_graph, family: Family | None) -> Known:
         """What is known of the costs of ``s``, by other sizes of it and by earlier processes."""
         known = Known() if family is None else family.known_of(s)
-        if family is None or family.is_much_larger(s):
+        if family is None or family.is_much_larger(s) or known.anew:
             end_look()  # measuring runs backwards, and watches memory itself
         places = places_of(self.terms.options.disk)
         if places is not None:

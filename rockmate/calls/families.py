@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from rkgb.cost.measure import Cost, Known
-from rkgb.cost.scaled import growth, scaled_costs
+from rkgb.cost.scaled import choosing_anew, growth, scaled_costs
 from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
 from rkgb.probe.resize import Point
@@ -16,7 +16,7 @@ from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
 from solvers import Options, Schedule
 
-MUCH = 1.25
+MUCH = 4
 """Values that are so many times larger are a reason to measure: scaled bounds grow as fast as the fastest value."""
 
 MOST_POINTS = 6
@@ -55,7 +55,7 @@ class Family:
             costs = graphs.known.of.get(usage)
             return None if costs is None else scaled_costs(graphs.S, s, costs)
 
-        return Known(like)
+        return Known(like, choosing_anew(graphs.S, s))
 
     def is_much_larger(self, s: S_graph) -> bool:
         """Whether the costs of ``s`` are to be measured."""
