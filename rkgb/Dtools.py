@@ -8,10 +8,13 @@ The writes that a schema declares count, too: an observer of quantization may wr
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.Btools import PRIMITIVES
 from rkgb.errors import TraceError, UnsupportedError
@@ -19,8 +22,8 @@ from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Valu
 from rkgb.probe.contexts import context_tensors, next_number
 from rkgb.probe.decompose import is_split, split
 from rkgb.probe.names import with_display_names
-from rkgb.program import run_node, same, source_values
-from rkgb.randomness import RandomSource, draws_unseen, node_generators, random_state, watched_devices
+from rkgb.program import computed, in_mode, same, source_values
+from rkgb.randomness import RandomSource, draws_unseen, node_generators, random_bytes, watched_devices
 from rkgb.sample import Sample, call_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import drop_saved, preserved
@@ -57,8 +60,11 @@ def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor], labell
     """
     with preserved(model, inputs, b.structure.written) as writes, torch.enable_grad(), drop_saved():
         run = _Probe(b, source_values(b.sources, model, inputs))
-        for index, node in enumerate(b.nodes):
-            run.node(index, node)
+        packed = run.packed  # hooks live as long as the graph, and must not hold the run
+        for mode, nodes in itertools.groupby(enumerate(b.nodes), lambda x: x[1].mode):
+            with in_mode(mode), saved_tensors_hooks(lambda t: packed.append(memory_of(t)), _refuse):
+                for index, node in nodes:
+                    run.node(index, node)
         outputs, written = [run.env[v].detach() for v in b.outputs], writes.after()
     d = _without_dead(run.graph())
     d = d if labelled else with_display_names(d)
@@ -99,21 +105,26 @@ class _Storages:
 
 
 class _Generators:
-    """The states of the generators that operations may draw from."""
+    """The states of the generators that operations may draw from, as bytes, which are compared fast."""
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self.devices = devices
-        self.states: dict[RandomSource, torch.Tensor] = {}
+        self.states: dict[RandomSource, bytes] = {}
 
-    def of(self, node: Node) -> dict[RandomSource, torch.Tensor]:
-        """The states before ``node`` runs."""
+    def before(self, node: Node) -> list[RandomSource]:
+        """What ``node`` may draw from, whose states are known from now on."""
         drawn: list[RandomSource] = [*self.devices, *node_generators(node)]
-        return {x: self.states[x] if x in self.states else random_state(x) for x in drawn}
+        for x in drawn:
+            if x not in self.states:
+                self.states[x] = random_bytes(x)
+        return drawn
 
-    def moved(self, before: dict[RandomSource, torch.Tensor]) -> bool:
-        """Whether a generator's state differs from ``before``."""
-        self.states.update((x, random_state(x)) for x in before)
-        return any(not torch.equal(state, self.states[x]) for x, state in before.items())
+    def moved(self, drawn: list[RandomSource]) -> bool:
+        """Whether the state of one of ``drawn`` is another one now."""
+        now = [(x, random_bytes(x)) for x in drawn]
+        moved = any(self.states[x] != state for x, state in now)
+        self.states.update(now)
+        return moved
 
 
 class _Ends:
@@ -143,6 +154,7 @@ class _Probe:
         self.generators = _Generators(watched_devices(sources.values()))
         self.ends = _Ends(b)
         self.numbers_read = False
+        self.packed: list[torch.UntypedStorage] = []  # by the node that runs; held so that addresses tell them apart
         self.nodes: list[Node] = []
         self.facts: list[Facts] = []
         for v, tensor in sources.items():
@@ -192,7 +204,7 @@ class _Probe:
 
     def _fold(self, node: Node) -> None:
         with torch.no_grad():
-            results = run_node(node, lambda v: self.folded[v] if v in self.folded else self.env[v])
+            results = computed(node, lambda v: self.folded[v] if v in self.folded else self.env[v])
         self.folded.update(zip(node.outputs, results, strict=True))
 
     def _with_numbers(self, node: Node) -> Node:
@@ -204,22 +216,21 @@ class _Probe:
 
     def _run(self, node: Node) -> None:
         reads = node.reads()
-        before = self.generators.of(node)
+        drawn = self.generators.before(node)
         versions = {v: self.env[v]._version for v in reads}
-        contents = {v: self.env[v].clone() for v in reads if self._is_buffer(v) and self.values[v].stride}
-        packed: list[torch.UntypedStorage] = []  # held until the node is done, so that addresses tell them apart
+        contents = {v: self.env[v].detach().clone() for v in reads if self._is_buffer(v) and self.values[v].stride}
+        self.packed.clear()
         first = next_number()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(memory_of(t)), _refuse):
-            results = run_node(node, self.env.__getitem__)
+        results = computed(node, self.env.__getitem__)
         _check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
-        random = self.generators.moved(before) or unseen
+        random = self.generators.moved(drawn) or unseen
         changed = announced_writes(node) | {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         for v, t in zip(node.outputs, results, strict=True):
             self._define(v, t, len(self.nodes))
-        saved = self.storages.saved(packed)
-        packed.clear()  # the hook lives as long as the graph
+        saved = self.storages.saved(self.packed)
+        self.packed.clear()
         here = {t.device for t in results}
         kept = [memory_of(t) for t in context_tensors(results, first) if t.device in here]
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
@@ -273,12 +284,20 @@ def announced_writes(node: Node) -> set[int]:
     In-place operations are left out, since version counters show their writes. An operation that returns nothing
     (``retain_grad``, ``record_stream``) changes no contents.
     """
-    schema = getattr(node.op, "_schema", None)
-    if schema is None or not schema.returns or node.name.endswith("_"):
+    names = _written_arguments(node.op)
+    if not names or node.name.endswith("_"):
         return set()
-    given = {x.name: a for x, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
-    written = (x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write)
-    return {v for name in written for v in refs([given.get(name)])}
+    given = {x.name: a for x, a in zip(node.op._schema.arguments, node.args, strict=False)} | dict(node.kwargs)  # type: ignore[attr-defined]
+    return {v for name in names for v in refs([given.get(name)])}
+
+
+@cache
+def _written_arguments(op: Any) -> tuple[str, ...]:
+    """The names of the arguments that an operation which returns something writes to, by its schema."""
+    schema = getattr(op, "_schema", None)
+    if schema is None or not schema.returns:
+        return ()
+    return tuple(x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write)
 
 
 def _refuse(_: None) -> torch.Tensor:

@@ -47,10 +47,15 @@ def _switched(mode: Mode, now: Mode) -> Any:
 
 def run_node(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:
     """The results of ``node``, one for each of its outputs."""
+    with in_mode(node.mode):
+        return computed(node, value)
+
+
+def computed(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:
+    """The same in the mode of now, which is the node's."""
     args = substitute(node.args, value)
     kwargs = {k: substitute(a, value) for k, a in node.kwargs}
-    with in_mode(node.mode):
-        result = node.op(*args, **kwargs)
+    result = node.op(*args, **kwargs)
     if node.several:
         return tuple(result)
     return (result,) if node.outputs else ()

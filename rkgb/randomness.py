@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,12 @@ def random_state(source: RandomSource) -> torch.Tensor:
     if type(source) is torch.device:
         return kind_of(source).random_state(source)
     return cast(torch.Generator, source).get_state()
+
+
+def random_bytes(source: RandomSource) -> bytes:
+    """The same as bytes of Python, which are compared without calling an operator."""
+    state = random_state(source)
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def set_random_state(source: RandomSource, state: torch.Tensor) -> None:
@@ -52,7 +59,11 @@ def draws_unseen(node: Node, reads: Iterable[torch.Tensor]) -> bool:
     schema = getattr(node.op, "_schema", None)
     if schema is None:
         return False
-    given = {argument.name: a for argument, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+
+    def given() -> dict[str, Any]:
+        names = (argument.name for argument in schema.arguments)
+        return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
     return any(kind_of(device).hides_draws(node.name, given) for device in {t.device for t in reads})
 
 
@@ -120,7 +131,7 @@ def refuse_unseen_draws(module: torch.nn.Module, device: torch.device, what: str
     for layer in module.modules():
         if isinstance(layer, torch.nn.RNNBase):
             given = {"train": layer.training, "dropout": layer.dropout, "num_layers": layer.num_layers}
-            if kind_of(device).hides_draws(layer.mode.lower(), given):
+            if kind_of(device).hides_draws(layer.mode.lower(), lambda given=given: given):
                 raise UnsupportedError(
                     f"{what} has {layer.mode} layers with dropout between them, which cuDNN draws from a state of its "
                     "own: run again, it would draw other numbers. Use one layer each with nn.Dropout between them, "

@@ -50,11 +50,12 @@ class Cuda(Kind):
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
-    def hides_draws(self, name: str, arguments: Mapping[str, Any]) -> bool:
+    def hides_draws(self, name: str, arguments: Callable[[], Mapping[str, Any]]) -> bool:
         """Recurrent layers of cuDNN draw dropout masks from a state that torch keeps on the device."""
         if name not in _RNNS or not torch.backends.cudnn.enabled:
             return False
-        return bool(arguments["train"]) and arguments["dropout"] > 0 and arguments["num_layers"] > 1
+        given = arguments()
+        return bool(given["train"]) and given["dropout"] > 0 and given["num_layers"] > 1
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)

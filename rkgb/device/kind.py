@@ -161,8 +161,11 @@ class Kind(ABC):
         """Whether the machine has such a device."""
         return True
 
-    def hides_draws(self, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Whether the operation ``name`` draws random numbers from a state that can be neither read nor restored."""
+    def hides_draws(self, name: str, arguments: Callable[[], Mapping[str, Any]]) -> bool:
+        """Whether the operation ``name`` draws random numbers from a state that can be neither read nor restored.
+
+        ``arguments``: returns what it is given, by name.
+        """
         return False
 
     def before_measuring(self) -> None:

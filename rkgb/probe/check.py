@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -171,9 +172,11 @@ def _shifted(call: Call) -> Call:
 
     Integers are shifted within their rows, and integer vectors stay as they are: an index may be valid in its row only
     (``edge_index``), or only behind its predecessor (``cu_seqlens``). On a GPU, an invalid index fails an assertion in
-    a kernel, after which no call in this process works.
+    a kernel, after which no call in this process works. A tensor that is given twice is one tensor again, since Python
+    may ask for that (``query is key``).
     """
 
+    @cache
     def shift(t: torch.Tensor) -> torch.Tensor:
         along = _moved_along(t)
         if along is None or t.layout != torch.strided or torch._debug_has_internal_overlap(t) == 1:

@@ -108,18 +108,17 @@ def _with_sizes(s: S_graph, d: D_graph) -> S_graph | None:
         if (d.storages[x].owner, d.storages[x].source) != (storages[mine].owner, storages[mine].source):
             return None
         storages[mine] = Storage(d.storages[x].bytes, storages[mine].owner, storages[mine].source)
-    new = dataclasses.replace(
-        old,
-        nodes=d.nodes,
-        structure=d.structure,
-        values={v: dataclasses.replace(x, storage=number[x.storage]) for v, x in d.values.items()},
-        storages=tuple(storages),
-        facts=tuple(
+    values, facts = d.values, d.facts
+    if any(x != mine for x, mine in number.items()):
+        values = {v: dataclasses.replace(x, storage=number[x.storage]) for v, x in values.items()}
+        facts = tuple(
             dataclasses.replace(
                 x, writes=tuple(number[w] for w in x.writes), saved=known(x.saved), context=known(x.context)
             )
-            for x in d.facts
-        ),
+            for x in facts
+        )
+    new = dataclasses.replace(
+        old, nodes=d.nodes, structure=d.structure, values=values, storages=tuple(storages), facts=facts
     )
     return dataclasses.replace(s, d=new, nodes=tuple(_with_private(n, new) for n in s.nodes))
 
@@ -132,4 +131,6 @@ def _with_private(node: S_node, d: D_graph) -> S_node:
         d.storages[x].bytes for x in known if x in mine and x not in node.storages and d.storages[x].owner in node.ops
     ]
     private = tuple(b for op in node.ops for b in d.facts[op].saved.private) + tuple(inner)
+    if private == node.saved.private:
+        return node
     return dataclasses.replace(node, saved=Saved(node.saved.storages, private))

@@ -20,7 +20,15 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from rkgb.device import KINDS
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import Mode
-from rkgb.randomness import RandomSource, generators_in, own_generators, random_state, set_random_state, watched_devices
+from rkgb.randomness import (
+    RandomSource,
+    generators_in,
+    own_generators,
+    random_bytes,
+    random_state,
+    set_random_state,
+    watched_devices,
+)
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
@@ -280,7 +288,7 @@ class Recorder(TorchFunctionMode):
         """The state of the generator; for None those of all devices' default generators."""
         with untraced(tracing):
             drawn: Sequence[RandomSource] = self.devices if generator is None else (generator,)
-            return [random_state(x).numpy().tobytes() for x in drawn]
+            return [random_bytes(x) for x in drawn]
 
     def scope(self, what: torch.Generator | Respelled | None = None) -> str:
         """A scope name that refers to the present mode and source line, and to the call's generator or spelling."""

@@ -65,18 +65,18 @@ class OperatorCount(TorchDispatchMode):
         name, compared, writes = _about(func)
         self.operators[name] += 1
         if compared:
-            self.given[name, _without_tensors((args, kwargs))] += 1
+            self.given[name, repr((*map(_without_tensors, args), *sorted(_without_tensors(kwargs).items())))] += 1
         if writes and self.before_write is not None:
             self.before_write([args[k] if k < len(args) else kwargs.get(argument) for k, argument in writes])
         return func(*args, **kwargs)
 
 
-def _without_tensors(a: Any) -> str:
-    """Arguments as text, without the tensors."""
+def _without_tensors(a: Any) -> Any:
+    """An argument with nothing in place of tensors; lists and tuples are alike."""
     if isinstance(a, torch.Tensor):
-        return "t"
+        return None
     if isinstance(a, (list, tuple)):
-        return f"[{', '.join(map(_without_tensors, a))}]"
+        return [*map(_without_tensors, a)]
     if isinstance(a, dict):
-        return f"{{{', '.join(f'{k}={_without_tensors(x)}' for k, x in sorted(a.items()))}}}"
-    return repr(a)
+        return {k: _without_tensors(x) for k, x in a.items()}
+    return a

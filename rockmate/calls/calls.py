@@ -27,7 +27,16 @@ from rockmate.calls.front import Front
 from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.python_state import PythonState
 from rockmate.calls.surroundings import undisturbed
-from rockmate.calls.variants import Variant, adapted, as_before, carried_variant, make_first, make_variant, reads_more
+from rockmate.calls.variants import (
+    Variant,
+    adapted,
+    as_before,
+    carried_variant,
+    make_first,
+    make_variant,
+    reads_more,
+    solved_again,
+)
 from rockmate.errors import InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import KeptCosts
@@ -139,6 +148,8 @@ class Calls(ABC):
             result, program_outputs, state = self.computed(variant, call)
         self.cache.used(variant)
         self.last = variant
+        if variant.is_provisional and variant.family is not None:
+            variant.family.spent[variant.number] += variant.plan.rerun_time
         if variant.observer is not None:
             if look is not None:
                 look.then = self.learner(variant, call.tensors)
@@ -155,10 +166,15 @@ class Calls(ABC):
 
     def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:
         """The variant for what earlier calls have shown."""
-        if variant.observer is None or not (variant.observer.news or reads_more(self.last, variant)):
+        news = variant.observer is not None and (variant.observer.news or reads_more(self.last, variant))
+        family = variant.family if variant.is_provisional else None
+        if not news and not (family is not None and family.is_worth_solving(variant.number)):
             return variant
         with TRACING, Heeded(), self._progress_of(variant.planner), undisturbed(), self.module_ready():
-            new = adapted(variant, self.last, self.module, inputs)
+            if news:
+                new = adapted(variant, self.last, self.module, inputs)
+            else:
+                new = solved_again(variant, self._known_of(variant.plan.graph.s, None), self.module, inputs)
         self.cache.adapt(variant, new)
         return new
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -35,7 +36,8 @@ class Family:
 
     ``measured``: the planner of the size at which costs were measured. ``points``: sizes that were traced. ``kinds``:
     what calls are known to run this graph, without their sizes. ``schedules``: those with recomputation that a solver
-    found, the last one first. ``options``: of the graph's blocks, as they were last solved for.
+    found, the last one first. ``options``: of the graph's blocks, as they were last solved for. ``spent``: nanoseconds
+    that steps of a size took for runs again, by the number of its plan.
     """
 
     skeleton: Hashable
@@ -44,6 +46,7 @@ class Family:
     schedules: list[Schedule] = field(default_factory=list)
     options: Options | None = None
     kinds: set[Hashable] = field(default_factory=set)
+    spent: Counter[int] = field(default_factory=Counter)
 
     def known_of(self, s: S_graph) -> Known:
         """The costs of ``s``, which is of this family: those that were measured, scaled, unless it is much larger."""
@@ -60,6 +63,14 @@ class Family:
     def is_much_larger(self, s: S_graph) -> bool:
         """Whether the costs of ``s`` are to be measured."""
         return growth(self.measured.graphs.S, s) > MUCH
+
+    def is_worth_solving(self, number: int) -> bool:
+        """Whether the steps of a size have run nodes again for as long as it took to plan for the measured size.
+
+        Then a better plan pays: together they take at most twice what is the least, however often the size comes (the
+        rule of renting skis: Karlin et al., Competitive snoopy caching, 1988).
+        """
+        return self.spent[number] >= 1e9 * sum(self.measured.seconds.values())
 
     def learn(self, planner: Planner, plan: Plan) -> None:
         """``planner`` has made a plan."""

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from rkgb.cost.measure import Known
 from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.errors import MeasureError
 from rkgb.graphs import Structure
@@ -64,6 +65,11 @@ class Variant:
         watched = self.program.exceeding or self.program.undo.last >= 0
         return not self.plan.recomputed and not watched and self.plan.graph.s.in_order
 
+    @cached_property
+    def is_provisional(self) -> bool:
+        """Whether nodes run again by costs that were scaled from another size: a better plan may be found."""
+        return self.planner.scaled and self.plan.recomputed > 0
+
     def look(self) -> CallLook | None:
         """A close look at the call that begins now, if there is to be one."""
         return None if self.observer is None else self.observer.look()
@@ -102,6 +108,25 @@ def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
         structure=plan.graph.s.d.structure,
         observer=observer,
     )
+
+
+def solved_again(variant: Variant, known: Known, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
+    """``variant``, whose costs were scaled, measured and solved for its own sizes. ``known``: costs, if any are."""
+    family, budget, s = variant.family, variant.plan.budget, variant.plan.graph.s
+    try:
+        planner = variant.planner.at_other_sizes(s, known, model, inputs)
+    except MeasureError:  # the caller measures this very call: at the next one
+        return variant
+    found = [planner.carried_plan(budget, [variant.plan.schedule])]
+    with contextlib.suppress(InfeasibleBudgetError):
+        found.append(planner.plan(budget))
+    plans = [plan for plan in found if plan is not None]
+    if not plans:  # the bounds that were scaled do not hold
+        return dataclasses.replace(variant, planner=dataclasses.replace(variant.planner, scaled=False))
+    plan = min(plans, key=lambda p: p.rerun_time)
+    if family is not None:
+        family.learn(planner, plan)
+    return dataclasses.replace(variant, planner=planner, plan=plan, program=program_of(plan))
 
 
 def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:

@@ -112,6 +112,11 @@ class Plan(PlanFields):
         """How many times a node runs again."""
         return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
 
+    @cached_property
+    def rerun_time(self) -> int:
+        """Nanoseconds of a step in which nodes run again, predicted."""
+        return walk(self.problem, self.schedule).time - self.problem.eager_time
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine."""
         fields = dataclasses.replace(self, solver=self.solver.removesuffix(LOADED))

@@ -224,6 +224,18 @@ class Averaged(nn.Module):
         return result
 
 
+class Attending(nn.Module):
+    """Attention of each place to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.heads(x, x, x, need_weights=False)[0]
+        return y
+
+
 class Summed(nn.Module):
     """A parameter, and sums over the rows of its input."""
 
@@ -254,8 +266,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
         [(4, 8), (8, 4), (3, 16)],
     ),
     "attention": (  # takes larger blocks from 192 and from 768 on
-        lambda: nn.MultiheadAttention(16, 2, batch_first=True),
-        lambda n: 3 * (randn(2, n, 16, seed=0),),
+        lambda: Attending(),
+        lambda n: (randn(2, n, 16, seed=0),),
         [(191, 192), (700, 768), (192, 180), (110, 100)],
     ),
     "convolutions": (  # another algorithm, by the size of the input
@@ -308,8 +320,7 @@ def test_a_resized_graph_is_the_traced_one(name: str) -> None:
     make, call, pairs = MODELS[name]
     model = make()
     here, there = pairs[0]
-    _, _, s = make_S(model, call(here))
-    expected = make_S(model, call(there))[2]
+    s, expected = (make_S(model, call(size))[2] for size in (here, there))  # on one line, which graphs name
     found = resized([Point(sizes_of(call(here)), s)], skeleton(s), model, Call(call(there), {}))
     assert found is not None
     assert str(found) == str(expected)
@@ -459,3 +470,32 @@ def test_what_is_written_into_buffers_is_compared() -> None:
         assert_same(snapshot(model), snapshot(eager))
     assert handle.plan is not None
     assert handle.plan.recomputed > 0
+
+
+def test_a_size_is_measured_and_solved_for_when_its_runs_again_have_paid_for_it() -> None:
+    """Until then its plan is carried over, with costs that were scaled. Nothing of the training is other than eager."""
+    model, eager = (Language() for _ in range(2))
+    eager.load_state_dict(model.state_dict())
+    handle = attach(model, tight_budget(model, text(4, 60), fraction=0.3), costs="flops", cache=False)
+    list(train(model, [text(4, 40)]))
+    eager.load_state_dict(model.state_dict())
+    batch = text(4, 60)
+
+    def trained(model: nn.Module) -> list[torch.Tensor]:
+        return list(train(model, [batch]))
+
+    assert_same(trained(model), trained(eager))
+    first = handle.variant
+    assert first is not None
+    assert first.is_provisional
+    assert first.family is not None
+    steps = 3
+    first.family.measured.seconds = {"measure": (steps - 0.5) * first.plan.rerun_time / 1e9}
+    for step in range(1, steps + 2):
+        assert_same(trained(model), trained(eager))
+        now = handle.variant
+        assert now is not None
+        assert now.planner.scaled == (step < steps)
+    assert now.number == first.number
+    assert now.plan.rerun_time <= first.plan.rerun_time
+    assert measure_peak(lambda: trained(model)) <= handle.budget
