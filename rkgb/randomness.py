@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -130,8 +131,10 @@ def refuse_unseen_draws(module: torch.nn.Module, device: torch.device, what: str
     """Raise ``UnsupportedError`` if a layer of ``module``, which is to run again, ``draws_unseen``."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.RNNBase):
-            given = {"train": layer.training, "dropout": layer.dropout, "num_layers": layer.num_layers}
-            if kind_of(device).hides_draws(layer.mode.lower(), lambda given=given: given):
+            given: Callable[[], dict[str, Any]] = partial(
+                dict, train=layer.training, dropout=layer.dropout, num_layers=layer.num_layers
+            )
+            if kind_of(device).hides_draws(layer.mode.lower(), given):
                 raise UnsupportedError(
                     f"{what} has {layer.mode} layers with dropout between them, which cuDNN draws from a state of its "
                     "own: run again, it would draw other numbers. Use one layer each with nn.Dropout between them, "

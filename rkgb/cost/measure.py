@@ -48,8 +48,8 @@ def measure_nodes(
     known = Known() if known is None else known
     if usage not in known.of:
         task = _Task(s, model, inputs, costs, usage, known, report)
-        costs = known.like(usage)
-        known.of[usage] = _stored_or_measured(task) if costs is None else _with_memory_of(known.anew, costs, task)
+        like = known.like(usage)
+        known.of[usage] = _stored_or_measured(task) if like is None else _with_memory_of(known.anew, like, task)
     return known.of[usage]
 
 

@@ -86,7 +86,8 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
         """An upper bound of ``measured`` bytes at the new size.
 
         At most ``fixed`` of them do not shrink: values of fixed size and one copy (of results three: statistics and
-        their gradients), and, of the parameters of a normalization, what each thread sums for their gradients. All others are scaled by ``most``.
+        their gradients), and, of the parameters of a normalization, what each thread sums for their gradients. All
+        others are scaled by ``most``.
         """
         stays = min(measured, fixed) if most < 1 else 0
         left_out = START if most > 1 else 0

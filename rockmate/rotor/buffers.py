@@ -102,12 +102,12 @@ class Attributes:
         self.of = [
             _Own(
                 m,
-                tuple(m.__dict__),
-                {k: v for k, v in m.__dict__.items() if type(v) in _PLAIN},
-                frozenset(m._buffers),
+                names,
+                {k: v for k in own if type(v := m.__dict__[k]) in _PLAIN},
+                frozenset(m._buffers) if m._buffers else _NONE,
                 frozenset([k for k, b in m._buffers.items() if b is not None]) if m._buffers else _NONE,
             )
-            for m in _watched(parts)
+            for m, names, own in _watched(parts)
         ]
 
     @contextmanager
@@ -135,27 +135,30 @@ def attributes_kept(function: Any) -> Iterator[None]:
 
     A lazy module that gets its parameters meanwhile keeps what it became.
     """
-    with _kept(_watched(Parts(function))):
+    with _kept([m for m, _, _ in _watched(Parts(function))]):
         yield
 
 
 @contextmanager
 def _kept(modules: list[torch.nn.Module]) -> Iterator[None]:
-    kept = [(d, dict(d)) for m in modules for d in (m.__dict__, m._buffers)]
+    kept = [(d, dict(d)) for m in modules for d in (m.__dict__, m._buffers) if d]
+    bare = [m._buffers for m in modules if not m._buffers]
     try:
         yield
     finally:
+        for buffers in bare:
+            buffers.clear()
         for now, before in kept:
             if not (len(now) == len(before) and all(map(is_, now.values(), before.values())) and [*now] == [*before]):
                 now.clear()
                 now.update(before)
 
 
-def _watched(parts: Parts) -> list[torch.nn.Module]:
-    """The modules of a stage whose attributes Python holds, without lazy ones that have no parameters yet."""
+def _watched(parts: Parts) -> list[tuple[torch.nn.Module, tuple[str, ...], tuple[str, ...]]]:
+    """Of ``parts.attributes``, the modules whose attributes Python holds, without lazy ones that have no parameters."""
     return [
-        m
-        for _, m in parts.modules
-        if not isinstance(m, torch.jit.ScriptModule)
-        and not (isinstance(m, LazyModuleMixin) and m.has_uninitialized_params())
+        found
+        for found in parts.attributes
+        if not isinstance(found[0], torch.jit.ScriptModule)
+        and not (isinstance(found[0], LazyModuleMixin) and found[0].has_uninitialized_params())
     ]

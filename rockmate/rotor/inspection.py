@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,14 @@ from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import attributes_kept
 from rockmate.rotor.checks import warm_up
-from rockmate.rotor.probe import Probe
+from rockmate.rotor.probe import Figures, Probe, Times
 from rockmate.rotor.values import Function, Parts
-from solvers.rotor.chain import Chain, Stage
+from solvers.rotor.chain import Chain
 
 __all__ = ["Chain", "Measured", "measure_chain"]
+
+TIMED = 5
+"""Equal stages that are timed, at most; all have the medians of their times."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,15 @@ def measure_chain(
     """The chain of ``functions``, measured on ``sample`` (a tensor, or what the first function takes).
 
     Times are in nanoseconds, memory is in bytes of the allocator. ``costs``: "measured" takes medians of ``repeat``
-    timed runs; "flops" computes times from counted operations and bytes, the same on every run and machine.
-    ``preserve_rng_state``: whether a stage that runs again must draw the same numbers. Buffers, generators and
+    timed runs, and of equal stages; "flops" computes times from counted operations and bytes, the same on every run and
+    machine. ``preserve_rng_state``: whether a stage that runs again must draw the same numbers. Buffers, generators and
     gradients stay as they are.
     Raises ``InputError`` for a stage that changes its input in place, draws from Python's or NumPy's generators, or
     returns tensors whose memory cannot be measured.
     """
-    stages: list[Stage] = []
-    keeps: list[tuple[frozenset[int], ...]] = []
+    measured: list[Figures] = []
+    times: dict[Hashable, list[Times]] = {}
+    ranks: dict[Hashable, list[int]] = {}
     identities: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensor_leaves(sample))}
     values = [tuple(identities.values())]
     x = sample
@@ -66,14 +70,19 @@ def measure_chain(
     with attributes_kept(modules), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             warm_up(function, x, (i, name), preserve_rng_state)
-            stage, x, kept = Probe(function, x, clock, preserve_rng_state).measure(name)
-            stages.append(stage)
-            keeps.append(kept)
+            probe = Probe(function, x, clock, preserve_rng_state)
+            figures, x = probe.figures(name, ranks)
+            known = times.setdefault(figures.key, [])
+            if len(known) < TIMED:
+                known.append(probe.times(figures))
+            del probe
+            measured.append(figures)
             identities = _identities(function, x, identities, len(functions) + i * 1000)
             values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensor_leaves(x)}.values()))
     gradient = sum(storage_bytes(t) for t in tensor_leaves(x) if t.requires_grad)
     floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in tensor_leaves(x) if t.requires_grad)
-    return Measured(Chain(tuple(stages), tuple(values), gradient), tuple(keeps), floats)
+    stages, keeps = zip(*(f.timed(Times.medians(times[f.key])) for f in measured), strict=True)
+    return Measured(Chain(stages, tuple(values), gradient), keeps, floats)
 
 
 def _identities(

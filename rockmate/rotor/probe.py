@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,12 +35,54 @@ _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Times:
-    """Nanoseconds of a stage: its forward, its backward, and, of each partial way, a run and the reruns behind it."""
+class Times:
+    """Nanoseconds of a stage: its runs, its backward, and, of each partial way, a run and the reruns behind it."""
 
     runs: Runs
     backward: int
-    ways: list[tuple[int, int]]
+    ways: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def medians(cls, measured: Sequence[Times]) -> Times:
+        """The median of each time of equal stages, so that no stage seems faster than another by chance."""
+        each = [(*_runs(t.runs), t.backward, *(time for way in t.ways for time in way)) for t in measured]
+        whole, passing, filling, stopping, backward, *ways = (int(median(times)) for times in zip(*each, strict=True))
+        return cls(Runs(whole, passing, filling, stopping), backward, tuple(zip(ways[::2], ways[1::2], strict=True)))
+
+
+def _runs(runs: Runs) -> tuple[int, ...]:
+    return runs.whole, runs.passing, runs.filling, runs.stopping
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is known of a stage beside its times.
+
+    ``stage``: with one way and no times. ``several``: the other ways, with the operations whose results each keeps.
+    ``operations``: bytes and counted operations of each expensive one. ``form``: classes, parameters and input.
+    Stages whose figures are equal, names apart, take equally long.
+    """
+
+    stage: rotor_chain.Stage
+    several: tuple[tuple[frozenset[int], Way], ...]
+    operations: tuple[tuple[int, int, bool], ...]
+    form: Hashable
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal stages."""
+        return replace(self.stage, name=""), self.several, self.operations, self.form
+
+    def timed(self, times: Times) -> tuple[rotor_chain.Stage, tuple[frozenset[int], ...]]:
+        """The stage, and the operations whose results each of its ways keeps."""
+        ways, keeps = list(self.stage.ways), [frozenset[int]()]
+        again = times.runs.passing + times.runs.stopping
+        for (keep, way), (run_time, refill_time) in zip(self.several, times.ways, strict=True):
+            if run_time + refill_time < again:  # else the input, from which all can run again, is as good
+                ways.append(replace(way, run_time=run_time, refill_time=refill_time))
+                keeps.append(keep)
+        stage = replace(self.stage, runs=times.runs, backward_time=times.backward, ways=tuple(ways))
+        return stage, tuple(keeps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +110,7 @@ class _Backward:
     parameter_gradients: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Surveyed:
     """Expensive operations of a run up to its last saved tensor, their times in nanoseconds, and the run's output."""
 
@@ -84,9 +127,13 @@ class Probe:
         self.preserve_rng_state = preserve_rng_state
         self.x = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), x)
         self.device = device_of(self.x)
+        self.measured: tuple[_Saved, _Surveyed]
 
-    def measure(self, name: str) -> tuple[rotor_chain.Stage, Any, tuple[frozenset[int], ...]]:
-        """The figures of the stage, its output for the next one, and the operations whose results each way keeps."""
+    def figures(self, name: str, ranks: dict[Hashable, list[int]]) -> tuple[Figures, Any]:
+        """The figures of the stage, and its output for the next one.
+
+        ``ranks``: times of expensive operations, by which they are chosen to be kept; equal stages choose alike.
+        """
         with self._untouched():
             self._stage().first(self.x, _no_backward)  # learns which buffers change
         stage = self._stage()
@@ -97,34 +144,41 @@ class Probe:
         del run
         stop_peak = self._fill_peak(stage, wanted=False)
         kept_peak = max(kept_peak, self._fill_peak(stage, wanted=True))
-        piece = StageRun(self.function, self.x)
-        backward = self._backward(piece, output)
+        backward = self._backward(StageRun(self.function, self.x), output)
         with self._untouched():
             surveyed = self._survey()
+        operations = tuple((sum(o.results.values()), o.flops, o.keepable) for o in surveyed.operations)
+        form = self._form()
+        surveyed.times = ranks.setdefault((form, operations), surveyed.times)
         several = self._partial_ways(surveyed, saved, state)
-        with self._untouched():
-            times = self._times(piece, saved, surveyed, [keep for keep, _ in several])
-        ways, keeps = [Way(saved.private, kept_peak, saved.private)], [frozenset[int]()]
-        again = times.runs.passing + times.runs.stopping
-        for (keep, way), (run_time, refill_time) in zip(several, times.ways, strict=True):
-            if run_time + refill_time < again:  # else the input, from which all can run again, is as good
-                ways.append(replace(way, run_time=run_time, refill_time=refill_time))
-                keeps.append(keep)
-        figures = rotor_chain.Stage(
+        self.measured = saved, surveyed
+        stage_figures = rotor_chain.Stage(
             name,
-            runs=times.runs,
-            backward_time=times.backward,
+            runs=Runs.alike(0),
+            backward_time=0,
             pass_peak=pass_peak - state,
             stop_peak=stop_peak,
             backward_peak=backward.added,
             input_gradient=backward.input_gradient,
             parameter_gradients=backward.parameter_gradients + saved.lasting,
-            ways=tuple(ways),
+            ways=(Way(saved.private, kept_peak, saved.private),),
             keeps_input=saved.keeps_input,
             keeps_output=saved.keeps_output,
             state=state,
         )
-        return figures, mapped(lambda t: t.detach().requires_grad_(t.requires_grad), output), tuple(keeps)
+        next_x = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), output)
+        return Figures(stage_figures, tuple(several), operations, form), next_x
+
+    def times(self, figures: Figures) -> Times:
+        """The times of the stage, whose ``figures`` these are."""
+        with self._untouched():
+            return self._times(StageRun(self.function, self.x), *self.measured, [keep for keep, _ in figures.several])
+
+    def _form(self) -> Hashable:
+        parts = Parts(self.function)
+        classes = tuple(type(m) for _, m in parts.modules) or (id(self.function),)
+        tensors = (*parts.owned.values(), *tensor_leaves(self.x))
+        return classes, tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
 
     # ------------------------------------------------------------------------------------------ memory
 
@@ -190,7 +244,7 @@ class Probe:
 
     # ------------------------------------------------------------------------------------------- times
 
-    def _times(self, piece: StageRun, saved: _Saved, surveyed: _Surveyed, keeps: list[frozenset[int]]) -> _Times:
+    def _times(self, piece: StageRun, saved: _Saved, surveyed: _Surveyed, keeps: list[frozenset[int]]) -> Times:
         if self.clock is None:
             output = tensor_leaves(surveyed.output)
             touched = sum(t.nbytes for t in (*tensor_leaves(self.x), *output)) + saved.private
@@ -199,12 +253,12 @@ class Probe:
             )
             tail = counted_tail(self._run) // _FLOPS_PER_NS if saved.any else whole
             left = [sum(surveyed.times[k] for k in keep) for keep in keeps]
-            return _Times(Runs.alike(whole, tail), backward, [(whole, max(0, whole - tail - kept)) for kept in left])
+            return Times(Runs.alike(whole, tail), backward, tuple((whole, max(0, whole - tail - k)) for k in left))
         backward = self.clock.times(piece).backward
         whole, passing, filling, stopping, *rest = self.clock.medians(partial(self._every_run, keeps), self.device)
         passing, filling = max(passing, whole), max(filling, whole)
-        ways = [(max(run, whole), refill) for run, refill in zip(rest[::2], rest[1::2], strict=True)]
-        return _Times(Runs(whole, passing, filling, min(stopping, filling)), backward, ways)
+        ways = tuple((max(run, whole), refill) for run, refill in zip(rest[::2], rest[1::2], strict=True))
+        return Times(Runs(whole, passing, filling, min(stopping, filling)), backward, ways)
 
     def _every_run(self, keeps: list[frozenset[int]], mark: Mark) -> list[tuple[Any, Any]]:
         """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""

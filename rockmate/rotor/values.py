@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from rkgb.randomness import Drawn, own_generators, random_state
+from rkgb.randomness import Drawn, generators_in, random_state
 from rkgb.trees import tensor_leaves
 
 Function = Callable[[Any], Any]
@@ -104,10 +105,24 @@ class Parts:
                         seen.add(id(t))
                         found[prefix + name] = t
 
+    @cached_property
+    def attributes(self) -> list[tuple[torch.nn.Module, tuple[str, ...], tuple[str, ...]]]:
+        """Each module, the names of its attributes, and of those that are its own: not what all modules have."""
+        found = ((m, tuple(m.__dict__)) for _, m in self.modules)
+        return [(m, names, _own(names)) for m, names in found]
+
     @property
     def owned(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
         return self.parameters | self.buffers
+
+
+_OF_ALL = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+@lru_cache(maxsize=4096)
+def _own(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _OF_ALL)
 
 
 def generator_states(parts: Parts, x: Any) -> dict[Drawn, torch.Tensor]:
@@ -117,7 +132,8 @@ def generator_states(parts: Parts, x: Any) -> dict[Drawn, torch.Tensor]:
     stage's modules hold.
     """
     devices = {t.device for t in (*tensor_leaves(x), *parts.parameters.values())} | {torch.device("cpu")}
-    sources: list[Drawn] = [*devices, *own_generators(m for _, m in parts.modules)]
+    values = (m.__dict__[name] for m, _, own in parts.attributes for name in own)
+    sources: list[Drawn] = [*devices, *dict.fromkeys(generators_in(values))]
     return {source: random_state(source) for source in sources}
 
 

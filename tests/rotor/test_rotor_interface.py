@@ -13,6 +13,7 @@ import rockmate
 from rockmate import InfeasibleBudgetError, InputError, rotor
 from rockmate.rotor import B, Fck, Fe, Fn, Loss, Sequence
 from rockmate.rotor.checkpointable import flatten
+from rockmate.rotor.models.utils import AtomicSequential
 
 
 def model() -> nn.Sequential:
@@ -241,3 +242,17 @@ def test_measured_times_are_positive() -> None:
     assert all(s.forward_time > 0 and s.backward_time > 0 for s in chk.chain.stages)
     with pytest.raises(InputError, match="costs is"):
         rotor.Checkpointable(model(), costs="guessed")
+
+
+def test_equal_layers_take_equal_times() -> None:
+    """Else the solver would take the layers that chance has measured as fast ones."""
+    layers = [
+        nn.Linear(8, 32),
+        *(AtomicSequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)),
+        nn.Linear(32, 2048),
+    ]
+    chain = rotor.Checkpointable(nn.Sequential(*layers), torch.randn(4, 8), 10**6).chain
+    assert chain is not None
+    first, *alike, last = chain.stages
+    assert all((s.runs, s.backward_time, s.ways) == (a.runs, a.backward_time, a.ways) for s in alike for a in alike)
+    assert len({first.runs, alike[0].runs, last.runs}) == 3

@@ -266,7 +266,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
         [(4, 8), (8, 4), (3, 16)],
     ),
     "attention": (  # takes larger blocks from 192 and from 768 on
-        lambda: Attending(),
+        Attending,
         lambda n: (randn(2, n, 16, seed=0),),
         [(191, 192), (700, 768), (192, 180), (110, 100)],
     ),
@@ -282,11 +282,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
         [(32, 16), (16, 32)],
     ),
     "statistics": (
-        lambda: Summed(),
+        Summed,
         lambda n: (randn(40, n, seed=0),),
         [(200, 100), (100, 400)],
     ),
-    "solved": (lambda: Solved(), lambda n: (randn(4, n, n, seed=0),), [(16, 8), (8, 16)]),
+    "solved": (Solved, lambda n: (randn(4, n, n, seed=0),), [(16, 8), (8, 16)]),
 }
 
 
