@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rkgb.cost.layouts import Outgoing
+from rkgb.cost.piece import Layouts
 from rkgb.cost.usage import Usage
 
 
@@ -81,8 +82,8 @@ class Known:
     ``stand_ins``: whether results of equal nodes may stand for each other. ``costs``: by the node, its gradients, their
     layouts, and what is held. ``of``: costs of all nodes of the graph, for each usage that was asked for. ``like``:
     gives costs that need no measuring, scaled from a graph of other sizes, or None; ``anew``: the nodes whose memory is
-    measured nevertheless. ``kept``: costs of an earlier process. ``own``: whether the graph itself was measured.
-    ``measurings``: how often.
+    measured nevertheless. ``layouts``: of the gradients that nodes get, where they are known. ``kept``: costs of an
+    earlier process. ``own``: whether the graph itself was measured. ``measurings``: how often.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Known:
     ) -> None:
         self.kept = Kept()
         self.anew = anew
+        self.layouts: dict[Usage, list[Layouts]] = {}
         self.own = False
         self.measurings = 0
         self.given: frozenset[int] | None = None

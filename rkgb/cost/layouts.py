@@ -16,6 +16,7 @@ import torch
 from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
 from rkgb.cost.piece import Gradients, Layouts, feed, ignore
 from rkgb.graphs import S_graph, S_node, Value
+from rkgb.probe.numbers import strides_as
 from rkgb.program import source_values
 from rkgb.trace.capture import preserved
 
@@ -66,6 +67,26 @@ def gradient_layouts(
                 v = node.reads[position]
                 strides[v] = _of_sum(s.d.values[v].shape, strides[v], stride) if v in strides else stride
     return layouts[::-1]
+
+
+def layouts_at_other_sizes(
+    old: S_graph, new: S_graph, fed: list[tuple[int, ...]], layouts: list[Layouts]
+) -> list[Layouts] | None:
+    """``layouts`` of the gradients of ``old`` for ``new``, which has the same skeleton: dimensions keep their order.
+
+    None if that does not say all, as a gradient has gaps, or repeats numbers.
+    """
+    found: list[Layouts] = []
+    for node, results, strides in zip(old.nodes, fed, layouts, strict=True):
+        of_node: list[tuple[int, ...] | None] = []
+        for k, stride in zip(results, strides, strict=True):
+            shapes = (graph.d.values[node.makes[k]].shape for graph in (old, new))
+            now = None if stride is None else strides_as(next(shapes), stride, next(shapes))
+            if stride is not None and now is None:
+                return None
+            of_node.append(None if now is None else tuple(now))
+        found.append(tuple(of_node))
+    return found
 
 
 def _outgoing(

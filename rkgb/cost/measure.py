@@ -143,6 +143,7 @@ def _measured(task: _Task, sources: dict[int, torch.Tensor], given: frozenset[in
                 del known.costs[key]
         if known.outgoing != strides:
             nodes = _nodes(task, given)
+    known.layouts[task.usage] = nodes.layouts
     return [known.costs[key] for key in nodes.keys]
 
 
@@ -153,7 +154,9 @@ def _nodes(task: _Task, given: frozenset[int]) -> _Nodes:
     same: list[Hashable] = [number.setdefault(nodes_key(s.d, [node]), len(number)) for node in s.nodes]
     turned = {v: turned_strides(s.d.values[v]) for v in (s.d.outputs[k] for k in usage.turned or ())}
     strides = dict.fromkeys(usage.root_values(s.d)) | turned
-    layouts = gradient_layouts(s, task.model, task.inputs, fed, same, strides, task.known.outgoing)
+    layouts = task.known.layouts.get(usage)
+    if layouts is None:
+        layouts = gradient_layouts(s, task.model, task.inputs, fed, same, strides, task.known.outgoing)
     caller = usage.held_storages(s.d)
     held = [_held_and_saved(s, node, caller) for node in s.nodes]
     keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i], held[i]) for i, n in enumerate(s.nodes)]

@@ -77,11 +77,11 @@ def with_numbers(node: Node, numbers: Iterator[int | float]) -> Node:
     args = tuple(put(k, a) for k, a in enumerate(node.args))
     kwargs = tuple((name, put(name, a)) for name, a in node.kwargs)
     if node.op is torch.ops.aten.empty_strided.default:
-        args = (args[0], _strides_as(node.args[0], node.args[1], args[0]) or args[1], *args[2:])
+        args = (args[0], strides_as(node.args[0], node.args[1], args[0]) or args[1], *args[2:])
     return node if (args, kwargs) == (node.args, node.kwargs) else dataclasses.replace(node, args=args, kwargs=kwargs)
 
 
-def _strides_as(sizes: Sequence[int], strides: Sequence[int], now: Sequence[int]) -> list[int] | None:
+def strides_as(sizes: Sequence[int], strides: Sequence[int], now: Sequence[int]) -> list[int] | None:
     """Strides without gaps for sizes ``now``, in the order of dimensions that ``strides`` have for ``sizes``.
 
     None if ``strides`` have gaps.

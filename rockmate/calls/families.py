@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from rkgb.cost.layouts import differentiated, layouts_at_other_sizes
 from rkgb.cost.measure import Cost, Known
 from rkgb.cost.scaled import choosing_anew, growth, scaled_costs
 from rkgb.cost.usage import Usage
@@ -58,7 +59,13 @@ class Family:
             costs = graphs.known.of.get(usage)
             return None if costs is None else scaled_costs(graphs.S, s, costs)
 
-        return Known(like, choosing_anew(graphs.S, s))
+        known = Known(like, choosing_anew(graphs.S, s))
+        for usage, layouts in graphs.known.layouts.items() if known.anew else ():
+            fed = differentiated(s, usage.root_values(s.d))
+            here = layouts_at_other_sizes(graphs.S, s, fed, layouts)
+            if here is not None:
+                known.layouts[usage] = here
+        return known
 
     def is_much_larger(self, s: S_graph) -> bool:
         """Whether the costs of ``s`` are to be measured."""
