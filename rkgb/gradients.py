@@ -5,7 +5,12 @@ Source of the rules: ``torch/csrc/autograd/input_buffer.cpp`` and ``functions/ac
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
 
 from rkgb.cost.measure import Cost
 from rkgb.graphs import D_graph, S_graph
@@ -35,6 +40,21 @@ def _taken(d: D_graph, makers: dict[int, int], v: int) -> int | None:
     while v in makers and x in d.facts[makers[v]].writes:
         v = next((u for u in d.nodes[makers[v]].reads() if d.values[u].storage == x), -1)
     return makers.get(v)
+
+
+@cache
+def _is_composite(op: Any) -> bool:
+    """Whether an operator is made of others, each with a backward of its own."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return True
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def _arrives_in_parts(s: S_graph, i: int) -> bool:
+    """Whether the backward of node i is several of autograd's functions, so that nobody knows which gradient of an
+    input comes first. The gradients that one function makes come in the order of its inputs.
+    """
+    return len(s.nodes[i].ops) > 1 or any(_is_composite(s.d.nodes[op].op) for op in s.nodes[i].ops)
 
 
 class GradientBuffers:
@@ -110,18 +130,29 @@ class GradientBuffers:
             kind, k = gradient.shares or ("", 0)
             shared = incoming[k] if kind == "result" else arrived[k] if kind == "input" else None
             arrived[position] = self._new(gradient.bytes) if shared is None else shared
-        waiting = dict(arrived)
-        for position, memory in arrived.items():
-            v = node.reads[position]
-            if v in self.uses:
-                continue
-            del waiting[position]
+        order = [position for position in arrived if node.reads[position] not in self.uses]
+        if len(order) > 1 and _arrives_in_parts(s, i):
+            other = copy.deepcopy((self.size, self.holds, self.holders, self.live, self.views))
+            mine = self.size, self.holds, self.holders, self.live, self.views
+            self.size, self.holds, self.holders, self.live, self.views = other
+            peak = max(peak, self._arrive(i, arrived, order[::-1]))
+            self.size, self.holds, self.holders, self.live, self.views = mine
+        peak = max(peak, self._arrive(i, arrived, order))
+        peak = max(peak, self._parameters(node.reads, cost.views, arrived))
+        after = self.live
+        return before, max(peak, before, after), after
+
+    def _arrive(self, i: int, arrived: dict[int, int], order: Sequence[int]) -> int:
+        """Add what ``arrived``, in the ``order`` of positions. Returns the peak of all gradients (bytes)."""
+        peak, node, waiting = 0, self.s.nodes[i], dict(arrived)
+        for position in order:
+            v, memory = node.reads[position], waiting.pop(position)
             first = self.holds.get(v)
             if first is None:
                 if v in self.written:
-                    memory = self._new(s.d.storages[s.d.values[v].storage].bytes)
+                    memory = self._new(self.s.d.storages[self.s.d.values[v].storage].bytes)
                 self._hold(v, memory)
-                if position in cost.views:
+                if position in self.costs[i].views:
                     self.views.add(v)
                 continue
             others = {*waiting.values(), memory}
@@ -129,9 +160,7 @@ class GradientBuffers:
                 self._hold(v, self._new(self.s.d.values[v].bytes))
                 self.views.discard(v)
             peak = max(peak, self._with(others | {first}))
-        peak = max(peak, self._parameters(node.reads, cost.views, arrived))
-        after = self.live
-        return before, max(peak, before, after), after
+        return peak
 
     def _parameters(self, reads: tuple[int, ...], views: frozenset[int], arrived: dict[int, int]) -> int:
         """Add the contributions to parameters. Returns the peak of all gradients (bytes) meanwhile."""
