@@ -101,8 +101,13 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
         return dataclasses.replace(cost, forward_time=time, forward_peak=forward, warm_time=warm)
 
     def gradient(position: int, g: InputGradient) -> InputGradient:
+        """In memory as large as the input itself, or else as another value of the node: as that, or the fastest."""
         v = was.reads[position]
-        return InputGradient(ceil(Fraction(g.bytes * after[v], before[v])), g.shares)
+        if g.bytes == before[v]:
+            return InputGradient(after[v], g.shares)
+        equal = [after[w] for w in before if before[w] == g.bytes]
+        fastest = max(Fraction(after[w], before[w]) for w in before)
+        return InputGradient(max(equal, default=ceil(g.bytes * fastest)), g.shares)
 
     inputs = tuple(None if g is None else gradient(k, g) for k, g in enumerate(cost.inputs))
     came = [sum(sizes[was.makes[k]] for k in cost.results) for sizes in (before, after)]
