@@ -10,8 +10,10 @@ SAME = 0.99
 """From this share of eager's peak on, there is nothing to save."""
 
 
-def too_small(k: K_graph, budget: int, least: int, eager: int, at: Step | None) -> str:
+def too_small(k: K_graph, budget: int, least: int, eager: int, at: Step | None, kept: int = 0) -> str:
     """The message for a ``budget`` below ``least``, which the step ``at`` sets; ``eager``: bytes without recomputation.
+
+    ``kept``: bytes that are left free through the backward for a loss that no step has shown yet.
 
     Read as a budget, the figure that stands for ``least`` can be planned.
     """
@@ -20,7 +22,7 @@ def too_small(k: K_graph, budget: int, least: int, eager: int, at: Step | None) 
     return (
         f"no plan fits a budget of {show_at_most(budget)}: the smallest that can be planned is {show_at_least(least)}"
         f"{share}; without recomputation the step takes {show_at_least(eager)}. What sets it is {place_of(k, at)}. "
-        f"{_limit(least, eager, gradients, at)}{_advice(at)}"
+        f"{_limit(least, eager, gradients, at)}{_advice(at)}{_unseen(kept, least)}"
     )
 
 
@@ -55,6 +57,16 @@ def place_of(k: K_graph, at: Step | None) -> str:
     op = next((d.nodes[i] for i in node.ops if d.nodes[i].name == node.name), d.nodes[node.ops[0]])
     what = "the backward" if isinstance(at, Bwd) else "the forward"
     return f"{what} of {op.name}" + (f" in {op.path}" if op.path else "") + (f" at {op.line}" if op.line else "")
+
+
+def _unseen(kept: int, least: int) -> str:
+    """What is left free for the loss, where that is much."""
+    if kept < (1 - SAME) * least:
+        return ""
+    return (
+        f" No step has shown yet what the loss keeps through the backward, and {show_bytes(kept)} are left free for it. "
+        "If it keeps less, take a step under a larger budget first, then set .budget to this one."
+    )
 
 
 def _advice(at: Step | None) -> str:

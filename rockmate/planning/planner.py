@@ -196,7 +196,8 @@ class Planner:
             return Bounded(*improve(self.problem, found, room, seconds), reason)
         except InfeasibleError as error:
             least = error.min_budget + self.reserved
-            message = too_small(self.graphs.K, budget, least, self.eager_peak, error.at)
+            kept = 0 if self.room.seen else self.room.kept
+            message = too_small(self.graphs.K, budget, least, self.eager_peak, error.at, kept)
             if self._reason():
                 message += f" The search was stopped {self._reason()}; with more time a smaller budget may do."
             raise InfeasibleBudgetError(message, least) from None
