@@ -16,7 +16,9 @@ class GraphSequence:
     """The graphs of one step.
 
     ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run. ``small``: how many graphs
-    run as they are. ``seen``: the stages as they were in each step that was observed.
+    run as they are. ``seen``: the stages as they were in each step that was observed. ``varies``: graphs ran at other
+    sizes than those of ``members``, the largest that came, so a step of all these members may never come. ``peak``: the
+    most bytes that the last observed step took.
     """
 
     members: tuple[Member, ...]
@@ -26,6 +28,8 @@ class GraphSequence:
     budget: int
     small: int
     seen: list[tuple[Stage, ...]]
+    varies: bool = False
+    peak: int = 0
 
     def place(self, member: Member, start: int) -> int | None:
         """Where ``member`` comes next."""

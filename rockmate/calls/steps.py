@@ -85,7 +85,8 @@ class Steps:
         self.news = forward.varies and len(seen) < SEEN
         stages = bounds_of(seen)
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
-        sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen)
+        varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.peak(moments)
+        sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen, varies, peak)
         self.solve(sequence)
         others = [s for s in self.known if s is not before]
         self.known = sorted([sequence, *others], key=lambda s: -len(s.members))[:MOST_SEQUENCES]
@@ -119,12 +120,28 @@ class Steps:
                 f"{_NOTHING if saves_nothing(error.min_budget, sequence.eager_peak) else ''}Raise the budget or make "
                 "the batch smaller."
             )
+            if sequence.varies and sequence.peak <= terms.budget:
+                self.warn_of_sizes(error.min_budget, terms.budget)
+                sequence.chosen = sequence.choose(error.min_budget)
+                return
             problem = InfeasibleBudgetError(message, error.min_budget)
             unsettled = self.known and self.asked is not None and self.asked.share is not None  # larger steps may come
             if not (terms.least or unsettled):
                 self.problem = problem
                 return
             sequence.chosen = sequence.choose(least_instead(problem))
+
+    def warn_of_sizes(self, least: int, budget: int) -> None:
+        """Say, once, that a step of the largest sizes of all graphs would not fit."""
+        if _SIZES not in self.said:
+            self.said.add(_SIZES)
+            warn(
+                f"the graphs of {self.front.name} have other sizes in each step. If all were as large as they have "
+                f"been at most, a step would take {show_at_least(least)}, more than the budget of "
+                f"{show_at_most(budget)}. So each step runs with its least memory, and one of such sizes exceeds the "
+                "budget",
+                BudgetWarning,
+            )
 
     def set_budget(self) -> None:
         """The budget is another one: choose anew."""
@@ -150,6 +167,8 @@ _NOTHING = (
 )
 
 _UNKNOWN = "a step ran graphs that were not planned together"
+
+_SIZES = "a step of the largest sizes does not fit"
 
 _ELSEWHERE = (
     "steps in other threads than the main one cannot be observed: each graph of a step runs with its least memory. "
@@ -194,6 +213,7 @@ class Forward:
         self.reached: dict[int, int] = {}
         self.marks: list[tuple[str, int]] = []
         self.small = 0
+        self.smaller = False  # whether a member of larger sizes ran
         if look is not None:
             look.then = partial(steps.learn, self)
             self.mark("start", 0)  # levels are above this one
@@ -207,6 +227,11 @@ class Forward:
     def varies(self) -> bool:
         """Whether graphs ran at other sizes than those that they are planned for."""
         return any(member.base is not member or member.of_any_size for member, _ in self.ran)
+
+    @property
+    def sizes_differ(self) -> bool:
+        """Whether a graph ran at smaller sizes than those of the member that it is planned for."""
+        return any(member.base is not member for member, _ in self.ran) or self.smaller
 
     # ------------------------------------------------------------------------- forward
 
@@ -249,6 +274,7 @@ class Forward:
         if member is None and key not in members.as_they_are:
             sizeless = graph.sizeless(call)
             member = members.larger(sizeless, missing, call)
+            self.smaller |= member is not None
             if member is None and members.is_small(graph, sizeless, arguments):
                 members.run_as_it_is(key)
             elif member is None:
@@ -307,6 +333,10 @@ class Forward:
                 state.store.clear()
                 self.states[j] = None
         self.mark("reach", i)
+
+    def peak(self, moments: list[Moment]) -> int:
+        """The most bytes that the step took, without what planning took within it."""
+        return max(m.peak for k, m in enumerate(moments) if k == len(self.marks) or self.marks[k][0] != "plan")
 
     def observed(
         self, moments: list[Moment]

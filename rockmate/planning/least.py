@@ -64,8 +64,8 @@ def _unseen(kept: int, least: int) -> str:
     if kept < (1 - SAME) * least:
         return ""
     return (
-        f" No step has shown yet what the loss keeps through the backward, and {show_bytes(kept)} are left free for it. "
-        "If it keeps less, take a step under a larger budget first, then set .budget to this one."
+        f" No step has shown yet what the loss keeps through the backward, and {show_bytes(kept)} are left free for "
+        "it. If it keeps less, take a step under a larger budget first, then set .budget to this one."
     )
 
 

@@ -604,3 +604,32 @@ def test_a_backward_inside_forward_is_not_captured() -> None:
     assert torch._C._functorch.peek_interpreter_stack() is None
     assert torch._C._vmapmode_increment_nesting() == 1
     torch._C._vmapmode_decrement_nesting()
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Experts runs other graphs")
+def test_the_largest_sizes_of_all_graphs_together_are_no_reason_to_refuse() -> None:
+    """Batches of two sizes, whose rows go to experts: a step of the most rows of each expert never comes."""
+    sizes = [512, 128] * 6
+
+    def trained(model: nn.Module) -> list[Any]:
+        found = []
+        for k, rows in enumerate(sizes):
+            seeded()
+            found.append(one(model, torch.randn(rows, 32, generator=torch.Generator().manual_seed(k))))
+            model.zero_grad()
+        return found
+
+    torch.manual_seed(0)
+    eager = Experts(plain=False)
+    model = copy.deepcopy(eager)
+    peak = max(measure_peak(again(eager, torch.randn(rows, 32))) for rows in set(sizes))
+    eager.zero_grad()
+    expected = trained(eager)
+    attach(model, int(0.8 * peak), costs="flops")
+    with pytest.warns(BudgetWarning, match="each step runs with its least memory"):
+        assert_same(trained(model), expected)
+    model = Experts(plain=False)
+    attach(model, int(0.2 * peak), costs="flops")
+    with pytest.raises(InfeasibleBudgetError, match="the smallest that can be planned"):
+        for x in batches(4):
+            one(model, x)
