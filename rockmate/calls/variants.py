@@ -112,9 +112,9 @@ def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
 
 def solved_again(variant: Variant, known: Known, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
     """``variant``, whose costs were scaled, measured and solved for its own sizes. ``known``: costs, if any are."""
-    family, budget, s = variant.family, variant.plan.budget, variant.plan.graph.s
+    family, budget = variant.family, variant.plan.budget
     try:
-        planner = variant.planner.at_other_sizes(s, known, model, inputs)
+        planner = variant.planner.measured_anew(model, inputs, known)
     except MeasureError:  # the caller measures this very call: at the next one
         return variant
     found = [planner.carried_plan(budget, [variant.plan.schedule])]

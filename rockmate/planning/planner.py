@@ -365,6 +365,28 @@ class Planner:
             _warm_chain=None,
         )
 
+    def measured_anew(self, model: torch.nn.Module, inputs: list[torch.Tensor], known: Known) -> Planner:
+        """This planner, whose costs were scaled, with those of its own sizes: the ``known`` ones, or measured.
+
+        The backward makes the gradients that it makes here, whichever are there now.
+        """
+        start, k, sources = time.perf_counter(), self.graphs.K, self.graphs.D.sources
+        self.report("measure", 0.0)
+        known.given = frozenset(v for v in sources if self.graphs.D.values[v].requires_grad) - k.missing
+        k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, known, k.missing)
+        graphs = dataclasses.replace(self.graphs, K=k, known=known)
+        return dataclasses.replace(
+            self,
+            graphs=graphs,
+            problem=problem_of(graphs, self.room, self.options.costs),
+            seconds={phase_of(known): time.perf_counter() - start},
+            scaled=False,
+            options_of_blocks=None,
+            solved={},
+            _chain=None,
+            _warm_chain=None,
+        )
+
     def carried_plan(self, budget: int, schedules: Iterable[Schedule]) -> Plan | None:
         """The fastest of ``schedules`` of other sizes of the graph that fits ``budget``; None if none does."""
         best: ChainPlan | None = None
