@@ -284,20 +284,21 @@ def announced_writes(node: Node) -> set[int]:
     In-place operations are left out, since version counters show their writes. An operation that returns nothing
     (``retain_grad``, ``record_stream``) changes no contents.
     """
-    names = _written_arguments(node.op)
-    if not names or node.name.endswith("_"):
+    schema = getattr(node.op, "_schema", None)
+    if schema is None or node.name.endswith("_"):
         return set()
-    given = {x.name: a for x, a in zip(node.op._schema.arguments, node.args, strict=False)} | dict(node.kwargs)  # type: ignore[attr-defined]
+    names = _written_arguments(node.op)
+    if not names:
+        return set()
+    given = {x.name: a for x, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
     return {v for name in names for v in refs([given.get(name)])}
 
 
 @cache
 def _written_arguments(op: Any) -> tuple[str, ...]:
-    """The names of the arguments that an operation which returns something writes to, by its schema."""
-    schema = getattr(op, "_schema", None)
-    if schema is None or not schema.returns:
-        return ()
-    return tuple(x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write)
+    """The names of the arguments that an operator which returns something writes to, by its schema."""
+    arguments = op._schema.arguments if op._schema.returns else ()
+    return tuple(x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write)
 
 
 def _refuse(_: None) -> torch.Tensor:

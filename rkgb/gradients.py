@@ -5,9 +5,7 @@ Source of the rules: ``torch/csrc/autograd/input_buffer.cpp`` and ``functions/ac
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +40,6 @@ def _taken(d: D_graph, makers: dict[int, int], v: int) -> int | None:
     return makers.get(v)
 
 
-@cache
 def _is_composite(op: Any) -> bool:
     """Whether an operator is made of others, each with a backward of its own."""
     if not isinstance(op, torch._ops.OpOverload):
@@ -131,12 +128,13 @@ class GradientBuffers:
             shared = incoming[k] if kind == "result" else arrived[k] if kind == "input" else None
             arrived[position] = self._new(gradient.bytes) if shared is None else shared
         order = [position for position in arrived if node.reads[position] not in self.uses]
-        if len(order) > 1 and _arrives_in_parts(s, i):
-            other = copy.deepcopy((self.size, self.holds, self.holders, self.live, self.views))
-            mine = self.size, self.holds, self.holders, self.live, self.views
-            self.size, self.holds, self.holders, self.live, self.views = other
+        added = any(node.reads[position] in self.holds for position in order)
+        if added and len(order) > 1 and _arrives_in_parts(s, i):
+            mine = self.size, self.holds, self.holders, self.views, self.live
+            self.size, self.holds, self.holders = self.size.copy(), self.holds.copy(), self.holders.copy()
+            self.views = self.views.copy()
             peak = max(peak, self._arrive(i, arrived, order[::-1]))
-            self.size, self.holds, self.holders, self.live, self.views = mine
+            self.size, self.holds, self.holders, self.views, self.live = mine
         peak = max(peak, self._arrive(i, arrived, order))
         peak = max(peak, self._parameters(node.reads, cost.views, arrived))
         after = self.live
