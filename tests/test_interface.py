@@ -143,7 +143,7 @@ def test_the_least_budget_as_it_is_printed_can_be_planned(name: str) -> None:
     with pytest.raises(InfeasibleBudgetError) as error:
         Rockmate(c.model(), c.call(0)[0], found.min_budget - 1, costs="flops")
     figures = re.findall(r"[0-9.]+ [KM]iB", str(error.value))
-    budget, least, gradients, eager = map(parse_bytes, figures)
+    budget, least, gradients, eager = map(parse_bytes, figures[:4])
     assert budget <= found.min_budget == error.value.min_budget <= least <= 1.01 * found.min_budget
     assert Rockmate(c.model(), c.call(0)[0], figures[1], costs="flops").plan.recomputed > 0
     assert 0 < gradients <= 1.01 * sum(p.nbytes for p in c.model().parameters()), "as printed"
