@@ -86,8 +86,7 @@ def drawing_again(sources: Sequence[RandomSource], states: Sequence[torch.Tensor
 
 def own_generators(modules: Iterable[torch.nn.Module]) -> list[torch.Generator]:
     """The generators that ``modules`` hold as attributes."""
-    held = (v for m in modules for v in vars(m).values() if _generator_classes[type(v)])
-    return list({id(g): g for g in held}.values())
+    return list(dict.fromkeys(generators_in(v for m in modules for v in vars(m).values())))
 
 
 def generators_in(arguments: Iterable[Any]) -> list[torch.Generator]:

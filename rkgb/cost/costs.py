@@ -62,6 +62,11 @@ class Cost:
     views: frozenset[int] = frozenset()
     warm_time: int | None = None
 
+    @property
+    def times(self) -> Times:
+        """Its times."""
+        return Times(self.forward_time, self.backward_time, self.warm_time)
+
 
 class Kept:
     """A store of costs that outlives the process. This one stores nothing."""
@@ -104,7 +109,7 @@ class Known:
     def times(self, key: tuple[Hashable, ...]) -> Times | None:
         """Times of the node of ``key``, if it was measured with gradients of other layouts."""
         same = next((cost for other, cost in self.costs.items() if other[:2] == key[:2]), None)
-        return None if same is None else Times(same.forward_time, same.backward_time, same.warm_time)
+        return None if same is None else same.times
 
 
 def check_costs(costs: str, error: type[ValueError] = ValueError) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from rkgb.blocks.classes import nodes_key
 from rkgb.cost.alone import NodeRun, gradients_watched
-from rkgb.cost.costs import Cost, InputGradient, Kept, Known, Times, check_costs
+from rkgb.cost.costs import Cost, InputGradient, Kept, Known, check_costs
 from rkgb.cost.layouts import differentiated, gradient_layouts
 from rkgb.cost.node import measure_node, times_by
 from rkgb.cost.piece import Layouts
@@ -87,7 +87,7 @@ def _stored_or_measured(task: _Task) -> list[Cost]:
     known = task.known
     sources = source_values(task.s.d.sources, task.model, task.inputs)
     if known.given is None:
-        known.given = frozenset(v for v, t in sources.items() if t.is_leaf and t.grad is not None)
+        known.given = _given(sources)
     costs = known.kept.get(task.usage, known.given)
     if costs is None:
         costs = _measured(task, sources, known.given)
@@ -99,24 +99,28 @@ def _stored_or_measured(task: _Task) -> list[Cost]:
     return costs
 
 
+def _given(sources: dict[int, torch.Tensor]) -> frozenset[int]:
+    """The sources that have a ``.grad`` now."""
+    return frozenset(v for v, t in sources.items() if t.is_leaf and t.grad is not None)
+
+
 def _with_memory_of(anew: frozenset[int], costs: list[Cost], task: _Task) -> list[Cost]:
     """``costs``, with the memory of the nodes ``anew`` as it is on zeros. An operation that refuses zeros keeps its."""
     if not anew:
         return costs
     s, known = task.s, task.known
     sources = source_values(s.d.sources, task.model, task.inputs)
-    given = frozenset(v for v, t in sources.items() if t.is_leaf and t.grad is not None)
+    given, times_of = _given(sources), times_by(task.costs, task.model)
     nodes, found = _nodes(task, given), list(costs)
     with preserved(task.model, task.inputs, s.d.structure.written), torch.enable_grad():
         for i in anew:
             node, key = s.nodes[i], nodes.keys[i]
             if key not in known.costs:
-                times = Times(costs[i].forward_time, costs[i].backward_time, costs[i].warm_time)
                 values = on_zeros(s, node, task.model, task.inputs)
                 run = NodeRun(s.d, node, values, nodes.fed[i], nodes.layouts[i], given, guarded=False)
                 try:
                     with gradients_watched(task.model, s.d, node):
-                        known.costs[key] = measure_node(run, nodes.held[i], times, times_by(task.costs, task.model))[0]
+                        known.costs[key] = measure_node(run, nodes.held[i], costs[i].times, times_of)[0]
                 except Exception:  # noqa: BLE001 - each operation refuses in its own way
                     known.costs[key] = costs[i]
             found[i] = known.costs[key]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import torch
 
@@ -319,9 +320,13 @@ class Planner:
             seconds[doing] = time.perf_counter() - start
         graphs = dataclasses.replace(self.graphs, K=k)
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
+        return self._with(graphs, room, saved=None, seconds=seconds)
+
+    def _with(self, graphs: Graphs, room: Room, **changed: Any) -> Planner:
+        """This planner with other costs, or another room for the loss: nothing is solved yet."""
         problem = problem_of(graphs, room, self.options.costs)
         return dataclasses.replace(
-            self, graphs=graphs, problem=problem, room=room, saved=None, seconds=seconds, _chain=None, _warm_chain=None
+            self, graphs=graphs, problem=problem, room=room, _chain=None, _warm_chain=None, **changed
         )
 
     @property
@@ -350,19 +355,15 @@ class Planner:
         room = usual_room(k, self.options.loss_memory)
         if self.room.seen:
             room = grown(self.room, bytes_of_outputs(s.d))
-        return dataclasses.replace(
-            self,
-            graphs=graphs,
-            problem=problem_of(graphs, room, self.options.costs),
-            room=room,
+        return self._with(
+            graphs,
+            room,
             missing=missing_gradients(model),
             saved=None,
             seconds={phase_of(known): time.perf_counter() - start},
             scaled=not known.own,
             options_of_blocks=options,
             solved={},
-            _chain=None,
-            _warm_chain=None,
         )
 
     def measured_anew(self, model: torch.nn.Module, inputs: list[torch.Tensor], known: Known) -> Planner:
@@ -374,18 +375,9 @@ class Planner:
         self.report("measure", 0.0)
         known.given = frozenset(v for v in sources if self.graphs.D.values[v].requires_grad) - k.missing
         k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, known, k.missing)
+        seconds = {phase_of(known): time.perf_counter() - start}
         graphs = dataclasses.replace(self.graphs, K=k, known=known)
-        return dataclasses.replace(
-            self,
-            graphs=graphs,
-            problem=problem_of(graphs, self.room, self.options.costs),
-            seconds={phase_of(known): time.perf_counter() - start},
-            scaled=False,
-            options_of_blocks=None,
-            solved={},
-            _chain=None,
-            _warm_chain=None,
-        )
+        return self._with(graphs, self.room, seconds=seconds, scaled=False, options_of_blocks=None, solved={})
 
     def carried_plan(self, budget: int, schedules: Iterable[Schedule]) -> Plan | None:
         """The fastest of ``schedules`` of other sizes of the graph that fits ``budget``; None if none does."""
