@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from rockmate.rotor.checks import in_place_message
+from rockmate.rotor.selective import OpCall
 from rockmate.rotor.stages import Stage
 from rockmate.rotor.values import Function, Held, versions_of
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
@@ -22,8 +23,7 @@ class Call:
     """One forward and its backward, by the operations of ``sequence``.
 
     ``names``: of the stages; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a
-    recompute draws the same random numbers. ``keeps[i][w]``: the numbers of the expensive operations of stage i whose
-    results way w > 0 keeps.
+    recompute draws the same random numbers. ``keeps[i][w]``: the operations of stage i whose results way w > 0 keeps.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Call:
         sequence: Sequence | Many[Operation],
         names: Many[str] | None = None,
         preserve_rng_state: bool = True,
-        keeps: Many[Many[frozenset[int]]] = (),
+        keeps: Many[Many[frozenset[OpCall]]] = (),
     ) -> None:
         self.keeps = keeps
         operations = tuple(sequence)
@@ -73,7 +73,7 @@ class Call:
             raise ValueError(f"the sequence runs {done} of {len(self.stages)} stages before Loss")
         return x
 
-    def _kept(self, operation: Fn | Fck | Fe) -> frozenset[int]:
+    def _kept(self, operation: Fn | Fck | Fe) -> frozenset[OpCall]:
         way = operation.way if isinstance(operation, Fe) else 0
         if not way:
             return frozenset()
@@ -81,7 +81,7 @@ class Call:
             raise ValueError(f"{operation!r}: stage {operation.index} has no way {way}")
         return self.keeps[operation.index][way]
 
-    def _first(self, i: int, x: Any, keep: frozenset[int]) -> Any:
+    def _first(self, i: int, x: Any, keep: frozenset[OpCall]) -> Any:
         stage = self.stages[i]
         versions = versions_of(x)
         output = stage.first(x, partial(self.prepare, i), keep)

@@ -17,6 +17,7 @@ from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import attributes_kept
 from rockmate.rotor.checks import warm_up
 from rockmate.rotor.probe import Figures, Probe, Times
+from rockmate.rotor.selective import OpCall
 from rockmate.rotor.values import Function, Parts
 from solvers.rotor.chain import Chain
 
@@ -30,12 +31,12 @@ TIMED = 5
 class Measured:
     """A measured chain.
 
-    ``keeps[i][w]``: the numbers of the expensive operations of stage i whose results way w keeps. ``output_floats``:
-    bytes of the outputs if each number takes at least four, as losses compute in single precision.
+    ``keeps[i][w]``: the operations of stage i whose results way w keeps. ``output_floats``: bytes of the outputs if
+    each number takes at least four, as losses compute in single precision.
     """
 
     chain: Chain
-    keeps: tuple[tuple[frozenset[int], ...], ...]
+    keeps: tuple[tuple[frozenset[OpCall], ...], ...]
     output_floats: int
 
 
@@ -66,11 +67,11 @@ def measure_chain(
     inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensor_leaves(sample)))
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
-    clock = None if costs == "flops" else Clock(repeat=repeat)
+    clock = None if costs == "flops" else Clock.of(modules, kind_of(device).caches, repeat)
     with attributes_kept(modules), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             warm_up(function, x, (i, name), preserve_rng_state)
-            probe = Probe(function, x, clock, preserve_rng_state)
+            probe = Probe(function, x, clock, preserve_rng_state, len(functions))
             figures, x = probe.figures(name, ranks)
             known = times.setdefault(figures.key, [])
             if len(known) < TIMED:

@@ -20,7 +20,7 @@ from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import attributes_kept
-from rockmate.rotor.selective import Expensive, Survey, nested_choices
+from rockmate.rotor.selective import OpCall, Result, Survey, nested_choices
 from rockmate.rotor.stage_run import StageRun
 from rockmate.rotor.stages import Stage
 from rockmate.rotor.values import Function, Parts, device_of, mapped
@@ -28,7 +28,7 @@ from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Runs, Way
 
 # How many sets of kept results are measured for each stage. Each set takes eleven runs.
-_WAYS = 5
+_WAYS = 6
 
 # With costs="flops" operations decide; bytes decide between plans with equally many operations.
 _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
@@ -59,13 +59,14 @@ class Figures:
     """What is known of a stage beside its times.
 
     ``stage``: with one way and no times. ``several``: the other ways, with the operations whose results each keeps.
-    ``operations``: bytes and counted operations of each expensive one. ``form``: classes, parameters and input.
+    ``operations``: of each one that makes something, bytes and counted floating-point operations, and whether its
+    result can be kept. ``form``: classes, parameters and input.
     Stages whose figures are equal, names apart, take equally long.
     """
 
     stage: rotor_chain.Stage
-    several: tuple[tuple[frozenset[int], Way], ...]
-    operations: tuple[tuple[int, int, bool], ...]
+    several: tuple[tuple[frozenset[OpCall], Way], ...]
+    operations: tuple[tuple[OpCall, int, int, bool], ...]
     form: Hashable
 
     @property
@@ -73,9 +74,9 @@ class Figures:
         """Equal for equal stages."""
         return replace(self.stage, name=""), self.several, self.operations, self.form
 
-    def timed(self, times: Times) -> tuple[rotor_chain.Stage, tuple[frozenset[int], ...]]:
+    def timed(self, times: Times) -> tuple[rotor_chain.Stage, tuple[frozenset[OpCall], ...]]:
         """The stage, and the operations whose results each of its ways keeps."""
-        ways, keeps = list(self.stage.ways), [frozenset[int]()]
+        ways, keeps = list(self.stage.ways), [frozenset[OpCall]()]
         again = times.runs.passing + times.runs.stopping
         for (keep, way), (run_time, refill_time) in zip(self.several, times.ways, strict=True):
             if run_time + refill_time < again:  # else the input, from which all can run again, is as good
@@ -112,19 +113,44 @@ class _Backward:
 
 @dataclass(slots=True)
 class _Surveyed:
-    """Expensive operations of a run up to its last saved tensor, their times in nanoseconds, and the run's output."""
+    """What the operations of a run make up to its last saved tensor, and its output.
 
-    operations: list[Expensive]
+    ``times``: of each operation, in nanoseconds, what changes its result in place included. ``draws``: whether numbers
+    are drawn for anything else.
+    """
+
+    made: list[Result]
     times: list[int]
+    draws: bool
     output: Any
+
+    def units(self, ends: set[int]) -> list[tuple[frozenset[OpCall], int, int]]:
+        """Operations whose results can be kept (together, if random), bytes, times; none in the memory ``ends``."""
+        units: list[tuple[frozenset[OpCall], int, int]] = []
+        random: list[tuple[OpCall, int, int]] = []
+        able = not self.draws
+        for r, time in zip(self.made, self.times, strict=True):
+            keepable = r.keepable and not r.bytes_of.keys() & ends
+            found = r.call, sum(r.bytes_of.values()), time
+            if r.random:
+                able = able and keepable
+                random.append(found)
+            elif keepable:
+                units.append((frozenset([r.call]), *found[1:]))
+        if random and able:
+            units.append((frozenset(c for c, _, _ in random), sum(b for _, b, _ in random), sum(t for *_, t in random)))
+        return units
 
 
 class Probe:
-    """One stage on its real input ``x``. Without a ``clock`` its times are computed from counted operations."""
+    """One of so many ``stages`` on its real input ``x``.
 
-    def __init__(self, function: Function, x: Any, clock: Clock | None, preserve_rng_state: bool) -> None:
+    Without a ``clock`` its times are computed from counted operations.
+    """
+
+    def __init__(self, function: Function, x: Any, clock: Clock | None, preserve_rng_state: bool, stages: int) -> None:
         self.function, self.clock = function, clock
-        self.preserve_rng_state = preserve_rng_state
+        self.preserve_rng_state, self.stages = preserve_rng_state, stages
         self.x = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), x)
         self.device = device_of(self.x)
         self.measured: tuple[_Saved, _Surveyed]
@@ -132,7 +158,7 @@ class Probe:
     def figures(self, name: str, ranks: dict[Hashable, list[int]]) -> tuple[Figures, Any]:
         """The figures of the stage, and its output for the next one.
 
-        ``ranks``: times of expensive operations, by which they are chosen to be kept; equal stages choose alike.
+        ``ranks``: times of operations, by which those whose results are kept are chosen; equal stages choose alike.
         """
         with self._untouched():
             self._stage().first(self.x, _no_backward)  # learns which buffers change
@@ -147,7 +173,7 @@ class Probe:
         backward = self._backward(StageRun(self.function, self.x), output)
         with self._untouched():
             surveyed = self._survey()
-        operations = tuple((sum(o.results.values()), o.flops, o.keepable) for o in surveyed.operations)
+        operations = tuple((r.call, sum(r.bytes_of.values()), r.flops, r.keepable) for r in surveyed.made)
         form = self._form()
         surveyed.times = ranks.setdefault((form, operations), surveyed.times)
         several = self._partial_ways(surveyed, saved, state)
@@ -244,7 +270,7 @@ class Probe:
 
     # ------------------------------------------------------------------------------------------- times
 
-    def _times(self, piece: StageRun, saved: _Saved, surveyed: _Surveyed, keeps: list[frozenset[int]]) -> Times:
+    def _times(self, piece: StageRun, saved: _Saved, surveyed: _Surveyed, keeps: list[frozenset[OpCall]]) -> Times:
         if self.clock is None:
             output = tensor_leaves(surveyed.output)
             touched = sum(t.nbytes for t in (*tensor_leaves(self.x), *output)) + saved.private
@@ -252,20 +278,30 @@ class Probe:
                 piece, touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
             )
             tail = counted_tail(self._run) // _FLOPS_PER_NS if saved.any else whole
-            left = [sum(surveyed.times[k] for k in keep) for keep in keeps]
+            flops = {r.call: r.flops for r in surveyed.made}
+            left = [sum(flops[call] // _FLOPS_PER_NS for call in keep) for keep in keeps]
             return Times(Runs.alike(whole, tail), backward, tuple((whole, max(0, whole - tail - k)) for k in left))
-        backward = self.clock.times(piece).backward
-        whole, passing, filling, stopping, *rest = self.clock.medians(partial(self._every_run, keeps), self.device)
+        backward = replace(self.clock, again=()).times(piece).backward
+        touched = self.stages * (saved.private + sum(bytes_by_storage(tensor_leaves(surveyed.output)).values()))
+        again = [t[: touched // t.itemsize] for t in self.clock.again]
+        runs = partial(self._every_run, keeps, again)
+        whole, passing, filling, stopping, *rest = self.clock.medians(runs, self.device)
         passing, filling = max(passing, whole), max(filling, whole)
         ways = tuple((max(run, whole), refill) for run, refill in zip(rest[::2], rest[1::2], strict=True))
         return Times(Runs(whole, passing, filling, min(stopping, filling)), backward, ways)
 
-    def _every_run(self, keeps: list[frozenset[int]], mark: Mark) -> list[tuple[Any, Any]]:
-        """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""
+    def _every_run(
+        self, keeps: list[frozenset[OpCall]], again: list[torch.Tensor], mark: Mark
+    ) -> list[tuple[Any, Any]]:
+        """Run the stage in each way in which a step may run it: the marks of each run's begin and end.
+
+        ``again``: tensors that are read before a run in the backward, when what it reads has left the caches.
+        """
         spans = []
 
-        def timed(function: Callable[[], Any]) -> None:
-            read(tensor_leaves(self.x))  # which the stage before has just made
+        def timed(function: Callable[[], Any], before: Any) -> None:
+            """``before`` is read before: the input that was just made, or what pushes it out of the caches."""
+            read(tensor_leaves(before))
             start = mark()
             result = function()
             spans.append((start, mark()))
@@ -273,61 +309,58 @@ class Probe:
             stage.clear()
 
         stage = self._stage()
-        timed(lambda: self._stage().keep_all(self.x))
-        timed(lambda: stage.first(self.x, _no_backward))
-        timed(lambda: stage.fill(self.x, True))
-        timed(lambda: stage.fill(self.x, False))
+        timed(lambda: self._stage().keep_all(self.x), self.x)
+        timed(lambda: stage.first(self.x, _no_backward), self.x)
+        timed(lambda: stage.fill(self.x, True), again)
+        timed(lambda: stage.fill(self.x, False), again)
         for keep in keeps:
-            start = mark()
-            stage.skim(self.x, keep)
-            middle = mark()
-            stage.refill()
-            spans += [(start, middle), (middle, mark())]
-            stage.clear()
+            kept = self._stage()
+            timed(partial(kept.first, self.x, _no_backward, keep), self.x)
+            timed(kept.refill, again)
         return spans
 
     # ------------------------------------------------------------------------------------ partial ways
 
-    def _partial_ways(self, surveyed: _Surveyed, saved: _Saved, state: int) -> list[tuple[frozenset[int], Way]]:
-        """Ways that keep results of expensive operations, and these operations; only ways that hold less than way 0."""
-        size = {k: sum(o.results.values()) for k, o in enumerate(surveyed.operations)}
+    def _partial_ways(self, surveyed: _Surveyed, saved: _Saved, state: int) -> list[tuple[frozenset[OpCall], Way]]:
+        """Ways that keep results of operations, and these operations; only ways that hold less than way 0."""
         ends = {storage_key(t) for t in (*tensor_leaves(self.x), *tensor_leaves(surveyed.output))}
-        able = [k for k, o in enumerate(surveyed.operations) if o.keepable and not o.results.keys() & ends]
+        size = {r.call: sum(r.bytes_of.values()) for r in surveyed.made}
         # The second run makes a saved output again, whether or not the first one is still there.
         again = sum(bytes_by_storage(tensor_leaves(surveyed.output)).values()) if saved.keeps_output else 0
-        ways: list[tuple[frozenset[int], Way]] = []
-        for keep in nested_choices([(k, size[k], surveyed.times[k]) for k in able], _WAYS):
-            held = sum(size[k] for k in keep)
-            if held < saved.private:
-                first_peak, refill_peak = self._partial_peaks(keep, state)
-                ways.append((keep, Way(held, first_peak, saved.private + again, refill_peak=refill_peak)))
+        ways: list[tuple[frozenset[OpCall], Way]] = []
+        for keep in nested_choices(surveyed.units(ends), saved.private - 1, _WAYS):
+            held = sum(size[call] for call in keep)
+            first_peak, refill_peak = self._partial_peaks(keep, state)
+            ways.append((keep, Way(held, first_peak, saved.private + again, refill_peak=refill_peak)))
         return ways
 
     def _survey(self) -> _Surveyed:
         last = 0
-        operations: list[Expensive] = []
+        survey = Survey(lambda: None)
         output = None
 
         def run(mark: Mark) -> list[tuple[Any, Any]]:
-            nonlocal operations, output
+            nonlocal survey, output
             survey = Survey(mark)
 
             def note(_: torch.Tensor) -> None:
                 nonlocal last
-                last = len(survey.operations)
+                last = len(survey.made)
 
             with each_saved(note), survey:
                 output = self._run()
-            operations = survey.operations[:last]  # the others come after the last saved tensor
-            return [o.span for o in operations]
+            return [span for r in survey.made for span in r.spans]
 
         if self.clock is None:
             run(lambda: None)
-            return _Surveyed(operations, [o.flops // _FLOPS_PER_NS for o in operations], output)
-        times = self.clock.once(run, self.device)
-        return _Surveyed(operations, times, output)
+            times = [r.flops // _FLOPS_PER_NS for r in survey.made]
+        else:
+            spans = iter(self.clock.medians(run, self.device))
+            times = [sum(next(spans) for _ in r.spans) for r in survey.made]
+        # The others come after the last saved tensor.
+        return _Surveyed(survey.made[:last], times[:last], survey.draws, output)
 
-    def _partial_peaks(self, keep: frozenset[int], state: int) -> tuple[int, int]:
+    def _partial_peaks(self, keep: frozenset[OpCall], state: int) -> tuple[int, int]:
         """The peak of a run that keeps the results of ``keep``, and that of the recomputation before its backward."""
         stage = self._stage()
         _, first_peak, _ = self._memory(lambda: stage.first(self.x, _no_backward, keep))

@@ -21,7 +21,7 @@ from rkgb.randomness import Drawn, random_state, set_random_state
 from rkgb.storages import storage_key
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import Attributes, Buffers, statistics_of
-from rockmate.rotor.selective import Keep, Kept, Replay
+from rockmate.rotor.selective import Keep, Kept, OpCall, Replay
 from rockmate.rotor.values import Fixed, Function, Held, Parts, detached, generator_states, version_of
 
 Prepare = Callable[[int], None]
@@ -89,10 +89,10 @@ class Stage:
         """The class of the layer, for messages."""
         return type(self.function).__name__
 
-    def first(self, x: Any, prepare: Prepare, keep: frozenset[int] = frozenset()) -> Any:
+    def first(self, x: Any, prepare: Prepare, keep: frozenset[OpCall] = frozenset()) -> Any:
         """Run for the first time; the output, with history. Slots stand for saved tensors, and ``prepare`` fills them.
 
-        ``keep``: numbers of expensive operations whose results are kept, together with ``x``, for ``refill``.
+        ``keep``: the operations whose results are kept, together with ``x``, for ``refill``.
         """
         parts = Parts(self.function)
         self._remember(x, parts)
@@ -132,6 +132,9 @@ class Stage:
 
         Returns the detached output if ``wanted``; else None, and the run stops at the last saved tensor.
         """
+        return self._fill(x, wanted, nullcontext())
+
+    def _fill(self, x: Any, wanted: bool, mode: AbstractContextManager[Any]) -> Any:
         if wanted or self.slots:
             saved, slots = iter(self.saved), self.slots
             last = None if wanted else len(slots) - 1
@@ -145,7 +148,7 @@ class Stage:
                     if index == last:
                         raise Stop
 
-            return self._recompute(x, pack)
+            return self._recompute(x, pack, mode)
         return None
 
     def refill(self) -> None:
@@ -153,15 +156,13 @@ class Stage:
         assert self.input is not None
         x, self.input = self.input.read(self.name), None
         kept, self.kept = self.kept, Kept()
-        with Replay(kept):
-            self.fill(x, False)
+        self._fill(x, False, Replay(kept))
 
-    def skim(self, x: Any, keep: frozenset[int] = frozenset()) -> Any:
+    def skim(self, x: Any, keep: frozenset[OpCall] = frozenset()) -> Any:
         """Recompute the detached output from the detached input ``x``, without its saved tensors."""
-        with self._keeping(x, keep):
-            return self._recompute(x, lambda _: None)
+        return self._recompute(x, lambda _: None, self._keeping(x, keep))
 
-    def _keeping(self, x: Any, keep: frozenset[int]) -> AbstractContextManager[Any]:
+    def _keeping(self, x: Any, keep: frozenset[OpCall]) -> AbstractContextManager[Any]:
         if not keep:
             return nullcontext()
         self.input, self.kept = Held.of(x), Kept()
@@ -182,20 +183,21 @@ class Stage:
         self.finished = self.finished or bool(self.generators or self.buffers)
         self.generators, self.buffers = {}, {}
 
-    def _recompute(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
+    def _recompute(self, x: Any, pack: Callable[[torch.Tensor], None], mode: AbstractContextManager[Any]) -> Any:
+        """Run again from ``x``, the function alone in ``mode``."""
         if self.finished:
             raise RuntimeError(self._gone())
         assert self.attributes is not None
         with self.attributes.restored():
-            return self._recompute_there(x, pack)
+            return self._recompute_there(x, pack, mode)
 
-    def _recompute_there(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
+    def _recompute_there(self, x: Any, pack: Callable[[torch.Tensor], None], mode: AbstractContextManager[Any]) -> Any:
         parts = Parts(self.function)
         instead = self._scratch(parts)
         self._check_owned(instead)
         instead = self._replaced(parts.owned) | instead
         x = detached(x)  # autograd may hold the input of this run, and must not hold ours
-        with self._modes(x, parts), saved_tensors_hooks(pack, _lost):
+        with self._modes(x, parts), saved_tensors_hooks(pack, _lost), mode:
             try:
                 if instead and isinstance(self.function, torch.nn.Module):
                     output = functional_call(self.function, instead, (x,), strict=False)
