@@ -46,13 +46,13 @@ class Clock:
     again: tuple[torch.Tensor, ...] = ()
 
     @classmethod
-    def of(cls, model: torch.nn.Module, touched: int = 0, repeat: int = 5) -> Clock:
+    def of(cls, model: torch.nn.Module, touched: int = 0) -> Clock:
         """A clock for the device of the parameters of ``model``, a step of which uses ``touched`` bytes."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         kind = kind_of(device)
         used = min(touched, kind.caches) // 8
         again = (torch.ones(used, dtype=torch.float64, device=device),) if used else ()
-        return cls(tuple(kind.to_read(device)), repeat, again)
+        return cls(tuple(kind.to_read(device)), again=again)
 
     def once(self, run: TimedRun, device: torch.device) -> list[int]:
         """The times of the parts of one ``run``."""

@@ -67,11 +67,11 @@ def measure_chain(
     inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensor_leaves(sample)))
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
-    clock = None if costs == "flops" else Clock.of(modules, kind_of(device).caches, repeat)
+    clock = None if costs == "flops" else Clock(repeat=repeat)
     with attributes_kept(modules), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             warm_up(function, x, (i, name), preserve_rng_state)
-            probe = Probe(function, x, clock, preserve_rng_state, len(functions))
+            probe = Probe(function, x, clock, preserve_rng_state)
             figures, x = probe.figures(name, ranks)
             known = times.setdefault(figures.key, [])
             if len(known) < TIMED:

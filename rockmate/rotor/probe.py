@@ -20,7 +20,7 @@ from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import attributes_kept
-from rockmate.rotor.selective import OpCall, Result, Survey, nested_choices
+from rockmate.rotor.selective import OpCall, Result, Survey, nested_choices, units
 from rockmate.rotor.stage_run import StageRun
 from rockmate.rotor.stages import Stage
 from rockmate.rotor.values import Function, Parts, device_of, mapped
@@ -124,33 +124,13 @@ class _Surveyed:
     draws: bool
     output: Any
 
-    def units(self, ends: set[int]) -> list[tuple[frozenset[OpCall], int, int]]:
-        """Operations whose results can be kept (together, if random), bytes, times; none in the memory ``ends``."""
-        units: list[tuple[frozenset[OpCall], int, int]] = []
-        random: list[tuple[OpCall, int, int]] = []
-        able = not self.draws
-        for r, time in zip(self.made, self.times, strict=True):
-            keepable = r.keepable and not r.bytes_of.keys() & ends
-            found = r.call, sum(r.bytes_of.values()), time
-            if r.random:
-                able = able and keepable
-                random.append(found)
-            elif keepable:
-                units.append((frozenset([r.call]), *found[1:]))
-        if random and able:
-            units.append((frozenset(c for c, _, _ in random), sum(b for _, b, _ in random), sum(t for *_, t in random)))
-        return units
-
 
 class Probe:
-    """One of so many ``stages`` on its real input ``x``.
+    """One stage on its real input ``x``. Without a ``clock`` its times are computed from counted operations."""
 
-    Without a ``clock`` its times are computed from counted operations.
-    """
-
-    def __init__(self, function: Function, x: Any, clock: Clock | None, preserve_rng_state: bool, stages: int) -> None:
+    def __init__(self, function: Function, x: Any, clock: Clock | None, preserve_rng_state: bool) -> None:
         self.function, self.clock = function, clock
-        self.preserve_rng_state, self.stages = preserve_rng_state, stages
+        self.preserve_rng_state = preserve_rng_state
         self.x = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), x)
         self.device = device_of(self.x)
         self.measured: tuple[_Saved, _Surveyed]
@@ -281,27 +261,18 @@ class Probe:
             flops = {r.call: r.flops for r in surveyed.made}
             left = [sum(flops[call] // _FLOPS_PER_NS for call in keep) for keep in keeps]
             return Times(Runs.alike(whole, tail), backward, tuple((whole, max(0, whole - tail - k)) for k in left))
-        backward = replace(self.clock, again=()).times(piece).backward
-        touched = self.stages * (saved.private + sum(bytes_by_storage(tensor_leaves(surveyed.output)).values()))
-        again = [t[: touched // t.itemsize] for t in self.clock.again]
-        runs = partial(self._every_run, keeps, again)
-        whole, passing, filling, stopping, *rest = self.clock.medians(runs, self.device)
+        backward = self.clock.times(piece).backward
+        whole, passing, filling, stopping, *rest = self.clock.medians(partial(self._every_run, keeps), self.device)
         passing, filling = max(passing, whole), max(filling, whole)
         ways = tuple((max(run, whole), refill) for run, refill in zip(rest[::2], rest[1::2], strict=True))
         return Times(Runs(whole, passing, filling, min(stopping, filling)), backward, ways)
 
-    def _every_run(
-        self, keeps: list[frozenset[OpCall]], again: list[torch.Tensor], mark: Mark
-    ) -> list[tuple[Any, Any]]:
-        """Run the stage in each way in which a step may run it: the marks of each run's begin and end.
-
-        ``again``: tensors that are read before a run in the backward, when what it reads has left the caches.
-        """
+    def _every_run(self, keeps: list[frozenset[OpCall]], mark: Mark) -> list[tuple[Any, Any]]:
+        """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""
         spans = []
 
-        def timed(function: Callable[[], Any], before: Any) -> None:
-            """``before`` is read before: the input that was just made, or what pushes it out of the caches."""
-            read(tensor_leaves(before))
+        def timed(function: Callable[[], Any]) -> None:
+            read(tensor_leaves(self.x))  # which the stage before has just made
             start = mark()
             result = function()
             spans.append((start, mark()))
@@ -309,14 +280,14 @@ class Probe:
             stage.clear()
 
         stage = self._stage()
-        timed(lambda: self._stage().keep_all(self.x), self.x)
-        timed(lambda: stage.first(self.x, _no_backward), self.x)
-        timed(lambda: stage.fill(self.x, True), again)
-        timed(lambda: stage.fill(self.x, False), again)
+        timed(lambda: self._stage().keep_all(self.x))
+        timed(lambda: stage.first(self.x, _no_backward))
+        timed(lambda: stage.fill(self.x, True))
+        timed(lambda: stage.fill(self.x, False))
         for keep in keeps:
             kept = self._stage()
-            timed(partial(kept.first, self.x, _no_backward, keep), self.x)
-            timed(kept.refill, again)
+            timed(partial(kept.first, self.x, _no_backward, keep))
+            timed(kept.refill)
         return spans
 
     # ------------------------------------------------------------------------------------ partial ways
@@ -324,11 +295,12 @@ class Probe:
     def _partial_ways(self, surveyed: _Surveyed, saved: _Saved, state: int) -> list[tuple[frozenset[OpCall], Way]]:
         """Ways that keep results of operations, and these operations; only ways that hold less than way 0."""
         ends = {storage_key(t) for t in (*tensor_leaves(self.x), *tensor_leaves(surveyed.output))}
+        able = units(surveyed.made, surveyed.times, surveyed.draws, ends)
         size = {r.call: sum(r.bytes_of.values()) for r in surveyed.made}
         # The second run makes a saved output again, whether or not the first one is still there.
         again = sum(bytes_by_storage(tensor_leaves(surveyed.output)).values()) if saved.keeps_output else 0
         ways: list[tuple[frozenset[OpCall], Way]] = []
-        for keep in nested_choices(surveyed.units(ends), saved.private - 1, _WAYS):
+        for keep in nested_choices(able, saved.private - 1, _WAYS):
             held = sum(size[call] for call in keep)
             first_peak, refill_peak = self._partial_peaks(keep, state)
             ways.append((keep, Way(held, first_peak, saved.private + again, refill_peak=refill_peak)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -195,13 +195,38 @@ def _detached(out: Any) -> Any:
     return tuple(t.detach() for t in out) if isinstance(out, tuple) else out.detach()
 
 
-def nested_choices(units: list[tuple[frozenset[OpCall], int, int]], most: int, limit: int) -> list[frozenset[OpCall]]:
+def units(
+    made: list[Result], times: list[int], draws: bool, ends: Collection[int]
+) -> list[tuple[frozenset[OpCall], int, int]]:
+    """Operations whose results are kept together, their bytes and time: each alone, but all random ones in one.
+
+    ``times``: of each of ``made``. ``draws``: whether numbers are drawn for anything else. ``ends``: the storages of
+    input and output, which are not kept.
+    """
+    found: list[tuple[frozenset[OpCall], int, int]] = []
+    random: list[tuple[OpCall, int, int]] = []
+    able = not draws
+    for r, time in zip(made, times, strict=True):
+        keepable = r.keepable and not any(storage in ends for storage in r.bytes_of)
+        size = sum(r.bytes_of.values())
+        if r.random:
+            able = able and keepable
+            random.append((r.call, size, time))
+        elif keepable:
+            found.append((frozenset([r.call]), size, time))
+    if random and able:
+        calls, sizes, taken = zip(*random, strict=True)
+        found.append((frozenset(calls), sum(sizes), sum(taken)))
+    return found
+
+
+def nested_choices(able: list[tuple[frozenset[OpCall], int, int]], most: int, limit: int) -> list[frozenset[OpCall]]:
     """At most ``limit`` sets of operations whose results may be kept, largest first; each contains the next.
 
-    ``units``: operations that are kept together, their bytes and their cost, in the order of the run. Those of most
-    cost per byte are in all sets. The sets hold up to ``most`` bytes, in equal steps.
+    ``able``: operations that are kept together, their bytes and their cost (``units``). Those of most cost per byte are
+    in all sets. The sets hold up to ``most`` bytes, in equal steps.
     """
-    ranked = sorted((u for u in units if u[2] > 0), key=lambda u: -u[2] / max(1, u[1]))
+    ranked = sorted((u for u in able if u[2] > 0), key=lambda u: -u[2] / max(1, u[1]))
     held = list(accumulate(size for _, size, _ in ranked))
     lengths = sorted({bisect_right(held, most * k // limit) for k in range(1, limit + 1)} - {0}, reverse=True)
     return [frozenset().union(*(calls for calls, _, _ in ranked[:length])) for length in lengths]
