@@ -175,6 +175,7 @@ class Calls(ABC):
                 new = adapted(variant, self.last, self.module, inputs)
             else:
                 new = solved_again(variant, self._known_of(variant.plan.graph.s, None), self.module, inputs)
+                self.front.tell_again(variant, new)
         self.cache.adapt(variant, new)
         return new
 

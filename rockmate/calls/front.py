@@ -151,3 +151,13 @@ class Front:
         self._made += variant.planner.saved is None
         LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before))
         self._before = variant.call
+
+    def tell_again(self, variant: Variant, new: Variant) -> None:
+        """Say that ``new`` was measured and solved for sizes that ran by the costs of others, in ``variant``."""
+        if new is not variant:
+            LOG.info(
+                "%s: measured and planned anew in %.1f s for %s, whose steps had run nodes again for as long: %.1f %% "
+                "more time",
+                *(self.name, sum(new.plan.setup_seconds.values()), ", ".join(variant.call)),
+                100 * new.plan.predicted_overhead,
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -485,8 +486,11 @@ def test_what_is_written_into_buffers_is_compared() -> None:
     assert handle.plan.recomputed > 0
 
 
-def test_a_size_is_measured_and_solved_for_when_its_runs_again_have_paid_for_it() -> None:
+def test_a_size_is_measured_and_solved_for_when_its_runs_again_have_paid_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Until then its plan is carried over, with costs that were scaled. Nothing of the training is other than eager."""
+    caplog.set_level(logging.INFO, "rockmate")
     model, eager = (Language() for _ in range(2))
     eager.load_state_dict(model.state_dict())
     handle = attach(model, tight_budget(model, text(4, 60), fraction=0.3), costs="flops", cache=False)
@@ -517,6 +521,7 @@ def test_a_size_is_measured_and_solved_for_when_its_runs_again_have_paid_for_it(
         now = handle.variant
         assert now is not None
         assert now.planner.scaled == (step < steps)
+        assert ("measured and planned anew" in caplog.text) == (step >= steps)
     assert now.number == first.number
     assert now.plan.rerun_time <= first.plan.rerun_time
     assert measure_peak(lambda: trained(model)) <= handle.budget
