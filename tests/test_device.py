@@ -68,7 +68,7 @@ SETTING = """
     import torch
     from torch import nn
     from rockmate import Rockmate
-    from rockmate.calls.surroundings import settings
+    from rkgb.settings import settings
 
     x, model = torch.ones(4, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU())
     rk = Rockmate(model, x, "1 MiB", costs="flops")

@@ -65,7 +65,7 @@ class Clock:
         while len(runs) < self.repeat and spent < _ENOUGH:
             times, launched = self._once(run, device, launched)
             runs.append(times)
-            spent += sum(times) // len(times)
+            spent += sum(times) // max(1, len(times))
         return tuple(int(median(part)) for part in zip(*runs, strict=True))
 
     def times(self, piece: Piece) -> Times:

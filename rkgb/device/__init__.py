@@ -17,7 +17,6 @@ from rkgb.errors import MeasureError, UnsupportedError
 
 __all__ = [
     "KINDS",
-    "SETTINGS",
     "Cpu",
     "Cuda",
     "Kind",
@@ -29,9 +28,6 @@ __all__ = [
 
 KINDS: dict[str, Kind] = {kind.type: kind for kind in (Cpu(), Cuda())}
 """The kinds by torch's name of the device type. Autocast is read and set for each of them."""
-
-SETTINGS = tuple(read for kind in KINDS.values() for read in kind.settings_read)
-"""Functions that each read one setting of torch on which results, or the memory of kernels, depend."""
 
 
 def kind_of(device: torch.device) -> Kind:

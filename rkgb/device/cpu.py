@@ -6,13 +6,12 @@ import contextlib
 import os
 import platform
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rkgb.device.kind import PRECISE, Kind, Measured, Phase, Timeline, Window, precision
+from rkgb.device.kind import PRECISE, Kind, Measured, Phase, Setting, Timeline, Window, setting_of_precision
 from rkgb.device.profiled import ProfiledTimeline, ProfiledWindow, profiled
 from rkgb.device.roofline import UNKNOWN, Roofline
 from rkgb.errors import MeasureError
@@ -37,11 +36,11 @@ class Cpu(Kind):
     caches = 64 * 2**20
     counts_states = True
     keeps_workspaces = False
-    settings_read = (
-        torch.get_num_threads,
-        _C._get_mkldnn_enabled,
-        partial(precision, "generic", "all"),
-        *(partial(precision, "mkldnn", op) for op in PRECISE),
+    settings = (
+        Setting(torch.get_num_threads),
+        Setting(_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+        setting_of_precision("generic", "all"),
+        *(setting_of_precision("mkldnn", op) for op in PRECISE),
     )
 
     def random_state(self, device: torch.device) -> torch.Tensor:

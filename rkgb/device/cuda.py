@@ -8,11 +8,36 @@ from typing import Any
 
 import torch
 
-from rkgb.device.kind import PRECISE, Kind, Measured, Moment, Phase, Timeline, Window, precision
+from rkgb.device.kind import (
+    PRECISE,
+    Kind,
+    Measured,
+    Moment,
+    Phase,
+    Setting,
+    Timeline,
+    Window,
+    precision,
+    setting_of_precision,
+)
 from rkgb.device.roofline import Roofline, roofline_of
 
 _C: Any = torch._C
 _RNNS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+
+
+_FLAGS = (
+    "cudnn_enabled",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
+    "cublas_allow_fp16_reduced_precision_reduction",
+    "cublas_allow_bf16_reduced_precision_reduction",
+    "cublas_allow_fp16_accumulation",
+)
+
+
+def _write(name: str, value: Any) -> None:
+    getattr(_C, name)(*value if isinstance(value, tuple) else (value,))
 
 
 class Cuda(Kind):
@@ -31,14 +56,9 @@ class Cuda(Kind):
     keeps_workspaces = True
     # The old flags of TF32 are left out: reading them is an error once the new ones are set, and the new ones show what
     # the old ones set.
-    settings_read = (
-        *(partial(precision, "cuda", op) for op in PRECISE),
-        _C._get_cudnn_enabled,
-        _C._get_cudnn_benchmark,
-        _C._get_cudnn_deterministic,
-        _C._get_cublas_allow_fp16_reduced_precision_reduction,
-        _C._get_cublas_allow_bf16_reduced_precision_reduction,
-        _C._get_cublas_allow_fp16_accumulation,
+    settings = (
+        *(setting_of_precision("cuda", op) for op in PRECISE),
+        *(Setting(getattr(_C, f"_get_{name}"), partial(_write, f"_set_{name}")) for name in _FLAGS),
     )
 
     def available(self) -> bool:

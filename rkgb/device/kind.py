@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,19 @@ PRECISE = ("all", "matmul", "conv", "rnn")
 """The groups of operations for which torch has a precision of float32, on each kind of device."""
 
 precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+
+
+class Setting(NamedTuple):
+    """Functions that read and write one setting of torch; it is left alone if there is none to ``write`` it."""
+
+    read: Callable[[], Hashable]
+    write: Callable[[Any], object] | None = None
+
+
+def setting_of_precision(backend: str, operations: str) -> Setting:
+    """The precision of float32 in a group of operations."""
+    write = torch._C._set_fp32_precision_setter
+    return Setting(partial(precision, backend, operations), partial(write, backend, operations))
 
 
 class Window(ABC):
@@ -86,8 +100,7 @@ class Kind(ABC):
     where matrix products of ones are faster than others.
     ``caches``: bytes that push all else out of the caches, where a step's first forward mostly reads from them and a
     run again does not; 0 where ``to_read`` empties them before each run.
-    ``settings_read``: functions that each read one setting of torch on which results of this kind, or the memory of its
-    kernels, depend.
+    ``settings``: those of torch on which results of this kind, or the memory of its kernels, depend.
     """
 
     type: ClassVar[str]
@@ -96,7 +109,7 @@ class Kind(ABC):
     keeps_workspaces: ClassVar[bool]
     long: ClassVar[float] = inf
     caches: ClassVar[int] = 0
-    settings_read: ClassVar[tuple[Callable[[], Hashable], ...]]
+    settings: ClassVar[tuple[Setting, ...]]
 
     @abstractmethod
     def random_state(self, device: torch.device) -> torch.Tensor:

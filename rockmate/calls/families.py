@@ -13,7 +13,7 @@ from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
 from rkgb.probe.resize import Point
 from rkgb.probe.skeleton import skeleton
-from rockmate.calls.surroundings import settings
+from rkgb.settings import settings
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
 from solvers import Options, Schedule

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 from rockmate.calls.python_state import in_key
-from rockmate.calls.surroundings import settings
 
 
 def _value(x: Any) -> tuple[Hashable, ...]:

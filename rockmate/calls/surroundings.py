@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -16,9 +16,9 @@ from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
-from rkgb.device import SETTINGS
 from rkgb.graphs import Mode
 from rkgb.program import in_mode
+from rkgb.settings import are_in_force, under_settings
 from rkgb.trace.capture import current_mode
 from rkgb.trace.patches import is_traced
 from rkgb.warn import warn
@@ -42,14 +42,15 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def runs_plainly(mode: Mode) -> bool:
-    """Whether nothing but perhaps the grad mode differs from ``mode``, and no transform nor hook of saved tensors is in
-    force."""
+def runs_plainly(mode: Mode, values: Sequence[Hashable]) -> bool:
+    """Whether nothing but perhaps the grad mode differs from ``mode`` and the settings ``values``, and no transform nor
+    hook of saved tensors is in force."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     depth = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    return depth == 0 and not is_transformed() and replace(current_mode(), grad=mode.grad) == mode
+    same = replace(current_mode(), grad=mode.grad) == mode and are_in_force(values)
+    return same and depth == 0 and not is_transformed()
 
 
 @contextlib.contextmanager
@@ -71,19 +72,10 @@ def untransformed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running_in(mode: Mode) -> Iterator[None]:
-    """Run in ``mode``, out of transforms and hooks of saved tensors, whatever is in force."""
-    with untransformed(), without_saved_hooks(), in_mode(mode):
+def running_in(mode: Mode, values: Sequence[Hashable]) -> Iterator[None]:
+    """Run in ``mode`` under the settings ``values``, out of transforms and hooks of saved tensors."""
+    with untransformed(), without_saved_hooks(), under_settings(values), in_mode(mode):
         yield
-
-
-def settings() -> tuple[Hashable, ...]:
-    """Settings of torch that change results, or what kernels allocate."""
-    return (
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        *[read() for read in SETTINGS],
-    )
 
 
 def leave_plan() -> None:
@@ -230,10 +222,16 @@ def undisturbed() -> Iterator[None]:
     Raises ``HookError`` for others' hooks of all modules.
     """
     check_global_hooks()
+    with without_cached_parametrizations(), without_global_hooks(), without_saved_hooks(), _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def without_cached_parametrizations() -> Iterator[None]:
+    """Run as out of ``torch.nn.utils.parametrize.cached()``, and leave its cache as it is."""
     cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
     try:
-        with without_global_hooks(), without_saved_hooks(), _disable_current_modes():
-            yield
+        yield
     finally:
         parametrize._cache_enabled = cached
 

@@ -22,7 +22,7 @@ from rkgb.cost.measure import Cost, Kept
 from rkgb.cost.usage import Usage
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph, S_node
-from rockmate.calls.surroundings import settings
+from rkgb.settings import settings
 from rockmate.planning.disk import named
 from rockmate.planning.places import Places
 from solvers import ChainPlan, Problem, format_schedule, parse_schedule, walk

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -102,17 +103,17 @@ class Planner:
         """
         return self.room.scalars + self.room.kept + self.beside + sum(self.numbers)
 
-    @property
+    @cached_property
     def numbers(self) -> list[int]:
         """For each node, bytes of numbers; see ``bytes_of_numbers``."""
         return bytes_of_numbers(self.graphs.S, self.device)
 
-    @property
+    @cached_property
     def beside(self) -> int:
         """Bytes for what a failing guard must put back, and for what functions keep in their ``ctx``."""
         return undo_bytes(self.graphs.S) + context_bytes(self.graphs.S)
 
-    @property
+    @cached_property
     def eager_peak(self) -> int:
         """The budget of a step that runs nothing again."""
         return walk(self.problem, keep_everything(self.problem)).peak + self.reserved

@@ -13,8 +13,10 @@ from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import nn
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from rockmate.rotor.values import Parts
@@ -23,10 +25,10 @@ from rockmate.rotor.values import Parts
 class Buffers:
     """The buffers of a stage before a run, with copies, to see afterwards which of them it changed in place.
 
-    Batch norm's statistics are left out: in training nothing is computed from them. Those of fake quantizations always
-    count as changed, since the operation that writes them leaves version counters alone. A buffer may change in some
-    runs only (a codebook at every third step), so all are copied before each run, and those that never changed are
-    released after it.
+    Batch norm's statistics are left out: in training nothing is computed from them. Some operations that write buffers
+    leave version counters alone, so copies are compared; fake quantizations' statistics always count as changed. A
+    buffer may change in some runs only (a codebook at every third step), so all are copied before each run, and those
+    that never changed are released after it.
     """
 
     learned: ClassVar[weakref.WeakKeyDictionary[Any, frozenset[str]]] = weakref.WeakKeyDictionary()
@@ -42,6 +44,7 @@ class Buffers:
         """After the run: note which buffers it changed in place."""
         if self.before:
             names = {n for n, (b, version) in self.before.items() if b._version != version}
+            names |= {n for n, copy in self.copies.items() if not torch.equal(self.before[n][0], copy)}
             names |= quantizations_of(self.parts) & self.before.keys()
             self.learned[self.function] = changing(self.function) | names
 
@@ -60,12 +63,19 @@ def changing(function: Any) -> frozenset[str]:
     return Buffers.learned.get(function, frozenset()) if isinstance(function, torch.nn.Module) else frozenset()
 
 
+_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
+"""These write running statistics in training, and compute nothing from them."""
+
+
 def statistics_of(parts: Parts) -> dict[str, torch.Tensor]:
-    """The running statistics that batch and instance norms update in training, by name."""
+    """The running statistics that batch and instance norms update in training, by name.
+
+    A class with a forward of its own may read its statistics, which are then buffers like others.
+    """
     names = [
         prefix + name
         for prefix, m in parts.modules
-        if isinstance(m, _NormBase) and m.training and m.track_running_stats
+        if isinstance(m, _NormBase) and m.training and m.track_running_stats and type(m).forward in _FORWARDS
         for name in ("running_mean", "running_var", "num_batches_tracked")
     ]
     return {name: parts.buffers[name] for name in names if name in parts.buffers}

@@ -8,12 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from rkgb.device import kind_of
 from rkgb.trees import tensor_leaves
+from rkgb.warn import warn
 from rockmate.budget import parse_bytes, show_bytes
-from rockmate.calls.surroundings import is_transformed, leave_plan, without_saved_hooks
-from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.calls.surroundings import (
+    is_transformed,
+    leave_plan,
+    without_cached_parametrizations,
+    without_saved_hooks,
+)
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.rotor.checks import check_tensors
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import Measured, measure_chain
@@ -53,7 +60,9 @@ class Checkpointable(nn.Module):
     with other layers, with more that requires grad, or after a call in which a layer changed a buffer in place for the
     first time; a few such situations are remembered. That call itself may exceed the limit by copies of these buffers,
     and by tables that a layer makes for a longer input. In ``eval()`` mode, without gradients, and under
-    ``torch.func``'s transforms (with a ``BudgetWarning``) the model itself runs.
+    ``torch.func``'s transforms or with cached parametrizations (with a ``BudgetWarning``) the model itself runs. The
+    limit holds for the path that layers took when they were measured: for one that branches on data or on random
+    numbers, not for the other paths.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
     https://hiepacs.gitlabpages.inria.fr/rotor). Raises ``InputError`` for arguments that cannot be used and for a layer
@@ -116,7 +125,7 @@ class Checkpointable(nn.Module):
             raise InputError(
                 f"layer {nested[0]} is or has a Checkpointable, whose limit would not hold within another: use .model"
             )
-        with Heeded(), without_saved_hooks():
+        with Heeded(), without_saved_hooks(), without_cached_parametrizations():
             self._measured = measure_chain(
                 functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
             )
@@ -190,6 +199,13 @@ class Checkpointable(nn.Module):
             return self.model(x)
         if not torch.compiler.is_compiling() and is_transformed():
             leave_plan()
+            return self.model(x)
+        if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.model.modules())):
+            warn(
+                "within torch.nn.utils.parametrize.cached() the model itself runs, and the memory limit does not hold: "
+                "a layer that runs again would find what the cache has now. Call the model outside of it",
+                BudgetWarning,
+            )
             return self.model(x)
         functions = self.functions
         if self._situation is None:

@@ -12,8 +12,10 @@ from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
 
+from rkgb.settings import are_in_force, settings, under_settings
+from rkgb.trace.attention import attention_by, attention_kernels
 from rockmate.rotor.checks import in_place_message
-from rockmate.rotor.selective import OpCall
+from rockmate.rotor.selective import NOTHING, Choice
 from rockmate.rotor.stages import Stage
 from rockmate.rotor.values import Function, Held, versions_of
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
@@ -23,7 +25,7 @@ class Call:
     """One forward and its backward, by the operations of ``sequence``.
 
     ``names``: of the stages; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a
-    recompute draws the same random numbers. ``keeps[i][w]``: the operations of stage i whose results way w > 0 keeps.
+    recompute draws the same random numbers. ``keeps[i][w]``: what way w > 0 of stage i keeps.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Call:
         sequence: Sequence | Many[Operation],
         names: Many[str] | None = None,
         preserve_rng_state: bool = True,
-        keeps: Many[Many[frozenset[OpCall]]] = (),
+        keeps: Many[Many[Choice]] = (),
     ) -> None:
         self.keeps = keeps
         operations = tuple(sequence)
@@ -44,6 +46,7 @@ class Call:
         self.stored: dict[int, Held] = {}
         self.current: tuple[int, Any] | None = None
         self.start: Held | None = None
+        self.kernels, self.settings = attention_kernels(), settings()
 
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history.
@@ -73,15 +76,15 @@ class Call:
             raise ValueError(f"the sequence runs {done} of {len(self.stages)} stages before Loss")
         return x
 
-    def _kept(self, operation: Fn | Fck | Fe) -> frozenset[OpCall]:
+    def _kept(self, operation: Fn | Fck | Fe) -> Choice:
         way = operation.way if isinstance(operation, Fe) else 0
         if not way:
-            return frozenset()
+            return NOTHING
         if operation.index >= len(self.keeps) or way >= len(self.keeps[operation.index]):
             raise ValueError(f"{operation!r}: stage {operation.index} has no way {way}")
         return self.keeps[operation.index][way]
 
-    def _first(self, i: int, x: Any, keep: frozenset[OpCall]) -> Any:
+    def _first(self, i: int, x: Any, keep: Choice) -> Any:
         stage = self.stages[i]
         versions = versions_of(x)
         output = stage.first(x, partial(self.prepare, i), keep)
@@ -90,7 +93,17 @@ class Call:
         return output
 
     def prepare(self, i: int, index: int) -> None:
-        """Run the sequence up to the backward of stage ``i``, so that its slots are filled, ``index`` among them."""
+        """Run the sequence up to the backward of stage ``i``, so that its slots are filled, ``index`` among them.
+
+        Settings of torch, and the kernels that attention may use, are those of the forward meanwhile.
+        """
+        if are_in_force(self.settings) and self.kernels == attention_kernels():
+            self._prepare(i, index)
+        else:
+            with under_settings(self.settings), attention_by(self.kernels):
+                self._prepare(i, index)
+
+    def _prepare(self, i: int, index: int) -> None:
         todo = self.backward_part
         while B(i) in todo[self.position :] and todo[self.position] != B(i):
             operation = todo[self.position]

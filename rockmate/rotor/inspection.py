@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ from rkgb.device import kind_of, one_device
 from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
+from rockmate.errors import InputError
 from rockmate.rotor.buffers import attributes_kept
 from rockmate.rotor.checks import warm_up
-from rockmate.rotor.probe import Figures, Probe, Times
-from rockmate.rotor.selective import OpCall
+from rockmate.rotor.probe import Figures, Probe, Ranks, Times
+from rockmate.rotor.selective import Choice
 from rockmate.rotor.values import Function, Parts
 from solvers.rotor.chain import Chain
 
@@ -31,12 +33,12 @@ TIMED = 5
 class Measured:
     """A measured chain.
 
-    ``keeps[i][w]``: the operations of stage i whose results way w keeps. ``output_floats``: bytes of the outputs if
-    each number takes at least four, as losses compute in single precision.
+    ``keeps[i][w]``: what way w of stage i keeps. ``output_floats``: bytes of the outputs if each number takes at least
+    four, as losses compute in single precision.
     """
 
     chain: Chain
-    keeps: tuple[tuple[frozenset[OpCall], ...], ...]
+    keeps: tuple[tuple[Choice, ...], ...]
     output_floats: int
 
 
@@ -54,12 +56,12 @@ def measure_chain(
     timed runs, and of equal stages; "flops" computes times from counted operations and bytes, the same on every run and
     machine. ``preserve_rng_state``: whether a stage that runs again must draw the same numbers. Buffers, generators and
     gradients stay as they are.
-    Raises ``InputError`` for a stage that changes its input in place, draws from Python's or NumPy's generators, or
-    returns tensors whose memory cannot be measured.
+    Raises ``InputError`` for a stage that changes its input in place, draws from Python's or NumPy's generators,
+    returns tensors whose memory cannot be measured, or cannot run again (TorchScript, a transform of torch.func in it).
     """
     measured: list[Figures] = []
     times: dict[Hashable, list[Times]] = {}
-    ranks: dict[Hashable, list[int]] = {}
+    ranks: Ranks = {}
     identities: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensor_leaves(sample))}
     values = [tuple(identities.values())]
     x = sample
@@ -72,10 +74,11 @@ def measure_chain(
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             warm_up(function, x, (i, name), preserve_rng_state)
             probe = Probe(function, x, clock, preserve_rng_state)
-            figures, x = probe.figures(name, ranks)
-            known = times.setdefault(figures.key, [])
-            if len(known) < TIMED:
-                known.append(probe.times(figures))
+            with _named(i, name):
+                figures, x = probe.figures(name, ranks)
+                known = times.setdefault(figures.key, [])
+                if len(known) < TIMED:
+                    known.append(probe.times(figures))
             del probe
             measured.append(figures)
             identities = _identities(function, x, identities, len(functions) + i * 1000)
@@ -84,6 +87,20 @@ def measure_chain(
     floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in tensor_leaves(x) if t.requires_grad)
     stages, keeps = zip(*(f.timed(Times.medians(times[f.key])) for f in measured), strict=True)
     return Measured(Chain(stages, tuple(values), gradient), keeps, floats)
+
+
+@contextmanager
+def _named(i: int, name: str) -> Iterator[None]:
+    """Errors say which layer cannot be measured."""
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"layer {i} ({name}) runs, but not as rotor has to run it, several times, with other tensors in the place "
+            f"of parameters and of what autograd saves: {error}. Leave it out of the Checkpointable"
+        ) from error
 
 
 def _identities(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,10 +20,10 @@ from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import attributes_kept
-from rockmate.rotor.selective import OpCall, Result, Survey, nested_choices, units
+from rockmate.rotor.selective import Choice, Survey, nested_choices, units
 from rockmate.rotor.stage_run import StageRun
 from rockmate.rotor.stages import Stage
-from rockmate.rotor.values import Function, Parts, device_of, mapped
+from rockmate.rotor.values import Function, Parts, device_of, generator_states, mapped
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Runs, Way
 
@@ -58,15 +58,15 @@ def _runs(runs: Runs) -> tuple[int, ...]:
 class Figures:
     """What is known of a stage beside its times.
 
-    ``stage``: with one way and no times. ``several``: the other ways, with the operations whose results each keeps.
-    ``operations``: of each one that makes something, bytes and counted floating-point operations, and whether its
-    result can be kept. ``form``: classes, parameters and input.
+    ``stage``: with one way and no times. ``several``: the other ways, with what each keeps. ``operations``: of each one
+    that makes something, its place, bytes, counted floating-point operations, and whether its result can be kept.
+    ``form``: classes, parameters and input.
     Stages whose figures are equal, names apart, take equally long.
     """
 
     stage: rotor_chain.Stage
-    several: tuple[tuple[frozenset[OpCall], Way], ...]
-    operations: tuple[tuple[OpCall, int, int, bool], ...]
+    several: tuple[tuple[Choice, Way], ...]
+    operations: tuple[tuple[int, int, int, bool], ...]
     form: Hashable
 
     @property
@@ -74,9 +74,9 @@ class Figures:
         """Equal for equal stages."""
         return replace(self.stage, name=""), self.several, self.operations, self.form
 
-    def timed(self, times: Times) -> tuple[rotor_chain.Stage, tuple[frozenset[OpCall], ...]]:
-        """The stage, and the operations whose results each of its ways keeps."""
-        ways, keeps = list(self.stage.ways), [frozenset[OpCall]()]
+    def timed(self, times: Times) -> tuple[rotor_chain.Stage, tuple[Choice, ...]]:
+        """The stage, and what each of its ways keeps."""
+        ways, keeps = list(self.stage.ways), [Choice()]
         again = times.runs.passing + times.runs.stopping
         for (keep, way), (run_time, refill_time) in zip(self.several, times.ways, strict=True):
             if run_time + refill_time < again:  # else the input, from which all can run again, is as good
@@ -113,16 +113,18 @@ class _Backward:
 
 @dataclass(slots=True)
 class _Surveyed:
-    """What the operations of a run make up to its last saved tensor, and its output.
+    """What the operations of a run make, and its output.
 
-    ``times``: of each operation, in nanoseconds, what changes its result in place included. ``draws``: whether numbers
-    are drawn for anything else.
+    ``able``: what can be kept together of results up to the last saved tensor (``units``), with times in nanoseconds.
     """
 
-    made: list[Result]
-    times: list[int]
-    draws: bool
+    survey: Survey
+    able: list[tuple[frozenset[int], int, int]]
     output: Any
+
+
+Ranks = dict[Hashable, list[tuple[frozenset[int], int, int]]]
+"""What can be kept of stages (``units``), by their forms and operations."""
 
 
 class Probe:
@@ -135,10 +137,10 @@ class Probe:
         self.device = device_of(self.x)
         self.measured: tuple[_Saved, _Surveyed]
 
-    def figures(self, name: str, ranks: dict[Hashable, list[int]]) -> tuple[Figures, Any]:
+    def figures(self, name: str, ranks: Ranks) -> tuple[Figures, Any]:
         """The figures of the stage, and its output for the next one.
 
-        ``ranks``: times of operations, by which those whose results are kept are chosen; equal stages choose alike.
+        ``ranks``: what can be kept, by its times; equal stages choose alike.
         """
         with self._untouched():
             self._stage().first(self.x, _no_backward)  # learns which buffers change
@@ -151,11 +153,10 @@ class Probe:
         stop_peak = self._fill_peak(stage, wanted=False)
         kept_peak = max(kept_peak, self._fill_peak(stage, wanted=True))
         backward = self._backward(StageRun(self.function, self.x), output)
-        with self._untouched():
-            surveyed = self._survey()
-        operations = tuple((r.call, sum(r.bytes_of.values()), r.flops, r.keepable) for r in surveyed.made)
+        surveyed = self._survey()
+        operations = tuple((r.place, r.bytes, r.flops, r.keepable) for r in surveyed.survey.made)
         form = self._form()
-        surveyed.times = ranks.setdefault((form, operations), surveyed.times)
+        surveyed.able = ranks.setdefault((form, operations), surveyed.able)
         several = self._partial_ways(surveyed, saved, state)
         self.measured = saved, surveyed
         stage_figures = rotor_chain.Stage(
@@ -241,16 +242,20 @@ class Probe:
     def _backward(self, piece: StageRun, output: Any) -> _Backward:
         if not piece.ends(tensor_leaves(output)):
             return _Backward()
-        with self._untouched():
-            memory = backward_memory(piece)
-        passed = bytes_by_storage(g for g in memory.inputs if g is not None)
-        made = piece.parameter_gradients()
-        piece.drop_gradients()
-        return _Backward(memory.peak - memory.incoming, sum(passed.values()), made)
+        found = _Backward()
+        own = tuple(None if t.is_contiguous() else t.stride() for t in piece.ends(tensor_leaves(output)))
+        for piece.layouts in (None, own) if any(own) else (None,):  # the gradient may come in either layout
+            with self._untouched():
+                memory = backward_memory(piece)
+            passed = bytes_by_storage(g for g in memory.inputs if g is not None)
+            this = _Backward(memory.peak - memory.incoming, sum(passed.values()), piece.parameter_gradients())
+            piece.drop_gradients()
+            found = _Backward(*map(max, astuple(found), astuple(this)))
+        return found
 
     # ------------------------------------------------------------------------------------------- times
 
-    def _times(self, piece: StageRun, saved: _Saved, surveyed: _Surveyed, keeps: list[frozenset[OpCall]]) -> Times:
+    def _times(self, piece: StageRun, saved: _Saved, surveyed: _Surveyed, keeps: list[Choice]) -> Times:
         if self.clock is None:
             output = tensor_leaves(surveyed.output)
             touched = sum(t.nbytes for t in (*tensor_leaves(self.x), *output)) + saved.private
@@ -258,8 +263,8 @@ class Probe:
                 piece, touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
             )
             tail = counted_tail(self._run) // _FLOPS_PER_NS if saved.any else whole
-            flops = {r.call: r.flops for r in surveyed.made}
-            left = [sum(flops[call] // _FLOPS_PER_NS for call in keep) for keep in keeps]
+            flops = {r.place: r.flops for r in surveyed.survey.made}
+            left = [sum(flops[place] // _FLOPS_PER_NS for place in keep.places) for keep in keeps]
             return Times(Runs.alike(whole, tail), backward, tuple((whole, max(0, whole - tail - k)) for k in left))
         backward = self.clock.times(piece).backward
         whole, passing, filling, stopping, *rest = self.clock.medians(partial(self._every_run, keeps), self.device)
@@ -267,7 +272,7 @@ class Probe:
         ways = tuple((max(run, whole), refill) for run, refill in zip(rest[::2], rest[1::2], strict=True))
         return Times(Runs(whole, passing, filling, min(stopping, filling)), backward, ways)
 
-    def _every_run(self, keeps: list[frozenset[OpCall]], mark: Mark) -> list[tuple[Any, Any]]:
+    def _every_run(self, keeps: list[Choice], mark: Mark) -> list[tuple[Any, Any]]:
         """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""
         spans = []
 
@@ -292,47 +297,51 @@ class Probe:
 
     # ------------------------------------------------------------------------------------ partial ways
 
-    def _partial_ways(self, surveyed: _Surveyed, saved: _Saved, state: int) -> list[tuple[frozenset[OpCall], Way]]:
-        """Ways that keep results of operations, and these operations; only ways that hold less than way 0."""
-        ends = {storage_key(t) for t in (*tensor_leaves(self.x), *tensor_leaves(surveyed.output))}
-        able = units(surveyed.made, surveyed.times, surveyed.draws, ends)
-        size = {r.call: sum(r.bytes_of.values()) for r in surveyed.made}
+    def _partial_ways(self, surveyed: _Surveyed, saved: _Saved, state: int) -> list[tuple[Choice, Way]]:
+        """Ways that keep results of operations, and what they keep; only ways that hold less than way 0."""
+        size = {r.place: r.bytes for r in surveyed.survey.made}
         # The second run makes a saved output again, whether or not the first one is still there.
         again = sum(bytes_by_storage(tensor_leaves(surveyed.output)).values()) if saved.keeps_output else 0
-        ways: list[tuple[frozenset[OpCall], Way]] = []
-        for keep in nested_choices(able, saved.private - 1, _WAYS):
-            held = sum(size[call] for call in keep)
+        ways: list[tuple[Choice, Way]] = []
+        for places in nested_choices(surveyed.able, saved.private - 1, _WAYS):
+            keep = surveyed.survey.choice(places)
+            held = sum(size[place] for place in places)
             first_peak, refill_peak = self._partial_peaks(keep, state)
             ways.append((keep, Way(held, first_peak, saved.private + again, refill_peak=refill_peak)))
         return ways
 
     def _survey(self) -> _Surveyed:
-        last = 0
-        survey = Survey(lambda: None)
-        output = None
+        sources = generator_states(Parts(self.function), self.x)
+        surveys: list[tuple[Survey, int]] = []
+        outputs: list[Any] = []
 
         def run(mark: Mark) -> list[tuple[Any, Any]]:
-            nonlocal survey, output
-            survey = Survey(mark)
+            survey, last = Survey(mark, sources), 0
 
             def note(_: torch.Tensor) -> None:
                 nonlocal last
                 last = len(survey.made)
 
-            with each_saved(note), survey:
+            with self._untouched(), each_saved(note), survey:
                 output = self._run()
+            surveys.append((survey, last))
+            outputs[:] = [output]
             return [span for r in survey.made for span in r.spans]
 
         if self.clock is None:
             run(lambda: None)
-            times = [r.flops // _FLOPS_PER_NS for r in survey.made]
+            times = [r.flops // _FLOPS_PER_NS for r in surveys[0][0].made]
         else:
             spans = iter(self.clock.medians(run, self.device))
-            times = [sum(next(spans) for _ in r.spans) for r in survey.made]
+            times = [sum(next(spans) for _ in r.spans) for r in surveys[-1][0].made]
+        survey, last = surveys[-1]
+        ends = {storage_key(t) for t in (*tensor_leaves(self.x), *tensor_leaves(outputs))}
         # The others come after the last saved tensor.
-        return _Surveyed(survey.made[:last], times[:last], survey.draws, output)
+        able = [] if survey.opaque else units(survey.made[:last], times[:last], survey.draws, ends)
+        survey.alive = []
+        return _Surveyed(survey, able, outputs[0])
 
-    def _partial_peaks(self, keep: frozenset[OpCall], state: int) -> tuple[int, int]:
+    def _partial_peaks(self, keep: Choice, state: int) -> tuple[int, int]:
         """The peak of a run that keeps the results of ``keep``, and that of the recomputation before its backward."""
         stage = self._stage()
         _, first_peak, _ = self._memory(lambda: stage.first(self.x, _no_backward, keep))

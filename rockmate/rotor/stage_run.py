@@ -10,8 +10,9 @@ from torch.func import functional_call
 
 from rkgb.cost.memory import storage_bytes
 from rkgb.cost.piece import Gradients, Layouts, Tap, gradient, ignore
+from rkgb.randomness import set_random_state
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.values import Function, device_of, mapped
+from rockmate.rotor.values import Function, Parts, device_of, generator_states, mapped
 
 
 class StageRun:
@@ -26,6 +27,7 @@ class StageRun:
     def __init__(self, function: Function, x: Any) -> None:
         self.function, self.x = function, x
         self.device = device_of(x)
+        self.states = generator_states(Parts(function), x)
         self.anchor = torch.zeros((), requires_grad=True)
         self.leaves: dict[str, torch.Tensor] = {}
         if isinstance(function, torch.nn.Module):
@@ -34,6 +36,8 @@ class StageRun:
     def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
         """The tensors of the output, with history. ``collect`` gets the gradients of ``x`` from the backward."""
         self.drop_gradients()
+        for source, state in self.states.items():
+            set_random_state(source, state)  # all runs take one path
         x = self.x
         tapped = [t for t in tensor_leaves(x) if t.requires_grad]
         if tapped:

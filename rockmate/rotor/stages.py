@@ -21,7 +21,7 @@ from rkgb.randomness import Drawn, random_state, set_random_state
 from rkgb.storages import storage_key
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import Attributes, Buffers, statistics_of
-from rockmate.rotor.selective import Keep, Kept, OpCall, Replay
+from rockmate.rotor.selective import NOTHING, Choice, Keep, Kept, Replay
 from rockmate.rotor.values import Fixed, Function, Held, Parts, detached, generator_states, version_of
 
 Prepare = Callable[[int], None]
@@ -59,18 +59,21 @@ class Slot:
 class Stage:
     """One stage in one call: its slots, and what a recompute needs of the first run.
 
-    ``slots``: recomputed saved tensors that autograd has not read yet. ``saved``: for each tensor that the first run
-    saved, in order, the number of its slot; None for a parameter or buffer. ``unpacked``: those from slots that it has
-    read, if they are alive. ``generators``, ``buffers``: random states, and contents of buffers, from before the first
-    run, as far as it changed them. ``autocasts``, ``autocast_cache``, ``attributes``: as in the first run. ``owned``:
-    parameters and buffers of the first run, with their version counters. ``saved_by_autograd``: whether the first run
-    left its saved tensors to autograd. ``finished``: whether ``generators`` and ``buffers`` were released. ``input``,
-    ``kept``: what ``refill`` recomputes from.
+    ``slots``: recomputed saved tensors that autograd has not read yet. ``kinds``: their shapes and dtypes. ``saved``:
+    for each tensor that the first run saved, in order, the number of its slot; None for a parameter or buffer.
+    ``unpacked``: those from slots that it has read, if they are alive. ``saves_early``: whether an operation saves a
+    tensor that it fills afterwards, so that a recompute must not stop there. ``stopped``: whether the last recompute
+    did. ``generators``, ``buffers``: random states, and contents of buffers, from before the first run, as far as it
+    changed them. ``autocasts``, ``autocast_cache``, ``attributes``: as in the first run. ``owned``: parameters and
+    buffers of the first run, with their version counters. ``saved_by_autograd``: whether the first run left its saved
+    tensors to autograd. ``finished``: whether ``generators`` and ``buffers`` were released. ``input``, ``kept``: what
+    ``refill`` recomputes from.
     """
 
     function: Function
     preserve_rng_state: bool
     slots: list[torch.Tensor | None] = field(default_factory=list)
+    kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     saved: list[int | None] = field(default_factory=list)
     generators: dict[Drawn, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -83,23 +86,25 @@ class Stage:
     kept: Kept = field(default_factory=Kept)
     input: Held | None = None
     unpacked: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
+    saves_early: bool = False
+    stopped: bool = False
 
     @property
     def name(self) -> str:
         """The class of the layer, for messages."""
         return type(self.function).__name__
 
-    def first(self, x: Any, prepare: Prepare, keep: frozenset[OpCall] = frozenset()) -> Any:
+    def first(self, x: Any, prepare: Prepare, keep: Choice = NOTHING) -> Any:
         """Run for the first time; the output, with history. Slots stand for saved tensors, and ``prepare`` fills them.
 
-        ``keep``: the operations whose results are kept, together with ``x``, for ``refill``.
+        ``keep``: results that are kept, together with ``x``, for ``refill``.
         """
         parts = Parts(self.function)
         self._remember(x, parts)
         generators = generator_states(parts, x) if self.preserve_rng_state else {}
         before = Buffers(self.function, parts)
         fixed = {storage_key(t) for t in parts.owned.values()}
-        slots, saved = self.slots, self.saved
+        slots, saved, kinds = self.slots, self.saved, self.kinds
 
         def pack(t: torch.Tensor) -> Slot | Fixed:
             if storage_key(t) in fixed:
@@ -108,6 +113,7 @@ class Stage:
             index = len(slots)
             saved.append(index)
             slots.append(None)
+            kinds.append((t.shape, t.dtype))
             return Slot(self, index, prepare)
 
         with saved_tensors_hooks(pack, _unpack), self._keeping(x, keep):
@@ -115,6 +121,7 @@ class Stage:
         self.generators = {d: s for d, s in generators.items() if not torch.equal(s, random_state(d))}
         self.buffers = before.changed()
         self.unpacked = [None] * len(self.slots)
+        self.saves_early = _saves_early(self.function, output, x, len(self.slots))
         return output
 
     def keep_all(self, x: Any) -> Any:
@@ -137,15 +144,18 @@ class Stage:
     def _fill(self, x: Any, wanted: bool, mode: AbstractContextManager[Any]) -> Any:
         if wanted or self.slots:
             saved, slots = iter(self.saved), self.slots
-            last = None if wanted else len(slots) - 1
+            last = None if wanted or self.saves_early else len(slots) - 1
 
             def pack(t: torch.Tensor) -> None:
                 index = next(saved, -1)
                 if index == -1:
                     raise RuntimeError(other_tensors_message(self.name, "more"))
                 if index is not None:
+                    if (t.shape, t.dtype) != self.kinds[index]:
+                        raise RuntimeError(other_tensors_message(self.name, "other"))
                     slots[index] = t.detach()
                     if index == last:
+                        self.stopped = True
                         raise Stop
 
             return self._recompute(x, pack, mode)
@@ -157,12 +167,14 @@ class Stage:
         x, self.input = self.input.read(self.name), None
         kept, self.kept = self.kept, Kept()
         self._fill(x, False, Replay(kept))
+        if kept.results:  # this run took another path than the first
+            self._fill(x, False, nullcontext())
 
-    def skim(self, x: Any, keep: frozenset[OpCall] = frozenset()) -> Any:
+    def skim(self, x: Any, keep: Choice = NOTHING) -> Any:
         """Recompute the detached output from the detached input ``x``, without its saved tensors."""
         return self._recompute(x, lambda _: None, self._keeping(x, keep))
 
-    def _keeping(self, x: Any, keep: frozenset[OpCall]) -> AbstractContextManager[Any]:
+    def _keeping(self, x: Any, keep: Choice) -> AbstractContextManager[Any]:
         if not keep:
             return nullcontext()
         self.input, self.kept = Held.of(x), Kept()
@@ -197,13 +209,18 @@ class Stage:
         self._check_owned(instead)
         instead = self._replaced(parts.owned) | instead
         x = detached(x)  # autograd may hold the input of this run, and must not hold ours
+        self.stopped = False
         with self._modes(x, parts), saved_tensors_hooks(pack, _lost), mode:
             try:
                 if instead and isinstance(self.function, torch.nn.Module):
                     output = functional_call(self.function, instead, (x,), strict=False)
                 else:
                     output = self.function(x)
-            except Stop:
+            except Exception:  # an interpreter between, as TorchScript's, makes another error of a Stop
+                if self.stopped:
+                    return None
+                raise
+            if self.stopped:
                 return None
         return detached(output)
 
@@ -270,6 +287,39 @@ class Stage:
                 raise RuntimeError(self._gone())
 
 
+_EARLY = ("RreluWithNoiseBackward",)
+"""Autograd's names of operations that save a tensor before they fill it."""
+
+_known_early: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictionary()
+
+
+def _saves_early(function: Function, output: Any, x: Any, saved: int) -> bool:
+    """Whether one of ``_EARLY`` is in the graph between ``x`` and ``output``, of which ``saved`` tensors were saved.
+
+    It is looked for once for each number of saved tensors.
+    """
+    if not isinstance(function, torch.nn.Module):
+        return _has_early(output, x)
+    known = _known_early.setdefault(function, {})
+    if saved not in known:
+        known[saved] = _has_early(output, x)
+    return known[saved]
+
+
+def _has_early(output: Any, x: Any) -> bool:
+    seen = {t.grad_fn for t in tensor_leaves(x)}
+    todo = [t.grad_fn for t in tensor_leaves(output)]
+    while todo:
+        node = todo.pop()
+        if node in seen or node is None:
+            continue
+        seen.add(node)
+        if node.name().startswith(_EARLY):
+            return True
+        todo += [following for following, _ in node.next_functions]
+    return False
+
+
 def _unpack(packed: Slot | Fixed) -> torch.Tensor:
     return packed.read() if isinstance(packed, Fixed) else packed.take()
 
@@ -279,7 +329,7 @@ def _lost(_: None) -> torch.Tensor:
 
 
 def other_tensors_message(name: str, how: str) -> str:
-    """The error of a layer called ``name`` that saves ``how`` (fewer or more) tensors in a recompute."""
+    """The error of a layer called ``name`` that saves ``how`` (fewer, more, other) tensors in a recompute."""
     return (
         f"{name} saved {how} tensors for backward when it ran again: its forward depends on something that is neither "
         "its input, a parameter, a buffer, a number among its attributes nor a random number of torch's. Make that an "

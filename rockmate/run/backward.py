@@ -22,10 +22,10 @@ class Backward:
 
     ``next_stage``: whose steps come next. ``task``: autograd's number of the backward that runs, -1 between backwards;
     ``keeping``: it was called with retain_graph=True; ``thread``: where it runs; ``plain``: that thread is in the
-    forward's mode, but for the grad mode. ``retained``: the graph stays, and what the forward kept. ``skipped``: a part
-    of the graph was left out, and what it needs stays. ``spent``: no slot is left, so that only autograd's own error
-    can come. ``unreached``: nodes of outputs that a backward must reach for the budget to hold. ``arrived``: called
-    once, when the first backward begins.
+    forward's mode and settings, but for the grad mode. ``retained``: the graph stays, and what the forward kept.
+    ``skipped``: a part of the graph was left out, and what it needs stays. ``spent``: no slot is left, so that only
+    autograd's own error can come. ``unreached``: nodes of outputs that a backward must reach for the budget to hold.
+    ``arrived``: called once, when the first backward begins.
     """
 
     def __init__(self, store: Store) -> None:
@@ -147,8 +147,9 @@ class Backward:
         """Nodes run as in the forward, whatever a backward runs under; that is asked once for each backward."""
         thread = threading.get_ident()
         if self.thread != thread:
-            self.thread, self.plain = thread, runs_plainly(self.program.mode)
-        return torch.set_grad_enabled(self.program.mode.grad) if self.plain else running_in(self.program.mode)
+            self.thread, self.plain = thread, runs_plainly(self.program.mode, self.store.settings)
+        mode = self.program.mode
+        return torch.set_grad_enabled(mode.grad) if self.plain else running_in(mode, self.store.settings)
 
 
 def _graph_is_retained() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -60,12 +62,18 @@ def functions_of(nodes: Iterable[tuple[Sequence[Op], Collection[int], bool]]) ->
     argument; other results are its own. The third of each: whether autograd records the operations."""
     writer = _Writer()
     names = [writer.define(ops, wanted, recorded) for ops, wanted, recorded in nodes]
-    exec(compile("\n".join(writer.lines), "<nodes of a plan>", "exec"), writer.names)
+    exec(_compiled("\n".join(writer.lines)), writer.names)
     return tuple(writer.names[name] for name in names)
 
 
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> CodeType:
+    """The code of ``source``, which is the same for a graph at other sizes."""
+    return compile(source, "<nodes of a plan>", "exec")
+
+
 class _Writer:
-    """Writes functions. ``names``: what these refer to by name."""
+    """Writes functions. ``names``: what these refer to by name, numbers among it, since sizes change."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -109,7 +117,7 @@ class _Writer:
         if isinstance(a, (list, tuple)) and refs(a):
             inside = "".join(f"{self.spelled(x)}, " for x in a)
             return f"[{inside}]" if isinstance(a, list) else f"({inside})"
-        return repr(a) if a is None or type(a) in (bool, int) else self.named(a)
+        return repr(a) if a is None or type(a) is bool else self.named(a)
 
     def named(self, thing: Any) -> str:
         """A name for anything."""

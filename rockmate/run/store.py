@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.randomness import drawing_again
+from rkgb.settings import settings
 from rkgb.storages import storage_key
 from rkgb.trace.capture import drop_saved
 from rkgb.warn import warn
@@ -29,7 +30,7 @@ class Store:
     ``versions``: of these. ``live``: of each datum its values, or its private tensors by their numbers; None where it
     is dropped. ``made_at``: the version of each value when it was made; values of one datum may count apart.
     ``random``: generator states before the first run of each node that may run again. ``slots``: all, in the order of
-    the nodes; ``readers``: those of each datum.
+    the nodes; ``readers``: those of each datum. ``settings``: of torch, when the forward ran.
     """
 
     def __init__(self, program: Program, sources: dict[int, torch.Tensor]) -> None:
@@ -43,6 +44,7 @@ class Store:
         self.slots: list[weakref.ref[Slot]] = []
         self.readers: defaultdict[int, list[weakref.ref[Slot]]] = defaultdict(list)
         self.warned = False
+        self.settings = settings()
 
     # -------------------------------------------------------------------------- keep and drop
 
@@ -173,7 +175,9 @@ class Store:
                 raise self._gone(owner)
             left += [d for d in self.program.read_by(owner) if self.live[d] is None]
         self.warn_unplanned("a backward of a part of the graph, or a second one, computes again what the plan dropped")
-        with running_in(self.program.mode):  # whatever surrounds the reader: autocast, another backward, none
+        with running_in(
+            self.program.mode, self.settings
+        ):  # whatever surrounds the reader: autocast, another backward, none
             for i in sorted(missing):
                 self.run_again(i)
 

@@ -377,3 +377,150 @@ def test_measuring_within_a_checkpoint() -> None:
     for run in (chk, eager):
         checkpoint(run, x().requires_grad_(), use_reentrant=False).sum().backward()
     assert same([p.grad for p in m.parameters()], [p.grad for p in eager.parameters()])
+
+
+class Renormalized(nn.BatchNorm1d):
+    """Reads its running statistics in training."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        assert self.running_var is not None
+        return super().forward(input) * self.running_var.sqrt()
+
+
+class OwnStatistics(nn.Module):
+    """Has statistics that no class of torch's keeps, and an operation that leaves their version counters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("var", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.batch_norm(x, self.mean, self.var, training=True)
+        return out * self.var.sqrt() + self.mean
+
+
+@pytest.mark.parametrize("make", [Renormalized, OwnStatistics])
+def test_statistics_that_a_layer_reads_are_those_of_its_first_run(make: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    args = (32,) if make is Renormalized else ()
+    m = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), make(*args), nn.Tanh())))
+    eager = copy.deepcopy(m)
+    chk = least(m, x())
+    for _ in range(3):
+        for run in (chk, eager):
+            run.zero_grad()
+            run(x()).square().mean().backward()
+        assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
+        assert same(m.buffers(), eager.buffers())
+
+
+def test_a_recompute_does_not_stop_before_a_saved_tensor_is_filled() -> None:
+    """Autograd saves the noise of a random leaky ReLU, and then its kernel draws it."""
+    torch.manual_seed(0)
+    m = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.RReLU())))
+    eager = copy.deepcopy(m)
+    chk = least(m, x())
+    for run in (chk, eager):
+        torch.manual_seed(1)
+        run(x()).square().mean().backward()
+    assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x).unflatten(-1, (2, 16)).transpose(1, 2)
+        return F.scaled_dot_product_attention(h, h, h, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize(
+    ("setting", "make"),
+    [
+        (lambda: torch.backends.mkldnn.flags(enabled=False), lambda: nn.Conv1d(32, 32, 3, padding=1)),
+        (lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), Attention),
+    ],
+)
+def test_settings_are_those_of_the_forward(setting: Callable[[], Any], make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    m = nn.Sequential(*(layer for _ in range(4) for layer in (make(), nn.Tanh())))
+    eager, sample = copy.deepcopy(m), torch.randn(4, 32, 32)
+    with setting():
+        chk = least(m, sample)
+    for run in (chk, eager):
+        with setting():
+            output = run(sample)
+        output.square().mean().backward()
+    assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
+
+
+class Skips(nn.Module):
+    """Leaves a layer out at random (layer drop)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x) if torch.rand(()).item() > 0.5 else x
+
+
+def test_a_layer_that_is_left_out_at_random_is_measured_on_one_path() -> None:
+    torch.manual_seed(0)
+    m = nn.Sequential(*(layer for _ in range(5) for layer in (Skips(), nn.Linear(32, 32), nn.Tanh())))
+    eager = copy.deepcopy(m)
+    chk = rotor.Checkpointable(m, x())
+    with pytest.raises(InfeasibleBudgetError) as error:
+        chk.compute_sequence(100)
+    chk.compute_sequence(error.value.min_budget)
+    for run in (chk, eager):
+        torch.manual_seed(1)
+        run(x()).square().mean().backward()
+    gradients = [[p.grad for p in run.parameters() if p.grad is not None] for run in (m, eager)]
+    assert len(gradients[0]) == len(gradients[1])
+    assert same(*gradients)
+
+
+def test_cached_parametrizations_run_without_a_limit() -> None:
+    torch.manual_seed(0)
+    m = nn.Sequential(
+        *(layer for _ in range(3) for layer in (nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Tanh()))
+    )
+    eager = copy.deepcopy(m)
+    chk = rotor.Checkpointable(m, mem_limit="1 MB", costs="flops")
+    for _ in range(2):
+        with nn.utils.parametrize.cached(), pytest.warns(BudgetWarning, match="cached"):
+            chk(x()).square().mean().backward()
+        with nn.utils.parametrize.cached():
+            eager(x()).square().mean().backward()
+    assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
+    chk(x()).square().mean().backward()  # measured now
+    eager(x()).square().mean().backward()
+    assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
+
+
+class OwnGradient(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda t: t.square().sum())(x) * x
+
+
+def test_a_layer_that_cannot_be_measured_is_named() -> None:
+    with pytest.raises(InputError, match=r"layer 1 \(1\) runs, but not as rotor has to run it.*Leave it out"):
+        rotor.Checkpointable(nn.Sequential(nn.Linear(32, 32), OwnGradient()), x())
+
+
+def test_the_gradient_of_an_output_may_be_laid_out_as_the_output() -> None:
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Conv2d(16, 8, 1))
+    sample = torch.randn(4, 8, 24, 24).to(memory_format=torch.channels_last)
+    chk = least(m, sample)
+
+    def step() -> None:
+        chk.zero_grad()
+        chk(sample).square().mean().backward()
+
+    assert_in_limit(chk, step)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rkgb.cost.saved import each_saved
 from rkgb.storages import storage_key
-from rockmate import rotor
 from rockmate.rotor.execution import Call
-from rockmate.rotor.selective import OpCall, Survey, units
-from solvers.rotor.ops import B, Fe, Loss
+from rockmate.rotor.selective import NOTHING, Survey, units
+from solvers.rotor.ops import B, Fck, Fe, Loss
 
 
 class Layer(nn.Module):
@@ -80,7 +80,7 @@ class Counted(TorchDispatchMode):
         self.of: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.of[func] += 1
+        self.of[func] += func is not torch.ops.aten.detach.default
         return func(*args, **(kwargs or {}))
 
 
@@ -101,71 +101,147 @@ def step(
     return found, counted.of
 
 
+def surveyed(
+    layer: Callable[[torch.Tensor], Any], x: torch.Tensor, ends: bool = True
+) -> tuple[Survey, list[frozenset[int]]]:
+    """What a run makes, and the places that can be kept together up to the last saved tensor."""
+    last = 0
+
+    def note(_: torch.Tensor) -> None:
+        nonlocal last
+        last = len(survey.made)
+
+    with each_saved(note), Survey(lambda: None, [torch.device("cpu")]) as survey:
+        output = layer(x)
+    kept = {storage_key(x), storage_key(output)} if ends else set()
+    made = survey.made[:last] if last else survey.made
+    return survey, [places for places, *_ in units(made, [1] * len(made), survey.draws, kept)]
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_set_of_kept_results_gives_the_same_bits(name: str) -> None:
     torch.manual_seed(0)
     layer = LAYERS[name]()
-    x = torch.randn(8, 16, requires_grad=True)
-    with Survey(lambda: None) as survey:
-        output = copy.deepcopy(layer)(x)
-    able = units(survey.made, [1] * len(survey.made), survey.draws, {storage_key(x), storage_key(output)})
+    survey, able = surveyed(copy.deepcopy(layer), torch.randn(8, 16, requires_grad=True))
     assert able
     eager = copy.deepcopy(layer)
     expected, _ = step([eager], eager)
-    alone = Call([copy.deepcopy(layer)], [Fe(0), Loss(), B(0)])
-    _, backward = step(list(alone_layers(alone)), alone.forward)
-    for keep in (*(calls for calls, _, _ in able), frozenset[OpCall]().union(*(calls for calls, _, _ in able))):
+    again = copy.deepcopy(layer)
+    _, without = step([again], Call([again], [Fck(0), Loss(), Fe(0), B(0)]).forward)
+    for places in (*able, frozenset[int]().union(*able)):
         ours = copy.deepcopy(layer)
-        call = Call([ours], [Fe(0, 1), Loss(), B(0)], keeps=[[frozenset(), keep]])
+        call = Call([ours], [Fe(0, 1), Loss(), B(0)], keeps=[[NOTHING, survey.choice(places)]])
         found, called = step([ours], call.forward)
-        assert all(map(torch.equal, found, expected)), keep
         assert len(found) == len(expected)
-        for func, count in Counter(func for func, _ in keep).items():  # the others of the layer run again, at most
-            copies = (
-                len([*ours.buffers()]) if func is torch.ops.aten.clone.default else 0
-            )  # for the second run to change
-            assert called[func] - backward[func] <= survey.calls[func] - count + copies, func
-
-
-def alone_layers(call: Call) -> list[Any]:
-    return [stage.function for stage in call.stages]
+        assert all(map(torch.equal, found, expected)), places
+        assert without.total() - called.total() >= len(places)
 
 
 def test_random_results_are_kept_all_or_none() -> None:
-    x = torch.randn(8, 16)
-    with Survey(lambda: None) as survey:
-        masked(x).sin()
-    random = [
-        calls for calls, _, _ in units(survey.made, [1] * len(survey.made), survey.draws, set()) if len(calls) > 1
-    ]
-    assert [{func for func, _ in calls} for calls in random] == [
-        {torch.ops.aten.bernoulli.default, torch.ops.aten.rand_like.default}
-    ]
-    with Survey(lambda: None) as survey:
-        drawn_over(x)
-    assert all(torch.ops.aten.rand_like.default not in {f for f, _ in calls} for calls, *_ in units(
-        survey.made, [1] * len(survey.made), survey.draws, set()))  # fmt: skip
+    survey, able = surveyed(masked, torch.randn(8, 16), ends=False)
+    assert sorted(map(len, able))[-1] == 2
+    assert sum(r.random for r in survey.made) == 2
+    survey, able = surveyed(drawn_over, torch.randn(8, 16), ends=False)
+    assert not {r.place for r in survey.made if r.random} & frozenset().union(*able)
 
 
-def test_weights_that_autocast_casts_once_do_not_shift_the_numbers_of_later_calls() -> None:
+@torch.library.custom_op("rockmate_tests::noisy", mutates_args=())
+def noisy(t: torch.Tensor) -> torch.Tensor:
+    """Says to nobody that it draws."""
+    return t + torch.rand_like(t)
+
+
+noisy.register_autograd(lambda _, grad: grad)
+
+
+def test_an_operator_that_does_not_say_that_it_draws() -> None:
+    survey, _ = surveyed(lambda t: noisy(t.cos()).sin(), torch.randn(8, 16))
+    assert [r.random for r in survey.made] == [False, True, False]
+
+
+class Branch(nn.Module):
+    """Takes another path where ``other`` is set."""
+
+    def __init__(
+        self, other: Callable[[torch.Tensor], torch.Tensor], plain: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self.linear, self.paths, self.other = nn.Linear(16, 16), (plain, other), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.paths[self.other](self.linear(x).sin()).tanh().square()
+
+
+def read_then_changed(h: torch.Tensor) -> torch.Tensor:
+    seen = h.detach().exp()
+    kept = h * seen
+    return kept.add_(1) * seen
+
+
+BRANCHES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "more draws": (lambda h: h * torch.rand_like(h) * torch.rand_like(h), lambda h: h * torch.rand_like(h)),
+    "a draw": (lambda h: h.cos() * torch.rand_like(h), torch.cos),
+    "a change in place": (lambda h: (h * 2).add_(1).sigmoid(), lambda h: (h * 2).sigmoid()),
+    "read before the change": (read_then_changed, lambda h: (h * h.detach().exp()).add_(1) * 2),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_nothing_is_kept_of_a_run_that_takes_another_path(name: str) -> None:
+    torch.manual_seed(0)
+    layer = Branch(*BRANCHES[name])
+    survey, able = surveyed(copy.deepcopy(layer), torch.randn(8, 16, requires_grad=True))
+    layer.other = True
+    eager = copy.deepcopy(layer)
+    expected, _ = step([eager], eager)
+    for places in able:
+        ours = copy.deepcopy(layer)
+        call = Call([ours], [Fe(0, 1), Loss(), B(0)], keeps=[[NOTHING, survey.choice(places)]])
+        found, _ = step([ours], call.forward)
+        assert all(map(torch.equal, found, expected)), places
+
+
+class Remembers(nn.Module):
+    """Makes a table for each length once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tables = nn.Linear(16, 16), dict[int, torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.arange(len(x)).float().cos().sin()[:, None]
+        return (self.linear(x).cos().sin() * self.tables[len(x)]).tanh().square()
+
+
+def test_a_recompute_that_takes_another_path_than_the_first_run_uses_nothing_that_was_kept() -> None:
+    torch.manual_seed(0)
+    layer = Remembers()
+    survey, able = surveyed(copy.deepcopy(layer), torch.randn(8, 16, requires_grad=True))
+    eager = copy.deepcopy(layer)
+    expected, _ = step([eager], eager)
+    for places in able:
+        ours = copy.deepcopy(layer)
+        call = Call([ours], [Fe(0, 1), Loss(), B(0)], keeps=[[NOTHING, survey.choice(places)]])
+        found, _ = step([ours], call.forward)
+        assert all(map(torch.equal, found, expected)), places
+
+
+def test_weights_that_autocast_casts_once_do_not_move_the_places_of_later_calls() -> None:
     """The first of several runs casts, the next ones find the casts: what is kept must not depend on that."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
-    model = nn.Sequential(*(rotor.models.utils.AtomicSequential(*block) for block in model))
+    blocks = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
     x = torch.randn(64, 16)
+    gradients = []
     with torch.autocast("cpu", torch.bfloat16):
-        with Survey(lambda: None) as survey:
-            model[0](x)
-        assert all(call[0] is not torch.ops.aten._to_copy.default for call in (r.call for r in survey.made))
-        able = units(survey.made, [1] * len(survey.made), survey.draws, set())
-        keep = frozenset().union(*(calls for calls, _, _ in able))
-        losses = []
+        survey, able = surveyed(blocks[0], x, ends=False)
+        keep = survey.choice(frozenset[int]().union(*able))
         for ours in (False, True):
             torch.clear_autocast_cache()
-            run = Call(
-                [*model], [Fe(0, 1), Fe(1, 1), Fe(2), Loss(), *map(B, (2, 1, 0))], keeps=[[frozenset(), keep]] * 3
-            )
-            model.zero_grad()
-            (run.forward(x) if ours else model(x)).square().mean().backward()
-            losses.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert all(map(torch.equal, *losses))
+            run = Call(blocks, [Fe(0, 1), Fe(1, 1), Fe(2), Loss(), *map(B, (2, 1, 0))], keeps=[[NOTHING, keep]] * 3)
+            for block in blocks:
+                block.zero_grad()
+            (run.forward(x) if ours else nn.Sequential(*blocks)(x)).square().mean().backward()
+            assert not any(stage.kept.results for stage in run.stages)
+            gradients.append([p.grad for block in blocks for p in block.parameters()])
+    assert all(map(torch.equal, *gradients))

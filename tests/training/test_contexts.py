@@ -11,7 +11,7 @@ from against_eager import assert_trains_as_eager, step
 from models import part_way, randn
 from torch import nn
 
-from rockmate import Rockmate, frontier, measure_peak
+from rockmate import Rockmate, attach, frontier, measure_peak
 from rockmate.planning.planner import SCALARS
 
 
@@ -115,3 +115,30 @@ def test_no_more_is_counted_than_there_is() -> None:
         model.zero_grad()
         peaks.append((rk.plan.predicted_peak, measure_peak(run)))
     assert all(0 <= measured + SCALARS - predicted <= 2 * SCALARS for predicted, measured in peaks), peaks
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch's context manager sets what no machine here has
+def test_settings_of_a_rerun_are_those_of_the_forward() -> None:
+    """The kernels of oneDNN have other bits than torch's own, and only the forward is to be without them."""
+    torch.manual_seed(0)
+    layers = (layer for _ in range(6) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU()))
+    model = nn.Sequential(*layers)
+    eager, x = copy.deepcopy(model), torch.randn(4, 8, 16, 16)
+
+    def step(run: nn.Module) -> None:
+        run.zero_grad()
+        with torch.backends.mkldnn.flags(enabled=False):
+            output = run(x)
+        output.square().mean().backward()
+
+    step(eager)
+    handle = attach(model, int(0.7 * measure_peak(lambda: step(eager))), costs="flops", cache=False)
+    before = copy.deepcopy(eager.state_dict())
+    model.load_state_dict(before)
+    for run in (model, eager):
+        run.load_state_dict(before)
+        for _ in range(2):
+            step(run)
+    assert handle.plan.recomputed > 0
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
+    assert torch.backends.mkldnn.enabled
