@@ -153,7 +153,8 @@ class Calls(ABC):
         if variant.observer is not None:
             if look is not None:
                 look.then = self.learner(variant, call.tensors)
-            arrived = variant.observer.watch(variant.program, program_outputs, look)
+            alone = state is None and variant.is_tight
+            arrived = variant.observer.watch(variant.program, program_outputs, look, alone=alone)
             if state is not None:
                 state.backward.arrived = arrived
         return result

@@ -98,6 +98,10 @@ class PlannedGraph(Protocol):
         """Time against memory for the last kind of call."""
 
 
+_MANY = frozenset({32, 128, 512})
+"""Sizes that a plan was carried over to, at which it is said that there are many."""
+
+
 class Front:
     """What captured graphs have in common: the plans, and what is said of them.
 
@@ -111,6 +115,7 @@ class Front:
         self.saved: SavedPlan | None = None
         self._made = 0
         self._before: tuple[str, ...] | None = None
+        self._carried = 0
         self.parameter_bytes = 0
         self.inside = threading.local()  # what is known of the call that this thread is in
 
@@ -147,6 +152,13 @@ class Front:
         """Say that a plan was made."""
         if variant.planner.scaled and (variant.plan.solver == CARRIED or not variant.plan.recomputed):
             LOG.debug("%s: the plan is carried over to %s", self.name, ", ".join(variant.call))
+            self._carried += 1
+            if self._carried in _MANY:
+                LOG.info(
+                    "%s: %d other sizes, or numbers that its Python has, have come so far, and the first step of each "
+                    "takes longer: pad inputs to fewer lengths, and keep numbers that change at every step in tensors",
+                    *(self.name, self._carried),
+                )
             return
         self._made += variant.planner.saved is None
         LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before))

@@ -29,6 +29,7 @@ from rkgb.device import kind_of
 from rkgb.device.kind import Window
 from rkgb.Ktools import K_graph
 from rockmate.calls.look import Look
+from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
 from rockmate.planning.room import Room, bytes_of_outputs, device_of_outputs, scaled, seen_room
 from rockmate.run.program import Program
 
@@ -102,13 +103,15 @@ class Observer:
         return CallLook(self.device if self.measures else None)
 
     def watch(
-        self, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None
+        self, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None, *, alone: bool = False
     ) -> Callable[[], None] | None:
         """Follow the call that returns ``outputs``; what is to be called when its first backward has come to the
         module, where hooks of the module's own may come before those of its outputs.
+
+        ``alone``: nothing else watches the backward, and one that keeps the graph may exceed the budget.
         """
         if any(outputs[k].grad_fn is not None for k in self.places):
-            return _Call(self, program, outputs, look).begin
+            return _Call(self, program, outputs, look, alone).begin
         if look is not None:
             look.abandon()
         return None
@@ -153,9 +156,9 @@ class _Call:
     """One call until its first backward is over. The hooks in its graph own it, so it must not own the graph."""
 
     def __init__(
-        self, observer: Observer, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None
+        self, observer: Observer, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None, alone: bool
     ) -> None:
-        self.observer = observer
+        self.observer, self.alone = observer, alone
         self.thread, self.task = threading.get_ident(), -1
         self.refs = [weakref.ref(t) for t in outputs]
         self.memory: dict[int, Any] = {}  # of outputs that only the caller has, as far as the program goes
@@ -200,6 +203,8 @@ class _Call:
             self.held = self.attached.union(alive)
             if self.look is not None:
                 self.look.mark()
+            if self.alone and graph_is_retained():
+                warn_unplanned(RETAINED)
             torch.autograd.Variable._execution_engine.queue_callback(self.over)
 
     def over(self) -> None:

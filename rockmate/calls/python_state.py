@@ -28,7 +28,7 @@ PLAIN = frozenset({bool, int, float, str, type(None)})
 NOTES = ("_is_", "_fsdp")  # what libraries note on modules for themselves, in attributes that begin so
 _VALUES = (complex, bytes, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, range, Enum)
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
-_FOREIGN = frozenset({"torch"}) | sys.stdlib_module_names
+_FOREIGN = frozenset({"torch", "rockmate", "rkgb", "solvers"}) | sys.stdlib_module_names
 # Objects looked into for one attribute at most; beyond, an object is what it is, not what it holds.
 _MOST = 2000
 
@@ -201,5 +201,5 @@ class _Describer:
 
 
 def _foreign(module: str) -> bool:
-    """Of torch or of Python itself."""
+    """Of torch, of Python itself, or of this project: an attachment changes with every call."""
     return module.partition(".")[0] in _FOREIGN

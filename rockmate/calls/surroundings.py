@@ -83,6 +83,22 @@ def leave_plan() -> None:
     warn("under torch.func's transforms the model itself runs, and the memory budget does not hold", BudgetWarning)
 
 
+def graph_is_retained() -> bool:
+    """Whether the backward that runs was called with retain_graph=True (or create_graph=True)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def warn_unplanned(why: str) -> None:
+    """Say that the budget is not promised for this call."""
+    warn(
+        f"{why}: results are right, but what is kept or computed again for it may exceed the memory budget",
+        BudgetWarning,
+    )
+
+
+RETAINED = "backward was called with retain_graph=True (or create_graph=True)"
+
+
 def warn_of_saved_hooks() -> None:
     """Say that others' hooks of saved tensors (torch.utils.checkpoint, save_on_cpu) allocate beside the plan."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

@@ -31,6 +31,9 @@ from rockmate.run.parts import peaks_of_parts
 from rockmate.run.program import Program
 from solvers import walk
 
+ROOM_TO_KEEP = 4
+"""A budget that is so many times a step's peak is taken to hold for a backward of its backward."""
+
 MAX_PLANS = 128
 """Plans kept, of all kinds of calls together."""
 
@@ -69,6 +72,11 @@ class Variant:
     def is_provisional(self) -> bool:
         """Whether nodes run again by costs that were scaled from another size: a better plan may be found."""
         return self.planner.scaled and self.plan.recomputed > 0
+
+    @cached_property
+    def is_tight(self) -> bool:
+        """Whether a backward that keeps the graph may exceed the budget: a second one takes about as much again."""
+        return self.plan.budget < ROOM_TO_KEEP * self.plan.predicted_peak
 
     def look(self) -> CallLook | None:
         """A close look at the call that begins now, if there is to be one."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rockmate.calls.surroundings import running_in, runs_plainly
+from rockmate.calls.surroundings import RETAINED, graph_is_retained, running_in, runs_plainly
 from rockmate.errors import GoneError
 from rockmate.run.parts import left_out, staying_after, steps_between
 from rockmate.run.store import Store
@@ -72,7 +72,7 @@ class Backward:
         if task != self.task:
             if self.task >= 0:  # an error ended that one, or this one runs inside it
                 self.end()
-            self.task, self.thread, self.keeping = task, 0, _graph_is_retained()
+            self.task, self.thread, self.keeping = task, 0, graph_is_retained()
             if self.arrived is not None:
                 arrived, self.arrived = self.arrived, None
                 arrived()
@@ -102,7 +102,7 @@ class Backward:
             return
         if self.keeping and not self.retained:
             self.retained = True
-            self.store.warn_unplanned("backward was called with retain_graph=True (or create_graph=True)")
+            self.store.warn_unplanned(RETAINED)
         foreseen = k == self.next_stage and i in self.program.stage_of
         self.skipped = self.skipped or not foreseen or left_out(self.store.slots, i)
         steps = self.program.before[k] if foreseen else steps_between(self.program, self.next_stage, k, i)
@@ -150,8 +150,3 @@ class Backward:
             self.thread, self.plain = thread, runs_plainly(self.program.mode, self.store.settings)
         mode = self.program.mode
         return torch.set_grad_enabled(mode.grad) if self.plain else running_in(mode, self.store.settings)
-
-
-def _graph_is_retained() -> bool:
-    """Whether the backward that runs was called with retain_graph=True (or create_graph=True)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -13,9 +13,8 @@ from rkgb.randomness import drawing_again
 from rkgb.settings import settings
 from rkgb.storages import storage_key
 from rkgb.trace.capture import drop_saved
-from rkgb.warn import warn
-from rockmate.calls.surroundings import running_in
-from rockmate.errors import BudgetWarning, GoneError
+from rockmate.calls.surroundings import running_in, warn_unplanned
+from rockmate.errors import GoneError
 from rockmate.run.program import NodeCode, Program
 from rockmate.run.slots import Slot, changed, unpack, version_of
 
@@ -187,10 +186,7 @@ class Store:
         """Say once that the budget is not promised for this call."""
         if not self.warned:
             self.warned = True
-            warn(
-                f"{why}: results are right, but what is kept or computed again for it may exceed the memory budget",
-                BudgetWarning,
-            )
+            warn_unplanned(why)
 
     def changed(self, v: int, tensor: torch.Tensor) -> RuntimeError:
         """Eager mode's error for value ``v``, which was changed in place."""

@@ -13,7 +13,7 @@ from models import case, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import BudgetWarning, Rockmate, frontier
+from rockmate import BudgetWarning, Rockmate, attach, frontier, measure_peak
 
 
 def smooth(inside: int, outside: int, width: int = 32) -> nn.Sequential:
@@ -370,3 +370,26 @@ def test_a_view_by_a_function_that_reads_another_tensor(by: str) -> None:
         line for line in rk.plan.program().splitlines() if line.endswith("recompute")
     )
     assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+
+
+def test_a_gradient_penalty_is_said_to_be_beside_the_budget_where_nothing_runs_again() -> None:
+    """Then no slot sees the backward, but its outputs' hooks do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32))))
+    eager, x = copy.deepcopy(model), torch.randn(64, 32, requires_grad=True)
+
+    def penalty(run: nn.Module) -> None:
+        output = run(x).sum(1)
+        (g,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (output.mean() + (g.norm(dim=1) - 1).square().mean()).backward()
+
+    penalty(eager)
+    handle = attach(model, 2 * measure_peak(lambda: eager(x).sum().backward()), costs="flops", cache=False)
+    for p in model.parameters():
+        p.grad = None
+    with pytest.warns(BudgetWarning, match="create_graph"):
+        penalty(model)
+    assert handle.plan.recomputed == 0
+    eager.zero_grad()
+    penalty(eager)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))

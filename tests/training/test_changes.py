@@ -185,6 +185,26 @@ def test_attributes_that_branches_set() -> None:
     assert handle is not None and handle.reason
 
 
+def test_an_attribute_may_have_the_name_of_one_of_ours() -> None:
+    """What an attachment holds (its ``last`` plan) changes with every call, and is nothing that the model reads."""
+
+    class Counts(Net):
+        last = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y, turns = self.body(x), 0
+            while y.norm() > 1e9 or turns < 2:
+                y, turns = y * 0.9, turns + 1
+            self.last = turns
+            return self.head(y)
+
+    model = Counts()
+    handle = attach(model, "70%", costs="flops", cache=False)
+    for k in range(5):
+        model(randn(64, 32, seed=k)).square().mean().backward()
+    assert len(handle.plans) <= 2
+
+
 def hooked(y: torch.Tensor) -> torch.Tensor:
     y.register_hook(lambda g: 0.5 * g)
     return y
