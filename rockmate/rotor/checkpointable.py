@@ -26,6 +26,7 @@ from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import Measured, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
 from rockmate.rotor.situation import Situation
+from rockmate.rotor.values import Parts
 from solvers.errors import InfeasibleError
 from solvers.interrupts import Heeded
 from solvers.rotor.chain import Chain
@@ -129,7 +130,7 @@ class Checkpointable(nn.Module):
             self._measured = measure_chain(
                 functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
             )
-        self._situation = Situation.of(functions, custom_input)
+        self._situation = Situation.of(functions, [*map(Parts, functions)], custom_input)
         self.chain = self.sequence = None
         self._earlier = []
 
@@ -208,16 +209,17 @@ class Checkpointable(nn.Module):
             )
             return self.model(x)
         functions = self.functions
+        parts = [*map(Parts, functions)]
         if self._situation is None:
             self.measure(x)
-        elif not self._situation.covers(now := Situation.of(functions, x)):
+        elif not self._situation.covers(now := Situation.of(functions, parts, x)):
             self._turn_to(now, x)
         if self.sequence is None:
             self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
         names = self.names if self.verbosity > 1 else None
         assert self._measured is not None
-        return Call(functions, self.sequence, names, self.preserve_rng_state, self._measured.keeps).forward(x)
+        return Call(functions, self.sequence, names, self.preserve_rng_state, self._measured.keeps, parts).forward(x)
 
     def _turn_to(self, situation: Situation, x: Any) -> None:
         """Use the chain and sequence of an earlier situation that covers this one, or measure ``x``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Many
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from rkgb.settings import are_in_force, settings, under_settings
@@ -17,7 +18,7 @@ from rkgb.trace.attention import attention_by, attention_kernels
 from rockmate.rotor.checks import in_place_message
 from rockmate.rotor.selective import NOTHING, Choice
 from rockmate.rotor.stages import Stage
-from rockmate.rotor.values import Function, Held, versions_of
+from rockmate.rotor.values import Function, Held, Parts, versions_of
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 
@@ -25,7 +26,8 @@ class Call:
     """One forward and its backward, by the operations of ``sequence``.
 
     ``names``: of the stages; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a
-    recompute draws the same random numbers. ``keeps[i][w]``: what way w > 0 of stage i keeps.
+    recompute draws the same random numbers. ``keeps[i][w]``: what way w > 0 of stage i keeps. ``parts``: those of the
+    stages, if they are known.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Call:
         names: Many[str] | None = None,
         preserve_rng_state: bool = True,
         keeps: Many[Many[Choice]] = (),
+        parts: Many[Parts] = (),
     ) -> None:
         self.keeps = keeps
         operations = tuple(sequence)
@@ -42,7 +45,7 @@ class Call:
         self.forward_part, self.backward_part = operations[:end], operations[end + 1 :]
         self.names = names
         self.position = 0
-        self.stages = [Stage(f, preserve_rng_state) for f in functions]
+        self.stages = [Stage(f, preserve_rng_state, p) for f, p in zip_longest(functions, parts)]
         self.stored: dict[int, Held] = {}
         self.current: tuple[int, Any] | None = None
         self.start: Held | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,10 +32,9 @@ class Situation:
     changing: tuple[frozenset[str], ...]
 
     @classmethod
-    def of(cls, functions: tuple[nn.Module, ...], x: Any) -> Situation:
-        """The situation of a call of ``functions`` with ``x``."""
+    def of(cls, functions: tuple[nn.Module, ...], parts: Sequence[Parts], x: Any) -> Situation:
+        """The situation of a call of ``functions``, which have these ``parts``, with ``x``."""
         inputs = tensor_leaves(x)
-        parts = [Parts(f) for f in functions]
         tensors = [*(p for of in parts for p in of.parameters.values()), *inputs]
         return cls(
             tuple((m, m.training) for of in parts for _, m in of.modules),

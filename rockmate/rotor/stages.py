@@ -65,13 +65,15 @@ class Stage:
     tensor that it fills afterwards, so that a recompute must not stop there. ``stopped``: whether the last recompute
     did. ``generators``, ``buffers``: random states, and contents of buffers, from before the first run, as far as it
     changed them. ``autocasts``, ``autocast_cache``, ``attributes``: as in the first run. ``owned``: parameters and
-    buffers of the first run, with their version counters. ``saved_by_autograd``: whether the first run left its saved
-    tensors to autograd. ``finished``: whether ``generators`` and ``buffers`` were released. ``input``, ``kept``: what
-    ``refill`` recomputes from.
+    buffers of the first run, with their version counters. ``parts``: of the function then; ``statistics``: the buffers
+    among them that only eager mode reads. ``saved_by_autograd``: whether the first run left its saved tensors to
+    autograd. ``finished``: whether ``generators`` and ``buffers`` were released. ``input``, ``kept``: what ``refill``
+    recomputes from.
     """
 
     function: Function
     preserve_rng_state: bool
+    parts: Parts | None = None
     slots: list[torch.Tensor | None] = field(default_factory=list)
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     saved: list[int | None] = field(default_factory=list)
@@ -81,6 +83,7 @@ class Stage:
     autocast_cache: bool = True
     owned: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     attributes: Attributes | None = None
+    statistics: dict[str, torch.Tensor] = field(default_factory=dict)
     saved_by_autograd: bool = False
     finished: bool = False
     kept: Kept = field(default_factory=Kept)
@@ -99,8 +102,7 @@ class Stage:
 
         ``keep``: results that are kept, together with ``x``, for ``refill``.
         """
-        parts = Parts(self.function)
-        self._remember(x, parts)
+        parts = self._remember(x)
         generators = generator_states(parts, x) if self.preserve_rng_state else {}
         before = Buffers(self.function, parts)
         fixed = {storage_key(t) for t in parts.owned.values()}
@@ -126,8 +128,7 @@ class Stage:
 
     def keep_all(self, x: Any) -> Any:
         """Run for the first time; the output, with history. Autograd keeps the saved tensors."""
-        parts = Parts(self.function)
-        self._remember(x, parts)
+        parts = self._remember(x)
         self.saved_by_autograd = True
         buffers = Buffers(self.function, parts, copied=False)
         output = self.function(x)
@@ -204,10 +205,20 @@ class Stage:
             return self._recompute_there(x, pack, mode)
 
     def _recompute_there(self, x: Any, pack: Callable[[torch.Tensor], None], mode: AbstractContextManager[Any]) -> Any:
-        parts = Parts(self.function)
-        instead = self._scratch(parts)
-        self._check_owned(instead)
-        instead = self._replaced(parts.owned) | instead
+        assert self.parts is not None
+        parts = self.parts
+        scratch = {name: t.clone() for name, t in (self.statistics | self.buffers).items()}  # eager mode runs once
+        self._check_owned(scratch)
+        instead = scratch
+        if not parts.are_unchanged():
+            parts = Parts(self.function)
+            instead = self._replaced(parts.owned) | scratch
+        for name in [
+            name for name in instead if name in parts.homes
+        ]:  # ``Attributes.restored`` puts back what is there
+            t = instead.pop(name)
+            for buffers, key in parts.homes[name]:
+                buffers[key] = t
         x = detached(x)  # autograd may hold the input of this run, and must not hold ours
         self.stopped = False
         with self._modes(x, parts), saved_tensors_hooks(pack, _lost), mode:
@@ -244,36 +255,44 @@ class Stage:
         """The parameters and buffers of the first run that other tensors have replaced since."""
         return {name: t for name, (t, _) in self.owned.items() if now.get(name) is not t}
 
-    def _scratch(self, parts: Parts) -> dict[str, torch.Tensor]:
-        """Copies of the buffers that the run changes, for a recompute to change instead: eager mode runs once."""
-        return {name: t.clone() for name, t in (statistics_of(parts) | self.buffers).items()}
-
-    def _remember(self, x: Any, parts: Parts) -> None:
+    def _remember(self, x: Any) -> Parts:
+        """Note what a recompute needs; the parts of now."""
+        known = self.parts
+        parts = known if known is not None and known.are_unchanged() else Parts(self.function)
         kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensor_leaves(x))])
         self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.owned = {name: (t, version_of(t)) for name, t in parts.owned.items()}
-        self.attributes = Attributes(parts)
+        self.parts, self.statistics, self.attributes = parts, statistics_of(parts), Attributes(parts)
+        return parts
 
-    @contextmanager
-    def _modes(self, x: Any, parts: Parts) -> Iterator[None]:
+    def _modes(self, x: Any, parts: Parts) -> AbstractContextManager[Any]:
         """Meanwhile grad mode, autocast and generators are those of the first run; afterwards those of now.
 
         Raises ``RuntimeError`` if the run draws random numbers and the states of the first run are not known.
         """
+        cached = torch.is_autocast_cache_enabled() == self.autocast_cache
+        casts = [
+            (kind, enabled, dtype)
+            for kind, enabled, dtype in self.autocasts
+            if not cached or (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) != (enabled, dtype)
+        ]
         unknown = self.saved_by_autograd and self.preserve_rng_state
+        if not (casts or unknown or self.generators):  # to enter what is in force takes a good part of a small layer
+            return torch.enable_grad()
+        return self._other_modes(casts, generator_states(parts, x) if unknown else None)
+
+    @contextmanager
+    def _other_modes(
+        self, casts: list[tuple[str, bool, torch.dtype]], unknown: dict[Drawn, torch.Tensor] | None
+    ) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            cached = torch.is_autocast_cache_enabled() == self.autocast_cache
-            for kind, enabled, dtype in self.autocasts:
-                if cached and (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) == (enabled, dtype):
-                    continue  # to enter what is in force takes a good part of the time of a small layer
+            for kind, enabled, dtype in casts:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
                 )
-            outer = {source: random_state(source) for source in self.generators}
-            if unknown:
-                outer = generator_states(parts, x)
+            outer = {source: random_state(source) for source in self.generators} if unknown is None else unknown
             for source, state in self.generators.items():
                 set_random_state(source, state)
             drawn = False
@@ -283,7 +302,7 @@ class Stage:
                 for source, state in outer.items():
                     drawn = drawn or not torch.equal(state, random_state(source))
                     set_random_state(source, state)
-            if unknown and drawn:
+            if unknown is not None and drawn:
                 raise RuntimeError(self._gone())
 
 

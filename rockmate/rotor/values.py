@@ -74,20 +74,24 @@ def detached(value: Any) -> Any:
     def leaf(t: Any) -> Any:
         return t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
 
-    return pytree.tree_map(leaf, value)
+    return leaf(value) if isinstance(value, torch.Tensor) else pytree.tree_map(leaf, value)
 
 
 class Parts:
     """The modules of a stage at a moment, each once, and the parameters and buffers that they have, by name.
 
-    ``modules``: with their names, which end with a dot; none for a plain function. It is one walk, where torch's
-    ``named_parameters`` and the like take one each: they are a good part of the time of a small layer.
+    ``modules``: with their names, which end with a dot; none for a plain function. ``homes``: for each buffer the
+    dictionaries of modules that hold it, and its name there. ``links``: what holds what, by name. It is one walk, where
+    torch's ``named_parameters`` and the like take one each: they are a good part of the time of a small layer.
     """
 
     def __init__(self, function: Function) -> None:
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.parameters: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
+        self.homes: dict[str, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
+        self.links: list[tuple[dict[str, Any], str, Any]] = []
+        named: dict[int, str] = {}
         todo = [("", function)] if isinstance(function, torch.nn.Module) else []
         seen: set[int] = set()
         while todo:
@@ -99,11 +103,21 @@ class Parts:
             if module._modules:
                 children = [(f"{prefix}{k}.", m) for k, m in module._modules.items() if m is not None]
                 todo += reversed(children)
-            for owned, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
-                for name, t in owned.items():
-                    if t is not None and id(t) not in seen:
-                        seen.add(id(t))
-                        found[prefix + name] = t
+                self.links += [(module._modules, k, m) for k, m in module._modules.items()]
+            self.links += [(held, k, t) for held in (module._parameters, module._buffers) for k, t in held.items()]
+            for name, t in module._parameters.items():
+                if t is not None and id(t) not in seen:
+                    seen.add(id(t))
+                    self.parameters[prefix + name] = t
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    first = named.setdefault(id(buffer), prefix + name)
+                    self.buffers[first] = buffer
+                    self.homes.setdefault(first, []).append((module._buffers, name))
+
+    def are_unchanged(self) -> bool:
+        """Whether the modules have the same modules, parameters and buffers as then."""
+        return all(held.get(name) is thing for held, name, thing in self.links)
 
     @cached_property
     def attributes(self) -> list[tuple[torch.nn.Module, tuple[str, ...], tuple[str, ...]]]:
