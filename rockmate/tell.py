@@ -64,15 +64,20 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, before: tuple[str, ...] | None) -> str:
-    """What is said of plan ``number`` of the model ``what``; ``before``: the call that the plan before is for."""
+def planned_line(
+    what: str, call: tuple[str, ...], plan: Plan, number: int, before: tuple[str, ...] | None, guard: str = ""
+) -> str:
+    """What is said of plan ``number`` of the model ``what``.
+
+    ``before``: the call that the plan before is for. ``guard``: what its Python read from a tensor, if that is new.
+    """
     line = (
         f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {', '.join(call)}: "
         f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
         f"{100 * plan.predicted_overhead:.1f} % more time"
     )
     if before is not None:
-        line += f"; {_difference(before, call)}"
+        line += f"; {_difference(before, call, guard)}"
     if number >= MANY:
         line += f". This is plan {number}: pad inputs to a few shapes, and keep what changes at every step in tensors"
     return line
@@ -85,10 +90,14 @@ def _loaded(plan: Plan) -> str:
     return f" ({' and '.join(found)} loaded)" if found and "load" in plan.setup_seconds else ""
 
 
-def _difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:
+def _difference(before: tuple[str, ...], now: tuple[str, ...], guard: str) -> str:
     """In what two calls differ, by the names of their inputs."""
     old, new = ({words.partition(" ")[0]: words for words in call} for call in (before, now))
     changed = [f"{words} was {old[k].partition(' ')[2]}" for k, words in new.items() if k in old and old[k] != words]
     changed += [f"{words}, not there before" for k, words in new.items() if k not in old]
     changed += [f"no {k}" for k in old if k not in new]
-    return "new: " + ", ".join(changed) if changed else "new: something in the module's Python, or gradients, differs"
+    if changed:
+        return "new: " + ", ".join(changed)
+    if guard:
+        return f"new: a number that the module's Python reads from a tensor ({guard})"
+    return "new: something in the module's Python, or gradients, differs"

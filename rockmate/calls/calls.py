@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -135,7 +135,7 @@ class Calls(ABC):
                 "one shape."
             )
         try:
-            return self._run_under(self._make_variant(call), call)
+            return self._run_under(self._make_variant(call, failed=failed), call)
         except GuardFailed as guard:
             raise VariantLimitError(
                 f"what the module's Python reads from a tensor changed between two runs on the same input: {guard}"
@@ -218,7 +218,8 @@ class Calls(ABC):
             found = self.fitting(self.cache.find(*self.kind(call)), call)
             return found or [self._make_variant(call, saved)]
 
-    def _make_variant(self, call: Call, saved: SavedPlan | None = None) -> Variant:
+    def _make_variant(self, call: Call, saved: SavedPlan | None = None, failed: Sequence[str] = ()) -> Variant:
+        """``failed``: the guards for which the plans for such calls are none for this one."""
         refuse_within_measurements()
         capture = self.front.capture_seconds()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
@@ -235,7 +236,7 @@ class Calls(ABC):
             plan = replace(variant.plan, call=said, setup_seconds=seconds)
             variant = replace(variant, plan=plan, number=next(self.cache.numbers))
             self.cache.add(key, variant.planner.missing, variant)
-        self.front.tell(variant)
+        self.front.tell(variant, failed[0] if failed else "")
         return variant
 
     def _traced(self, call: Call, report: Report, saved: SavedPlan | None) -> Variant:

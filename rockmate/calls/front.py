@@ -148,8 +148,8 @@ class Front:
         """A call in a few words."""
         return described(names, values, None)
 
-    def tell(self, variant: Variant) -> None:
-        """Say that a plan was made."""
+    def tell(self, variant: Variant, guard: str = "") -> None:
+        """Say that a plan was made; ``guard``: the one that failed, if that is why."""
         if variant.planner.scaled and (variant.plan.solver == CARRIED or not variant.plan.recomputed):
             LOG.debug("%s: the plan is carried over to %s", self.name, ", ".join(variant.call))
             self._carried += 1
@@ -161,7 +161,7 @@ class Front:
                 )
             return
         self._made += variant.planner.saved is None
-        LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before))
+        LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before, guard))
         self._before = variant.call
 
     def tell_again(self, variant: Variant, new: Variant) -> None:
