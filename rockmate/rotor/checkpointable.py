@@ -101,6 +101,7 @@ class Checkpointable(nn.Module):
         self._measured: Measured | None = None
         self._situation: Situation | None = None
         self._earlier: list[dict[str, Any]] = []
+        self._parts: list[Parts] = []
         self.training = model.training  # of the layers, some may be in another mode
         if custom_input is not None:
             self.measure(custom_input)
@@ -209,7 +210,8 @@ class Checkpointable(nn.Module):
             )
             return self.model(x)
         functions = self.functions
-        parts = [*map(Parts, functions)]
+        before = self._parts if len(self._parts) == len(functions) else [None] * len(functions)
+        parts = self._parts = [*map(Parts.again, functions, before)]
         if self._situation is None:
             self.measure(x)
         elif not self._situation.covers(now := Situation.of(functions, parts, x)):

@@ -22,7 +22,7 @@ from rkgb.storages import storage_key
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import Attributes, Buffers, statistics_of
 from rockmate.rotor.selective import NOTHING, Choice, Keep, Kept, Replay
-from rockmate.rotor.values import Fixed, Function, Held, Parts, detached, generator_states, version_of
+from rockmate.rotor.values import Fixed, Function, Held, Parts, detached, generator_states, version_of, versions_of_all
 
 Prepare = Callable[[int], None]
 
@@ -64,11 +64,11 @@ class Stage:
     ``unpacked``: those from slots that it has read, if they are alive. ``saves_early``: whether an operation saves a
     tensor that it fills afterwards, so that a recompute must not stop there. ``stopped``: whether the last recompute
     did. ``generators``, ``buffers``: random states, and contents of buffers, from before the first run, as far as it
-    changed them. ``autocasts``, ``autocast_cache``, ``attributes``: as in the first run. ``owned``: parameters and
-    buffers of the first run, with their version counters. ``parts``: of the function then; ``statistics``: the buffers
-    among them that only eager mode reads. ``saved_by_autograd``: whether the first run left its saved tensors to
-    autograd. ``finished``: whether ``generators`` and ``buffers`` were released. ``input``, ``kept``: what ``refill``
-    recomputes from.
+    changed them. ``autocasts``, ``autocast_cache``, ``attributes``: as in the first run. ``versions``: of the
+    parameters and buffers of the first run. ``parts``: of the function then; ``statistics``: buffers that norms write
+    in training, and do not read. ``saved_by_autograd``: whether the first run left its saved tensors to autograd.
+    ``finished``: whether ``generators`` and ``buffers`` were released. ``input``, ``kept``: what ``refill`` recomputes
+    from.
     """
 
     function: Function
@@ -81,7 +81,7 @@ class Stage:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     autocasts: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     autocast_cache: bool = True
-    owned: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
     attributes: Attributes | None = None
     statistics: dict[str, torch.Tensor] = field(default_factory=dict)
     saved_by_autograd: bool = False
@@ -242,7 +242,11 @@ class Stage:
         )
 
     def _check_owned(self, scratch: dict[str, torch.Tensor]) -> None:
-        for name, (t, version) in self.owned.items():
+        assert self.parts is not None
+        owned = self.parts.owned
+        if versions_of_all(owned) == self.versions:
+            return
+        for (name, t), version in zip(owned.items(), self.versions, strict=True):
             if version_of(t) != version and name not in scratch:
                 parameter = isinstance(t, torch.nn.Parameter)
                 before = "optimizer.step()" if parameter else "the next forward, or what else changes it"
@@ -253,7 +257,8 @@ class Stage:
 
     def _replaced(self, now: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parameters and buffers of the first run that other tensors have replaced since."""
-        return {name: t for name, (t, _) in self.owned.items() if now.get(name) is not t}
+        assert self.parts is not None
+        return {name: t for name, t in self.parts.owned.items() if now.get(name) is not t}
 
     def _remember(self, x: Any) -> Parts:
         """Note what a recompute needs; the parts of now."""
@@ -262,7 +267,7 @@ class Stage:
         kinds = dict.fromkeys(["cpu", *(t.device.type for t in tensor_leaves(x))])
         self.autocasts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.owned = {name: (t, version_of(t)) for name, t in parts.owned.items()}
+        self.versions = versions_of_all(parts.owned)
         self.parts, self.statistics, self.attributes = parts, statistics_of(parts), Attributes(parts)
         return parts
 

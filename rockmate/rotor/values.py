@@ -68,6 +68,14 @@ def version_of(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
+def versions_of_all(tensors: dict[str, torch.Tensor]) -> list[int]:
+    """The version counters of ``tensors``, in order."""
+    try:
+        return [t._version for t in tensors.values()]
+    except RuntimeError:  # one was made in inference mode
+        return [version_of(t) for t in tensors.values()]
+
+
 def detached(value: Any) -> Any:
     """The same memory without history, requiring grad where the original does."""
 
@@ -80,17 +88,20 @@ def detached(value: Any) -> Any:
 class Parts:
     """The modules of a stage at a moment, each once, and the parameters and buffers that they have, by name.
 
-    ``modules``: with their names, which end with a dot; none for a plain function. ``homes``: for each buffer the
-    dictionaries of modules that hold it, and its name there. ``links``: what holds what, by name. It is one walk, where
-    torch's ``named_parameters`` and the like take one each: they are a good part of the time of a small layer.
+    ``modules``: with their names, which end with a dot; none for a plain function. ``owned``: parameters and buffers.
+    ``homes``: for each buffer the dictionaries of modules that hold it, and its name there. ``links``: what holds what,
+    by name. It is one walk, where torch's ``named_parameters`` and the like take one each: they are a good part of the
+    time of a small layer.
     """
 
     def __init__(self, function: Function) -> None:
+        self.function = function
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.parameters: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.homes: dict[str, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
         self.links: list[tuple[dict[str, Any], str, Any]] = []
+        self.counts: list[tuple[dict[str, Any], int]] = []
         named: dict[int, str] = {}
         todo = [("", function)] if isinstance(function, torch.nn.Module) else []
         seen: set[int] = set()
@@ -103,8 +114,9 @@ class Parts:
             if module._modules:
                 children = [(f"{prefix}{k}.", m) for k, m in module._modules.items() if m is not None]
                 todo += reversed(children)
-                self.links += [(module._modules, k, m) for k, m in module._modules.items()]
-            self.links += [(held, k, t) for held in (module._parameters, module._buffers) for k, t in held.items()]
+            holding = (module._modules, module._parameters, module._buffers)
+            self.links += [(held, k, thing) for held in holding for k, thing in held.items()]
+            self.counts += [(held, len(held)) for held in holding]
             for name, t in module._parameters.items():
                 if t is not None and id(t) not in seen:
                     seen.add(id(t))
@@ -114,9 +126,21 @@ class Parts:
                     first = named.setdefault(id(buffer), prefix + name)
                     self.buffers[first] = buffer
                     self.homes.setdefault(first, []).append((module._buffers, name))
+        self.owned = self.parameters | self.buffers
+
+    @classmethod
+    def again(cls, function: Function, before: Parts | None) -> Parts:
+        """Those of now; ``before``: those of an earlier moment, which are these if nothing has changed."""
+        if before is None or before.function is not function or not before.are_unchanged():
+            return cls(function)
+        vars(before).pop("attributes", None)
+        return before
 
     def are_unchanged(self) -> bool:
         """Whether the modules have the same modules, parameters and buffers as then."""
+        for held, count in self.counts:
+            if len(held) != count:
+                return False
         return all(held.get(name) is thing for held, name, thing in self.links)
 
     @cached_property
@@ -124,11 +148,6 @@ class Parts:
         """Each module, the names of its attributes, and of those that are its own: not what all modules have."""
         found = ((m, tuple(m.__dict__)) for _, m in self.modules)
         return [(m, names, _own(names)) for m, names in found]
-
-    @property
-    def owned(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name."""
-        return self.parameters | self.buffers
 
 
 _OF_ALL = frozenset(vars(torch.nn.Module())) - {"training"}

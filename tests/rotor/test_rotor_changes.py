@@ -524,3 +524,33 @@ def test_the_gradient_of_an_output_may_be_laid_out_as_the_output() -> None:
         chk(sample).square().mean().backward()
 
     assert_in_limit(chk, step)
+
+
+def test_what_is_replaced_within_a_layer_between_calls_is_noticed() -> None:
+    """The walk over its modules is that of the last call, if nothing has changed."""
+    torch.manual_seed(0)
+    blocks = [rotor.models.utils.AtomicSequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(4)]
+    m = nn.Sequential(*blocks)
+    eager = copy.deepcopy(m)
+    chk = least(m, x())
+
+    def grown(run: nn.Module) -> None:
+        run[1].append(nn.GELU())
+
+    def other_layer(run: nn.Module) -> None:
+        torch.manual_seed(3)
+        run[2][0] = nn.Linear(32, 32)
+
+    def other_weight(run: nn.Module) -> None:
+        run[0][0].weight = nn.Parameter(run[0][0].weight.detach() * 2)
+
+    def other_buffer(run: nn.Module) -> None:
+        run[3][1].running_mean = torch.ones(32)
+
+    for change in (lambda _: None, grown, other_layer, other_weight, other_buffer, lambda _: None):
+        for run, whole in ((chk, m), (eager, eager)):
+            change(whole)
+            run.zero_grad()
+            run(x()).square().mean().backward()
+        assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
+        assert same(m.buffers(), eager.buffers())
