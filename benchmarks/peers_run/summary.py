@@ -76,7 +76,8 @@ def how_little(results: Mapping[str, Any]) -> Iterator[str]:
     """What shares of the activation memory cost, as planned, and the smallest peaks."""
     yield "Activation memory is eager mode's peak without the gradients of the parameters. The percentages are the"
     yield "time that a plan within such a share of it takes more, as predicted; predicted and measured times of nine"
-    yield "models differ by 2 points at most ([benchmarks](benchmarks.md#time-predicted-and-measured)). A dash: no plan is so small."
+    yield "models differ by 2 points at most ([benchmarks](benchmarks.md#time-predicted-and-measured)). A dash: no plan"
+    yield "is so small."
     yield ""
     yield f"| model | {' | '.join(name for name, _ in SHARES)} | smallest share | our smallest peak | of the others |"
     yield "|---|" + "---|" * (len(SHARES) + 3)
