@@ -287,7 +287,7 @@ def announced_writes(node: Node) -> set[int]:
     schema = getattr(node.op, "_schema", None)
     if schema is None or node.name.endswith("_"):
         return set()
-    names = _written_arguments(node.op)
+    names = [name for _, name in written_arguments(node.op)] if schema.returns else []
     if not names:
         return set()
     given = {x.name: a for x, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
@@ -295,10 +295,10 @@ def announced_writes(node: Node) -> set[int]:
 
 
 @cache
-def _written_arguments(op: Any) -> tuple[str, ...]:
-    """The names of the arguments that an operator which returns something writes to, by its schema."""
-    arguments = op._schema.arguments if op._schema.returns else ()
-    return tuple(x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write)
+def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes to, by its schema: positions and names."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple((k, x.name) for k, x in arguments if x.alias_info is not None and x.alias_info.is_write)
 
 
 def _refuse(_: None) -> torch.Tensor:

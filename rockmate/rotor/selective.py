@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from rkgb.cost.memory import storage_bytes
+from rkgb.Dtools import written_arguments
 from rkgb.randomness import Drawn, random_state
 from rkgb.storages import storage_key
 from rkgb.trees import tensor_leaves
@@ -100,8 +101,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     if known is None:
         known = _ALL
         if not isinstance(func, HigherOrderOperator):
-            arguments = enumerate(func._schema.arguments)
-            known = tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+            known = written_arguments(func)
         _WRITTEN[id(func)] = known
     return known
 

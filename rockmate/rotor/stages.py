@@ -25,6 +25,7 @@ from rockmate.rotor.selective import NOTHING, Choice, Keep, Kept, Replay
 from rockmate.rotor.values import Fixed, Function, Held, Parts, detached, generator_states, version_of, versions_of_all
 
 Prepare = Callable[[int], None]
+_PLAINLY = nullcontext()
 
 
 class Stop(Exception):
@@ -135,14 +136,11 @@ class Stage:
         buffers.learn()
         return output
 
-    def fill(self, x: Any, wanted: bool) -> Any:
+    def fill(self, x: Any, wanted: bool, mode: AbstractContextManager[Any] = _PLAINLY) -> Any:
         """Recompute the saved tensors from the detached input ``x``, into the slots.
 
         Returns the detached output if ``wanted``; else None, and the run stops at the last saved tensor.
         """
-        return self._fill(x, wanted, nullcontext())
-
-    def _fill(self, x: Any, wanted: bool, mode: AbstractContextManager[Any]) -> Any:
         if wanted or self.slots:
             saved, slots = iter(self.saved), self.slots
             last = None if wanted or self.saves_early else len(slots) - 1
@@ -167,9 +165,9 @@ class Stage:
         assert self.input is not None
         x, self.input = self.input.read(self.name), None
         kept, self.kept = self.kept, Kept()
-        self._fill(x, False, Replay(kept))
+        self.fill(x, False, Replay(kept))
         if kept.results:  # this run took another path than the first
-            self._fill(x, False, nullcontext())
+            self.fill(x, False)
 
     def skim(self, x: Any, keep: Choice = NOTHING) -> Any:
         """Recompute the detached output from the detached input ``x``, without its saved tensors."""
@@ -177,7 +175,7 @@ class Stage:
 
     def _keeping(self, x: Any, keep: Choice) -> AbstractContextManager[Any]:
         if not keep:
-            return nullcontext()
+            return _PLAINLY
         self.input, self.kept = Held.of(x), Kept()
         return Keep(keep, self.kept)
 

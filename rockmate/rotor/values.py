@@ -90,8 +90,8 @@ class Parts:
 
     ``modules``: with their names, which end with a dot; none for a plain function. ``owned``: parameters and buffers.
     ``homes``: for each buffer the dictionaries of modules that hold it, and its name there. ``links``: what holds what,
-    by name. It is one walk, where torch's ``named_parameters`` and the like take one each: they are a good part of the
-    time of a small layer.
+    by name; ``counts``: how many each holds. It is one walk, where torch's ``named_parameters`` and the like take one
+    each: they are a good part of the time of a small layer.
     """
 
     def __init__(self, function: Function) -> None:

@@ -174,9 +174,8 @@ class Store:
                 raise self._gone(owner)
             left += [d for d in self.program.read_by(owner) if self.live[d] is None]
         self.warn_unplanned("a backward of a part of the graph, or a second one, computes again what the plan dropped")
-        with running_in(
-            self.program.mode, self.settings
-        ):  # whatever surrounds the reader: autocast, another backward, none
+        # Whatever surrounds the reader: autocast, another backward, none.
+        with running_in(self.program.mode, self.settings):
             for i in sorted(missing):
                 self.run_again(i)
 

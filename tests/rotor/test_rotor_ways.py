@@ -118,22 +118,27 @@ def surveyed(
     return survey, [places for places, *_ in units(made, [1] * len(made), survey.draws, kept)]
 
 
+def assert_as_eager(layer: nn.Module, survey: Survey, places: frozenset[int]) -> Counter[Any]:
+    """A step of ``layer`` that keeps the results of ``places`` is eager mode's; what its backward called."""
+    eager, ours = copy.deepcopy(layer), copy.deepcopy(layer)
+    expected, _ = step([eager], eager)
+    call = Call([ours], [Fe(0, 1), Loss(), B(0)], keeps=[[NOTHING, survey.choice(places)]])
+    found, called = step([ours], call.forward)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected)), places
+    return called
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_set_of_kept_results_gives_the_same_bits(name: str) -> None:
     torch.manual_seed(0)
     layer = LAYERS[name]()
     survey, able = surveyed(copy.deepcopy(layer), torch.randn(8, 16, requires_grad=True))
     assert able
-    eager = copy.deepcopy(layer)
-    expected, _ = step([eager], eager)
     again = copy.deepcopy(layer)
     _, without = step([again], Call([again], [Fck(0), Loss(), Fe(0), B(0)]).forward)
     for places in (*able, frozenset[int]().union(*able)):
-        ours = copy.deepcopy(layer)
-        call = Call([ours], [Fe(0, 1), Loss(), B(0)], keeps=[[NOTHING, survey.choice(places)]])
-        found, called = step([ours], call.forward)
-        assert len(found) == len(expected)
-        assert all(map(torch.equal, found, expected)), places
+        called = assert_as_eager(layer, survey, places)
         assert without.total() - called.total() >= len(places)
 
 
@@ -192,13 +197,8 @@ def test_nothing_is_kept_of_a_run_that_takes_another_path(name: str) -> None:
     layer = Branch(*BRANCHES[name])
     survey, able = surveyed(copy.deepcopy(layer), torch.randn(8, 16, requires_grad=True))
     layer.other = True
-    eager = copy.deepcopy(layer)
-    expected, _ = step([eager], eager)
     for places in able:
-        ours = copy.deepcopy(layer)
-        call = Call([ours], [Fe(0, 1), Loss(), B(0)], keeps=[[NOTHING, survey.choice(places)]])
-        found, _ = step([ours], call.forward)
-        assert all(map(torch.equal, found, expected)), places
+        assert_as_eager(layer, survey, places)
 
 
 class Remembers(nn.Module):
@@ -218,13 +218,8 @@ def test_a_recompute_that_takes_another_path_than_the_first_run_uses_nothing_tha
     torch.manual_seed(0)
     layer = Remembers()
     survey, able = surveyed(copy.deepcopy(layer), torch.randn(8, 16, requires_grad=True))
-    eager = copy.deepcopy(layer)
-    expected, _ = step([eager], eager)
     for places in able:
-        ours = copy.deepcopy(layer)
-        call = Call([ours], [Fe(0, 1), Loss(), B(0)], keeps=[[NOTHING, survey.choice(places)]])
-        found, _ = step([ours], call.forward)
-        assert all(map(torch.equal, found, expected)), places
+        assert_as_eager(layer, survey, places)
 
 
 def test_weights_that_autocast_casts_once_do_not_move_the_places_of_later_calls() -> None:
