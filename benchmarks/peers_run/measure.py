@@ -19,6 +19,7 @@ from gpu_run.context import ROOT, load
 import rockmate
 from peers_run.methods import Method, NotApplicable, flops, methods
 from peers_run.models import MODELS, Task
+from peers_run.points import SHARES
 from rkgb.device import kind_of
 
 Row = dict[str, Any]
@@ -173,7 +174,23 @@ def bytes_and_flops(settings: Settings, name: str) -> Row:
     if bench.attachment and bench.our_set_up:
         curve = bench.attachment.frontier()
         found["frontier"] = {"least": curve.min_budget, "most": curve.max_budget, "points": thinned(curve.points)}
+        found["shares"] = {name: of_share(bench, found, share) for name, share in SHARES.items()}
     return found
+
+
+def of_share(bench: Bench, found: Row, share: float) -> Row | None:
+    """The plan for ``share`` of the activation memory: what it and what any schedule takes more, as predicted."""
+    gradients = 4 * found["parameters"]
+    budget = int(gradients + share * (found["eager"]["peak"] - gradients))
+    if budget < found["frontier"]["least"]:
+        return None
+    bench.use(budget)
+    assert bench.attachment is not None
+    plan = bench.attachment.plan
+    if plan is None:
+        return {"budget": budget, "overhead": 0.0, "bound": 0.0}
+    bound = None if plan.lower_bound is None else plan.lower_bound / plan.problem.eager_time - 1
+    return {"budget": budget, "overhead": plan.predicted_overhead, "bound": bound}
 
 
 def of_method(bench: Bench, method: Method) -> Row:

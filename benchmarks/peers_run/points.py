@@ -9,6 +9,9 @@ from typing import Any
 
 Row = dict[str, Any]
 MIB = 2**20
+SHARES = {"half": 1 / 2, "a third": 1 / 3, "a fifth": 1 / 5}
+"""Of the activation memory: eager mode's peak without the gradients of the parameters."""
+
 BEHIND, EVEN, AHEAD, OUT_OF_REACH = "behind", "even", "ahead", "out of reach"
 
 

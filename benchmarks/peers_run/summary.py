@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from peers_run.points import AHEAD, BEHIND, EVEN, OUT_OF_REACH, Point, broken, points_of
+from peers_run.points import AHEAD, BEHIND, EVEN, OUT_OF_REACH, SHARES, Point, broken, points_of
 
 
 def summary(results: Mapping[str, Any]) -> Iterator[str]:
@@ -69,30 +69,31 @@ def not_ahead(points: Sequence[Point]) -> Iterator[str]:
         yield f"{start}{p.beside or 'none'} | {p.verdict} | {p.why} |"
 
 
-SHARES = (("half", 1 / 2), ("a third", 1 / 3), ("a fifth", 1 / 5))
-
-
 def how_little(results: Mapping[str, Any]) -> Iterator[str]:
-    """What shares of the activation memory cost, as planned, and the smallest peaks."""
+    """What shares of the activation memory cost, as planned and at least, and the smallest peaks."""
     yield "Activation memory is eager mode's peak without the gradients of the parameters. The percentages are the"
     yield "time that a plan within such a share of it takes more, as predicted; predicted and measured times of nine"
-    yield "models differ by 2 points at most ([benchmarks](benchmarks.md#time-predicted-and-measured)). A dash: no plan"
-    yield "is so small."
+    yield "models differ by 2 points at most ([benchmarks](benchmarks.md#time-predicted-and-measured)). In brackets:"
+    yield "what any schedule of the model's operations takes more at least, by a proven bound. A dash: no plan is so"
+    yield "small."
     yield ""
-    yield f"| model | {' | '.join(name for name, _ in SHARES)} | smallest share | our smallest peak | of the others |"
+    yield f"| model | {' | '.join(SHARES)} | smallest share | our smallest peak | of the others |"
     yield "|---|" + "---|" * (len(SHARES) + 3)
     for name, found in results["models"].items():
-        if not found.get("frontier"):
+        if not found.get("shares"):
             continue
-        frontier, peak = found["frontier"], found["eager"]["peak"]
-        gradients = 4 * found["parameters"]
-        costs = []
-        for _, share in SHARES:
-            fits = [cost for size, cost in frontier["points"] if size <= gradients + share * (peak - gradients)]
-            costs.append(f"{100 * min(fits):.1f} %" if fits else "–")
-        smallest = (frontier["least"] - gradients) / (peak - gradients)
+        peak, least, gradients = found["eager"]["peak"], found["frontier"]["least"], 4 * found["parameters"]
+        costs = " | ".join(_cost(found["shares"][share]) for share in SHARES)
+        smallest = (least - gradients) / (peak - gradients)
         others = min((row["peak"] for row in found["points"]), default=peak) / peak
-        yield f"| {name} | {' | '.join(costs)} | {smallest:.2f} | {frontier['least'] / peak:.2f} | {others:.2f} |"
+        yield f"| {name} | {costs} | {smallest:.2f} | {least / peak:.2f} | {others:.2f} |"
+
+
+def _cost(plan: Mapping[str, Any] | None) -> str:
+    if plan is None:
+        return "–"
+    bound = "" if plan["bound"] is None else f" (≥ {100 * plan['bound']:.1f})"
+    return f"{100 * plan['overhead']:.1f} %{bound}"
 
 
 def all_points(points: Sequence[Point]) -> Iterator[str]:

@@ -18,47 +18,56 @@ SPARE = 4
 This is a guess, so the first step is measured."""
 
 
-def rough_peak(program: fx.GraphModule, arguments: Sequence[Any]) -> float:
-    """Bytes that a training step of ``program`` hardly exceeds: ``SPARE`` times what all of its results take together,
-    and gradients of parameters that have none. Infinite where sizes follow from values (x[mask]).
+class Results:
+    """How many elements the results of a captured program have, by the sizes of its arguments."""
+
+    def __init__(self, program: fx.GraphModule) -> None:
+        self._numbers: list[tuple[int, Any]] = []  # positions of arguments that are numbers: what they are called
+        self._counts: dict[Any, int] = {}  # different expressions, which numbers of elements follow from: their places
+        self._allocated: list[tuple[int, int]] = []  # of results with memory of their own: the place, bytes an element
+        known: set[int] = set()
+        for k, node in enumerate(program.graph.find_nodes(op="placeholder")):
+            example = node.meta.get("example_value")
+            if isinstance(example, torch.SymInt):
+                self._numbers.append((k, example.node.expr))
+            elif isinstance(example, torch.Tensor):
+                known.add(_storage(example))
+        for node in program.graph.nodes:
+            if node.op != "placeholder":
+                for t in tensors_in(node.meta.get("example_value")):
+                    count: Any = t.numel()
+                    expression = count.node.expr if isinstance(count, torch.SymInt) else count
+                    place = self._counts.setdefault(expression, len(self._counts))
+                    if _storage(t) not in known:
+                        known.add(_storage(t))
+                        self._allocated.append((place, t.dtype.itemsize))
+
+    def counts(self, arguments: Sequence[Any]) -> tuple[int, ...] | None:
+        """The different numbers of elements, in the same order for all ``arguments``; None where sizes follow from
+        values (x[mask]).
+        """
+        numbers = {expression: int(arguments[k]) for k, expression in self._numbers}
+        found = []
+        for expression in self._counts:
+            count = expression if isinstance(expression, int) else expression.xreplace(numbers)
+            if getattr(count, "free_symbols", ()):  # a bare symbol has become a plain number
+                return None
+            found.append(int(count))
+        return tuple(found)
+
+    def rough_bytes(self, counts: tuple[int, ...] | None) -> float:
+        """Bytes of all results together; infinite where sizes follow from values."""
+        return inf if counts is None else sum(counts[place] * size for place, size in self._allocated)
+
+
+def rough_peak(size: float, arguments: Sequence[Any]) -> float:
+    """Bytes that a training step hardly exceeds whose results have ``size`` bytes together: ``SPARE`` times that, and
+    gradients of parameters that have none.
     """
     missing = {id(p): p for p in arguments if isinstance(p, torch.nn.Parameter) and p.requires_grad and p.grad is None}
-    return SPARE * rough_bytes(program, arguments) + sum(p.nbytes for p in missing.values())
-
-
-def rough_bytes(program: fx.GraphModule, arguments: Sequence[Any]) -> float:
-    """Bytes of all results of ``program`` together; infinite where sizes follow from values."""
-    numbers: dict[Any, int] = {}
-    known: set[int] = set()
-    for node, value in zip(program.graph.find_nodes(op="placeholder"), arguments, strict=True):
-        example = node.meta.get("example_value")
-        if isinstance(example, torch.SymInt):
-            numbers[example.node.expr] = int(value)
-        elif isinstance(example, torch.Tensor):
-            known.add(_storage(example))
-    total = 0
-    for node in program.graph.nodes:
-        if node.op != "placeholder":
-            for t in tensors_in(node.meta.get("example_value")):
-                if _storage(t) not in known:
-                    known.add(_storage(t))
-                    size = _bytes(t, numbers)
-                    if size is None:
-                        return inf
-                    total += size
-    return total
+    return SPARE * size + sum(p.nbytes for p in missing.values())
 
 
 def _storage(t: torch.Tensor) -> int:
     plain = t.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(t)
     return storage_key(t) if plain else id(t)
-
-
-def _bytes(t: torch.Tensor, numbers: dict[Any, int]) -> int | None:
-    """None where the size is not known before the program runs."""
-    count: Any = t.numel()
-    if isinstance(count, torch.SymInt):
-        count = count.node.expr.xreplace(numbers)
-        if getattr(count, "free_symbols", ()):  # a bare symbol has become a plain number
-            return None
-    return int(count) * t.dtype.itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
-from rockmate.calls.bound import rough_peak
+from rockmate.calls.bound import Results, rough_peak
 from rockmate.calls.calls import Calls
 from rockmate.calls.captured import Captured, captured_sources
 from rockmate.calls.front import Front
@@ -34,11 +35,28 @@ class Planned(Exception):
     """A plan was made, and nothing is to run."""
 
 
+class Extent(NamedTuple):
+    """The sizes of a call of the program: its key apart from sizes, elements of results (see ``Results``)."""
+
+    sizeless: Hashable
+    counts: tuple[int, ...] | None
+
+    def covers(self, other: Extent) -> bool:
+        """Whether no result of the ``other`` call is larger than here: a step takes no more memory."""
+        if self.sizeless != other.sizeless or self.counts is None or other.counts is None:
+            return False
+        return all(mine >= theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
+
+
 class Spacious(NamedTuple):
-    """A kind of call for which the budget does not bind: its description, and the gradients that were missing then."""
+    """A kind of call for which the budget does not bind: its description, and the gradients that were missing then.
+
+    ``extent``: its sizes.
+    """
 
     call: tuple[str, ...]
     missing: frozenset[str]
+    extent: Extent
 
 
 class CapturedCalls(Calls):
@@ -57,7 +75,7 @@ class CapturedCalls(Calls):
         self.ready = False
         self.now = threading.local()  # the arguments of the call that this thread is in
         self.spacious: dict[Hashable, Spacious] = {}  # kinds of calls for which the budget does not bind
-        self.binding: set[Hashable] = set()
+        self.planned: dict[Hashable, Extent] = {}  # kinds of calls that are to be planned
 
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
@@ -79,7 +97,7 @@ class CapturedCalls(Calls):
             fits = False
             if not self.terms.always:
                 kind, missing = self.kind(call)
-                fits = self._fits(kind, missing, arguments)
+                fits = self._fits(kind, missing, call, arguments)
             if self.front.only_plans:
                 if not fits:
                     self.last = self.variants(call, self.front.saved)[0]
@@ -113,6 +131,11 @@ class CapturedCalls(Calls):
             return self.program.forward(*arguments)
         results = forward.run(self, call, member, inputs)
         return self.split.joined(results, numbers) if self.split else results
+
+    @cached_property
+    def results(self) -> Results:
+        """Sizes of what the program computes."""
+        return Results(self.program)
 
     @contextmanager
     def _in_call(self, inputs: Sequence[Any]) -> Iterator[None]:
@@ -170,36 +193,49 @@ class CapturedCalls(Calls):
     def _known_to_fit(self, kind: Hashable, missing: frozenset[str]) -> bool:
         return kind in self.spacious and missing <= self.spacious[kind].missing
 
-    def _fits(self, kind: Hashable, missing: frozenset[str], arguments: tuple[Any, ...]) -> bool:
+    def _fits(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> bool:
         """Whether the budget is so large that a call need not be planned."""
-        if kind in self.binding:
+        if kind in self.planned:
             return False
         if self._known_to_fit(kind, missing):
             return True
         budget = self.terms.bytes_known(_device_of(arguments))
         if budget is None:
             return False
-        fits = rough_peak(self.program, arguments) <= budget
-        if not fits:
-            self.binding.add(kind)  # to look at all sizes takes longer than a small step
-        return fits
+        extent = self._extent(call, arguments)
+        rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
+        if rough <= budget or self._larger_fits(extent, missing, budget):
+            return True
+        self.planned[kind] = extent  # to look at all sizes takes longer than a small step
+        return False
+
+    def _extent(self, call: Call, arguments: tuple[Any, ...]) -> Extent:
+        return Extent(self.sizeless(call), self.results.counts(arguments))
+
+    def _larger_fits(self, extent: Extent, missing: frozenset[str], budget: int) -> bool:
+        """Whether a call of no smaller sizes fits with everything kept, as was measured, or planned."""
+        if any(x.extent.covers(extent) and missing <= x.missing for x in self.spacious.values()):
+            return True
+        kinds = (kind for kind, other in self.planned.items() if other.covers(extent))
+        return any(v.planner.eager_peak <= budget for kind in kinds for v in self.cache.find(kind, missing))
 
     def _run_freely(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> Any:
         """Run the captured program as it is; the first such step is measured."""
         if self._known_to_fit(kind, missing) or not WholeLook.possible():
             return self.program.forward(*arguments)
         said, budget = self.front.described(self.module.names, call.leaves), self.front.budget
+        extent = self._extent(call, arguments)
 
         def measured(peak: int) -> None:
             if peak <= budget:
-                self.spacious[kind] = Spacious(said, missing)
+                self.spacious[kind] = Spacious(said, missing, extent)
                 self.free = self.split is None and len(missing) == self.module.trained
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",
                     self.front.name, ", ".join(said), show_bytes(peak), show_bytes(budget),
                 )  # fmt: skip
                 return
-            self.binding.add(kind)
+            self.planned[kind] = extent
             warn(
                 f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
                 "which the sizes of the results did not show. Later steps like it are planned.",

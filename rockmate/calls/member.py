@@ -13,6 +13,7 @@ from torch import fx
 from rkgb.cost.usage import Usage, all_used
 from rkgb.graphs import D_graph, S_graph, Structure
 from rkgb.sample import Call
+from rockmate.calls.bound import Results
 from rockmate.calls.captured import Captured
 from rockmate.calls.families import Family
 from rockmate.calls.front import Front
@@ -47,6 +48,10 @@ class Graph(Protocol):
     program: fx.GraphModule
     tensors: fx.GraphModule
     module: Captured
+
+    @property
+    def results(self) -> Results:
+        """Sizes of what the program computes."""
 
     def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
         """What tells calls apart, and the parameters whose gradients are missing."""

@@ -14,7 +14,6 @@ from rkgb.cost.memory import refuse_within_measurements
 from rkgb.errors import GraphError
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
-from rockmate.calls.bound import rough_bytes
 from rockmate.calls.families import Family
 from rockmate.calls.member import (
     NO_ROOM,
@@ -77,7 +76,8 @@ class Members:
         device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
         budget = self.front.terms.bytes_known(device) or self.front.parameter_bytes
         varies = self._sizes[sizeless] >= MANY_SIZES
-        return rough_bytes(graph.program, arguments) * (VARYING if varies else SMALL) <= budget
+        size = graph.results.rough_bytes(graph.results.counts(arguments))
+        return size * (VARYING if varies else SMALL) <= budget
 
     def run_as_it_is(self, key: Hashable) -> None:
         """Calls of this kind need no plan."""

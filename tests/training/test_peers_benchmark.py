@@ -27,5 +27,8 @@ def test_short_comparison_with_peers(tmp_path: Path) -> None:
     assert len(chained) + len(found["left_out"]) == 5  # every number of segments, from 2 to 6
     tables, page = ((tmp_path / name).read_text(encoding="utf8") for name in ("peers.md", "page.md"))
     assert all(f"| {p['peer']} |" in tables and f"| {p['peer']} |" in page for p in found["points"])
+    for share in filter(None, found["shares"].values()):
+        assert share["bound"] is None or share["bound"] <= share["overhead"]
+    assert any(found["shares"].values())
     assert "Not all checks passed" not in page
     assert (tmp_path / "peers" / "chain-of-small-mixers.svg").exists()

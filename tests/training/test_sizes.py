@@ -525,3 +525,53 @@ def test_a_size_is_measured_and_solved_for_when_its_runs_again_have_paid_for_it(
     assert now.number == first.number
     assert now.plan.rerun_time <= first.plan.rerun_time
     assert measure_peak(lambda: trained(model)) <= handle.budget
+
+
+# ------------------------------------------------------------------ sizes that need no plan
+
+
+def room_for(model: nn.Module, *batch: torch.Tensor) -> int:
+    """A budget in which a step of this size keeps everything, with some room for the plan's guess of the loss."""
+    eager = copy.deepcopy(model)
+    return int(1.1 * measure_peak(lambda: eager(*batch).sum().backward()))
+
+
+def test_smaller_sizes_than_one_that_fits_are_not_planned() -> None:
+    """A step whose results are all smaller takes no more memory. It runs as it was captured, and is measured once."""
+    torch.manual_seed(0)
+    model = Language()
+    sizes = [40, 48, 44, 30, 64, 60, 30, 64, 46]
+    batches = [text(4, n, seed=k) for k, n in enumerate(sizes)]
+    budget = room_for(model, *batches[1])
+    handle = assert_equal(model, budget, batches)
+    planned = [x.plan.recomputed if x.plan else None for x in handle.plans]
+    assert planned.count(None) == 3  # 44, 30 and 46
+    assert len([x for x in planned if x]) == 2  # 64 and 60
+    for k in range(len(batches)):
+        model.zero_grad(set_to_none=True)
+        assert measure_peak(lambda k=k: model(*batches[k]).backward()) <= budget  # type: ignore[misc]
+
+
+def test_a_smaller_input_with_larger_results_is_planned() -> None:
+    """What is padded or cut out may be larger where the input is smaller."""
+
+    class Rest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.new_ones(8, 128 - x.shape[1], 16)
+            return self.second(self.first(y).sin().exp().tanh()).sum() + self.first(x).sum()
+
+    torch.manual_seed(0)
+    model = Rest()
+    sizes = (64, 80, 72, 54, 90)
+    batches = [(randn(8, n, 16, seed=n),) for n in sizes]
+    budget = room_for(model, *batches[2])
+    handle = assert_equal(model, budget, batches)
+    kinds = {x.name.split("[")[1].split("]")[0]: x.plan for x in handle.plans}
+    assert kinds["8, 54, 16"] is not None
+    assert kinds["8, 54, 16"].recomputed
+    model.zero_grad(set_to_none=True)
+    assert measure_peak(lambda: model(*batches[3]).backward()) <= budget
