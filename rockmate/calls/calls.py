@@ -143,6 +143,7 @@ class Calls(ABC):
 
     def _run_under(self, variant: Variant, call: Call) -> Any:
         """Run under this plan; raises ``GuardFailed`` where it is not for these values."""
+        self.front.check_alone(variant.plan)
         look = variant.look()
         with abandoned(look):
             result, program_outputs, state = self.computed(variant, call)
@@ -154,9 +155,11 @@ class Calls(ABC):
             if look is not None:
                 look.then = self.learner(variant, call.tensors)
             alone = state is None and variant.is_tight
-            arrived = variant.observer.watch(variant.program, program_outputs, look, alone=alone)
-            if state is not None:
-                state.backward.arrived = arrived
+            observed = variant.observer.watch(variant.program, program_outputs, look, alone=alone)
+            if observed is not None:
+                self.front.follow(observed, variant.plan)
+                if state is not None:
+                    state.backward.arrived = observed.begin
         return result
 
     def computed(self, variant: Variant, call: Call) -> tuple[Any, list[torch.Tensor], CallState | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,10 +14,12 @@ from rkgb.device import kind_of
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.families import Families
+from rockmate.calls.observe import ObservedCall
 from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
+from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
 from rockmate.tell import LOG, described, planned_line
 from solvers import Frontier
@@ -117,6 +120,7 @@ class Front:
         self._before: tuple[str, ...] | None = None
         self._carried = 0
         self.parameter_bytes = 0
+        self._said_several = False
         self.inside = threading.local()  # what is known of the call that this thread is in
 
     @property
@@ -135,6 +139,30 @@ class Front:
     def only_plans(self) -> bool:
         """Whether this thread plans, and runs nothing."""
         return False
+
+    def follow(self, call: ObservedCall, plan: Plan) -> None:
+        """The forward of ``call`` is over."""
+        waiting: list[tuple[weakref.ref[ObservedCall], Plan]] = self.inside.__dict__.setdefault("waiting", [])
+        waiting.append((weakref.ref(call), plan))
+
+    def check_alone(self, plan: Plan) -> None:
+        """Say once that this thread's calls whose backward has not begun, and one under ``plan``, exceed the budget."""
+        waiting = self.inside.__dict__.get("waiting")
+        if not waiting:
+            return
+        waiting[:] = [(ref, earlier) for ref, earlier in waiting if (call := ref()) is not None and call.waits]
+        if not waiting or self._said_several:
+            return
+        together = sum(earlier.kept for _, earlier in waiting) + plan.predicted_peak
+        if together > self.budget:
+            self._said_several = True
+            warn(
+                f"{self.name} was called {len(waiting) + 1} times before a backward. What the calls keep adds up, "
+                f"here to {show_bytes(together)}; the budget of {show_bytes(self.budget)} is for one call and its "
+                "backward. Call backward after each (gradients add up), make one call with a larger batch, or attach a "
+                "module that makes the calls. Forwards without a backward belong under torch.no_grad().",
+                BudgetWarning,
+            )
 
     def capture_seconds(self) -> dict[str, float]:
         """Seconds from the beginning of this thread's call until now, as the phase "capture" of the set-up.

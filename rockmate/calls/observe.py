@@ -104,14 +104,13 @@ class Observer:
 
     def watch(
         self, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None, *, alone: bool = False
-    ) -> Callable[[], None] | None:
-        """Follow the call that returns ``outputs``; what is to be called when its first backward has come to the
-        module, where hooks of the module's own may come before those of its outputs.
+    ) -> ObservedCall | None:
+        """Follow the call that returns ``outputs``, if one of them can have a backward.
 
         ``alone``: nothing else watches the backward, and one that keeps the graph may exceed the budget.
         """
         if any(outputs[k].grad_fn is not None for k in self.places):
-            return _Call(self, program, outputs, look, alone).begin
+            return ObservedCall(self, program, outputs, look, alone)
         if look is not None:
             look.abandon()
         return None
@@ -152,8 +151,12 @@ def _union(a: Usage, b: Usage) -> Usage:
     return Usage(tuple(sorted({*a.roots, *b.roots})), a.held | b.held, a.attached | b.attached, turned)
 
 
-class _Call:
-    """One call until its first backward is over. The hooks in its graph own it, so it must not own the graph."""
+class ObservedCall:
+    """One call until its first backward is over. The hooks in its graph own it, so it must not own the graph.
+
+    ``begin`` is to be called when that backward has come to the module, where hooks of the module's own may come before
+    those of its outputs.
+    """
 
     def __init__(
         self, observer: Observer, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None, alone: bool
@@ -191,6 +194,11 @@ class _Call:
             self.observer.note_later(k)
         else:
             self.reached[k] = not gradient.is_contiguous() and 0 not in gradient.stride()
+
+    @property
+    def waits(self) -> bool:
+        """Whether no backward has come to it."""
+        return self.task == -1
 
     def begin(self) -> None:
         """The first backward has come to the module: the loss is done, and nothing runs again yet."""
@@ -275,10 +283,10 @@ class CallLook(Look):
     def __init__(self, device: torch.device | None) -> None:
         """``device``: whose memory is to be recorded, None for none."""
         super().__init__(None if device is None else window(device))
-        self.call: weakref.ref[_Call] | None = None
+        self.call: weakref.ref[ObservedCall] | None = None
         self.then: Callable[[], None] | None = None  # is called when the backward is over and was noted
 
-    def begin(self, call: _Call) -> None:
+    def begin(self, call: ObservedCall) -> None:
         """Forward returns now."""
         self.call = weakref.ref(call)
         if self.window is not None:

@@ -20,7 +20,7 @@ from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
 from rockmate.planning.room import usual_problem
 from rockmate.run.watch import MeasuredStep
-from solvers import Bwd, Problem, Run, Schedule, Step, format_schedule, keep_everything, walk
+from solvers import Bwd, Loss, Problem, Run, Schedule, Step, format_schedule, keep_everything, walk
 from solvers.tables import html_facts, html_table
 
 if TYPE_CHECKING:
@@ -106,6 +106,12 @@ class Plan(PlanFields):
         before = allocator.reserved
         levels = predict_reserved(self.problem_with_usual_loss(), self.schedule, allocator)
         return levels.reserved - before + self.room.predicted_kept
+
+    @cached_property
+    def kept(self) -> int:
+        """Bytes that a call holds from the end of its forward to its backward, what it returns included."""
+        levels = walk(self.problem, self.schedule).timeline
+        return levels[self.schedule.index(Loss())] - self.problem.loss
 
     @property
     def recomputed(self) -> int:

@@ -13,7 +13,8 @@ from against_eager import assert_same, snapshot
 from models import randn
 from torch import nn
 
-from rockmate import BudgetWarning, InputError, Rockmate, VariantLimitError, attach, attached, detach
+from rockmate import BudgetWarning, InputError, Rockmate, VariantLimitError, attach, attached, detach, measure_peak
+from rockmate.demo.gpt import GPT
 
 X = randn(256, 32, seed=1)
 
@@ -196,3 +197,40 @@ def test_hints_are_for_attached_models_too() -> None:
     with pytest.raises(VariantLimitError, match="Attach the submodules around that line"):
         for _ in range(17):
             model(X)
+
+
+def _small() -> tuple[nn.Module, torch.Tensor, int]:
+    """A model, a sample, and what a step takes."""
+    torch.manual_seed(0)
+    model, ids = GPT(2, 32, 4, 16, 64), torch.randint(64, (4, 16))
+    eager = copy.deepcopy(model)
+    return model, ids, measure_peak(lambda: eager(ids).sum().backward())
+
+
+def test_several_calls_before_one_backward() -> None:
+    """A budget is for one call and its backward. What several calls keep adds up, which is said once."""
+    model, ids, peak = _small()
+    budget = int(0.7 * peak)
+    attach(model, budget, costs="flops")
+    for _ in range(3):
+        model(ids).sum().backward()  # gradients add up: one call at a time
+    with torch.no_grad():
+        model(ids)
+    kept = model(ids)
+    with pytest.warns(BudgetWarning, match="GPT was called 2 times before a backward") as said:
+        other = model(ids)
+    (kept.sum() + other.sum()).backward()
+    assert len(said) == 1
+    _, once = model(ids), model(ids)  # it was said
+    once.sum().backward()
+    del _
+    assert measure_peak(lambda: (model(ids).sum() + model(ids).sum()).backward()) > budget
+
+
+def test_several_calls_that_fit_together() -> None:
+    """Nothing is said, and the steps are within the budget."""
+    model, ids, peak = _small()
+    attach(model, 2 * peak, costs="flops")
+    for _ in range(3):
+        (model(ids).sum() + model(ids).sum()).backward()
+    assert measure_peak(lambda: (model(ids).sum() + model(ids).sum()).backward()) <= 2 * peak
