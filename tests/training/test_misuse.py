@@ -207,6 +207,11 @@ def _small() -> tuple[nn.Module, torch.Tensor, int]:
     return model, ids, measure_peak(lambda: eager(ids).sum().backward())
 
 
+def _two_calls(model: nn.Module, ids: torch.Tensor) -> None:
+    loss = model(ids).sum() + model(ids).sum()
+    loss.backward()
+
+
 def test_several_calls_before_one_backward() -> None:
     """A budget is for one call and its backward. What several calls keep adds up, which is said once."""
     model, ids, peak = _small()
@@ -224,7 +229,7 @@ def test_several_calls_before_one_backward() -> None:
     _, once = model(ids), model(ids)  # it was said
     once.sum().backward()
     del _
-    assert measure_peak(lambda: (model(ids).sum() + model(ids).sum()).backward()) > budget
+    assert measure_peak(lambda: _two_calls(model, ids)) > budget
 
 
 def test_several_calls_that_fit_together() -> None:
@@ -232,5 +237,5 @@ def test_several_calls_that_fit_together() -> None:
     model, ids, peak = _small()
     attach(model, 2 * peak, costs="flops")
     for _ in range(3):
-        (model(ids).sum() + model(ids).sum()).backward()
-    assert measure_peak(lambda: (model(ids).sum() + model(ids).sum()).backward()) <= 2 * peak
+        _two_calls(model, ids)
+    assert measure_peak(lambda: _two_calls(model, ids)) <= 2 * peak
