@@ -17,6 +17,9 @@ from solvers import Frontier
 
 MakeCall = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 
+SEVERAL = "ignore:.*times before a backward:rockmate.BudgetWarning"
+"""The filter for tests of several calls that share a backward, whose memory is not what they test."""
+
 
 def part_way(found: Frontier, fraction: float) -> int:
     """A budget between the least (0) and that of no recomputation (1)."""

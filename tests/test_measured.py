@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from models import part_way
+from models import SEVERAL, part_way
 from torch import nn
 
 import rockmate
@@ -125,6 +125,7 @@ def test_a_measurement_of_another_plan_is_refused() -> None:
         rk.plan.plot_memory(measured=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_what_cannot_be_measured_is_refused() -> None:
     model = layers()
     x = torch.randn(512, 32)

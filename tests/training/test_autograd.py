@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
-from models import case, part_way, randn, square_loss
+from models import SEVERAL, case, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -276,6 +276,7 @@ def test_outputs_that_the_backward_reads_may_not_be_changed() -> None:
             square_loss(out).backward()
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_gradients_of_gradients_match_numbers() -> None:
     """torch's own check against finite differences, in double precision."""
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
-from models import case, randn, square_loss
+from models import SEVERAL, case, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -54,6 +54,7 @@ def test_nested_inputs_and_outputs() -> None:
     assert_in_budget(rk, lambda: step(rk, (batch,), {"scale": 2.0}), batch["shifts"])
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_the_output_as_the_next_input() -> None:
     """The same module twice in one graph."""
     torch.manual_seed(0)
@@ -70,6 +71,7 @@ def test_the_output_as_the_next_input() -> None:
     assert_trains_as_eager(eager, rk, train)
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_forwards_before_backwards_in_any_order() -> None:
     eager, rk = planned(case("dropout_mlp"))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
-from models import case, randn
+from models import SEVERAL, case, randn
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -375,6 +375,7 @@ class Symmetric(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["spectral_norm", "weight_norm", "orthogonal", "own", "old_spectral_norm"])
+@pytest.mark.filterwarnings(SEVERAL)
 def test_parametrizations(how: str) -> None:
     torch.manual_seed(0)
     eager = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU(), nn.Tanh())))

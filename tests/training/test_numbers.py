@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
-from models import case, part_way, randn, square_loss
+from models import SEVERAL, case, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -200,6 +200,7 @@ def test_autocast_within_the_model() -> None:
     assert_trains_as_eager(eager, rk, steps(lambda k: randn(128, 16, seed=k)))
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_several_calls_in_one_autocast_cast_for_themselves() -> None:
     """Eager casts a weight once for all calls, and adds their gradients before it casts them back; without its cache of
     cast weights it does what we do, bit for bit.

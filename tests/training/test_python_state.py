@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import tight_budget
+from models import SEVERAL
 from torch import nn
 
 from rockmate import Rockmate, UnsupportedError, attach
@@ -146,6 +147,7 @@ def assert_as_eager(rk: Rockmate, *args: Any) -> None:
 
 
 @pytest.mark.parametrize("where", CHANGES)
+@pytest.mark.filterwarnings(SEVERAL)
 def test_what_changes_after_planning_is_seen(where: str) -> None:
     model, x = Reads(where), torch.randn(16, 8)
     rk = planned(model, x)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from against_eager import assert_same, snapshot
 from libraries import ASKED, LORA, QUIET, accelerate, lightning, llama, peft, transformers
-from models import randn, tokens
+from models import SEVERAL, randn, tokens
 from torch import nn
 from torch.nn import functional as F
 
@@ -732,6 +732,7 @@ def test_lightning(where: str, way: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.filterwarnings(*QUIET, NOT_A_LEAF)
+@pytest.mark.filterwarnings(SEVERAL)
 def test_lightning_by_hand_with_two_models(tmp_path: Path) -> None:
     class Adversarial(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -1164,6 +1165,7 @@ class Trunk(nn.Module):
         return self.heads[task](torch.tanh(self.body(x)))
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_several_tasks_with_one_backward() -> None:
     def loss_of(model: Any, seed: int = 0) -> torch.Tensor:
         x = randn(128, 32, seed=seed)
@@ -1189,6 +1191,7 @@ def test_several_tasks_with_one_backward() -> None:
 
 
 @pytest.mark.filterwarnings(NOT_A_LEAF)
+@pytest.mark.filterwarnings(SEVERAL)
 def test_a_generator_and_its_critic() -> None:
     def script(line: Line) -> Iterator[Any]:
         generator, critic = line(net(outside=32)), line(net(outside=1))
@@ -1239,6 +1242,7 @@ def test_distillation() -> None:
     alike(script, loss_of_rows, least=True)
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_siamese_nets() -> None:
     def loss_of(model: Any, seed: int = 0) -> torch.Tensor:
         a, b = (model(randn(128, 32, seed=seed + k)) for k in (0, 1))
@@ -1261,6 +1265,7 @@ def test_siamese_nets() -> None:
 @pytest.mark.filterwarnings(NOT_A_LEAF)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("through", [False, True])
+@pytest.mark.filterwarnings(SEVERAL)
 def test_recurrent_nets_with_a_state_that_is_carried(kind: Any, through: bool) -> None:
     """The state is cut off at each step, or the backward goes through all of them."""
 

@@ -11,7 +11,7 @@ import against_eager
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, step
-from models import square_loss
+from models import SEVERAL, square_loss
 from test_ways import X, gradients, net, planned
 from torch import nn
 from torch.nn.modules import module as modules
@@ -212,6 +212,7 @@ def test_cached_parametrizations_while_planning() -> None:
     assert_trains_as_eager(net(), planned(net()), train)
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_several_calls_with_cached_parametrizations() -> None:
     """The calls share one weight, and so one gradient of it, as in eager mode."""
     eager, model = net(), net()
