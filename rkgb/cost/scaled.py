@@ -26,7 +26,8 @@ def scaled_costs(old: S_graph, new: S_graph, costs: Sequence[Cost]) -> list[Cost
 
     Times are scaled by the bytes that a node reads and makes. Memory is an upper bound under two assumptions: temporary
     memory of a kernel grows no faster than the values that it reads and makes (for operations on all pairs, than the
-    square of their growth), and an operation that chooses by size (``choosing_anew``) needs no more for smaller inputs.
+    square of their growth), and an operation that chooses by size needs no more for smaller inputs. For those that may
+    (``choosing_anew``) memory is measured.
     """
     known: dict[Hashable, Cost] = {}
     every = []
@@ -57,12 +58,22 @@ def chooses(s: S_graph, i: int) -> bool:
 
 
 def choosing_anew(old: S_graph, new: S_graph) -> frozenset[int]:
-    """The nodes of ``new`` that may need more memory than ``scaled_costs`` says: something they read or make is larger
-    than in ``old``, and they have an operation that chooses by size.
+    """The nodes of ``new`` that may need more memory than ``scaled_costs`` says: they have an operation that chooses by
+    size, and something they read or make is larger than in ``old``.
+
+    Convolutions may need more for smaller inputs, too: on CPUs some do for a batch of one instead of two, and some that
+    have strides for one row less.
     """
-    larger = {v for v, x in new.d.values.items() if x.bytes > old.d.values[v].bytes}
-    nodes = enumerate(new.nodes)
-    return frozenset(i for i, n in nodes if not larger.isdisjoint((*n.reads, *n.makes)) and chooses(new, i))
+    sizes = [(v, x.bytes, old.d.values[v].bytes) for v, x in new.d.values.items()]
+    larger, changed = {v for v, now, was in sizes if now > was}, {v for v, now, was in sizes if now != was}
+    found = set()
+    for i, node in enumerate(new.nodes):
+        used = (*node.reads, *node.makes)
+        if not changed.isdisjoint(used) and chooses(new, i):
+            convolves = any("conv" in new.d.nodes[op].name for op in node.ops)
+            if convolves or not larger.isdisjoint(used):
+                found.add(i)
+    return frozenset(found)
 
 
 def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:

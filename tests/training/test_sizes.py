@@ -288,6 +288,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
         lambda n: (randn(n, 8, 24, 24, seed=0),),
         [(4, 16), (8, 9)],
     ),
+    "one image": (  # takes more than two
+        lambda: nn.Conv2d(96, 8, 3, padding=1),
+        lambda n: (randn(n, 96, 14, 14, seed=0),),
+        [(2, 1)],
+    ),
     "recurrent": (lambda: nn.LSTM(16, 32, 2, batch_first=True), lambda n: (randn(4, n, 16, seed=0),), [(10, 12)]),
     "pooled": (  # the results have one size
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 4)),
