@@ -44,7 +44,7 @@ COMPILED = {
 def worker(options: argparse.Namespace) -> Any:
     """What the parent asked for, in this process."""
     import torch
-    from peers_run.measure import Settings, bytes_and_flops, times
+    from peers_run.measure import Settings, bytes_and_flops, shares, times
 
     asked = json.loads(options.worker)
     settings = Settings(
@@ -58,6 +58,8 @@ def worker(options: argparse.Namespace) -> Any:
     )
     if asked["device"] == "cpu":
         torch.set_num_threads(1)
+    if "known" in asked:
+        return shares(settings, asked["model"], asked["known"])
     if "peers" in asked:
         return times(settings, asked["model"], asked["peers"], asked["more"])
     return bytes_and_flops(settings, asked["model"])
@@ -82,11 +84,11 @@ def run(asked: dict[str, Any], limit: float) -> Any:
     return json.loads(out.read_text())
 
 
-def one_model(name: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Bytes first, then times, in processes of their own."""
+def asked_of(name: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """What a worker is asked for."""
     from peers_run.methods import BUDGETS
 
-    asked = {
+    return {
         "model": name,
         "scale": options.scale,
         "device": options.device,
@@ -98,6 +100,11 @@ def one_model(name: str, options: argparse.Namespace, folder: str) -> dict[str, 
         "rounds": options.rounds,
         "only": options.peers,
     }
+
+
+def one_model(name: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Bytes first, then times, in processes of their own."""
+    asked = asked_of(name, options, folder)
     start = time.time()
     found = run(asked, options.limit)
     peers = {p["peer"]: p["ours"]["budget"] if "peak" in p["ours"] else None for p in found["points"]}
@@ -135,6 +142,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one process")
     parser.add_argument("--quick", action="store_true", help="a tiny model, few peers, few steps")
+    parser.add_argument(
+        "--shares", action="store_true", help="only plan for shares of the memory, beside what is known"
+    )
     parser.add_argument("--page", action="store_true", help="only write the pages")
     parser.add_argument("--out", type=Path, default=RESULTS / "peers.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -159,12 +169,20 @@ def main() -> int:
     if not options.page:
         from peers_run.models import MODELS
 
-        results["environment"] = environment(options)
+        if not options.shares:
+            results["environment"] = environment(options)
         with tempfile.TemporaryDirectory() as folder:
             for name in options.models or (QUICK if options.quick else MODELS):
                 try:
-                    results["models"][name] = one_model(name, options, folder)
+                    if options.shares:
+                        known = {key: results["models"][name][key] for key in ("parameters", "eager")}
+                        asked = asked_of(name, options, folder)
+                        results["models"][name]["shares"] = run({**asked, "known": known}, options.limit)
+                    else:
+                        results["models"][name] = one_model(name, options, folder)
                 except RuntimeError as error:
+                    if options.shares:
+                        raise
                     results["models"][name] = {"error": str(error)}
                 results["models"] = {n: results["models"][n] for n in MODELS if n in results["models"]}
                 results["not_run"] = [n for n in MODELS if n not in results["models"]]

@@ -174,19 +174,29 @@ def bytes_and_flops(settings: Settings, name: str) -> Row:
     if bench.attachment and bench.our_set_up:
         curve = bench.attachment.frontier()
         found["frontier"] = {"least": curve.min_budget, "most": curve.max_budget, "points": thinned(curve.points)}
-        found["shares"] = {name: of_share(bench, found, share) for name, share in SHARES.items()}
+        found["shares"] = of_shares(bench, found)
     return found
 
 
-def of_share(bench: Bench, found: Row, share: float) -> Row | None:
-    """The plan for ``share`` of the activation memory: what it and what any schedule takes more, as predicted."""
+def shares(settings: Settings, name: str, known: Row) -> Row:
+    """``of_shares`` for a model whose other figures are ``known``."""
+    return of_shares(Bench(settings, name), known)
+
+
+def of_shares(bench: Bench, found: Row) -> Row:
+    """For each of ``SHARES`` the plan: what it and what any schedule takes more, as predicted; None if none fits."""
     gradients = 4 * found["parameters"]
-    budget = int(gradients + share * (found["eager"]["peak"] - gradients))
-    if budget < found["frontier"]["least"]:
+    activations = found["eager"]["peak"] - gradients
+    return {name: within(bench, int(gradients + share * activations)) for name, share in SHARES.items()}
+
+
+def within(bench: Bench, budget: int) -> Row | None:
+    """The plan for ``budget`` bytes, and the bound of all schedules."""
+    try:
+        bench.use(budget)
+    except rockmate.InfeasibleBudgetError:
         return None
-    bench.use(budget)
-    assert bench.attachment is not None
-    plan = bench.attachment.plan
+    plan = bench.attachment.plan if bench.attachment else None
     if plan is None:
         return {"budget": budget, "overhead": 0.0, "bound": 0.0}
     bound = None if plan.lower_bound is None else plan.lower_bound / plan.problem.eager_time - 1
