@@ -1,6 +1,7 @@
 """At this memory, how much slower? What people use today to save memory, and Rockmate at no more memory.
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py [--models GPT ViT …] [--processes 2] [--rounds 3] [--quick]
+    python benchmarks/peers.py --shares     # adds plans for shares of the activation memory to results that are there
     python benchmarks/peers.py --page       # writes the pages from the results that are there
 
 For each model a worker process measures bytes and FLOPs of a step with each method, then of ours with the method's
@@ -102,6 +103,12 @@ def asked_of(name: str, options: argparse.Namespace, folder: str) -> dict[str, A
     }
 
 
+def shares_of(name: str, options: argparse.Namespace, folder: str, found: dict[str, Any]) -> Any:
+    """Plans for shares of the activation memory that was ``found`` before."""
+    known = {key: found[key] for key in ("parameters", "eager")}
+    return run({**asked_of(name, options, folder), "known": known}, options.limit)
+
+
 def one_model(name: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Bytes first, then times, in processes of their own."""
     asked = asked_of(name, options, folder)
@@ -175,9 +182,7 @@ def main() -> int:
             for name in options.models or (QUICK if options.quick else MODELS):
                 try:
                     if options.shares:
-                        known = {key: results["models"][name][key] for key in ("parameters", "eager")}
-                        asked = asked_of(name, options, folder)
-                        results["models"][name]["shares"] = run({**asked, "known": known}, options.limit)
+                        results["models"][name] |= {"shares": shares_of(name, options, folder, results["models"][name])}
                     else:
                         results["models"][name] = one_model(name, options, folder)
                 except RuntimeError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from rkgb.sample import Sample, call_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
+from rkgb.trace.operators import written_arguments
 
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
 
@@ -292,13 +292,6 @@ def announced_writes(node: Node) -> set[int]:
         return set()
     given = {x.name: a for x, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
     return {v for name in names for v in refs([given.get(name)])}
-
-
-@cache
-def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operator writes to, by its schema: positions and names."""
-    arguments = enumerate(op._schema.arguments)
-    return tuple((k, x.name) for k, x in arguments if x.alias_info is not None and x.alias_info.is_write)
 
 
 def _refuse(_: None) -> torch.Tensor:

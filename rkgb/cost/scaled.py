@@ -54,7 +54,12 @@ _CHOOSING = ("conv", "scaled_dot_product_attention", "lstm", "gru", "rnn_", "lin
 
 def chooses(s: S_graph, i: int) -> bool:
     """Whether node i has an operation that takes another amount of temporary memory from some size on."""
-    return any(part in s.d.nodes[op].name for op in s.nodes[i].ops for part in _CHOOSING)
+    return _has_one_of(s, i, _CHOOSING)
+
+
+def _has_one_of(s: S_graph, i: int, parts: Sequence[str]) -> bool:
+    """Whether node i has an operation with one of these ``parts`` in its name."""
+    return any(part in s.d.nodes[op].name for op in s.nodes[i].ops for part in parts)
 
 
 def choosing_anew(old: S_graph, new: S_graph) -> frozenset[int]:
@@ -66,14 +71,12 @@ def choosing_anew(old: S_graph, new: S_graph) -> frozenset[int]:
     """
     sizes = [(v, x.bytes, old.d.values[v].bytes) for v, x in new.d.values.items()]
     larger, changed = {v for v, now, was in sizes if now > was}, {v for v, now, was in sizes if now != was}
-    found = set()
-    for i, node in enumerate(new.nodes):
-        used = (*node.reads, *node.makes)
-        if not changed.isdisjoint(used) and chooses(new, i):
-            convolves = any("conv" in new.d.nodes[op].name for op in node.ops)
-            if convolves or not larger.isdisjoint(used):
-                found.add(i)
-    return frozenset(found)
+
+    def may_need_more(i: int) -> bool:
+        suspect = changed if _has_one_of(new, i, ("conv",)) else larger
+        return not suspect.isdisjoint((*new.nodes[i].reads, *new.nodes[i].makes)) and chooses(new, i)
+
+    return frozenset(filter(may_need_more, range(len(new.nodes))))
 
 
 def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:

@@ -32,9 +32,14 @@ class _About(NamedTuple):
 @cache
 def _about(func: Any) -> _About:
     compared = not func.is_view and func._schema.name.removeprefix("aten::") not in _ARITHMETIC
-    arguments = enumerate(func._schema.arguments)
-    writes = tuple((k, a.name) for k, a in arguments if a.alias_info and a.alias_info.is_write)
-    return _About(str(func), compared, writes)
+    return _About(str(func), compared, written_arguments(func))
+
+
+@cache
+def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes to, by its schema: positions and names."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple((k, x.name) for k, x in arguments if x.alias_info is not None and x.alias_info.is_write)
 
 
 class OperatorCount(TorchDispatchMode):

@@ -132,7 +132,7 @@ class Attachment(Front):
         if self._steps is not None:
             known = self._steps.known
             return _named((k, (_graphs(len(s.members)), *s.members[0].call), s.plan) for k, s in enumerate(known))
-        free = (call for calls in self._capture.graphs for call, *_ in calls.spacious.values())
+        free = (call for calls in self._capture.graphs for call, _ in calls.spacious.values())
         return _named([*((v.number, v.call, v.plan) for v in self.cache.variants()), *((inf, c, None) for c in free)])
 
     @property
@@ -157,7 +157,7 @@ class Attachment(Front):
         for calls in self._capture.graphs:
             calls.spacious.clear()
             calls.free = False
-            calls.planned.clear()
+            calls.binding.clear()
 
     def _check_place(self) -> None:
         """Say that ``model.compile()`` has put its code in the place of the plan, which torch tells nobody."""

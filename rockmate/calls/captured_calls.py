@@ -42,21 +42,19 @@ class Extent(NamedTuple):
     counts: tuple[int, ...] | None
 
     def covers(self, other: Extent) -> bool:
-        """Whether no result of the ``other`` call is larger than here: a step takes no more memory."""
+        """Whether no result of the ``other`` call is larger than here. Only kernels that choose by size may then take
+        more memory in it, so its first step is measured.
+        """
         if self.sizeless != other.sizeless or self.counts is None or other.counts is None:
             return False
         return all(mine >= theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
 
 
 class Spacious(NamedTuple):
-    """A kind of call for which the budget does not bind: its description, and the gradients that were missing then.
-
-    ``extent``: its sizes.
-    """
+    """A kind of call for which the budget does not bind: its description, and the gradients that were missing then."""
 
     call: tuple[str, ...]
     missing: frozenset[str]
-    extent: Extent
 
 
 class CapturedCalls(Calls):
@@ -75,7 +73,8 @@ class CapturedCalls(Calls):
         self.ready = False
         self.now = threading.local()  # the arguments of the call that this thread is in
         self.spacious: dict[Hashable, Spacious] = {}  # kinds of calls for which the budget does not bind
-        self.planned: dict[Hashable, Extent] = {}  # kinds of calls that are to be planned
+        self.binding: set[Hashable] = set()
+        self.extents: dict[Hashable, Extent] = {}  # by kinds of calls
 
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
@@ -195,28 +194,27 @@ class CapturedCalls(Calls):
 
     def _fits(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> bool:
         """Whether the budget is so large that a call need not be planned."""
-        if kind in self.planned:
+        if kind in self.binding:
             return False
         if self._known_to_fit(kind, missing):
             return True
         budget = self.terms.bytes_known(_device_of(arguments))
         if budget is None:
             return False
-        extent = self._extent(call, arguments)
+        if kind not in self.extents:
+            self.extents[kind] = Extent(self.sizeless(call), self.results.counts(arguments))
+        extent = self.extents[kind]
         rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
         if rough <= budget or self._larger_fits(extent, missing, budget):
             return True
-        self.planned[kind] = extent  # to look at all sizes takes longer than a small step
+        self.binding.add(kind)  # to look at all sizes takes longer than a small step
         return False
-
-    def _extent(self, call: Call, arguments: tuple[Any, ...]) -> Extent:
-        return Extent(self.sizeless(call), self.results.counts(arguments))
 
     def _larger_fits(self, extent: Extent, missing: frozenset[str], budget: int) -> bool:
         """Whether a call of no smaller sizes fits with everything kept, as was measured, or planned."""
-        if any(x.extent.covers(extent) and missing <= x.missing for x in self.spacious.values()):
+        kinds = [kind for kind, other in self.extents.items() if other.covers(extent)]
+        if any(self._known_to_fit(kind, missing) for kind in kinds):
             return True
-        kinds = (kind for kind, other in self.planned.items() if other.covers(extent))
         return any(v.planner.eager_peak <= budget for kind in kinds for v in self.cache.find(kind, missing))
 
     def _run_freely(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> Any:
@@ -224,18 +222,17 @@ class CapturedCalls(Calls):
         if self._known_to_fit(kind, missing) or not WholeLook.possible():
             return self.program.forward(*arguments)
         said, budget = self.front.described(self.module.names, call.leaves), self.front.budget
-        extent = self._extent(call, arguments)
 
         def measured(peak: int) -> None:
             if peak <= budget:
-                self.spacious[kind] = Spacious(said, missing, extent)
+                self.spacious[kind] = Spacious(said, missing)
                 self.free = self.split is None and len(missing) == self.module.trained
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",
                     self.front.name, ", ".join(said), show_bytes(peak), show_bytes(budget),
                 )  # fmt: skip
                 return
-            self.planned[kind] = extent
+            self.binding.add(kind)
             warn(
                 f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
                 "which the sizes of the results did not show. Later steps like it are planned.",

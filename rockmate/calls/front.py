@@ -147,7 +147,7 @@ class Front:
 
     def check_alone(self, plan: Plan) -> None:
         """Say once that this thread's calls whose backward has not begun, and one under ``plan``, exceed the budget."""
-        waiting = self.inside.__dict__.get("waiting")
+        waiting = getattr(self.inside, "waiting", None)
         if not waiting:
             return
         waiting[:] = [(ref, earlier) for ref, earlier in waiting if (call := ref()) is not None and call.waits]

@@ -202,7 +202,7 @@ class ObservedCall:
 
     def begin(self) -> None:
         """The first backward has come to the module: the loss is done, and nothing runs again yet."""
-        if self.task == -1:
+        if self.waits:
             self.task = torch._C._current_graph_task_id()
             if self.thread == threading.get_ident():
                 self.nodes = _sequence_number() - self.first

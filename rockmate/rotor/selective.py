@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from rkgb.cost.memory import storage_bytes
-from rkgb.Dtools import written_arguments
 from rkgb.randomness import Drawn, random_state
 from rkgb.storages import storage_key
+from rkgb.trace.operators import written_arguments
 from rkgb.trees import tensor_leaves
 
 _UNCOUNTED: dict[int, bool] = {id(torch.ops.aten._to_copy.default): True}

@@ -542,7 +542,7 @@ def room_for(model: nn.Module, *batch: torch.Tensor) -> int:
 
 
 def test_smaller_sizes_than_one_that_fits_are_not_planned() -> None:
-    """A step whose results are all smaller takes no more memory. It runs as it was captured, and is measured once."""
+    """Where all results are smaller, the call runs as it was captured, and is measured once."""
     torch.manual_seed(0)
     model = Language()
     sizes = [40, 48, 44, 30, 64, 60, 30, 64, 46]
