@@ -179,7 +179,10 @@ def main() -> int:
         if not options.shares:
             results["environment"] = environment(options)
         with tempfile.TemporaryDirectory() as folder:
-            for name in options.models or (QUICK if options.quick else MODELS):
+            names = options.models or (QUICK if options.quick else MODELS)
+            if unknown := [n for n in names if n not in (results["models"] if options.shares else MODELS)]:
+                raise SystemExit(f"{options.out if options.shares else 'peers_run/models.py'} has no {unknown[0]}")
+            for name in names:
                 try:
                     if options.shares:
                         results["models"][name] |= {"shares": shares_of(name, options, folder, results["models"][name])}

@@ -2,6 +2,7 @@
 
     python benchmarks/scripts.py [NAME …] [--repeat 1] [--out FILE] [--short]
 
+NAMEs are those of ``SCRIPTS``, or parts of them; all by default.
 Each script runs plain and attached, in turns, each time in a fresh process of one thread. Seconds are of the processor,
 from the first step to the last, everything that planning needs included. Losses must be equal, bit for bit, and the
 largest peak of a step within the budget, a share of the largest plain one. The first step of each size is compared and
@@ -414,7 +415,7 @@ def _median(runs: list[dict[str, Any]], what: str) -> float:
 def main(argv: list[str] | None = None) -> int:
     """Print one row a script."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("names", nargs="*", help="scripts, or parts of their names; all by default")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--short", action="store_true", help="toy sizes")
@@ -426,12 +427,15 @@ def main(argv: list[str] | None = None) -> int:
         budget = None if options.one == "plain" else int(options.one)
         print(json.dumps(run(scripts[options.names[0]], budget)))
         return 0
+    names = [name for name in scripts if not options.names or any(part in name for part in options.names)]
+    if not names:
+        parser.error(f"no script has such a name: give parts of these: {'; '.join(scripts)}")
     print(
         "script                      steps  sizes  plans   plain  attached    more    goal  equal  peak of budget"
         "   later  settled    goal"
     )
     rows = []
-    for name in options.names or scripts:
+    for name in names:
         row = measured(name, scripts[name], options.repeat, options.short)
         rows.append(row)
         goal = "" if row.goal is None else f"{row.goal:.0f} s"
