@@ -43,8 +43,8 @@ class Backward:
 @dataclass(frozen=True, slots=True)
 class Node:
     """One forward computation. ``time``: nanoseconds of a run; ``warm``: of one that runs again when all that it reads
-    was made by runs since the last backward (at most ``time``; None: the same). Integer programs count
-    ``time``, bounds ``warm``, and the walker what takes place.
+    was made by runs since the last backward (at most ``time``; None: the same). Integer programs of blocks count
+    ``time``; the walker, the whole-graph program and the bound count what takes place.
 
     ``reads``: the data that it reads. ``makes``: its data; every run makes all of them. ``peak``: the most bytes that a
     run allocates, results included. ``backward``: None for nodes without gradient. A node with ``rerun=False`` runs

@@ -34,12 +34,16 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the program has the variables of the equations: the index of a column, or ``ONE`` or ``ZERO``."""
+    """Where the program has the variables of the equations: the index of a column, or ``ONE`` or ``ZERO``.
+
+    ``C[k, i]``: for the operations that may take less time where what they read was just made; ``C[k]``: the same at p_k.
+    """
 
     X: dict[tuple[int, int], int]
     R: dict[tuple[int, int], int]
     Q: dict[int, int]
     S: dict[tuple[int, int], int]
+    C: dict[int | tuple[int, int], int]
 
     def later_reruns(self, segments: Segments, k: int, i: int) -> tuple[int, ...]:
         """The variables of which one is 1 if operation i runs again at p_k or later."""
@@ -52,17 +56,21 @@ def add_columns(
 ) -> Columns:
     """Add columns for all variables whose value is not known. A rerun costs its nanoseconds over ``time_unit``."""
     staged = segments.staged
-    columns = Columns({}, {}, {}, {})
+    columns = Columns({}, {}, {}, {}, {})
 
-    def rerun(i: int, low: Cell, high: Cell) -> int:
-        if fixed is None or i in fixed.free:
-            return program.column(staged.operations[i].time / time_unit)
-        return ONE if fixed.reruns(i, segments.makes[i], low, high) else ZERO
+    def rerun(key: int | tuple[int, int], i: int, low: Cell, high: Cell) -> int:
+        operation = staged.operations[i]
+        if fixed is not None and i not in fixed.free:
+            return ONE if fixed.reruns(i, segments.makes[i], low, high) else ZERO
+        if not segments.reads[i] or operation.least_time == operation.time:
+            return program.column((operation.least_time if operation.reads else operation.time) / time_unit)
+        columns.C[key] = program.column((operation.time - operation.least_time) / time_unit, integer=False)
+        return program.column(operation.least_time / time_unit)
 
     for k in range(1, segments.count + 1):
         t, i = cell = segments.limits[k]
         if t != i:
-            columns.Q[k] = rerun(i, cell, cell)
+            columns.Q[k] = rerun(k, i, cell, cell)
         needed = segments.reads[i] if t == i else ()
         for d in sorted(use.alive[k]):
             if d in needed:
@@ -73,7 +81,7 @@ def add_columns(
                 columns.X[k, d] = fixed.live(d, cell)
     for k, again in enumerate(use.again):
         for i in again:
-            columns.R[k, i] = rerun(i, segments.limits[k], segments.limits[k + 1])
+            columns.R[k, i] = rerun((k, i), i, segments.limits[k], segments.limits[k + 1])
     _add_generator_states(program, segments, columns)
     return columns
 

@@ -8,17 +8,22 @@ once or not at all. The program has m + 1 segments instead of n stages:
 - ``X[k,d]`` in {0,1}: datum d is live at p_k (made before it, read at or after it);
 - ``R[k,i]`` in {0,1}: operation i runs again in segment k, which lies between p_k and p_{k+1};
 - ``Q[k]`` in {0,1}: the rerun at p_k takes place, where p_k = (t, i) with i < t;
-- ``S[k,i]`` in [0,1]: the generator state of operation i is kept at p_k, since i runs again at p_k or later.
+- ``S[k,i]`` in [0,1]: the generator state of operation i is kept at p_k, since i runs again at p_k or later;
+- ``C[k,i]`` in [0,1]: i runs again in segment k (or at p_k) and reads what was not just made: it takes ``time(i)``,
+  and ``warm(i)`` if all was made again since the last step.
 
 With avail(k,d) = X[k,d] + R[k,owner(d)] + [owner(d) runs at p_k], or 1 if the first run of owner(d) is in segment k::
 
-    minimise  sum time(i) R[k,i] + sum time(i_k) Q[k]
+    minimise  sum warm(i) R[k,i] + sum warm(i_k) Q[k] + sum (time(i) - warm(i)) C[k,i]
     keep      X[k+1,d] <= avail(k,d)
     input     R[k,i] <= avail(k,d)               d read by i
     need      1 <= avail(k,d)                    d read by a step in segment k, or at p_{k+1}; R[k,owner(d)] counts
                                                  only if the segment has a cell for that rerun before the step
     position  Q[k] <= X[k,d]                     d read by i_k
-    once      avail(k,d) <= 1                    where owner(d) makes nothing else
+    once      avail(k,d) <= 1                    where owner(d) makes nothing else, and takes no less than what its
+                                                 readers gain in all if it runs again for that alone
+    cold      C[k,i] >= R[k,i] - again(k,d)      d read by i; again: reruns of owner(d) in segment k, and in the part
+                                                 of p_k's stage before p_k, if p_k is a rerun
     state     S[k,i] >= S[k+1,i], R[k,i], Q[k]   Q[k] only if p_k is a rerun of i
     memory    sum size(d) X[k,d] + own(i_k) Q[k] + sum rng(i) S[k,i] <= budget - extra(p_k)
                                                  1 stands for Q[k] if p_k is a step
@@ -157,7 +162,9 @@ def _add_reruns(model: Relaxation, k: int) -> None:
     for i in model.useful.again[k]:
         for d in segments.reads[i]:
             _at_most(model.program, R[k, i], _available(model, k, d))
-        for d in segments.makes[i] if len(model.staged.operations[i].makes) == 1 else ():
+        _add_cold(model, R[k, i], (k, i), again_in(model, k, i))
+        alone = len(model.staged.operations[i].makes) == 1 and i not in model.staged.for_speed
+        for d in segments.makes[i] if alone else ():
             once = _available(model, k, d)
             if len(once.terms) > 1:
                 model.program.row(once.terms, -INFINITY, 1 - once.constant)
@@ -177,6 +184,44 @@ def _add_position(model: Relaxation, k: int) -> None:
             live = _Sum()
             live.add(model.columns.X.get((k, d), ZERO))
             _at_most(model.program, model.columns.Q[k], live)
+        _add_cold(model, model.columns.Q[k], k, again_before(model, k, model.segments.limits[k][1]))
+
+
+def again_before(model: Relaxation, k: int, i: int) -> list[list[int]]:
+    """For each datum that i reads, the reruns of its owner in the stage of p_k = (t, j) before p_k; none if t = j."""
+    segments, columns = model.segments, model.columns
+    stage, _ = segments.limits[k]
+    found: list[list[int]] = [[] for _ in segments.reads[i]]
+    while k > 0 and segments.limits[k][0] == stage and segments.limits[k][1] != stage:
+        for d, again in zip(segments.reads[i], found, strict=True):
+            owner = segments.staged.owners[d]
+            again.append(columns.R.get((k - 1, owner), ZERO))
+            if k - 1 in columns.Q and segments.limits[k - 1] == (stage, owner):
+                again.append(columns.Q[k - 1])
+        k -= 1
+    return found
+
+
+def again_in(model: Relaxation, k: int, i: int) -> list[list[int]]:
+    """For each datum that i reads, the reruns of its owner that may stand in the stage of one of i in segment k."""
+    segments, columns = model.segments, model.columns
+    found = again_before(model, k, i)
+    for d, again in zip(segments.reads[i], found, strict=True):
+        owner = segments.staged.owners[d]
+        again.append(columns.R.get((k, owner), ZERO))
+        if k in columns.Q and segments.limits[k][1] == owner:
+            again.append(columns.Q[k])
+    return found
+
+
+def _add_cold(model: Relaxation, rerun: int, key: int | tuple[int, int], again: list[list[int]]) -> None:
+    """Rows cold."""
+    for reruns in again if key in model.columns.C else ():
+        total = _Sum()
+        total.add(model.columns.C[key])
+        for column in dict.fromkeys(reruns):
+            total.add(column)
+        _at_most(model.program, rerun, total)
 
 
 def _add_states(model: Relaxation) -> None:

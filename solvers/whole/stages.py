@@ -32,7 +32,8 @@ MOST_NEW = 12
 class Operation:
     """One computation. ``own``: the most bytes that a run allocates, results included.
 
-    ``rng``: bytes of generator state, kept from the first run to the last.
+    ``rng``: bytes of generator state, kept from the first run to the last. ``warm``: the time of a rerun in a stage
+    that made again all that it reads; None: the same ``time``.
     """
 
     time: int
@@ -41,6 +42,12 @@ class Operation:
     own: int
     rerun: bool = True
     rng: int = 0
+    warm: int | None = None
+
+    @property
+    def least_time(self) -> int:
+        """Nanoseconds that a run takes at least."""
+        return self.time if self.warm is None else self.warm
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Staged:
 
     ``base[t]``: bytes besides data and ``own`` while step t runs, those of gradients. ``before[t]``: the same while
     operations run again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted.
+    ``for_speed``: operations that take less time than their readers may gain in all, if they run again just before them.
     ``rises[t]``: for steps that can delete several data, the bytes by which stage t+1 begins with more than step t
     takes besides data.
     """
@@ -62,6 +70,7 @@ class Staged:
     held: frozenset[int] = frozenset()
     reads: tuple[frozenset[int], ...] = field(init=False)
     rises: dict[int, int] = field(init=False)
+    for_speed: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         reads = tuple(frozenset(op.reads) for op in self.operations)
@@ -70,6 +79,12 @@ class Staged:
             for t in range(self.steps - 1)
             if len(reads[t] - self.held) > 1
         }
+        gains = [0] * len(self.operations)
+        for op in self.operations:
+            for i in {self.owners[d] for d in op.reads}:
+                gains[i] += op.time - op.least_time
+        for_speed = frozenset(i for i, op in enumerate(self.operations) if gains[i] > op.least_time)
+        object.__setattr__(self, "for_speed", for_speed)
         object.__setattr__(self, "reads", reads)
         object.__setattr__(self, "rises", {t: rise for t, rise in rises.items() if rise > 0})
 
@@ -93,7 +108,15 @@ class Staged:
 
     def cost(self, runs: Sequence[Sequence[int]]) -> int:
         """Time of the reruns."""
-        return sum(self.operations[i].time for stage in runs for i in stage)
+        total = 0
+        for stage in runs:
+            made: set[int] = set()
+            for i in stage:
+                operation = self.operations[i]
+                just_made = bool(operation.reads) and made.issuperset(operation.reads)
+                total += operation.least_time if just_made else operation.time
+                made.update(operation.makes)
+        return total
 
 
 def staged_graph(problem: GraphProblem) -> Staged:
@@ -110,7 +133,7 @@ def staged_step(problem: Problem) -> Staged:
     the next one begins with. Elsewhere a deletion between them may set the peak, which ``memory`` counts, and the
     integer program of ``solvers.whole.relaxation`` does not.
     """
-    operations = [Operation(n.least_time, n.reads, n.makes, n.peak, n.rerun, n.rng) for n in problem.nodes]
+    operations = [Operation(n.time, n.reads, n.makes, n.peak, n.rerun, n.rng, n.warm) for n in problem.nodes]
     operations.append(Operation(0, tuple(sorted(problem.returned)), (), problem.loss, rerun=False))
     base, before = [0] * len(operations), [0] * len(operations)
     for i in problem.backward_order():
