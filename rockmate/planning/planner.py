@@ -28,7 +28,7 @@ from rockmate.planning.numbers import bytes_of_numbers, peak_with_numbers
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.places import places_of
 from rockmate.planning.plan import Plan
-from rockmate.planning.problem import all_warm, problem_of
+from rockmate.planning.problem import problem_of
 from rockmate.planning.room import Room, bytes_of_outputs, grown, usual_problem, usual_room, wider
 from rockmate.progress import Report, silent
 from rockmate.run.undo import undo_bytes
@@ -93,7 +93,6 @@ class Planner:
     solved: SolvedViews = field(default_factory=dict)
     call: tuple[str, ...] = ()
     _chain: ChainPlanner | None = None
-    _warm_chain: ChainPlanner | None = None
     _end: float = inf
 
     @property
@@ -126,36 +125,20 @@ class Planner:
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""
         if self._chain is None:
-            self._chain = self._chain_of(self.problem)
+            self._chain = ChainPlanner(
+                self.problem,
+                report=lambda doing, part: self.report(f"solve {doing}", part),
+                remaining=self._remaining,
+                solved=self.solved,
+            )
         return self._chain
-
-    def _chain_of(self, problem: Problem) -> ChainPlanner:
-        return ChainPlanner(
-            problem,
-            report=lambda doing, part: self.report(f"solve {doing}", part),
-            remaining=self._remaining,
-            solved=self.solved,
-        )
-
-    def _cheapest(self, room: int) -> ChainPlan:
-        """The cheapest schedule within ``room`` bytes of two: for second runs that all read from memory, and for such
-        that all read what was just made. The walker counts what takes place.
-        """
-        found = self.chain().solve(room)
-        if all(node.warm is None for node in self.problem.nodes):
-            return found
-        if self._warm_chain is None:
-            self._warm_chain = self._chain_of(all_warm(self.problem))
-        other = self._warm_chain.solve(room)
-        walked = walk(self.problem, other.schedule)
-        return ChainPlan(other.schedule, walked, other.source) if walked.time < found.time else found
 
     def _remaining(self) -> float:
         return max(0.0, self._end - time.perf_counter())
 
     def _reason(self) -> str:
         """What cut the search for the last plan short, if anything did."""
-        stopped = sum(chain.stopped for chain in (self._chain, self._warm_chain) if chain)
+        stopped = self._chain.stopped if self._chain else 0
         if not stopped:
             return ""
         each = SolverOptions().time_limit
@@ -189,7 +172,7 @@ class Planner:
         try:
             if self.scaled:
                 return Bounded(self._solved_as_before(room) or self.chain().solve(room), None, self._reason())
-            found = self._cheapest(room)
+            found = self.chain().solve(room)
             reason = self._reason()
             seconds = min(IMPROVE_SECONDS, self._remaining())
             if self.options.costs == "flops" or not seconds:
@@ -326,9 +309,7 @@ class Planner:
     def _with(self, graphs: Graphs, room: Room, **changed: Any) -> Planner:
         """This planner with other costs, or another room for the loss: nothing is solved yet."""
         problem = problem_of(graphs, room, self.options.costs)
-        return dataclasses.replace(
-            self, graphs=graphs, problem=problem, room=room, _chain=None, _warm_chain=None, **changed
-        )
+        return dataclasses.replace(self, graphs=graphs, problem=problem, room=room, _chain=None, **changed)
 
     @property
     def solved_options(self) -> Options | None:

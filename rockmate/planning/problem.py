@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rkgb.device import kind_of
 from rkgb.pipeline import Graphs
 from rockmate.planning.kept import device_of
@@ -41,17 +39,6 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
     problem = Problem(nodes, data, frozenset(k.held), room.between, blocks, frozenset(k.returned))
     problem.verify()
     return problem
-
-
-def all_warm(problem: Problem) -> Problem:
-    """``problem`` where every second run comes right after the one that made its inputs. Its steps take the same."""
-    return replace(problem, nodes=tuple(_warm(n) for n in problem.nodes))
-
-
-def _warm(n: Node) -> Node:
-    spared = n.time - n.least_time
-    backward = replace(n.backward, time=n.backward.time + spared) if n.backward else None
-    return replace(n, time=n.least_time, backward=backward, warm=None)
 
 
 def _beside_a_rerun(graphs: Graphs) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class Fixed:
 class Columns:
     """Where the program has the variables of the equations: the index of a column, or ``ONE`` or ``ZERO``.
 
-    ``C[k, i]``: for the operations that may take less time where what they read was just made; ``C[k]``: the same at p_k.
+    ``C[k, i]``: for operations that take less time where what they read was just made; ``C[k]``: that of p_k.
     """
 
     X: dict[tuple[int, int], int]

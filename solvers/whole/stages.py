@@ -56,7 +56,7 @@ class Staged:
 
     ``base[t]``: bytes besides data and ``own`` while step t runs, those of gradients. ``before[t]``: the same while
     operations run again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted.
-    ``for_speed``: operations that take less time than their readers may gain in all, if they run again just before them.
+    ``for_speed``: operations that take less time than their readers may gain in all, if these run right after them.
     ``rises[t]``: for steps that can delete several data, the bytes by which stage t+1 begins with more than step t
     takes besides data.
     """
