@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.Btools import PRIMITIVES
-from rkgb.errors import TraceError, UnsupportedError
+from rkgb.errors import GraphError, TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
 from rkgb.probe.contexts import context_tensors, next_number
 from rkgb.probe.decompose import is_split, split
@@ -53,13 +54,20 @@ class Probed(NamedTuple):
     written: list[torch.Tensor]
 
 
-def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor], labelled: bool = False) -> Probed:
+def probe(
+    b: B_graph,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    labelled: bool = False,
+    allowed: Callable[[Node, Callable[[int], Any]], bool] | None = None,
+) -> Probed:
     """Run ``b`` on ``inputs``, and record what each node does. Buffers, inputs and random state are restored.
 
-    ``labelled``: the nodes of ``b`` have their labels, and storages get no names.
+    ``labelled``: the nodes of ``b`` have their labels, and storages get no names. ``allowed``: asked before each node,
+    with its values by number; ``GraphError`` where it says no.
     """
     with preserved(model, inputs, b.structure.written) as writes, torch.enable_grad(), drop_saved():
-        run = _Probe(b, source_values(b.sources, model, inputs))
+        run = _Probe(b, source_values(b.sources, model, inputs), allowed)
         packed = run.packed  # hooks live as long as the graph, and must not hold the run
         for mode, nodes in itertools.groupby(enumerate(b.nodes), lambda x: x[1].mode):
             with in_mode(mode), saved_tensors_hooks(lambda t: packed.append(memory_of(t)), _refuse):
@@ -144,8 +152,13 @@ class _Ends:
 class _Probe:
     """The run of ``b``: its live tensors and folded numbers, and the record of values and nodes."""
 
-    def __init__(self, b: B_graph, sources: dict[int, torch.Tensor]) -> None:
-        self.b = b
+    def __init__(
+        self,
+        b: B_graph,
+        sources: dict[int, torch.Tensor],
+        allowed: Callable[[Node, Callable[[int], Any]], bool] | None = None,
+    ) -> None:
+        self.b, self.allowed = b, allowed
         self.names = list(b.names)
         self.env: dict[int, torch.Tensor] = {}
         self.folded: dict[int, Any] = {}
@@ -215,6 +228,8 @@ class _Probe:
         return dataclasses.replace(node, args=self._put_numbers(node.args), kwargs=keywords)
 
     def _run(self, node: Node) -> None:
+        if self.allowed is not None and not self.allowed(node, self.env.__getitem__):
+            raise GraphError(f"{node.name} at {node.line} is not to run with such arguments")
         reads = node.reads()
         drawn = self.generators.before(node)
         versions = {v: self.env[v]._version for v in reads}

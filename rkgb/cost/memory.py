@@ -39,7 +39,7 @@ _PATIENCE = 60.0  # seconds that another thread waits until it is done
 _WITHIN = (
     "memory is being measured already, so that no plan can be made meanwhile for a new kind of call (other shapes; "
     "gradients that are there, or not, when the call begins). Call the function once before, just as it will be "
-    "measured"
+    "measured, and after calls of other sizes"
 )
 
 

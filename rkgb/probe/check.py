@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,7 +46,7 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
         probed = probe(b, model, call.tensors)
         return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"), _operations(model))
     other = _shifted(call)
-    theirs, ran, _ = _outputs_if_any(b, model, other)
+    theirs, ran, _ = run_module(b, model, other)
     stale = changed_again(model, b.structure.sets)
     sets = {k: v for k, v in b.structure.sets.items() if type(v) in _PLAIN and k not in stale}
     notes = tuple(note for note in b.notes if note not in map(left_as_it_is, sets))
@@ -66,16 +66,35 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
     return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"), ran.operators)
 
 
+class ModuleRun(NamedTuple):
+    """A run of the module.
+
+    ``outputs``: None if it raised an error. ``ran``: the operators that it called. ``written``: the buffers and inputs
+    that it changed in place, as it left them.
+    """
+
+    outputs: list[torch.Tensor] | None
+    ran: OperatorCount
+    written: list[torch.Tensor]
+
+
 def same_as_module(
-    b: B_graph, model: torch.nn.Module, call: Call, probed: Probed, ours: OperatorCount, before: Mapping[str, int]
+    b: B_graph,
+    model: torch.nn.Module,
+    call: Call,
+    run: ModuleRun,
+    probed: Probed,
+    ours: OperatorCount,
+    before: Mapping[str, int],
 ) -> bool:
-    """Whether ``probed``, a run of ``b`` on ``call`` that called the operators ``ours``, did what the module does.
+    """Whether ``probed``, a run of ``b`` on ``call`` that called the operators ``ours``, did what the module did in its
+    ``run``.
 
     Four things are compared: the outputs; the buffers and inputs that were changed in place; the operators that the
     module calls now and called ``before``, when it was traced; and the arguments that are no tensors, since some have
     no effect on these values.
     """
-    theirs, ran, written = _outputs_if_any(b, model, call)
+    theirs, ran, written = run
     now = _operations(model) if is_pure(model) else ran.operators
     if theirs is None or not before or now != before or not ran.got_arguments_of(ours):
         return False
@@ -97,12 +116,8 @@ def _noted(d: D_graph, notes: tuple[str, ...], operators: Mapping[str, int]) -> 
     return dataclasses.replace(d, notes=(*d.notes, *notes), operator_counts=operators)
 
 
-def _outputs_if_any(
-    b: B_graph, model: torch.nn.Module, call: Call
-) -> tuple[list[torch.Tensor] | None, OperatorCount, list[torch.Tensor]]:
-    """The outputs of the module, or None if it raises an error; the operators that it called; the buffers and inputs
-    that it changed in place, as it left them.
-    """
+def run_module(b: B_graph, model: torch.nn.Module, call: Call) -> ModuleRun:
+    """Run the module on ``call``; buffers, inputs and generators are restored."""
     outputs, ran = None, OperatorCount()
     with preserved(model, call.tensors, b.structure.written) as writes, put_back(model, ran):
         with (
@@ -113,7 +128,7 @@ def _outputs_if_any(
         ):
             outputs = _module_outputs(model, call)
         written = writes.after()
-    return outputs, ran, written
+    return ModuleRun(outputs, ran, written)
 
 
 def _compare(
@@ -154,7 +169,7 @@ def _repeats_itself(b: B_graph, model: torch.nn.Module, call: Call) -> bool:
     outputs = []
     for _ in range(2):
         with attributes_preserved(model):
-            outputs.append(_outputs_if_any(b, model, call)[0])
+            outputs.append(run_module(b, model, call)[0])
     first, second = outputs
     return first is None or second is None or all(map(same, first, second))
 

@@ -1,16 +1,16 @@
 """The same graph at other sizes: how its numbers follow from the sizes of the inputs.
 
 Two traces of one model at different sizes differ in numbers only: they have one *skeleton*. The numbers among the
-arguments of operations are fitted as functions of the inputs' sizes. For new sizes the program runs once with the
-fitted numbers. This run shows all other sizes. It must show the same skeleton and give the module's outputs, bit for
-bit, and the module must call the operators that it called when it was traced. So a fit may be a guess: a wrong one
-costs a run, and never gives a wrong result.
+arguments of operations are fitted as functions of the inputs' sizes. For new sizes the module runs once, and then the
+program with the fitted numbers. This run shows all other sizes. It must show the same skeleton and give the module's
+outputs, bit for bit, and the module must call the operators that it called when it was traced. So a fit may be a guess:
+a wrong one costs a run, and never gives a wrong result.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 
 from rkgb.Dtools import probe
 from rkgb.errors import GraphError
-from rkgb.graphs import B_graph, D_graph, S_graph, S_node, Saved, Storage
-from rkgb.probe.check import same_as_module
+from rkgb.graphs import B_graph, D_graph, Node, S_graph, S_node, Saved, Storage
+from rkgb.probe.check import ModuleRun, run_module, same_as_module
 from rkgb.probe.fit import Fit, Sizes
+from rkgb.probe.foresee import bytes_of_results
 from rkgb.probe.numbers import may_be_size, numbers_of, repeated_in, with_numbers
 from rkgb.probe.skeleton import skeleton
 from rkgb.sample import Call
@@ -53,34 +54,50 @@ def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module,
     fit = Fit([p.sizes for p in points], now)
     seen = list(zip(*(numbers_of(p.s.d) for p in points), strict=True))
     every, again = [fit(x) for x in seen], repeated_in(points[-1].s.d)
+    run: ModuleRun | None = None
     doubtful = sorted({x[-1] for x, y, twice in zip(seen, every, again, strict=True) if twice and y != x[-1]})
     for constant in ((), *((x,) for x in doubtful[:2]), doubtful) if doubtful else ((),):
         numbers = [x[-1] if twice and x[-1] in constant else y for x, y, twice in zip(seen, every, again, strict=True)]
-        graph = None if None in numbers else _given(points[-1].s, numbers, expected, model, call)
+        if None in numbers:
+            continue
+        b = _with(points[-1].s.d, numbers)
+        run = run or run_module(b, model, call)
+        graph = None if run.outputs is None else _given(points[-1].s, b, expected, model, call, run)
         if graph is not None:
             return graph
     return None
 
 
-def _given(
-    last: S_graph, numbers: Sequence[Any], expected: Hashable, model: torch.nn.Module, call: Call
-) -> S_graph | None:
-    """The graph ``last`` with these numbers; None if ``model`` does something else on ``call``."""
-    left, d = iter(numbers), last.d
+def _with(d: D_graph, numbers: Sequence[Any]) -> B_graph:
+    """The program of ``d`` with these numbers."""
+    left = iter(numbers)
     nodes = tuple(with_numbers(node, left) for node in d.nodes)
     constants = tuple((k, next(left) if may_be_size(c) else c) for k, c in d.structure.output_constants)
     structure = dataclasses.replace(d.structure, output_constants=constants)
-    b = B_graph(d.names, d.sources, nodes, d.outputs, structure, d.notes)
+    return B_graph(d.names, d.sources, nodes, d.outputs, structure, d.notes)
+
+
+def _given(
+    last: S_graph, b: B_graph, expected: Hashable, model: torch.nn.Module, call: Call, run: ModuleRun
+) -> S_graph | None:
+    """The graph ``last`` with the numbers of ``b``; None if ``model`` does something else on ``call``, in ``run``.
+
+    A wrong number may ask for more memory than there is, so nothing runs whose result is larger than all of the module.
+    """
+
+    def allowed(node: Node, value: Callable[[int], Any]) -> bool:
+        return bytes_of_results(node, value) <= run.ran.largest
+
     try:
         with OperatorCount() as ours:
-            probed = probe(b, model, call.tensors, labelled=True)
+            probed = probe(b, model, call.tensors, labelled=True, allowed=allowed)
     except (GuardFailed, GraphError, RuntimeError, ValueError, TypeError, LookupError):
         return None
     graph = _with_sizes(last, probed.graph)
     if (
         graph is None
         or skeleton(graph) != expected
-        or not same_as_module(b, model, call, probed, ours, d.operator_counts)
+        or not same_as_module(b, model, call, run, probed, ours, last.d.operator_counts)
     ):
         return None
     return graph

@@ -47,7 +47,7 @@ class OperatorCount(TorchDispatchMode):
 
     ``given``: counts by operator and arguments that are no tensors. Some arguments have no effect on some values, such
     as the bounds of ``clamp`` or the target that a loss ignores. ``before_write``: called with what an operator is
-    about to write to.
+    about to write to. ``largest``: bytes of the largest result.
     """
 
     def __init__(self) -> None:
@@ -55,6 +55,7 @@ class OperatorCount(TorchDispatchMode):
         self.operators: Counter[str] = Counter()
         self.given: Counter[tuple[str, str]] = Counter()
         self.before_write: Callable[[list[Any]], None] | None = None
+        self.largest = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -73,7 +74,11 @@ class OperatorCount(TorchDispatchMode):
             self.given[name, repr((*map(_without_tensors, args), *sorted(_without_tensors(kwargs).items())))] += 1
         if writes and self.before_write is not None:
             self.before_write([args[k] if k < len(args) else kwargs.get(argument) for k, argument in writes])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.numel() * t.element_size())
+        return result
 
 
 def _without_tensors(a: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rkgb.errors import GraphError, UnsupportedError
+from rkgb.errors import GraphError, MeasureError, UnsupportedError
 from rkgb.sample import Call
 from rkgb.warn import warn, warn_once
 from rockmate.budget import parse_budget, show_bytes
@@ -156,7 +156,7 @@ class Attachment(Front):
                 raise error.with_traceback(None) from None
         for calls in self._capture.graphs:
             calls.spacious.clear()
-            calls.free = False
+            calls.free = None
             calls.binding.clear()
 
     def _check_place(self) -> None:
@@ -336,6 +336,8 @@ class Attachment(Front):
                 names = {name for name, _ in model.named_parameters()}
                 direct.last = direct.variants(call, self.saved)[0]
                 self._check_stale(model, names, direct.last)
+        except MeasureError:
+            raise  # that says nothing of the model
         except (GraphError, InputError, HookError) as error:
             if isinstance(error, CannotBeCalledError) and not self.only_plans:
                 self.reason = before

@@ -143,7 +143,7 @@ class Calls(ABC):
 
     def _run_under(self, variant: Variant, call: Call) -> Any:
         """Run under this plan; raises ``GuardFailed`` where it is not for these values."""
-        self.front.check_alone(variant.plan)
+        self.front.check_alone(variant.plan.predicted_peak)
         look = variant.look()
         with abandoned(look):
             result, program_outputs, state = self.computed(variant, call)
@@ -157,7 +157,7 @@ class Calls(ABC):
             alone = state is None and variant.is_tight
             observed = variant.observer.watch(variant.program, program_outputs, look, alone=alone)
             if observed is not None:
-                self.front.follow(observed, variant.plan)
+                self.front.follow(observed, variant.plan.kept)
                 if state is not None:
                     state.backward.arrived = observed.begin
         return result

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.autograd.graph import Node
 
-from rkgb.errors import GraphError
+from rkgb.errors import GraphError, MeasureError
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rkgb.warn import warn
@@ -21,7 +22,7 @@ from rockmate.calls.calls import Calls
 from rockmate.calls.captured import Captured, captured_sources
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
-from rockmate.calls.look import WholeLook
+from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.steps import Forward
 from rockmate.calls.variants import Variant
@@ -57,6 +58,17 @@ class Spacious(NamedTuple):
     missing: frozenset[str]
 
 
+class FreeCall:
+    """A call that ran without a plan. Its graph owns it, by a hook. ``waits``: no backward has come to it."""
+
+    def __init__(self, function: Node) -> None:
+        self.waits = True
+        function.register_prehook(self._begin)
+
+    def _begin(self, _: Any) -> None:
+        self.waits = False
+
+
 class CapturedCalls(Calls):
     """The calls of one graph that TorchDynamo captured."""
 
@@ -68,17 +80,20 @@ class CapturedCalls(Calls):
         self.terms = front.terms
         self.split = split(program)
         self.tensors = self.split.program if self.split else program  # without computations with numbers
-        self.free = False  # whatever the call, the budget does not bind
+        self.free: Hashable | None = None  # the kind of all calls, if the budget binds for none
         self.refused = False  # no plan can be made
         self.ready = False
         self.now = threading.local()  # the arguments of the call that this thread is in
         self.spacious: dict[Hashable, Spacious] = {}  # kinds of calls for which the budget does not bind
+        self.kept: dict[Hashable, int] = {}  # bytes that such calls keep for their backward, if they ran without a plan
         self.binding: set[Hashable] = set()
         self.extents: dict[Hashable, Extent] = {}  # by kinds of calls
 
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
-        if self.free or self.refused:
+        if self.free is not None:
+            return self._run_alone(self.free, arguments)
+        if self.refused:
             return self.program.forward(*arguments)
         wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
         if not torch.is_grad_enabled() or next(wanted, None) is None:
@@ -109,17 +124,21 @@ class CapturedCalls(Calls):
             except CannotBeCalledError:
                 return self.program.forward(*arguments)  # whose own error comes
             except (GraphError, VariantLimitError) as error:
-                if not self.terms.least:
-                    raise
-                self.refused = True
-                warn(
-                    f"{self.front.name} cannot be planned for such calls, which run as they are from now on, with no "
-                    f"budget: {error}",
-                    BudgetWarning,
-                )
+                self._refuse(error)
                 return self.program.forward(*arguments)
             self.front.last = self
             return self.split.joined(results, numbers) if self.split else results
+
+    def _refuse(self, error: GraphError | VariantLimitError) -> None:
+        """Run without a plan from now on, if that is wanted; that memory is measured now says nothing of the graph."""
+        if isinstance(error, MeasureError) or not self.terms.least:
+            raise error
+        self.refused = True
+        warn(
+            f"{self.front.name} cannot be planned for such calls, which run as they are from now on, with no budget: "
+            f"{error}",
+            BudgetWarning,
+        )
 
     def _run_in_step(
         self, forward: Forward, call: Call, inputs: Sequence[Any], numbers: Any, arguments: tuple[Any, ...]
@@ -220,13 +239,16 @@ class CapturedCalls(Calls):
     def _run_freely(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> Any:
         """Run the captured program as it is; the first such step is measured."""
         if self._known_to_fit(kind, missing) or not WholeLook.possible():
-            return self.program.forward(*arguments)
+            return self._run_alone(kind, arguments)
         said, budget = self.front.described(self.module.names, call.leaves), self.front.budget
+
+        def forward_measured(kept: int) -> None:
+            self.kept[kind] = kept
 
         def measured(peak: int) -> None:
             if peak <= budget:
                 self.spacious[kind] = Spacious(said, missing)
-                self.free = self.split is None and len(missing) == self.module.trained
+                self.free = kind if self.split is None and len(missing) == self.module.trained else None
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",
                     self.front.name, ", ".join(said), show_bytes(peak), show_bytes(budget),
@@ -239,13 +261,23 @@ class CapturedCalls(Calls):
                 BudgetWarning,
             )
 
-        look = WholeLook(_device_of(arguments), measured)
-        try:
-            result = self.program.forward(*arguments)
-        except BaseException:
-            look.abandon()
-            raise
+        look = WholeLook(_device_of(arguments), forward_measured, measured)
+        with abandoned(look):
+            result = self._run_alone(kind, arguments)
         look.follow(result)
+        return result
+
+    def _run_alone(self, kind: Hashable, arguments: tuple[Any, ...]) -> Any:
+        """Run the captured program as it is. Once it is said that several such calls exceed the budget, no one asks."""
+        front, kept = self.front, self.kept.get(kind, 0)
+        if front.said_several or not torch.is_grad_enabled():
+            return self.program.forward(*arguments)
+        front.check_alone(kept)
+        result = self.program.forward(*arguments)
+        functions = (t.grad_fn for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None)
+        function = next(functions, None)
+        if function is not None:
+            front.follow(FreeCall(function), kept)
         return result
 
 

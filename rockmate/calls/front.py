@@ -14,12 +14,10 @@ from rkgb.device import kind_of
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.families import Families
-from rockmate.calls.observe import ObservedCall
 from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
 from rockmate.tell import LOG, described, planned_line
 from solvers import Frontier
@@ -101,6 +99,14 @@ class PlannedGraph(Protocol):
         """Time against memory for the last kind of call."""
 
 
+class WaitingCall(Protocol):
+    """A call whose backward may not have begun."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether no backward has come to it."""
+
+
 _MANY = frozenset({32, 128, 512})
 """Sizes that a plan was carried over to, at which it is said that there are many."""
 
@@ -120,7 +126,7 @@ class Front:
         self._before: tuple[str, ...] | None = None
         self._carried = 0
         self.parameter_bytes = 0
-        self._said_several = False
+        self.said_several = False
         self.inside = threading.local()  # what is known of the call that this thread is in
 
     @property
@@ -140,22 +146,22 @@ class Front:
         """Whether this thread plans, and runs nothing."""
         return False
 
-    def follow(self, call: ObservedCall, plan: Plan) -> None:
-        """The forward of ``call`` is over."""
-        waiting: list[tuple[weakref.ref[ObservedCall], Plan]] = self.inside.__dict__.setdefault("waiting", [])
-        waiting.append((weakref.ref(call), plan))
+    def follow(self, call: WaitingCall, kept: int) -> None:
+        """The forward of ``call`` is over; it keeps ``kept`` bytes for its backward."""
+        waiting: list[tuple[weakref.ref[WaitingCall], int]] = self.inside.__dict__.setdefault("waiting", [])
+        waiting.append((weakref.ref(call), kept))
 
-    def check_alone(self, plan: Plan) -> None:
-        """Say once that this thread's calls whose backward has not begun, and one under ``plan``, exceed the budget."""
+    def check_alone(self, peak: int) -> None:
+        """Say once that this thread's calls whose backward has not begun, and one of ``peak`` bytes, exceed it."""
         waiting = getattr(self.inside, "waiting", None)
         if not waiting:
             return
-        waiting[:] = [(ref, earlier) for ref, earlier in waiting if (call := ref()) is not None and call.waits]
-        if not waiting or self._said_several:
+        waiting[:] = [(ref, kept) for ref, kept in waiting if (call := ref()) is not None and call.waits]
+        if not waiting or self.said_several:
             return
-        together = sum(earlier.kept for _, earlier in waiting) + plan.predicted_peak
+        together = sum(kept for _, kept in waiting) + peak
         if together > self.budget:
-            self._said_several = True
+            self.said_several = True
             warn(
                 f"{self.name} was called {len(waiting) + 1} times before a backward. What the calls keep adds up, "
                 f"here to {show_bytes(together)}; the budget of {show_bytes(self.budget)} is for one call and its "

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import profiler
 from torch.autograd import profiler_legacy as legacy
 
-from rkgb.cost.memory import timeline, window
+from rkgb.cost.memory import timeline
 from rkgb.device.kind import Moment, Timeline, Window
 from rockmate.calls.engine import can_intercept, intercept, release
 
@@ -87,20 +87,26 @@ class Look(ABC):
 
 
 class WholeLook(Look):
-    """The peak of a whole step: from now to the end of the next backward in this thread, if that reaches the call."""
+    """The memory of a whole step: from now to the end of the next backward in this thread, if that reaches the call."""
 
-    window: Window | None
+    window: Timeline | None
 
-    def __init__(self, device: torch.device, then: Callable[[int], None]) -> None:
-        """``then`` is called with the peak, in bytes above the level at the beginning."""
-        super().__init__(window(device))
-        self.then = then
+    def __init__(
+        self, device: torch.device, forward_measured: Callable[[int], None], measured: Callable[[int], None]
+    ) -> None:
+        """``forward_measured`` is called with what the call keeps, ``measured`` with the peak of the step, bytes above
+        the level at the beginning. The first is known where another forward comes before the backward, too.
+        """
+        super().__init__(timeline(device))
+        self.forward_measured, self.measured = forward_measured, measured
         self.reached = False
         if self.window is not None:
-            self.window.begin()
+            self.window.mark()
 
     def follow(self, outputs: Sequence[Any]) -> None:
         """These are what the call returns."""
+        if self.window is not None:
+            self.window.mark()
         for t in outputs:
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
                 t.grad_fn.register_prehook(self._reach)
@@ -117,7 +123,14 @@ class WholeLook(Look):
                 self.window.mark()
             seen = self.close()
             if self.reached and seen is not None:
-                self.then(seen[0])
+                self.measured(max(moment.peak for moment in seen))
+
+    def close(self) -> list[Moment] | None:
+        """As in ``Look``."""
+        seen: list[Moment] | None = super().close()
+        if seen is not None and len(seen) > 1:
+            self.forward_measured(seen[1].level)
+        return seen
 
 
 class StepLook(Look):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rkgb.cost.memory import refuse_within_measurements
-from rkgb.errors import GraphError
+from rkgb.errors import GraphError, MeasureError
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rockmate.calls.families import Family
@@ -97,6 +97,8 @@ class Members:
                 else:
                     planner, family = graph.traced_planner(call, report, usage_of=outside)
                     member = _member(graph, planner, call, family, None)
+        except MeasureError:
+            raise  # that says nothing of the graph
         except (GraphError, CannotBeCalledError) as error:
             LOG.info("%s: a graph of the step runs as it is, since it cannot be planned: %s", self.front.name, error)
             self.run_as_it_is(key)

@@ -232,6 +232,23 @@ def test_several_calls_before_one_backward() -> None:
     assert measure_peak(lambda: _two_calls(model, ids)) > budget
 
 
+@pytest.mark.parametrize("sizes", [(64, 64, 64, 64), (64, 32, 16)])
+def test_several_calls_that_need_no_plan(sizes: tuple[int, ...]) -> None:
+    """As above, where each call alone is far below the budget."""
+    model, ids, peak = _small()
+    calls = [ids.repeat(2, 1)[:, :n] for n in sizes]
+    attach(model, int(1.2 * peak), costs="flops")
+
+    def step() -> None:
+        sum(model(x).sum() for x in calls).backward()
+
+    with pytest.warns(BudgetWarning, match=r"GPT was called \d times before a backward") as said:
+        for _ in range(3):
+            step()
+    assert len(said) == 1
+    assert measure_peak(step) > 1.2 * peak
+
+
 def test_several_calls_that_fit_together() -> None:
     """Nothing is said, and the steps are within the budget."""
     model, ids, peak = _small()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,18 +17,20 @@ from hypothesis import strategies as st
 from models import BasicBlock, ResNet, part_way, randn, tokens
 from torch import nn
 
+import rkgb.Dtools
 import rockmate
 import rockmate.calls.calls
 from rkgb.cost.measure import Known, measure_nodes
 from rkgb.cost.scaled import choosing_anew, scaled_costs
 from rkgb.cost.usage import supposed
+from rkgb.graphs import Node
 from rkgb.pipeline import make_S
 from rkgb.probe.fit import Fit
 from rkgb.probe.resize import Point, resized, sizes_of
 from rkgb.probe.skeleton import skeleton
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
-from rockmate import InfeasibleBudgetError, attach, frontier, measure_peak
+from rockmate import InfeasibleBudgetError, MeasureError, attach, frontier, measure_peak
 from rockmate.demo.gpt import GPT
 from rockmate.planning.plan import Plan
 
@@ -580,3 +583,60 @@ def test_a_smaller_input_with_larger_results_is_planned() -> None:
     assert kinds["8, 54, 16"].recomputed
     model.zero_grad(set_to_none=True)
     assert measure_peak(lambda: model(*batches[3]).backward()) <= budget
+
+
+def test_a_number_that_does_not_follow_from_sizes_asks_for_no_more_memory_than_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was repeated 200 times in a call of one row is not tried with 120 rows."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = F.gelu(self.first(x)).repeat_interleave(200 // x.shape[0], 0)
+            return self.second(y.sin().exp().tanh() * y)
+
+    largest = 0
+    run = rkgb.Dtools.computed
+
+    def watched(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:
+        nonlocal largest
+        results = run(node, value)
+        largest = max([largest, *(t.numel() for t in tensors_of(results))])
+        return results
+
+    monkeypatch.setattr(rkgb.Dtools, "computed", watched)
+    torch.manual_seed(0)
+    model = Repeated()
+    x = randn(90, 16, seed=0)
+    budget = int(0.9 * measure_peak(lambda: model(x).square().mean().backward()))
+    model.zero_grad()
+    attach(model, budget, costs="flops", on_infeasible="least")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rockmate.BudgetWarning)
+        for n in (90, 3, 1, 120, 90, 3, 1, 70, 120):
+            model(randn(n, 16, seed=n)).square().mean().backward()
+    assert 0 < largest <= 200 * 64
+
+
+def test_a_size_that_comes_while_memory_is_measured_is_planned_later() -> None:
+    """With the plan of least memory, too: it is no reason to run without a budget."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())))
+
+    def step(n: int) -> None:
+        model(randn(n, 32, seed=n)).square().mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    budget = int(0.6 * measure_peak(lambda: step(400)))
+    attach(model, budget, costs="flops", on_infeasible="least")
+    for n in (400, 400, 350, 350):
+        step(n)
+    with pytest.raises(MeasureError, match="already"):
+        measure_peak(lambda: step(500))
+    step(500)
+    step(400)
+    assert measure_peak(lambda: step(400)) <= budget
