@@ -14,16 +14,19 @@ class Fit:
 
     Sizes that are equal at all points are one symbol. The first form that is right at all points is taken: a product of
     symbols, times a fraction, plus a constant; a symbol divided by a small number and rounded down; one divided by a
-    symbol. With a single point only products are tried; a number that is no product is taken for constant.
+    symbol. With a single point only products are tried; a number that is no product is taken for constant. The last
+    ``alone`` sizes are numbers that a call was given. They are in no product with others.
     """
 
-    def __init__(self, points: Sequence[Sizes], now: Sizes) -> None:
-        columns = dict.fromkeys(zip(*points, now, strict=True))
+    def __init__(self, points: Sequence[Sizes], now: Sizes, alone: int = 0) -> None:
+        every = list(zip(*points, now, strict=True))
+        sizes = len(dict.fromkeys(every[: len(now) - alone]))
+        columns = dict.fromkeys(every)
         self.now = [c[-1] for c in columns]
         self.seen = [c[:-1] for c in columns]
         moving = [k for k, c in enumerate(columns) if len(set(c)) > 1]
         self.products: list[tuple[int, ...]] = [(k,) for k in moving]
-        pairs = combinations_with_replacement(range(len(self.now)), 2)
+        pairs = combinations_with_replacement(range(sizes), 2)
         self.products += [p for p in pairs if set(p) & set(moving) and min(self.now[k] for k in p) > 1]
         self.new = [p for p in self.products if all(len(set(self.seen[k])) == 1 for k in p)]
         self._found: dict[tuple[int | float, ...], int | float | None] = {}

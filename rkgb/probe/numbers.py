@@ -1,6 +1,7 @@
 """The numbers among an operation's arguments that may follow from sizes: read out, and put in.
 
-Such are arguments whose type in the schema is ``SymInt`` or ``Scalar``.
+Such are arguments whose type in the schema is ``SymInt`` or ``Scalar``, and whole numbers that torch made a tensor of,
+as in ``x[0] = n``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from rkgb.graphs import D_graph, Node
 
 def may_be_size(a: Any) -> bool:
     return type(a) in (int, float)
+
+
+def is_made_of_number(a: Any) -> bool:
+    """Whether torch may have made ``a`` of a whole number."""
+    return isinstance(a, torch.Tensor) and not a.dim() and a.dtype == torch.int64
 
 
 @cache
@@ -45,7 +51,9 @@ def numbers_of(d: D_graph) -> list[int | float]:
 def _of_node(node: Node) -> Iterator[int | float]:
     sized = sized_arguments(node.op)
     for k, a in (*enumerate(node.args), *node.kwargs):
-        if k in sized:
+        if is_made_of_number(a):
+            yield int(a)
+        elif k in sized:
             for x in a if isinstance(a, (list, tuple)) else (a,):
                 if may_be_size(x):
                     yield x
@@ -57,7 +65,9 @@ def repeated_in(d: D_graph) -> list[bool]:
     for node in d.nodes:
         sized = sized_arguments(node.op)
         for k, a in (*enumerate(node.args), *node.kwargs):
-            if k in sized:
+            if is_made_of_number(a):
+                repeated.append(False)
+            elif k in sized:
                 numbers = [x for x in (a if isinstance(a, (list, tuple)) else (a,)) if may_be_size(x)]
                 repeated += [x in numbers[:at] for at, x in enumerate(numbers)]
     return repeated + [False for _, c in d.structure.output_constants if may_be_size(c)]
@@ -68,6 +78,9 @@ def with_numbers(node: Node, numbers: Iterator[int | float]) -> Node:
     sized = sized_arguments(node.op)
 
     def put(key: int | str, a: Any) -> Any:
+        if is_made_of_number(a):
+            number = next(numbers)
+            return a if int(a) == number else torch.full_like(a, number)
         if key not in sized:
             return a
         if isinstance(a, (list, tuple)):

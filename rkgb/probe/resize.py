@@ -29,9 +29,13 @@ from rkgb.trace.guards import GuardFailed
 from rkgb.trace.operators import OperatorCount
 
 
-def sizes_of(inputs: Sequence[torch.Tensor]) -> Sizes:
-    """The sizes of all dimensions of all tensors of a call, in order."""
-    return tuple(size for t in inputs for size in t.shape)
+def sizes_of(call: Call) -> Sizes:
+    """The sizes of all dimensions of all tensors of a call, then the whole numbers that it was given, in order."""
+    return (*(size for t in call.tensors for size in t.shape), *_numbers_of(call))
+
+
+def _numbers_of(call: Call) -> list[int]:
+    return [x for x in call.leaves if type(x) is int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +52,10 @@ def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module,
     None if a number cannot be fitted, or if the program does not do what ``model`` does. Peak memory is that of
     inference.
     """
-    now = sizes_of(call.tensors)
+    now = sizes_of(call)
     if any(len(p.sizes) != len(now) for p in points):
         return None
-    fit = Fit([p.sizes for p in points], now)
+    fit = Fit([p.sizes for p in points], now, len(_numbers_of(call)))
     seen = list(zip(*(numbers_of(p.s.d) for p in points), strict=True))
     every, again = [fit(x) for x in seen], repeated_in(points[-1].s.d)
     run: ModuleRun | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rkgb.graphs import Facts, Node, Ref, S_graph, Source, Value
-from rkgb.probe.numbers import may_be_size, sized_arguments
+from rkgb.probe.numbers import is_made_of_number, may_be_size, sized_arguments
 from rkgb.trace.guards import Guard
 
 
@@ -44,6 +44,8 @@ def _operation(node: Node) -> Hashable:
 def _frozen(a: Any, sized: bool) -> Hashable:
     if isinstance(a, (list, tuple)):
         return tuple(_frozen(x, sized) for x in a)
+    if is_made_of_number(a):
+        return "size", str(a.device)
     if isinstance(a, torch.Tensor):
         return _content(a)
     if sized and may_be_size(a):

@@ -271,7 +271,7 @@ class Calls(ABC):
         with self.planning(call), self.module_ready():
             planner = make_planner(self.module, self.traced_on(call), options, report, saved, known_of, usage_of)
         family = families.of(planner.graphs.S) or families.new(planner)
-        family.add(Point(sizes_of(call.tensors), planner.graphs.S))
+        family.add(Point(sizes_of(call), planner.graphs.S))
         family.kinds.add(sizeless)
         return planner, family
 

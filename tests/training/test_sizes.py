@@ -343,7 +343,7 @@ def test_a_resized_graph_is_the_traced_one(name: str) -> None:
     model = make()
     here, there = pairs[0]
     s, expected = (make_S(model, call(size))[2] for size in (here, there))  # on one line, which graphs name
-    found = resized([Point(sizes_of(call(here)), s)], skeleton(s), model, Call(call(there), {}))
+    found = resized([Point(sizes_of(Call(call(here), {})), s)], skeleton(s), model, Call(call(there), {}))
     assert found is not None
     assert str(found) == str(expected)
     assert found.d.values == expected.d.values
@@ -427,9 +427,14 @@ def test_what_does_not_follow_from_sizes_is_not_guessed() -> None:
     assert Fit([(8, 5)], (8, 11))((41,)) == 41
 
 
-def test_tensors_of_a_call_are_its_sizes() -> None:
-    call = ((torch.zeros(2, 3), 7), {"mask": torch.zeros(4)})
-    assert sizes_of(tensors_of(call)) == (2, 3, 4)
+def test_numbers_that_a_call_was_given_are_in_no_product() -> None:
+    assert Fit([(8, 4)], (8, 6), alone=1)((4,)) == 6
+    assert Fit([(8, 4)], (8, 6), alone=1)((16,)) == 16
+    assert Fit([(8, 4), (8, 6)], (8, 7), alone=1)((7, 9)) == 10
+
+
+def test_sizes_of_a_call_are_those_of_its_tensors_and_its_whole_numbers() -> None:
+    assert sizes_of(Call((torch.zeros(2, 3), 7, True, 1.5), {"mask": torch.zeros(4)})) == (2, 3, 4, 7)
 
 
 class Ignoring(nn.Module):
@@ -640,3 +645,37 @@ def test_a_size_that_comes_while_memory_is_measured_is_planned_later() -> None:
     step(500)
     step(400)
     assert measure_peak(lambda: step(400)) <= budget
+
+
+def test_a_place_in_a_queue_is_a_number_of_one_graph() -> None:
+    """As in MoCo: the pointer is a buffer, read as a number, and where to write."""
+
+    class Queued(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU())))
+            self.register_buffer("queue", torch.randn(48, 32))
+            self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h, place = self.net(x), int(self.place)
+            logits = h @ self.queue.clone().T
+            with torch.no_grad():
+                self.queue[place : place + 4] = h[:4].detach()
+                self.place[0] = (place + 4) % 48
+            return logits
+
+    torch.manual_seed(0)
+    eager = Queued()
+    model = copy.deepcopy(eager)
+    x = randn(256, 32, seed=0)
+    budget = int(0.8 * measure_peak(lambda: copy.deepcopy(eager)(x).square().mean().backward()))
+    handle = attach(model, budget, costs="flops")
+    for k in range(30):
+        for m in (eager, model):
+            m.zero_grad()
+            m(randn(256, 32, seed=k)).square().mean().backward()
+        assert_same(snapshot(model), snapshot(eager))
+    assert handle.plan is not None
+    assert handle.plan.recomputed
+    assert handle.plans_made <= 4  # the first and the last place are others than those between
