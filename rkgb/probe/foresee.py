@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rkgb.graphs import Node
-from rkgb.probe.numbers import sized_arguments
 from rkgb.program import computed
 from rkgb.trees import tensors_of
 
@@ -19,9 +18,9 @@ from rkgb.trees import tensors_of
 def bytes_of_results(node: Node, value: Callable[[int], Any]) -> int:
     """The bytes of the largest result of ``node`` on the values ``value(v)``, found without data (device ``meta``).
 
-    0 for views, for nodes without numbers that may be sizes, and where sizes depend on data.
+    0 where no number of the node sets a size, and where sizes depend on data.
     """
-    if getattr(node.op, "is_view", True) or not sized_arguments(node.op):
+    if not _takes_sizes(node.op):
         return 0
 
     def without_data(v: int) -> Any:
@@ -35,6 +34,15 @@ def bytes_of_results(node: Node, value: Callable[[int], Any]) -> int:
     except (RuntimeError, TypeError, ValueError, LookupError):  # there is no rule for sizes alone
         return 0
     return max((t.numel() * t.element_size() for t in tensors_of(results)), default=0)
+
+
+@cache
+def _takes_sizes(op: Any) -> bool:
+    """Whether memory depends on numbers: it makes a tensor of sizes, or of numbers only (``arange``)."""
+    if not isinstance(op, torch._ops.OpOverload) or op.is_view:
+        return False
+    arguments = str(op._schema).partition(") ->")[0]
+    return "SymInt" in arguments or "Tensor" not in arguments
 
 
 @cache
