@@ -79,7 +79,8 @@ def planned_line(
     if before is not None:
         line += f"; {_difference(before, call, guard)}"
     if number >= MANY:
-        line += f". This is plan {number}: pad inputs to a few shapes, and keep what changes at every step in tensors"
+        pad = "" if before == call else "pad inputs to a few shapes, and "
+        line += f". This is plan {number}: {pad}keep what changes at every step in tensors"
     return line
 
 
