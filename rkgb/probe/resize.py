@@ -29,21 +29,23 @@ from rkgb.trace.guards import GuardFailed
 from rkgb.trace.operators import OperatorCount
 
 
-def sizes_of(call: Call) -> Sizes:
-    """The sizes of all dimensions of all tensors of a call, then the whole numbers that it was given, in order."""
-    return (*(size for t in call.tensors for size in t.shape), *_numbers_of(call))
-
-
-def _numbers_of(call: Call) -> list[int]:
-    return [x for x in call.leaves if type(x) is int]
+def sizes_of(inputs: Sequence[torch.Tensor]) -> Sizes:
+    """The sizes of all dimensions of all tensors of a call, in order."""
+    return tuple(size for t in inputs for size in t.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A graph, and the sizes of the inputs on which it was traced."""
+    """A graph, the sizes of the inputs on which it was traced, and the whole ``numbers`` that the call was given."""
 
     sizes: Sizes
+    numbers: Sizes
     s: S_graph
+
+
+def point_of(call: Call, s: S_graph) -> Point:
+    """``s`` was traced on ``call``."""
+    return Point(sizes_of(call.tensors), tuple(x for x in call.leaves if type(x) is int), s)
 
 
 def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module, call: Call) -> S_graph | None:
@@ -52,10 +54,13 @@ def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module,
     None if a number cannot be fitted, or if the program does not do what ``model`` does. Peak memory is that of
     inference.
     """
-    now = sizes_of(call)
-    if any(len(p.sizes) != len(now) for p in points):
+    now = point_of(call, points[-1].s)
+    if any(len(p.sizes) != len(now.sizes) for p in points):
         return None
-    fit = Fit([p.sizes for p in points], now, len(_numbers_of(call)))
+    # A graph that TorchDynamo captured for one size is given no numbers, and one for any size its sizes.
+    alike = all(len(p.numbers) == len(now.numbers) for p in points)
+    *known, here = (p.sizes + p.numbers * alike for p in (*points, now))
+    fit = Fit(known, here, len(now.numbers) * alike)
     seen = list(zip(*(numbers_of(p.s.d) for p in points), strict=True))
     every, again = [fit(x) for x in seen], repeated_in(points[-1].s.d)
     run: ModuleRun | None = None

@@ -15,7 +15,7 @@ from rkgb.cost.measure import Known
 from rkgb.cost.memory import refuse_within_measurements
 from rkgb.cost.usage import Usage, supposed
 from rkgb.graphs import D_graph, S_graph, Structure
-from rkgb.probe.resize import Point, resized, sizes_of
+from rkgb.probe.resize import point_of, resized
 from rkgb.program import source_values
 from rkgb.sample import Call
 from rkgb.trace.guards import GuardFailed
@@ -271,7 +271,7 @@ class Calls(ABC):
         with self.planning(call), self.module_ready():
             planner = make_planner(self.module, self.traced_on(call), options, report, saved, known_of, usage_of)
         family = families.of(planner.graphs.S) or families.new(planner)
-        family.add(Point(sizes_of(call), planner.graphs.S))
+        family.add(point_of(call, planner.graphs.S))
         family.kinds.add(sizeless)
         return planner, family
 

@@ -70,7 +70,7 @@ class Capture:
 
     def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
-        sizes = sizes_of(call)
+        sizes = sizes_of(call.tensors)
         if sizes in self._sizes:
             return self._run(model, call, whole)
         self._sizes.add(sizes)

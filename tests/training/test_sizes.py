@@ -26,7 +26,7 @@ from rkgb.cost.usage import supposed
 from rkgb.graphs import Node
 from rkgb.pipeline import make_S
 from rkgb.probe.fit import Fit
-from rkgb.probe.resize import Point, resized, sizes_of
+from rkgb.probe.resize import point_of, resized
 from rkgb.probe.skeleton import skeleton
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
@@ -343,7 +343,7 @@ def test_a_resized_graph_is_the_traced_one(name: str) -> None:
     model = make()
     here, there = pairs[0]
     s, expected = (make_S(model, call(size))[2] for size in (here, there))  # on one line, which graphs name
-    found = resized([Point(sizes_of(Call(call(here), {})), s)], skeleton(s), model, Call(call(there), {}))
+    found = resized([point_of(Call(call(here), {}), s)], skeleton(s), model, Call(call(there), {}))
     assert found is not None
     assert str(found) == str(expected)
     assert found.d.values == expected.d.values
@@ -433,8 +433,10 @@ def test_numbers_that_a_call_was_given_are_in_no_product() -> None:
     assert Fit([(8, 4), (8, 6)], (8, 7), alone=1)((7, 9)) == 10
 
 
-def test_sizes_of_a_call_are_those_of_its_tensors_and_its_whole_numbers() -> None:
-    assert sizes_of(Call((torch.zeros(2, 3), 7, True, 1.5), {"mask": torch.zeros(4)})) == (2, 3, 4, 7)
+def test_a_point_has_the_sizes_of_all_tensors_and_the_whole_numbers() -> None:
+    call = Call((torch.zeros(2, 3), 7, True, 1.5), {"mask": torch.zeros(4)})
+    point = point_of(call, make_S(nn.ReLU(), (torch.zeros(2),))[2])
+    assert (point.sizes, point.numbers) == ((2, 3, 4), (7,))
 
 
 class Ignoring(nn.Module):
