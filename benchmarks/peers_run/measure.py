@@ -199,7 +199,8 @@ def within(bench: Bench, budget: int) -> Row | None:
     plan = bench.attachment.plan if bench.attachment else None
     if plan is None:
         return {"budget": budget, "overhead": 0.0, "bound": 0.0}
-    bound = None if plan.lower_bound is None else plan.lower_bound / plan.problem.eager_time - 1
+    eager = plan.problem.eager_time
+    bound = None if plan.lower_bound is None else (plan.lower_bound - eager) / eager
     return {"budget": budget, "overhead": plan.predicted_overhead, "bound": bound}
 
 
