@@ -62,10 +62,10 @@ def add_columns(
         operation = staged.operations[i]
         if fixed is not None and i not in fixed.free:
             return ONE if fixed.reruns(i, segments.makes[i], low, high) else ZERO
-        if not segments.reads[i] or operation.least_time == operation.time:
-            return program.column((operation.least_time if operation.reads else operation.time) / time_unit)
-        columns.C[key] = program.column((operation.time - operation.least_time) / time_unit, integer=False)
-        return program.column(operation.least_time / time_unit)
+        least = operation.least_time if operation.reads else operation.time
+        if least < operation.time and segments.reads[i]:
+            columns.C[key] = program.column((operation.time - least) / time_unit, integer=False)
+        return program.column(least / time_unit)
 
     for k in range(1, segments.count + 1):
         t, i = cell = segments.limits[k]

@@ -162,7 +162,7 @@ def _add_reruns(model: Relaxation, k: int) -> None:
     for i in model.useful.again[k]:
         for d in segments.reads[i]:
             _at_most(model.program, R[k, i], _available(model, k, d))
-        _add_cold(model, R[k, i], (k, i), again_in(model, k, i))
+        _add_cold(model, R[k, i], (k, i))
         alone = len(model.staged.operations[i].makes) == 1 and i not in model.staged.for_speed
         for d in segments.makes[i] if alone else ():
             once = _available(model, k, d)
@@ -184,42 +184,35 @@ def _add_position(model: Relaxation, k: int) -> None:
             live = _Sum()
             live.add(model.columns.X.get((k, d), ZERO))
             _at_most(model.program, model.columns.Q[k], live)
-        _add_cold(model, model.columns.Q[k], k, again_before(model, k, model.segments.limits[k][1]))
+        _add_cold(model, model.columns.Q[k], k)
 
 
-def again_before(model: Relaxation, k: int, i: int) -> list[list[int]]:
-    """For each datum that i reads, the reruns of its owner in the stage of p_k = (t, j) before p_k; none if t = j."""
+def again(model: Relaxation, key: int | tuple[int, int]) -> list[list[int]]:
+    """For each datum that a rerun reads, the reruns of its owner that may stand before it in its stage.
+
+    ``key``: of the rerun, as in ``Columns.C``.
+    """
     segments, columns = model.segments, model.columns
-    stage, _ = segments.limits[k]
-    found: list[list[int]] = [[] for _ in segments.reads[i]]
-    while k > 0 and segments.limits[k][0] == stage and segments.limits[k][1] != stage:
-        for d, again in zip(segments.reads[i], found, strict=True):
-            owner = segments.staged.owners[d]
-            again.append(columns.R.get((k - 1, owner), ZERO))
-            if k - 1 in columns.Q and segments.limits[k - 1] == (stage, owner):
-                again.append(columns.Q[k - 1])
-        k -= 1
-    return found
-
-
-def again_in(model: Relaxation, k: int, i: int) -> list[list[int]]:
-    """For each datum that i reads, the reruns of its owner that may stand in the stage of one of i in segment k."""
-    segments, columns = model.segments, model.columns
-    found = again_before(model, k, i)
-    for d, again in zip(segments.reads[i], found, strict=True):
+    k, i = key if isinstance(key, tuple) else (key, segments.limits[key][1])
+    found: list[list[int]] = []
+    for d in segments.reads[i]:
         owner = segments.staged.owners[d]
-        again.append(columns.R.get((k, owner), ZERO))
-        if k in columns.Q and segments.limits[k][1] == owner:
-            again.append(columns.Q[k])
+        reruns = [columns.R.get((k, owner), ZERO)] if isinstance(key, tuple) else []
+        at, (stage, first) = k, segments.limits[k]
+        while at > 0 and segments.limits[at][0] == stage != first:  # p_at is a rerun, in the stage of p_k
+            if segments.limits[at][1] == owner and (at < k or isinstance(key, tuple)):
+                reruns.append(columns.Q[at])
+            at -= 1
+            reruns.append(columns.R.get((at, owner), ZERO))
+        found.append(reruns)
     return found
 
 
-def _add_cold(model: Relaxation, rerun: int, key: int | tuple[int, int], again: list[list[int]]) -> None:
+def _add_cold(model: Relaxation, rerun: int, key: int | tuple[int, int]) -> None:
     """Rows cold."""
-    for reruns in again if key in model.columns.C else ():
+    for reruns in again(model, key) if key in model.columns.C else ():
         total = _Sum()
-        total.add(model.columns.C[key])
-        for column in dict.fromkeys(reruns):
+        for column in (model.columns.C[key], *reruns):
             total.add(column)
         _at_most(model.program, rerun, total)
 

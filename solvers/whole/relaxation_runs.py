@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from solvers.whole.columns import ONE, ZERO
-from solvers.whole.relaxation import Cover, Relaxation, again_before, again_in
+from solvers.whole.relaxation import Cover, Relaxation, again
 from solvers.whole.stages import Cell, Reruns, Timeline, without_useless
 
 Values = npt.NDArray[np.float64]
@@ -105,10 +105,9 @@ def start_values(model: Relaxation, schedule: Timeline) -> Values:
         live = any(_is_one(values, copy) for copy in copies)
         put(column, not live and any(limits[k] < cell < limits[k + 1] for cell in runs[i]))
     for key, column in columns.C.items():
-        k, i = key if isinstance(key, tuple) else (key, limits[key][1])
-        runs_again = columns.R[key] if isinstance(key, tuple) else columns.Q[key]
-        again = (again_in if isinstance(key, tuple) else again_before)(model, k, i)
-        put(column, _is_one(values, runs_again) and not all(any(_is_one(values, c) for c in made) for made in again))
+        rerun = columns.R[key] if isinstance(key, tuple) else columns.Q[key]
+        warm = all(any(_is_one(values, c) for c in reruns) for reruns in again(model, key))
+        put(column, _is_one(values, rerun) and not warm)
     for (k, i), column in columns.S.items():
         put(column, (i, i) <= limits[k] <= runs[i][-1] and len(runs[i]) > 1)
     return values
