@@ -50,13 +50,17 @@ def spell(model: Relaxation, values: Values) -> Spelled:
 
 
 def _spell_segment(model: Relaxation, values: Values, k: int, runs: list[set[int]], conflicts: set[Cell]) -> None:
-    """Add the reruns of segment k to ``runs``; the place of each follows from its readers'."""
+    """Add the reruns of segment k to ``runs``; the place of each follows from its readers'.
+
+    A step that reads what is live at p_k needs no rerun: what is made with it may have been dropped.
+    """
     segments, owners = model.segments, model.staged.owners
     end = segments.limits[k + 1][0]
     needed: dict[int, int] = {}  # per operation, the first stage that reads its data
     for t in segments.steps[k]:
         for d in segments.reads[t]:
-            needed[owners[d]] = min(needed.get(owners[d], end), t)
+            if not _is_one(values, model.columns.X.get((k, d), ZERO)):
+                needed[owners[d]] = min(needed.get(owners[d], end), t)
     for i in model.useful.again[k]:
         if not _is_one(values, model.columns.R[k, i]):
             continue

@@ -57,6 +57,20 @@ NO_ROOM = Problem(
     returned=frozenset({0, 1}),
 )
 
+# What the second node makes is read by the loss, and by its backward, before which it is to run again: not for the loss.
+HALF_DROPPED = Problem(
+    nodes=(
+        Node("f", 0, (), (0,), 0, Backward(2, (0,), 2, 2, 0), rerun=False),
+        Node("two", 1, (0,), (1, 2), 3, Backward(1, (1,), 1, 2, 0)),
+        Node("reads", 1, (2,), (3,), 1, None, rerun=False),
+    ),
+    data=(Data("f", 0, 0), Data("dropped", 1, 1), Data("returned", 2, 1), Data("reads", 1, 2)),
+    held=frozenset(),
+    loss=1,
+    blocks=(Block(0, 3, 0),),
+    returned=frozenset({2}),
+)
+
 
 def test_deletions_beside_more_gradients_than_the_loss_has_room_for_count() -> None:
     staged = staged_step(NO_ROOM)
@@ -70,6 +84,7 @@ def test_deletions_beside_more_gradients_than_the_loss_has_room_for_count() -> N
 @given(problems(max_nodes=3))
 @example(KEPT)
 @example(NO_ROOM)
+@example(HALF_DROPPED)
 def test_training_steps_are_solved_to_the_optimum_of_the_class(problem: Problem) -> None:
     def judge(runs: Reruns) -> tuple[int, int]:
         walked = walk(problem, schedule_step(problem, runs))
