@@ -57,7 +57,7 @@ NO_ROOM = Problem(
     returned=frozenset({0, 1}),
 )
 
-# What the second node makes is read by the loss, and by its backward, before which it is to run again: not for the loss.
+# The loss reads one datum of the second node, and the backward before which that node runs again reads the other.
 HALF_DROPPED = Problem(
     nodes=(
         Node("f", 0, (), (0,), 0, Backward(2, (0,), 2, 2, 0), rerun=False),
