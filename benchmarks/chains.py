@@ -39,6 +39,8 @@ from overhead import laid_out_anew
 from peers_run.models import MixerLayer
 from rotor import transformer
 
+from solvers.rotor.chain import Chain as RotorChain
+
 Chain = tuple[Callable[[], tuple[nn.Sequential, torch.Tensor]], tuple[int, ...]]
 PLAIN, SEGMENTS = "plain", "checkpoint_sequential"
 
@@ -101,6 +103,18 @@ def seconds(model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], x: t
     return end - start
 
 
+def overhead_of_segments(chain: RotorChain, segments: int) -> float:
+    """What ``checkpoint_sequential`` adds to a step without recomputation, by the times that rotor measured of stages.
+
+    All segments but the last, which keeps everything, run without keeping anything, and again before their backward.
+    """
+    extra, length = 0, chain.length // segments
+    for i, stage in enumerate(chain.stages[: (segments - 1) * length]):
+        runs = stage.runs
+        extra += runs.passing - runs.whole + (runs.stopping if i % length == length - 1 else runs.filling)
+    return extra / sum(stage.runs.whole + stage.backward_time for stage in chain.stages)
+
+
 def in_one_process(chain: Chain, rounds: int) -> list[dict[str, Any]]:
     """For each number of segments: peaks and predicted overheads, and logarithms of each round's ratios."""
     torch.set_num_threads(1)
@@ -123,6 +137,8 @@ def in_one_process(chain: Chain, rounds: int) -> list[dict[str, Any]]:
             ours = rotor.Checkpointable(model, x)
             ours.compute_sequence(peak, algo=algorithm)
             predicted[name] = ours.walked().overhead
+            assert ours.chain is not None
+            predicted[SEGMENTS] = overhead_of_segments(ours.chain, segments)
             calls[name] = ours
         for _, call in 3 * [*calls.items()]:  # the first steps may plan anew, by what the loss was seen to take
             step(model, call, x)
