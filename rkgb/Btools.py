@@ -149,10 +149,7 @@ def _recorded(
 
 
 def is_pure(model: torch.nn.Module) -> bool:
-    """Whether the class of ``model`` says that its Python only calls operations on tensors, and needs no watching.
-
-    Such a module has ``operations``: how often it calls each of them.
-    """
+    """Whether the class of ``model`` says that its Python only calls operations on tensors, and needs no watching."""
     return bool(getattr(type(model), "pure", False))
 
 

@@ -115,7 +115,7 @@ class D_graph(Displayed):
     random numbers or is a guard. Every tensor has its ``Value``, every node its ``Facts``.
 
     ``storage_names``: the display names of the storages. ``operator_counts``: how often the module called each operator
-    below autograd, or each operation of a pure one; empty if that is not known.
+    below autograd; empty if that is not known, and of a pure one.
     """
 
     names: tuple[str, ...]

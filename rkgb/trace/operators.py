@@ -13,26 +13,27 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# A program calls these where the module calls dropout (``rkgb/probe/decompose.py``). A wrong argument of one changes
-# results whatever the values are, as does one of a view, so their arguments need not be compared.
-_ARITHMETIC = frozenset(
-    "add sub rsub mul div pow add_ sub_ mul_ div_ fill_ fill full arange empty empty_like empty_strided bernoulli_ "
-    "_to_copy copy_ clone".split()
+# A program calls these, and views, elsewhere than the module (``rkgb/probe/decompose.py``).
+_ADDED = frozenset(
+    "add sub rsub mul div pow add_ sub_ mul_ div_ fill_ fill full empty empty_like empty_strided bernoulli_ _to_copy "
+    "copy_ clone".split()
 )
 
 
 class _About(NamedTuple):
-    """An operator: its name; whether its arguments are compared; the arguments that it writes to, by place and name."""
+    """An operator: its name; whether a program may call it where the module does not; the arguments that it writes to, by
+    place and name.
+    """
 
     name: str
-    compared: bool
+    added: bool
     writes: tuple[tuple[int, str], ...]
 
 
 @cache
 def _about(func: Any) -> _About:
-    compared = not func.is_view and func._schema.name.removeprefix("aten::") not in _ARITHMETIC
-    return _About(str(func), compared, written_arguments(func))
+    added = func.is_view or func._schema.name.removeprefix("aten::") in _ADDED
+    return _About(str(func), added, written_arguments(func))
 
 
 @cache
@@ -46,14 +47,14 @@ class OperatorCount(TorchDispatchMode):
     """Counts operators while it is active.
 
     ``given``: counts by operator and arguments that are no tensors. Some arguments have no effect on some values, such
-    as the bounds of ``clamp`` or the target that a loss ignores. ``before_write``: called with what an operator is
-    about to write to. ``largest``: bytes of the largest result.
+    as the bounds of ``clamp``, the target that a loss ignores, or a place among zeros. ``before_write``: called with
+    what an operator is about to write to. ``largest``: bytes of the largest result.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: Counter[str] = Counter()
-        self.given: Counter[tuple[str, str]] = Counter()
+        self.given: Counter[tuple[str, bool, str]] = Counter()
         self.before_write: Callable[[list[Any]], None] | None = None
         self.largest = 0
 
@@ -63,15 +64,24 @@ class OperatorCount(TorchDispatchMode):
         return False
 
     def got_arguments_of(self, ours: OperatorCount) -> bool:
-        """Whether the operators of this run had, in a run of a program, the same arguments."""
-        return all(n <= self.given[call] for call, n in ours.given.items() if call[0] in self.operators)
+        """Whether the operators of this run had, in a run of a program, the same arguments.
+
+        Those that a program may add are compared where it called them as often.
+        """
+        here, there = self.operators, ours.operators
+        compared = here.keys() & there.keys()
+        return all(
+            n <= self.given[name, added, arguments]
+            for (name, added, arguments), n in ours.given.items()
+            if name in compared and not (added and here[name] != there[name])
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, compared, writes = _about(func)
+        name, added, writes = _about(func)
         self.operators[name] += 1
-        if compared:
-            self.given[name, repr((*map(_without_tensors, args), *sorted(_without_tensors(kwargs).items())))] += 1
+        given = repr((*map(_without_tensors, args), *sorted(_without_tensors(kwargs).items())))
+        self.given[name, added, given] += 1
         if writes and self.before_write is not None:
             self.before_write([args[k] if k < len(args) else kwargs.get(argument) for k, argument in writes])
         result = func(*args, **kwargs)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,8 +34,6 @@ class Captured(torch.nn.Module):
         super().__init__()
         without_wrappers(program)
         self.__dict__["program"] = program
-        called = (n for n in program.graph.nodes if n.op in ("call_function", "call_method"))
-        self.operations = Counter(str(n.target) for n in called if _has_tensors(n.meta.get("example_value")))
         self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
         self.names: list[str] = []  # of these, as the user would write them
         self._own: list[tuple[dict[str, Any], str, int]] = []
@@ -300,11 +297,6 @@ class _Applied(torch.autograd.Function):
             kept[k] = t
         found = ctx.function.parts[1].forward(*gradients, *kept)
         return (None, *(found if isinstance(found, (tuple, list)) else (found,)))
-
-
-def _has_tensors(example: Any) -> bool:
-    several = isinstance(example, (tuple, list))
-    return isinstance(example, torch.Tensor) or (several and any(map(_has_tensors, example)))
 
 
 _EXACT = frozenset(

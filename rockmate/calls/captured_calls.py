@@ -25,6 +25,7 @@ from rockmate.calls.keys import call_key
 from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.steps import Forward
+from rockmate.calls.structure import inputs_of_functions, structure_of
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
 from rockmate.run.executor import CallState
@@ -178,8 +179,22 @@ class CapturedCalls(Calls):
         return (id(self), call_key(call.leaves, None)), self.module.missing_among(self.now.inputs)
 
     def sizeless(self, call: Call) -> Hashable:
-        """As in ``Calls``; numbers that a graph is given do not count."""
-        return call_key(call.tensors, None, sized=False)
+        """As in ``Calls``; whole numbers that a graph is given count as sizes."""
+        numbers = [(k, x) for x, k in zip(call.leaves, self.module.given, strict=True) if type(x) is int]
+        others = [x for x in call.leaves if type(x) is not int]
+        exact = tuple(x for k, x in numbers if k in self.exact)
+        return self.structure, exact, call_key(others, None, sized=False)
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """See ``structure_of``."""
+        return structure_of(self.tensors)
+
+    @cached_property
+    def exact(self) -> frozenset[int]:
+        """Positions of inputs of the program of tensors in which a number is no size."""
+        names, inputs = inputs_of_functions(self.tensors), self.tensors.graph.find_nodes(op="placeholder")
+        return frozenset(k for k, node in enumerate(inputs) if node.name in names)
 
     def traced_on(self, call: Call) -> Call:
         """As in ``Calls``; inputs are leaves: a write in place fails, and does not make the trace their history."""

@@ -1,0 +1,108 @@
+"""What a captured program does, its sizes left out.
+
+TorchDynamo captures a model again for other sizes, and for other attributes. Only in the first case is it the same
+program, and what was learned of one serves the other. Values do not tell the cases apart: a part under ``no_grad``, or
+another parameter with the same values, changes gradients only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from rockmate.calls.captured import captured_sources
+
+_ARITHMETIC = frozenset(
+    "add iadd radd sub isub rsub mul imul rmul multiply subtract div idiv divide true_divide truediv itruediv pow ipow "
+    "add_ sub_ mul_ div_ pow_ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__".split()
+)
+"""Where a whole number is a factor or the like, and no size. TorchDynamo makes an input of one that changes."""
+
+_SIZES = frozenset(["size", "stride", "dim", "numel", "storage_offset", "sym_size", "sym_stride", "sym_numel"])
+
+
+def structure_of(program: fx.GraphModule) -> Hashable:
+    """A key that is equal for programs that differ in sizes only. Whole numbers count as sizes, but in arithmetic.
+
+    ``program``: without wrappers (see ``rockmate.calls.captured``).
+    """
+    return tuple(_lines(program))
+
+
+def inputs_of_functions(program: fx.GraphModule) -> frozenset[str]:
+    """The inputs that are handed to an ``autograd.Function``: a number among them may count in its backward only."""
+    called = (n for n in program.graph.nodes if _calls_function(program, n))
+    return frozenset(i.name for n in called for i in n.all_input_nodes if i.op == "placeholder")
+
+
+def _calls_function(program: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op != "call_module":
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    body = getattr(program.get_submodule(str(node.target)), "body", None)
+    return body is None or any(_calls_function(body, n) for n in body.graph.nodes)
+
+
+def _lines(program: fx.GraphModule) -> Iterator[Hashable]:
+    numbers: dict[fx.Node, int] = {}  # of the nodes that are no sizes
+    sources = iter(captured_sources(program))
+    for node in program.graph.nodes:
+        source = next(sources) if node.op == "placeholder" else ""
+        if _is_size(node, numbers):
+            continue
+        numbers[node] = len(numbers)
+        if node.op == "placeholder":
+            yield source
+        elif node.op == "get_attr":
+            yield _constant(_attribute(program, str(node.target)))
+        else:
+            target = str(node.target)
+            what = _constant(program.get_submodule(target)) if node.op == "call_module" else target
+            sized = getattr(node.target, "__name__", target) not in _ARITHMETIC
+            keywords = tuple((k, _argument(a, numbers, sized)) for k, a in sorted(node.kwargs.items()))
+            yield node.op, what, _argument(node.args, numbers, sized), keywords
+
+
+def _is_size(node: fx.Node, others: Container[fx.Node]) -> bool:
+    """Whether a node is a number, and not one that is read from a tensor's values. ``others``: nodes that are not."""
+    example = node.meta.get("example_value")
+    if not isinstance(example, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    named = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+    return named in _SIZES or not any(n in others for n in node.all_input_nodes)
+
+
+def _argument(a: Any, numbers: dict[fx.Node, int], sized: bool) -> Hashable:
+    if isinstance(a, fx.Node):
+        return f"%{numbers[a]}" if a in numbers else "size"
+    if isinstance(a, (list, tuple)):
+        return tuple(_argument(x, numbers, sized) for x in a)
+    if isinstance(a, dict):
+        return tuple((str(k), _argument(x, numbers, sized)) for k, x in a.items())
+    if isinstance(a, slice):
+        return "slice", *(_argument(x, numbers, sized) for x in (a.start, a.stop, a.step))
+    return "size" if sized and type(a) is int else repr(a)
+
+
+def _attribute(program: fx.GraphModule, path: str) -> Any:
+    found: Any = program
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _constant(x: Any) -> Hashable:
+    """What a node reads that is no input: a tensor, by its values if they are few; a program; another module."""
+    if isinstance(x, fx.GraphModule):
+        inside = (_constant(_attribute(x, str(n.target))) for n in x.graph.find_nodes(op="get_attr"))
+        return x.code, *inside
+    if isinstance(x, torch.Tensor):
+        few = x.numel() <= 4096 and x.layout == torch.strided
+        return str(x.dtype), tuple(x.shape), repr(x.tolist()) if few else id(x)
+    if isinstance(x, torch.nn.Module) and hasattr(x, "body"):
+        return structure_of(x.body)
+    if isinstance(x, torch.nn.Module) and hasattr(x, "parts"):
+        return tuple(_constant(part) for part in x.parts), x.dirty, x.without_gradient
+    return id(x)
