@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -80,8 +80,8 @@ class Graph(Protocol):
 class Member:
     """``planner``: of the graph at these sizes. ``schedules``: what it can run, with the ``choices`` that they are to
     the step. ``call``: the call in a few words. ``family``: calls of other sizes. ``shapes``: of the tensors that it is
-    given; ``of_any_size``: no constant of its program depends on them. ``base``: a member of larger sizes, whose
-    schedules these are and for which steps are planned, or the member itself.
+    given; ``free``: their sizes, by tensor and dimension, on which no constant of its program depends. ``base``: a
+    member of larger sizes, whose schedules these are and for which steps are planned, or the member itself.
     """
 
     planner: Planner
@@ -90,7 +90,7 @@ class Member:
     schedules: list[ChainPlan]
     choices: tuple[Choice, ...]
     shapes: tuple[tuple[int, ...], ...]
-    of_any_size: bool
+    free: frozenset[tuple[int, int]]
     _programs: dict[int, Program | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -109,6 +109,10 @@ class Member:
             for size, most in zip(t.shape, shape, strict=True)
         )
 
+    def serves(self, call: Call) -> bool:
+        """Whether ``call``, whose tensors are of these sizes or smaller, runs the same program."""
+        return self.covers(call) and self.free >= moved(self.shapes, shapes_of(call))
+
     def program(self, k: int) -> Program | None:
         """The program of choice ``k``; None if it is the captured program: nothing runs again, or in another order."""
         if k not in self._programs:
@@ -126,8 +130,19 @@ def _need(choice: Choice) -> tuple[int, int]:
     return max(choice.forward, choice.backward) + choice.kept, choice.time
 
 
+def shapes_of(call: Call) -> tuple[tuple[int, ...], ...]:
+    """Of the tensors of ``call``."""
+    return tuple(tuple(t.shape) for t in call.tensors)
+
+
+def moved(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> frozenset[tuple[int, int]]:
+    """Where shapes differ: the tensor and the dimension."""
+    pairs = enumerate(zip(a, b, strict=True))
+    return frozenset((k, i) for k, (m, n) in pairs for i, (x, y) in enumerate(zip(m, n, strict=True)) if x != y)
+
+
 def same_constants(a: S_graph, b: S_graph) -> bool:
-    """Whether two sizes of a graph run the very same operations: then the program of one serves the other."""
+    """Whether two sizes of a graph run the very same operations: no constant depends on the sizes that differ."""
     pairs = zip(a.d.nodes, b.d.nodes, strict=True)
     return all((m.args, m.kwargs) == (n.args, n.kwargs) for m, n in pairs)
 

@@ -21,9 +21,11 @@ from rockmate.calls.member import (
     Member,
     carried_schedules,
     choice_of,
+    moved,
     outside,
     same_constants,
     schedules_of,
+    shapes_of,
 )
 from rockmate.errors import CannotBeCalledError
 from rockmate.planning.planner import Planner
@@ -54,7 +56,7 @@ class Members:
         self.as_they_are: set[Hashable] = set()
         self._of: dict[Hashable, list[Member]] = {}
         self._latest: dict[Family, Member] = {}
-        self._of_any_size: dict[Hashable, list[Member]] = {}  # by kinds of calls, sizes apart; the last one first
+        self._free: dict[Hashable, list[Member]] = {}  # by programs and their numbers; the last one first
         self._sizes: Counter[Hashable] = Counter()  # members of each kind of call, sizes apart
 
     @property
@@ -66,10 +68,10 @@ class Members:
         """The member for calls of exactly this kind."""
         return next((m for m in self._of.get(key, ()) if missing <= m.planner.missing), None)
 
-    def larger(self, sizeless: Hashable, missing: frozenset[str], call: Call) -> Member | None:
+    def larger(self, graph: Graph, call: Call, sizeless: Hashable, missing: frozenset[str]) -> Member | None:
         """A member of larger sizes whose program is the same at those of ``call``."""
-        found = self._of_any_size.get(sizeless, ())
-        return next((m for m in found if missing <= m.planner.missing and m.covers(call)), None)
+        found = self._free.get(_program_key(graph, call, sizeless), ())
+        return next((m for m in found if missing <= m.planner.missing and m.serves(call)), None)
 
     def is_small(self, graph: Graph, sizeless: Hashable, arguments: tuple[Any, ...]) -> bool:
         """Whether planning such calls would gain next to nothing."""
@@ -96,7 +98,7 @@ class Members:
                     member = _member(graph, planner, call, like.family, like)
                 else:
                     planner, family = graph.traced_planner(call, report, usage_of=outside)
-                    member = _member(graph, planner, call, family, None)
+                    member = _member(graph, planner, call, family, self._latest.get(family))
         except MeasureError:
             raise  # that says nothing of the graph
         except (GraphError, CannotBeCalledError) as error:
@@ -104,8 +106,8 @@ class Members:
             self.run_as_it_is(key)
             return None
         self._sizes[sizeless] += 1
-        if member.of_any_size:
-            self._of_any_size.setdefault(sizeless, []).insert(0, member)
+        if member.free:
+            self._free.setdefault(_program_key(graph, call, sizeless), []).insert(0, member)
         same = (m for m in self.every if m.family is member.family and m.base is m and m.covers(call))
         member.base = next(same, member)
         self._remember(key, member)
@@ -129,6 +131,12 @@ def _member(graph: Graph, planner: Planner, call: Call, family: Family, like: Me
     )
     schedules = schedules_of(planner) if like is None else carried_schedules(planner, like.schedules)
     choices = tuple(choice_of(planner.problem, plan, planner.beside) for plan in schedules)
-    free = like is not None and same_constants(planner.graphs.S, like.planner.graphs.S)
-    shapes = tuple(tuple(t.shape) for t in call.tensors)
+    shapes = shapes_of(call)
+    same = like is not None and same_constants(planner.graphs.S, like.planner.graphs.S)
+    free = moved(shapes, like.shapes) if like is not None and same else frozenset()
     return Member(planner, said, family, schedules, choices, shapes, free)
+
+
+def _program_key(graph: Graph, call: Call, sizeless: Hashable) -> Hashable:
+    """The program and the whole numbers that it is given, on which its constants may depend."""
+    return id(graph), sizeless, tuple(x for x in call.leaves if type(x) is int)

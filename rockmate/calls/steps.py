@@ -226,7 +226,7 @@ class Forward:
     @property
     def varies(self) -> bool:
         """Whether graphs ran at other sizes than those that they are planned for."""
-        return any(member.base is not member or member.of_any_size for member, _ in self.ran)
+        return any(member.base is not member or member.free for member, _ in self.ran)
 
     @property
     def sizes_differ(self) -> bool:
@@ -273,7 +273,7 @@ class Forward:
         member = members.find(key, missing)
         if member is None and key not in members.as_they_are:
             sizeless = graph.sizeless(call)
-            member = members.larger(sizeless, missing, call)
+            member = members.larger(graph, call, sizeless, missing)
             self.smaller |= member is not None
             if member is None and members.is_small(graph, sizeless, arguments):
                 members.run_as_it_is(key)
