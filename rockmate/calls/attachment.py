@@ -143,7 +143,7 @@ class Attachment(Front):
     @budget.setter
     def budget(self, budget: int | float | str) -> None:
         self._check_place()
-        wanted = parse_budget(budget)
+        wanted, before = parse_budget(budget), self.terms.budget
         if self._steps is not None:
             self.terms.budget = wanted
             self._steps.set_budget()
@@ -154,7 +154,7 @@ class Attachment(Front):
                 self.last.set_budget(wanted)
             except InfeasibleBudgetError as error:
                 raise error.with_traceback(None) from None
-        for calls in self._capture.graphs:
+        for calls in self._capture.graphs if self.terms.budget != before else ():
             calls.spacious.clear()
             calls.free = None
             calls.binding.clear()

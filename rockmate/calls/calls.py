@@ -337,6 +337,8 @@ class Calls(ABC):
         with TRACING:  # no other thread plans for the old one meanwhile
             last = self.last
             size = budget.bytes(last.planner)
+            if size == last.plan.budget == self.terms.budget:
+                return
             with Heeded(), self._progress_of(last.planner):
                 variant = replace(make_variant(last.planner, size, last.state, last.observer), number=last.number)
             self.cache.replace(last, variant)

@@ -22,6 +22,7 @@ from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import (
     CAPTURING,
     classes_of,
+    explain_in_any_case,
     hide_own_logs,
     hide_own_warnings,
     new_entry,
@@ -86,6 +87,7 @@ class Capture:
             self._forget()  # captures of inner functions are known by the backend
         if self._compiled is None:
             hide_own_logs()
+            explain_in_any_case()
             self._whole, self._settings, self._asking = whole, settings(whole), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
         hide_own_warnings()

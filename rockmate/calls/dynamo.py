@@ -55,6 +55,28 @@ def settings(whole: bool) -> dict[str, Any]:
     return {name: value for name, value in found.items() if hasattr(config, name)}
 
 
+def explain_in_any_case() -> None:
+    """TorchDynamo captures again where a tensor is given twice, and fails where it looks for the reason in an argument
+    that was left out. Then it goes on without a reason. For all that compile: nothing else changes.
+    """
+    guards = torch._dynamo.guards
+    explain = getattr(guards, _EXPLAINS, None)
+    if explain is None or hasattr(explain, "__wrapped__"):
+        return
+
+    @functools.wraps(explain)
+    def explained(*args: Any) -> Any:
+        try:
+            return explain(*args)
+        except (KeyError, IndexError, AttributeError, TypeError):
+            return ["Duplicate tensors found"]
+
+    setattr(guards, _EXPLAINS, explained)
+
+
+_EXPLAINS = "recompilation_reason_for_no_tensor_aliasing_guard"
+
+
 def hide_own_warnings() -> None:
     """What TorchDynamo's own code is warned of while it captures is no user's concern, nor a reason to fail where
     warnings are errors.
