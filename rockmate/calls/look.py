@@ -42,9 +42,12 @@ class Look(ABC):
 
     @staticmethod
     def possible() -> bool:
-        """Whether a call can be looked at: this is the main thread, no other call is, torch has what is intercepted."""
+        """Whether a call can be looked at: this is the main thread, no other call is, torch has what is intercepted, and
+        no backward runs, at whose end a profiler that was opened in it would be lost.
+        """
         main = threading.current_thread() is threading.main_thread()  # which ends last
-        return main and Look.current is None and can_intercept()
+        alone = Look.current is None and torch._C._current_graph_task_id() == -1
+        return main and alone and can_intercept()
 
     def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         self.replaced.append((owner, name, getattr(owner, name), new))

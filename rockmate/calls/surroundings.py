@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
@@ -38,8 +39,10 @@ def is_recorded() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is in force; under these, autograd cannot be told what to save."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of torch.func or forward-mode differentiation is in force. Under the first, autograd cannot
+    be told what to save; a plan computes no tangents.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def runs_plainly(mode: Mode, values: Sequence[Hashable]) -> bool:
@@ -80,7 +83,10 @@ def running_in(mode: Mode, values: Sequence[Hashable]) -> Iterator[None]:
 
 def leave_plan() -> None:
     """Say that the model itself runs."""
-    warn("under torch.func's transforms the model itself runs, and the memory budget does not hold", BudgetWarning)
+    warn(
+        "under torch.func's transforms and in forward mode the model itself runs, and the memory budget does not hold",
+        BudgetWarning,
+    )
 
 
 def graph_is_retained() -> bool:

@@ -925,7 +925,7 @@ def test_functional_calls_and_per_sample_gradients() -> None:
 
         own = dict(model.named_parameters())
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "under torch.func's transforms the model itself runs", BudgetWarning)
+            warnings.filterwarnings("ignore", "under torch.func's transforms", BudgetWarning)
             found = torch.func.vmap(torch.func.grad(one), (None, 0))(own, x[:4])
         yield from found.values()
         loss = loss_of_rows(model.train())
