@@ -633,3 +633,41 @@ def test_the_largest_sizes_of_all_graphs_together_are_no_reason_to_refuse() -> N
     with pytest.raises(InfeasibleBudgetError, match="the smallest that can be planned"):
         for x in batches(4):
             one(model, x)
+
+
+class Packed(nn.Module):
+    """Computes with the tokens that ``keep`` keeps, and then with the batch."""
+
+    def __init__(self, grown: bool) -> None:
+        super().__init__()
+        self.tokens, self.grown = nn.Embedding(64, 16), grown
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)[keep]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if self.grown:
+            return x * x.new_ones(keep.shape[0]).sum()
+        return x.sum(0).expand(keep.shape[0], -1) + x.new_zeros(keep.shape[0], 1)
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Packed runs other graphs:rockmate.BudgetWarning")
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_size_that_came_twice_is_no_constant(grown: bool) -> None:
+    """Two batches of one size keep other numbers of tokens. That does not show that no number depends on the batch."""
+
+    def losses(budget: str | None) -> Iterator[tuple[torch.Size, float]]:
+        torch.manual_seed(0)
+        model = Packed(grown)
+        if budget:
+            attach(model, budget, costs="flops", cache=False)
+        drawn = torch.Generator().manual_seed(0)
+        for batch, length in ((16, 40), (16, 40), (8, 64), (1, 40), (4, 33), (8, 40)):
+            ids = torch.randint(64, (batch, length), generator=drawn)
+            keep = torch.arange(length) < torch.randint(1, length + 1, (batch, 1), generator=drawn)
+            y = model(ids, keep)
+            y.square().sum().backward()
+            yield y.shape, float(y.detach().square().sum())
+
+    assert list(losses("5 MiB")) == list(losses(None))
