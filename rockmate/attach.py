@@ -16,6 +16,7 @@ from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
 from rockmate.calls.front import Terms, is_least
 from rockmate.calls.others import watch_others
+from rockmate.calls.state import check_compiled
 from rockmate.errors import InputError
 from rockmate.planning.checks import checked_call, checked_module
 from rockmate.planning.options import options_of
@@ -58,8 +59,7 @@ def attach(
             "the model is attached already: set the budget of what attach returned (rockmate.attached(model).budget), "
             "or rockmate.detach(model) first"
         )
-    if model.__dict__.get("_compiled_call_impl") is not None:
-        raise InputError("the model was compiled (model.compile()), and a plan runs operations one by one")
+    check_compiled(model)
     options = options_of(costs, loss_memory, time_limit, solver, cache)
     terms = Terms(parse_budget(budget), options, progress, is_least(on_infeasible))
     attachment = Attachment(model, terms)

@@ -21,8 +21,8 @@ _ADDED = frozenset(
 
 
 class _About(NamedTuple):
-    """An operator: its name; whether a program may call it where the module does not; the arguments that it writes to, by
-    place and name.
+    """An operator: its name; whether a program may call it where the module does not; the arguments that it writes to,
+    by place and name.
     """
 
     name: str

@@ -216,10 +216,10 @@ def without_wrappers(program: fx.GraphModule) -> None:
         name = str(getattr(node.target, "_name", node.target))
         if name == "tag_activation_checkpoint":
             without_wrappers(bodies[0])
-            module: torch.nn.Module = _Checkpointed(bodies[0])
+            module: torch.nn.Module = Checkpointed(bodies[0])
             arguments = node.args[1:]
         else:
-            module = _Function(bodies[0], bodies[1], dict(node.kwargs))
+            module = Function(bodies[0], bodies[1], dict(node.kwargs))
             arguments = node.args[2:]
         path = f"_rockmate_{node.name}"
         program.add_submodule(path, module)
@@ -250,7 +250,7 @@ def _wrappers(program: fx.GraphModule) -> Iterator[fx.Node]:
             yield node
 
 
-class _Checkpointed(torch.nn.Module):
+class Checkpointed(torch.nn.Module):
     """The body of a checkpoint."""
 
     def __init__(self, body: fx.GraphModule) -> None:
@@ -262,7 +262,7 @@ class _Checkpointed(torch.nn.Module):
         return _Located(self.body).run(*arguments) if recorded else self.body(*arguments)
 
 
-class _Function(torch.nn.Module):
+class Function(torch.nn.Module):
     """An ``autograd.Function`` whose two parts were captured; what its forward keeps is saved by autograd."""
 
     def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, marks: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ class _Function(torch.nn.Module):
 
 class _Applied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: _Function, *arguments: Any) -> Any:
+    def forward(ctx: Any, function: Function, *arguments: Any) -> Any:
         output, kept = function.parts[0].forward(*arguments)  # no hooks of modules, as of FlopCounterMode
         several = output if isinstance(output, (tuple, list)) else (output,)
         if function.dirty:

@@ -42,8 +42,8 @@ class Look(ABC):
 
     @staticmethod
     def possible() -> bool:
-        """Whether a call can be looked at: this is the main thread, no other call is, torch has what is intercepted, and
-        no backward runs, at whose end a profiler that was opened in it would be lost.
+        """Whether a call can be looked at: this is the main thread, no other call is, torch has what is intercepted,
+        and no backward runs, at whose end a profiler that was opened in it would be lost.
         """
         main = threading.current_thread() is threading.main_thread()  # which ends last
         alone = Look.current is None and torch._C._current_graph_task_id() == -1

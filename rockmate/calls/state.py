@@ -110,8 +110,8 @@ _PARALLEL = {
 }
 
 
-def check_wrappers(model: torch.nn.Module) -> None:
-    """Raise ``InputError`` where a wrapper is inside that must be outside, or cannot be: a plan does not run it."""
+def check_compiled(model: torch.nn.Module) -> None:
+    """Raise ``InputError`` where the model, or a submodule, was compiled: a plan would not run what was compiled."""
     for name, m in model.named_modules():
         where = f"its submodule {name!r}" if name else "it"
         compiled = m.__dict__.get("_compiled_call_impl")
@@ -120,6 +120,13 @@ def check_wrappers(model: torch.nn.Module) -> None:
                 f"the model cannot be planned: {where} was compiled, and a plan runs operations one by one. Give the "
                 "module as it was before torch.compile, or plan the parts beside it."
             )
+
+
+def check_wrappers(model: torch.nn.Module) -> None:
+    """Raise ``InputError`` where a wrapper is inside that must be outside, or cannot be: a plan does not run it."""
+    check_compiled(model)
+    for name, m in model.named_modules():
+        where = f"its submodule {name!r}" if name else "it"
         for cls in type(m).__mro__:
             if cls.__name__ in _PARALLEL and cls.__module__.startswith("torch."):
                 what = "was sharded by fully_shard" if cls.__name__ == "FSDPModule" else f"is a {cls.__name__}"

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.calls.captured import captured_sources
+from rockmate.calls.captured import Checkpointed, Function, captured_sources
 
 _ARITHMETIC = frozenset(
-    "add iadd radd sub isub rsub mul imul rmul multiply subtract div idiv divide true_divide truediv itruediv pow ipow "
-    "add_ sub_ mul_ div_ pow_ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__".split()
+    "add iadd radd sub isub rsub mul imul rmul multiply subtract div idiv divide true_divide truediv itruediv pow "
+    "ipow add_ sub_ mul_ div_ pow_ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ "
+    "__pow__".split()
 )
 """Where a whole number is a factor or the like, and no size. TorchDynamo makes an input of one that changes."""
 
@@ -41,8 +42,10 @@ def inputs_of_functions(program: fx.GraphModule) -> frozenset[str]:
 def _calls_function(program: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_module":
         return isinstance(node.target, torch._ops.HigherOrderOperator)
-    body = getattr(program.get_submodule(str(node.target)), "body", None)
-    return body is None or any(_calls_function(body, n) for n in body.graph.nodes)
+    called = program.get_submodule(str(node.target))
+    if isinstance(called, Checkpointed):
+        return any(_calls_function(called.body, n) for n in called.body.graph.nodes)
+    return True
 
 
 def _lines(program: fx.GraphModule) -> Iterator[Hashable]:
@@ -101,8 +104,8 @@ def _constant(x: Any) -> Hashable:
     if isinstance(x, torch.Tensor):
         few = x.numel() <= 4096 and x.layout == torch.strided
         return str(x.dtype), tuple(x.shape), repr(x.tolist()) if few else id(x)
-    if isinstance(x, torch.nn.Module) and hasattr(x, "body"):
+    if isinstance(x, Checkpointed):
         return structure_of(x.body)
-    if isinstance(x, torch.nn.Module) and hasattr(x, "parts"):
+    if isinstance(x, Function):
         return tuple(_constant(part) for part in x.parts), x.dirty, x.without_gradient
     return id(x)

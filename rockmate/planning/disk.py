@@ -134,7 +134,8 @@ def disk_of(cache: Any) -> Disk | None:
         if wanted.lower() in _OFF:
             return None
         return _usual() if wanted.lower() in _ON else Disk(Path(wanted).expanduser().absolute())
-    if not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache):
+    named = isinstance(cache, (str, os.PathLike)) and bool(os.fspath(cache))
+    if not named or (isinstance(cache, str) and cache.strip().lower() in _ON | _OFF):
         raise InputError(
             f"cache={cache!r}: give the path of the folder where plans are kept, True for the usual one, or False"
         )

@@ -17,7 +17,6 @@ from torch import nn
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from rockmate.rotor.values import Parts
 
@@ -141,10 +140,7 @@ class Attributes:
 
 @contextmanager
 def attributes_kept(function: Any) -> Iterator[None]:
-    """Afterwards attributes and buffers of the modules of ``function`` are the same objects as before.
-
-    A lazy module that gets its parameters meanwhile keeps what it became.
-    """
+    """Afterwards attributes and buffers of the modules of ``function`` are the same objects as before."""
     with _kept([m for m, _, _ in _watched(Parts(function))]):
         yield
 
@@ -165,10 +161,5 @@ def _kept(modules: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def _watched(parts: Parts) -> list[tuple[torch.nn.Module, tuple[str, ...], tuple[str, ...]]]:
-    """Of ``parts.attributes``, the modules whose attributes Python holds, without lazy ones that have no parameters."""
-    return [
-        found
-        for found in parts.attributes
-        if not isinstance(found[0], torch.jit.ScriptModule)
-        and not (isinstance(found[0], LazyModuleMixin) and found[0].has_uninitialized_params())
-    ]
+    """Of ``parts.attributes``, the modules whose attributes Python holds."""
+    return [found for found in parts.attributes if not isinstance(found[0], torch.jit.ScriptModule)]

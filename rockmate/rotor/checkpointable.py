@@ -21,6 +21,7 @@ from rockmate.calls.surroundings import (
     without_saved_hooks,
 )
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
+from rockmate.planning.checks import first_lazy
 from rockmate.rotor.checks import check_tensors
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import Measured, measure_chain
@@ -103,6 +104,7 @@ class Checkpointable(nn.Module):
         self._earlier: list[dict[str, Any]] = []
         self._parts: list[Parts] = []
         self.training = model.training  # of the layers, some may be in another mode
+        self._lazy = True  # whether layers may have no sizes yet
         if custom_input is not None:
             self.measure(custom_input)
             if mem_limit is not None:
@@ -119,6 +121,8 @@ class Checkpointable(nn.Module):
             raise InputError("the model is in eval mode, where nothing is recomputed: call train() before measure()")
         if not tensor_leaves(custom_input):
             raise InputError(f"the sample is a {type(custom_input).__name__}: use a tensor or a tuple of tensors")
+        if lazy := first_lazy(self.model):
+            raise InputError(f"{lazy} of the model has no shape yet (a lazy module): call the model once before")
         check_tensors(custom_input, "the sample is")
         check_tensors([*self.model.parameters()], "a parameter is")
         self.names, functions = zip(*flatten(self.model), strict=True)
@@ -209,6 +213,8 @@ class Checkpointable(nn.Module):
                 BudgetWarning,
             )
             return self.model(x)
+        if self._lazy and self._gets_sizes():
+            return self.model(x)
         functions = self.functions
         before = self._parts if len(self._parts) == len(functions) else [None] * len(functions)
         parts = self._parts = [*map(Parts.again, functions, before)]
@@ -222,6 +228,14 @@ class Checkpointable(nn.Module):
         names = self.names if self.verbosity > 1 else None
         assert self._measured is not None
         return Call(functions, self.sequence, names, self.preserve_rng_state, self._measured.keeps, parts).forward(x)
+
+    def _gets_sizes(self) -> bool:
+        """Whether layers get their sizes in this call, so that there is nothing to measure yet."""
+        lazy = first_lazy(self.model)
+        self._lazy = bool(lazy)
+        if lazy:
+            warn(f"layers get their sizes in this call ({lazy}), which runs with no memory limit", BudgetWarning)
+        return self._lazy
 
     def _turn_to(self, situation: Situation, x: Any) -> None:
         """Use the chain and sequence of an earlier situation that covers this one, or measure ``x``."""

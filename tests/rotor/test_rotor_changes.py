@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -365,10 +366,27 @@ def test_under_transforms_the_model_itself_runs() -> None:
 
 
 def test_layers_that_get_their_parameters_in_the_first_call() -> None:
-    m = nn.Sequential(nn.LazyLinear(32), nn.Tanh(), nn.LazyLinear(8))
+    """They draw them there, as in eager mode."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LazyLinear(32), nn.Tanh(), nn.LazyLinear(8))
+
+    m, eager = made(), made()
     chk = rotor.Checkpointable(m, mem_limit=2**20, costs="flops")
-    chk(x()).sum().backward()
-    assert [tuple(p.grad.shape) for p in m.parameters()] == [(32, 32), (32,), (8, 32), (8,)]
+    with pytest.raises(InputError, match=r"0\.weight of the model has no shape yet"):
+        chk.measure(x())
+    for _ in range(2):
+        torch.manual_seed(1)
+        eager(x()).sum().backward()
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "layers get their sizes in this call", BudgetWarning)
+            chk(x()).sum().backward()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert same([p.grad for p in m.parameters()], [p.grad for p in eager.parameters()])
+    assert chk.sequence is not None
 
 
 def test_measuring_within_a_checkpoint() -> None:

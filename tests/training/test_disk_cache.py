@@ -610,7 +610,7 @@ def test_cache_and_the_environment_variable(tmp_path: Path, monkeypatch: pytest.
             assert usual.folder == tmp_path / "xdg" / "rockmate"
     monkeypatch.setenv("ROCKMATE_CACHE", "~/plans")
     assert disk_of(True) == Disk(tmp_path / "plans")
-    for wrong in (7, 1.5, "", b"", object()):
+    for wrong in (7, 1.5, "", "off", "True", b"", object()):
         with pytest.raises(InputError, match="give the path of the folder"):
             disk_of(wrong)
 
