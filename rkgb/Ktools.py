@@ -104,6 +104,12 @@ class K_graph(Displayed):
     idle: frozenset[int] = frozenset()
     made_by: tuple[str, ...] = field(default=(), compare=False)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients of ``missing``, which the backward leaves. Sparse ones are smaller than what they are of."""
+        left = next((n.backward.after for n in self.nodes if n.backward), 0)
+        return min(left, sum(self.s.d.values[v].bytes for v in self.missing))
+
     def verify(self) -> None:
         """Assert the invariants."""
         assert len(self.nodes) == len(self.s.nodes)

@@ -14,7 +14,7 @@ from rkgb.cost.clock import Clock
 from rkgb.cost.costs import Cost, InputGradient, Times
 from rkgb.cost.counted import modelled_times
 from rkgb.cost.layouts import Outgoing, outgoing
-from rkgb.cost.memory import measure_memory
+from rkgb.cost.memory import measure_memory, storage_bytes
 from rkgb.cost.piece import backward_memory, feed, ignore
 from rkgb.device import kind_of
 from rkgb.storages import memory_of, storage_key
@@ -88,7 +88,8 @@ def _written(run: NodeRun, v: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How one gradient lies in memory. ``memory``: None where a copy of ``size`` bytes becomes ``.grad``.
+    """How one gradient lies in memory. ``memory``: None where a copy of ``size`` bytes becomes ``.grad``, and of a sparse
+    one, which has two.
 
     It holds the memory and not the gradient: autograd copies a gradient that somebody else holds.
     """
@@ -100,6 +101,8 @@ class _Form:
     @classmethod
     def of(cls, g: torch.Tensor, parameter: torch.Tensor | None) -> _Form:
         """The form of the gradient ``g`` of a ``parameter``, or of another input."""
+        if g.layout != torch.strided:
+            return cls(None, False, storage_bytes(g))
         as_it_is = parameter is None or g.stride() == parameter.stride()
         return cls(memory_of(g) if as_it_is else None, g._is_view(), g.numel() * g.element_size())
 

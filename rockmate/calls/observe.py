@@ -61,7 +61,7 @@ class Observer:
     def __init__(self, k: K_graph, measures: bool) -> None:
         d = k.s.d
         self.measures = measures
-        self.gradients = sum(d.values[v].bytes for v in k.missing)  # that the backward leaves
+        self.gradients = k.gradient_bytes
         self.storages = [d.values[v].storage for v in d.outputs]
         self.saved = {x for facts in d.facts for x in facts.saved.storages}
         self.usage: Usage | None = None

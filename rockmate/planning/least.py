@@ -46,7 +46,7 @@ def parameter_gradients(k: K_graph, at: Step | None) -> int:
         return 0
     begun = range(at.node, len(k.nodes)) if isinstance(at, Bwd) else range(0)
     read = {v for i in begun if k.nodes[i].backward for v in k.s.nodes[i].reads}
-    return sum(k.s.d.values[v].bytes for v in k.missing & read)
+    return min(k.gradient_bytes, sum(k.s.d.values[v].bytes for v in k.missing & read))
 
 
 def place_of(k: K_graph, at: Step | None) -> str:

@@ -394,3 +394,50 @@ def test_a_gradient_penalty_is_said_to_be_beside_the_budget_where_nothing_runs_a
     eager.zero_grad()
     penalty(eager)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
+
+
+class Sparse(nn.Module):
+    """Embeddings whose gradients are sparse, and far smaller than the tables."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(20_000, 16, sparse=True)
+        self.bag = nn.EmbeddingBag(20_000, 16, sparse=True, mode="sum") if kind == "both" else None
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+
+    def forward(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        x = self.table(i)
+        if self.kind == "twice":
+            x = x + self.table(j)
+        if self.bag is not None:
+            x = x + self.bag(j[:, None])
+        y: torch.Tensor = self.layers(x)
+        return y + self.table(j) if self.kind == "at both ends" else y
+
+
+@pytest.mark.parametrize("kind", ["once", "twice", "both", "at both ends"])
+def test_sparse_gradients_take_what_they_take(kind: str) -> None:
+    model = Sparse(kind)
+    i, j = torch.randint(20_000, (512,)), torch.randint(20_000, (512,))
+
+    def step(call: nn.Module) -> None:
+        model.zero_grad()
+        call(i, j).square().mean().backward()
+
+    step(model)
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    budget = round(0.85 * measure_peak(lambda: step(model)))
+    model.zero_grad()
+    rk = Rockmate(model, (i, j), budget, costs="flops")
+    step(rk)
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        assert p.grad is not None and gradient is not None
+        assert p.grad.layout == gradient.layout
+        assert torch.equal(p.grad.to_dense(), gradient.to_dense())
+    step(rk)
+    model.zero_grad()
+    measured = measure_peak(lambda: step(rk))
+    assert measured <= rk.budget
+    assert measured <= rk.plan.predicted_peak + rk.plan.room.scalars  # numbers of the loss are not in the prediction
