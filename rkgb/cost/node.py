@@ -88,8 +88,8 @@ def _written(run: NodeRun, v: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How one gradient lies in memory. ``memory``: None where a copy of ``size`` bytes becomes ``.grad``, and of a sparse
-    one, which has two.
+    """How one gradient lies in memory. ``memory``: None where a copy of ``size`` bytes becomes ``.grad``, and of a
+    sparse one, which has two.
 
     It holds the memory and not the gradient: autograd copies a gradient that somebody else holds.
     """
