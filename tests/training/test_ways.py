@@ -269,6 +269,7 @@ WAYS: list[Callable[[Any, nn.Module], Any]] = [
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward mode
+@pytest.mark.filterwarnings("ignore:under torch.func's transforms and in forward mode:rockmate.BudgetWarning")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_ways(way: Callable[[Any, nn.Module], Any]) -> None:
     def train(model: Any, call: nn.Module) -> Any:
