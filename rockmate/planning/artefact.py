@@ -66,7 +66,13 @@ class SavedPlan(PlanFields):
         missing = frozenset(v for v, x in s.d.sources.items() if x.key in self.missing)
         figures = {name: getattr(self, name) for name in _FIGURES}
         k = K_graph(s=s, missing=missing, made_by=(*s.made_by, "read_plan"), **figures)
-        k.verify()
+        try:
+            k.verify()
+        except (AssertionError, LookupError) as error:
+            raise PlanError(
+                f"the nodes and data in {self.path} are not those of this graph, though its fingerprint is: the file was "
+                "changed. Make the plan again."
+            ) from error
         warm(s, model, call.tensors)
         return Graphs(b, d, s, tuple(classes(s)), k)
 

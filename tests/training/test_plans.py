@@ -108,8 +108,10 @@ def test_plans_for_another_graph_are_refused(model: nn.Module, x: torch.Tensor, 
         (lambda found: found["program"].insert(3, "    bwd.nothing()"), "cannot be read: line 4"),
         (lambda found: found["program"].pop(1), "is not valid|cannot be read"),
         (lambda found: found.update(budget=found["budget"] // 2), "its budget is"),
+        (lambda found: found.update(nodes=[]), "are not those of this graph"),
+        (lambda found: found.update(data=[]), "are not those of this graph"),
     ],
-    ids=["format", "field", "step", "missing step", "budget"],
+    ids=["format", "field", "step", "missing step", "budget", "nodes", "data"],
 )
 def test_changed_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
