@@ -143,6 +143,8 @@ class Attachment(Front):
     @budget.setter
     def budget(self, budget: int | float | str) -> None:
         self._check_place()
+        if self._detached:
+            raise InputError(f"{self.name} was detached, and has no budget: rockmate.attach(model, {budget!r})")
         wanted, before = parse_budget(budget), self.terms.budget
         if self._steps is not None:
             self.terms.budget = wanted

@@ -70,8 +70,8 @@ class SavedPlan(PlanFields):
             k.verify()
         except (AssertionError, LookupError) as error:
             raise PlanError(
-                f"the nodes and data in {self.path} are not those of this graph, though its fingerprint is: the file was "
-                "changed. Make the plan again."
+                f"the nodes and data in {self.path} are not those of this graph, though its fingerprint is: the file "
+                "was changed. Make the plan again."
             ) from error
         warm(s, model, call.tensors)
         return Graphs(b, d, s, tuple(classes(s)), k)

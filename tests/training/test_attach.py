@@ -710,6 +710,8 @@ def test_attach_and_detach() -> None:
     assert "_compiled_call_impl" not in vars(model)
     with pytest.raises(InputError, match="not attached"):
         detach(model)
+    with pytest.raises(InputError, match="Net was detached"):
+        handle.budget = "2 MiB"  # type: ignore[assignment]
     attach(model, "1 MiB").detach()
     assert attached(model) is None
 
