@@ -137,9 +137,9 @@ def in_one_process(chain: Chain, rounds: int) -> list[dict[str, Any]]:
             ours = rotor.Checkpointable(model, x)
             ours.compute_sequence(peak, algo=algorithm)
             predicted[name] = ours.walked().overhead
-            assert ours.chain is not None
-            predicted[SEGMENTS] = overhead_of_segments(ours.chain, segments)
             calls[name] = ours
+        assert ours.chain is not None
+        predicted[SEGMENTS] = overhead_of_segments(ours.chain, segments)
         for _, call in 3 * [*calls.items()]:  # the first steps may plan anew, by what the loss was seen to take
             step(model, call, x)
         model.zero_grad()

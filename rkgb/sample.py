@@ -39,6 +39,11 @@ class Call:
         """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The whole numbers among the leaves."""
+        return tuple(leaf for leaf in self.leaves if type(leaf) is int)
+
     def with_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         """The same call with other tensors."""
         leaves = [replace(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]

@@ -355,6 +355,19 @@ def _ids(*shape: int, high: int) -> MakeCall:
     return lambda seed: ((tokens(*shape, high=high, seed=seed),), {})
 
 
+class Turned(torch.autograd.Function):
+    """The identity, whose backward multiplies by ``factor``; it returns a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.factor * gradients[0], None
+
+
 ZOO = (
     Case("mlp", mlp, _one(128, 16, requires_grad=True)),
     Case("dropout_mlp", dropout_mlp, _one(32, 16, requires_grad=True)),

@@ -45,7 +45,7 @@ class Point:
 
 def point_of(call: Call, s: S_graph) -> Point:
     """``s`` was traced on ``call``."""
-    return Point(sizes_of(call.tensors), tuple(x for x in call.leaves if type(x) is int), s)
+    return Point(sizes_of(call.tensors), call.numbers, s)
 
 
 def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module, call: Call) -> S_graph | None:

@@ -47,20 +47,20 @@ def _frozen(a: Any, sized: bool) -> Hashable:
     if is_made_of_number(a):
         return "size", str(a.device)
     if isinstance(a, torch.Tensor):
-        return _content(a)
+        return content(a)
     if sized and may_be_size(a):
         return "size"
     return a if isinstance(a, Ref) else repr(a)
 
 
-def _content(t: torch.Tensor) -> Hashable:
+def content(t: torch.Tensor) -> Hashable:
     """A constant: small ones by value."""
     few = t.numel() <= 4096 and t.layout == torch.strided
     return (str(t.dtype), tuple(t.shape), repr(t.tolist()) if few else str(id(t)))
 
 
 def _source(source: Source) -> tuple[str, str]:
-    return source.kind, repr(_content(source.key)) if isinstance(source.key, torch.Tensor) else repr(source.key)
+    return source.kind, repr(content(source.key)) if isinstance(source.key, torch.Tensor) else repr(source.key)
 
 
 def _form(value: Value) -> tuple[Hashable, ...]:

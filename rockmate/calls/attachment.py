@@ -49,7 +49,7 @@ from rockmate.errors import (
     VariantLimitError,
 )
 from rockmate.planning.artefact import SavedPlan
-from rockmate.planning.checks import first_lazy
+from rockmate.planning.checks import gets_sizes
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import NOTHING_COMPUTED
 from rockmate.planning.step import StepPlan
@@ -156,7 +156,9 @@ class Attachment(Front):
                 self.last.set_budget(wanted)
             except InfeasibleBudgetError as error:
                 raise error.with_traceback(None) from None
-        for calls in self._capture.graphs if self.terms.budget != before else ():
+        if self.terms.budget == before:
+            return
+        for calls in self._capture.graphs:
             calls.spacious.clear()
             calls.free = None
             calls.binding.clear()
@@ -227,13 +229,7 @@ class Attachment(Front):
 
     def _gets_sizes(self, model: torch.nn.Module) -> bool:
         """Whether layers get their sizes in this call, so that there is nothing to plan yet."""
-        self._lazy = bool(first_lazy(model))
-        if self._lazy:
-            warn(
-                f"{self.name}: layers get their sizes in this call ({first_lazy(model)}), which runs with no budget. "
-                "The next one is planned",
-                BudgetWarning,
-            )
+        self._lazy = gets_sizes(model, self.name)
         return self._lazy
 
     def plan_for(self, call: Call, saved: SavedPlan | None = None) -> None:

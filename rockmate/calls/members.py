@@ -139,4 +139,4 @@ def _member(graph: Graph, planner: Planner, call: Call, family: Family, like: Me
 
 def _program_key(graph: Graph, call: Call, sizeless: Hashable) -> Hashable:
     """The program and the whole numbers that it is given, on which its constants may depend."""
-    return id(graph), sizeless, tuple(x for x in call.leaves if type(x) is int)
+    return id(graph), sizeless, call.numbers

@@ -84,12 +84,17 @@ def split(whole: fx.GraphModule) -> Split | None:
     )
 
 
+def is_number(node: fx.Node) -> bool:
+    """Whether the value of a node is a number, known or symbolic."""
+    return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
+
+
 def _numbers(whole: fx.GraphModule) -> dict[fx.Node, None]:
     """Nodes that are numbers and follow from numbers alone; ``item`` reads a number that was given as a tensor."""
     found: dict[fx.Node, None] = {}
     for node in whole.graph.nodes:
         read = node.all_input_nodes
-        if isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
+        if is_number(node):
             given = node.target == "item" and all(n.op == "placeholder" for n in read)
         elif node.target is torch.scalar_tensor and all(user.op == "output" for user in node.users):
             given = False  # a number of the module's Python is handed back as a tensor

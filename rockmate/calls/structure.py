@@ -8,12 +8,15 @@ another parameter with the same values, changes gradients only.
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx
 
+from rkgb.probe.skeleton import content
 from rockmate.calls.captured import Checkpointed, Function, captured_sources
+from rockmate.calls.numbers import is_number
 
 _ARITHMETIC = frozenset(
     "add iadd radd sub isub rsub mul imul rmul multiply subtract div idiv divide true_divide truediv itruediv pow "
@@ -59,7 +62,7 @@ def _lines(program: fx.GraphModule) -> Iterator[Hashable]:
         if node.op == "placeholder":
             yield source
         elif node.op == "get_attr":
-            yield _constant(_attribute(program, str(node.target)))
+            yield _constant(attrgetter(str(node.target))(program))
         else:
             target = str(node.target)
             what = _constant(program.get_submodule(target)) if node.op == "call_module" else target
@@ -70,8 +73,7 @@ def _lines(program: fx.GraphModule) -> Iterator[Hashable]:
 
 def _is_size(node: fx.Node, others: Container[fx.Node]) -> bool:
     """Whether a node is a number, and not one that is read from a tensor's values. ``others``: nodes that are not."""
-    example = node.meta.get("example_value")
-    if not isinstance(example, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if not is_number(node):
         return False
     named = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
     return named in _SIZES or not any(n in others for n in node.all_input_nodes)
@@ -89,21 +91,13 @@ def _argument(a: Any, numbers: dict[fx.Node, int], sized: bool) -> Hashable:
     return "size" if sized and type(a) is int else repr(a)
 
 
-def _attribute(program: fx.GraphModule, path: str) -> Any:
-    found: Any = program
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
-
-
 def _constant(x: Any) -> Hashable:
     """What a node reads that is no input: a tensor, by its values if they are few; a program; another module."""
     if isinstance(x, fx.GraphModule):
-        inside = (_constant(_attribute(x, str(n.target))) for n in x.graph.find_nodes(op="get_attr"))
+        inside = (_constant(attrgetter(str(n.target))(x)) for n in x.graph.find_nodes(op="get_attr"))
         return x.code, *inside
     if isinstance(x, torch.Tensor):
-        few = x.numel() <= 4096 and x.layout == torch.strided
-        return str(x.dtype), tuple(x.shape), repr(x.tolist()) if few else id(x)
+        return content(x)
     if isinstance(x, Checkpointed):
         return structure_of(x.body)
     if isinstance(x, Function):

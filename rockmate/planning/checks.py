@@ -9,11 +9,32 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from rkgb.sample import Call, Sample, call_of
+from rkgb.warn import warn
 from rockmate.calls.state import check_wrappers
-from rockmate.errors import InputError
+from rockmate.errors import BudgetWarning, InputError
 
 
-def first_lazy(model: torch.nn.Module) -> str:
+def refuse_lazy(model: torch.nn.Module) -> None:
+    """Raise ``InputError`` where layers have no sizes yet."""
+    if lazy := _first_lazy(model):
+        raise InputError(
+            f"{lazy} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
+            "the optimizer needs it too"
+        )
+
+
+def gets_sizes(model: torch.nn.Module, name: str) -> bool:
+    """Whether layers get their sizes in the call that comes, so that there is nothing to plan yet, with a warning."""
+    lazy = _first_lazy(model)
+    if lazy:
+        warn(
+            f"{name}: layers get their sizes in this call ({lazy}), which runs with no budget. The next one is planned",
+            BudgetWarning,
+        )
+    return bool(lazy)
+
+
+def _first_lazy(model: torch.nn.Module) -> str:
     """The first parameter or buffer that has no shape yet; empty if there is none."""
     return next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), "")
 
@@ -35,11 +56,7 @@ def checked_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(): plan outside of it")
     check_wrappers(model)
-    if lazy := first_lazy(model):
-        raise InputError(
-            f"{lazy} of the model has no shape yet (a lazy module): call the model once on the sample before, as "
-            "the optimizer needs it too"
-        )
+    refuse_lazy(model)
     if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
         raise InputError(f"sample_kwargs is a {type(sample_kwargs).__name__}: give a dict of keyword arguments")
     call = call_of(sample, sample_kwargs)

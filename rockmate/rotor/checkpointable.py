@@ -21,7 +21,7 @@ from rockmate.calls.surroundings import (
     without_saved_hooks,
 )
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
-from rockmate.planning.checks import first_lazy
+from rockmate.planning.checks import gets_sizes, refuse_lazy
 from rockmate.rotor.checks import check_tensors
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import Measured, measure_chain
@@ -121,8 +121,7 @@ class Checkpointable(nn.Module):
             raise InputError("the model is in eval mode, where nothing is recomputed: call train() before measure()")
         if not tensor_leaves(custom_input):
             raise InputError(f"the sample is a {type(custom_input).__name__}: use a tensor or a tuple of tensors")
-        if lazy := first_lazy(self.model):
-            raise InputError(f"{lazy} of the model has no shape yet (a lazy module): call the model once before")
+        refuse_lazy(self.model)
         check_tensors(custom_input, "the sample is")
         check_tensors([*self.model.parameters()], "a parameter is")
         self.names, functions = zip(*flatten(self.model), strict=True)
@@ -231,10 +230,7 @@ class Checkpointable(nn.Module):
 
     def _gets_sizes(self) -> bool:
         """Whether layers get their sizes in this call, so that there is nothing to measure yet."""
-        lazy = first_lazy(self.model)
-        self._lazy = bool(lazy)
-        if lazy:
-            warn(f"layers get their sizes in this call ({lazy}), which runs with no memory limit", BudgetWarning)
+        self._lazy = gets_sizes(self.model, type(self.model).__name__)
         return self._lazy
 
     def _turn_to(self, situation: Situation, x: Any) -> None:

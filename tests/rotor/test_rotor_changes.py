@@ -382,7 +382,7 @@ def test_layers_that_get_their_parameters_in_the_first_call() -> None:
         state = torch.get_rng_state()
         torch.manual_seed(1)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "layers get their sizes in this call", BudgetWarning)
+            warnings.filterwarnings("ignore", "Sequential: layers get their sizes in this call", BudgetWarning)
             chk(x()).sum().backward()
         assert torch.equal(torch.get_rng_state(), state)
         assert same([p.grad for p in m.parameters()], [p.grad for p in eager.parameters()])

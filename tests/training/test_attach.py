@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import assert_same, snapshot
-from models import randn, tokens
+from models import Turned, randn, tokens
 from torch import nn
 
 import rockmate
@@ -663,25 +663,10 @@ def test_masks_of_changing_sizes() -> None:
     trains_as_eager(Masked)
 
 
-class Reversed(torch.autograd.Function):
-    """The identity, whose gradient is turned round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, alpha: float) -> torch.Tensor:
-        """A view."""
-        ctx.alpha = alpha
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Times -alpha."""
-        return -ctx.alpha * gradients[0], None
-
-
 def test_a_function_that_returns_a_view() -> None:
     class Adversarial(Net):
         def forward(self, x: torch.Tensor) -> Any:
-            return self.head(Reversed.apply(self.body(x), 0.5))  # type: ignore[no-untyped-call]
+            return self.head(Turned.apply(self.body(x), -0.5))  # type: ignore[no-untyped-call]
 
     trains_as_eager(Adversarial)
 

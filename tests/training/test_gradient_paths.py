@@ -13,36 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Turned
 from torch import nn
 from torch.autograd import forward_ad
 
 from rockmate import BudgetWarning, attach
-
-
-class Turned(torch.autograd.Function):
-    """The identity, whose backward multiplies by ``factor``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.factor * gradient, None
-
-
-class TurnedIf(torch.autograd.Function):
-    """The identity, whose backward may change the sign."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, turn: bool) -> torch.Tensor:
-        ctx.turn = turn
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return (-gradient if ctx.turn else gradient), None
 
 
 class Model(nn.Module):
@@ -101,7 +76,7 @@ WAYS: dict[str, Callable[[Model, torch.Tensor], torch.Tensor]] = {
     "which of two is read": lambda m, x: (m.other if m.on else m.first)(x),
     "one of two is read twice": twice_or_both,
     "data": lambda m, x: m.first(x).data if m.on else m.first(x),
-    "backward by a flag": lambda m, x: TurnedIf.apply(m.first(x), m.on),
+    "backward by a flag": lambda m, x: Turned.apply(m.first(x), -1.0 if m.on else 1.0),
     "backward by a whole number": lambda m, x: Turned.apply(m.first(x), m.count),
     "backward by a rate": lambda m, x: Turned.apply(m.first(x), m.rate),
     "row of zeros": lambda m, x: m.first(x) + m.zeros[m.count],
