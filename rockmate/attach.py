@@ -7,7 +7,7 @@ its state, and copies and pickles of it are plain modules.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,12 +18,9 @@ from rockmate.calls.front import Terms, is_least
 from rockmate.calls.others import watch_others
 from rockmate.calls.state import check_compiled
 from rockmate.errors import InputError
-from rockmate.planning.checks import checked_call, checked_module
+from rockmate.planning.checks import checked_call, checked_module, checked_type
 from rockmate.planning.options import options_of
 from rockmate.tell import be_heard
-
-if TYPE_CHECKING:
-    pass
 
 
 def attach(
@@ -72,7 +69,8 @@ def attach(
 
 
 def attached(model: torch.nn.Module) -> Attachment | None:
-    """What ``attach`` returned for ``model``; None if it is not attached."""
+    """What ``attach`` returned for ``model``; None if it is not attached. Raises ``InputError`` for no module."""
+    checked_type(model)
     found = model.__dict__.get("_compiled_call_impl")
     return found if isinstance(found, Attachment) else None
 

@@ -22,9 +22,10 @@ _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1} | {
     for end, base in (("ib", 1024), ("b", 1000), ("i", 1024), ("", 1024))
 }
 _AMOUNT = re.compile(r"\s*([0-9][0-9_.]*(?:e[0-9]+)?|\.[0-9_]+)\s*([a-z]*|%)\s*")
+_BYTES = 'give bytes as a number, or text such as "2 GiB" or "500 MB"'
 _HOW = (
-    'give bytes as a number, text such as "2 GiB" or "500 MB", a share of what a step takes without recomputation such '
-    'as "60%", or "auto" for what is free on the device'
+    f'{_BYTES}, a share of what a step takes without recomputation such as "60%", or "auto" for what is free on the '
+    "device"
 )
 
 FEWEST = 300
@@ -72,7 +73,7 @@ def parse_budget(budget: object) -> Budget:
     """
     if isinstance(budget, str) and budget.strip().lower() == "auto":
         return Budget()
-    amount, unit = _amount(budget)
+    amount, unit = _amount(budget, "budget", _HOW)
     if unit == "%":
         if not amount > 0:
             raise BudgetError(f"the budget {budget!r} is nothing: {_HOW}")
@@ -81,21 +82,23 @@ def parse_budget(budget: object) -> Budget:
         share = f' or "{(100 * amount).normalize():f}%"' if amount < 1 else ""
         meant = f'"{amount.normalize():f} GiB"{share}'
         raise BudgetError(f"the budget {budget!r} is {amount:f} bytes, in which no step can be run: was {meant} meant?")
-    return Budget(_whole(budget, amount * _UNITS[unit]))
+    return Budget(_whole(budget, amount * _UNITS[unit], "budget", _HOW))
 
 
 def parse_bytes(limit: object) -> int:
     """Bytes of a number, or of text with a unit as in ``parse_budget``; raises ``BudgetError`` for anything else."""
-    amount, unit = _amount(limit)
+    amount, unit = _amount(limit, "limit", _BYTES)
     if unit == "%":
-        raise BudgetError(f"the limit {limit!r} is a share, and nothing says of what: give bytes, or text (2 GiB)")
-    return _whole(limit, amount * _UNITS[unit])
+        raise BudgetError(f"the limit {limit!r} is a share, and nothing says of what: {_BYTES}")
+    if not unit and 0 < amount < FEWEST and amount != int(amount):
+        raise BudgetError(f'the limit {limit!r} is {amount:f} bytes: was "{amount.normalize():f} GiB" meant?')
+    return _whole(limit, amount * _UNITS[unit], "limit", _BYTES)
 
 
-def _amount(given: object) -> tuple[Decimal, str]:
-    """A number and its unit."""
+def _amount(given: object, what: str, how: str) -> tuple[Decimal, str]:
+    """A number and its unit. ``what`` it is called, and ``how`` it is to be given, are for the error."""
     if isinstance(given, bool) or not isinstance(given, (Real, str)):
-        raise BudgetError(f"the budget is a {type(given).__name__}: {_HOW}")
+        raise BudgetError(f"the {what} is a {type(given).__name__}: {how}")
     try:
         if not isinstance(given, str):
             amount = Decimal(given) if isinstance(given, int) else Decimal(repr(float(given)))
@@ -105,10 +108,10 @@ def _amount(given: object) -> tuple[Decimal, str]:
             return Decimal(match[1]), match[2]
     except InvalidOperation:
         pass
-    raise BudgetError(f"the budget {given!r} is no amount of memory: {_HOW}")
+    raise BudgetError(f"the {what} {given!r} is no amount of memory: {how}")
 
 
-def _whole(given: object, size: Decimal) -> int:
+def _whole(given: object, size: Decimal, what: str, how: str) -> int:
     if not 1 <= size < 2**63:
-        raise BudgetError(f"the budget is {given} bytes, which no step can be run in: {_HOW}")
+        raise BudgetError(f"the {what} is {given} bytes, which no step can be run in: {how}")
     return int(size)

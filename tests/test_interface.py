@@ -68,6 +68,14 @@ def test_budgets_in_text_and_numbers(text: object, size: int) -> None:
     assert parse_bytes(text) == size
 
 
+@pytest.mark.parametrize("limit", ["60%", "auto", "2 parsecs", True, 1.5, "0.5"])
+def test_limits_name_only_what_they_take(limit: object) -> None:
+    """A limit is bytes: neither a share nor "auto", so that its errors do not speak of these."""
+    with pytest.raises(BudgetError, match="the limit") as error:
+        parse_bytes(limit)
+    assert "GiB" in str(error.value) and not re.search("share of|as .60%|free on", str(error.value))
+
+
 @pytest.mark.parametrize(
     "budget",
     [

@@ -39,10 +39,16 @@ def _first_lazy(model: torch.nn.Module) -> str:
     return next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), "")
 
 
+def checked_type(model: object) -> None:
+    """Raise ``InputError`` for anything but a module."""
+    if not isinstance(model, torch.nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InputError(f"the model is {given}, not a torch.nn.Module")
+
+
 def checked_module(model: torch.nn.Module) -> None:
     """Raise ``InputError`` for a model that no plan can be made for, before anything runs."""
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    checked_type(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError(
             "the model was scripted or traced by torch.jit as a whole: give the module as it was before. Scripted "

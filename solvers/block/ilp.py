@@ -35,7 +35,7 @@ class Grid:
 
     saves: tuple[float, ...] = tuple(1 - k / 40 for k in range(1, 41))
     peaks: tuple[float, ...] = (0.3,)
-    fresh_peaks: tuple[float, ...] = (0.5, 0.15)
+    fresh_peaks: tuple[float, ...] = (0.5, 0.15, 0.0)
     unlimited: bool = True
     stride: int = 20
     solver: SolverOptions = field(default_factory=SolverOptions)

@@ -29,6 +29,7 @@ from solvers import (
 from solvers.block.block import Reruns, block_view, figures
 from solvers.block.closure import ClosureModel
 from solvers.block.contract import leaders
+from solvers.block.ilp import least_peak
 from solvers.block.ilp_model import StagedModel
 from solvers.block.useful import useful_nodes
 
@@ -125,6 +126,16 @@ def test_a_solution_that_is_just_within() -> None:
     solved = model.solve(2 * size + 1, 6 * size + 12, EXACT)
     assert solved is not None
     assert solved.figures.time == 2
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(max_nodes=12, max_blocks=1, plain=True))
+def test_the_least_peak_is_an_option_where_nothing_is_kept(problem: Problem) -> None:
+    """The smallest budget of a chain rests on it."""
+    view = block_view(problem, problem.blocks[0])
+    assume(any(nodes for nodes, _ in useful_nodes(view)))
+    assume(StagedModel(view, fresh=True).solve(0, least_peak(view), EXACT))
+    assert any(o.fresh and o.backward_peak == least_peak(view) for o in block_options(problem, problem.blocks[0]))
 
 
 @settings(deadline=None, max_examples=60)
