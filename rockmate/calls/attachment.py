@@ -26,6 +26,7 @@ from rockmate.calls.engine import not_captured
 from rockmate.calls.front import Front, Terms
 from rockmate.calls.held import undone_if_it_fails
 from rockmate.calls.look import abandoned, end_look
+from rockmate.calls.state import Hooks, any_is_gone, hooks_of
 from rockmate.calls.steps import Steps
 from rockmate.calls.surroundings import (
     check_global_hooks,
@@ -56,6 +57,9 @@ from rockmate.planning.step import StepPlan
 from rockmate.tell import LOG, described
 from solvers import Frontier
 
+MOST_BEGINNINGS = 4
+"""Times that a call is tried as one graph, at most: hooks may be added and removed in every step."""
+
 
 @dataclass(frozen=True)
 class PlannedCall:
@@ -80,6 +84,8 @@ class Attachment(Front):
         self._direct: WatchedCalls | None = None
         self._steps: Steps | None = None  # where a call is several graphs
         self._why: Exception | None = None  # a call cannot be captured as one graph
+        self._hooks: Hooks = []  # that the model had then
+        self._begun = 1  # times that one graph was tried
         self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         self.reason = ""
         self._signature: inspect.Signature | None = None
@@ -192,10 +198,7 @@ class Attachment(Front):
         if model is not None and model.__dict__.get("_compiled_call_impl") is self:
             del model._compiled_call_impl
         self._detached = True
-        self._capture.clear()
-        self.cache.clear()
-        self.families.clear()
-        self._direct = self._steps = self._why = self.last = None
+        self._forget()
 
     def __reduce__(self) -> Any:
         """Copies and pickles plan again at their first call."""
@@ -217,6 +220,8 @@ class Attachment(Front):
         if is_transformed():
             leave_plan()
             return model._call_impl(*args, **kwargs)
+        if self._hooks and self._begun < MOST_BEGINNINGS and any_is_gone(self._hooks):
+            self._begin_again()
         if self._refused:
             return model._call_impl(*args, **kwargs)
         check_global_hooks()
@@ -281,6 +286,7 @@ class Attachment(Front):
             if self.inside.ran:
                 raise
             self._why, self.inside.captured = _only_said(error), True
+            self._hooks = hooks_of(model)
         if self.only_plans or self.terms.always:
             return self._run_directly(model, call, self._why)
         return self._begin_steps(model, call, self._why)
@@ -289,7 +295,7 @@ class Attachment(Front):
         """TorchDynamo captures no whole of this call. If the module itself refuses it, all stays as it was."""
         before = self._capture, self.reason
         self._capture, self.reason = Capture(self, lambda: self.model), _first_line(why)
-        self._steps = Steps(self, composites_of(model))
+        self._steps = Steps(self, composites_of(model), self.reason)
         try:
             result = self._run_in_steps(model, call, self._steps)
         except (RockmateError, GraphError):
@@ -302,6 +308,21 @@ class Attachment(Front):
             raise
         before[0].clear()
         return result
+
+    def _begin_again(self) -> None:
+        """Forget that calls are not one graph: a hook, which may have been the reason, was removed."""
+        if self._steps is not None and self._steps.asked is not None:
+            self.terms.budget = self._steps.asked
+        self._forget()
+        self._capture, self._hooks, self.reason, self._refused = Capture(self, lambda: self.model), [], "", False
+        self._begun += 1
+
+    def _forget(self) -> None:
+        """No plan is known, nor a way in which calls run."""
+        self._capture.clear()
+        self.cache.clear()
+        self.families.clear()
+        self._direct = self._steps = self._why = self.last = None
 
     def _run_in_steps(self, model: torch.nn.Module, call: Call, steps: Steps) -> Any:
         """TorchDynamo captures a call as several graphs, which are planned together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -71,6 +72,22 @@ def _add_attributes(found: list[Any], held: dict[str, Any]) -> None:
                 found += (k, kind, v)
         elif kind in _BY_IDENTITY or (kind is tuple and all(type(x) in PLAIN for x in v)):
             found += (k, v)
+
+
+Hooks = list[tuple[Callable[[], Any], int]]
+"""Hooks of modules: what returns the dict that a hook is in, if that still is, and its key there."""
+
+
+def hooks_of(model: torch.nn.Module) -> Hooks:
+    """All hooks of the model's modules, now."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    held = [m.__dict__[kind] for m in model.modules() for kind in kinds]
+    return [(weakref.ref(hooks), key) for hooks in held for key in hooks]
+
+
+def any_is_gone(hooks: Hooks) -> bool:
+    """Whether one of ``hooks`` was removed since."""
+    return any(key not in (held() or ()) for held, key in hooks)
 
 
 @contextlib.contextmanager

@@ -47,11 +47,11 @@ MOST_SEQUENCES = 16
 
 class Steps:
     """The steps of one model. ``known``: sequences of graphs, the longest first. ``problem``: why no plan fits.
-    ``composites``: classes of torch's modules in the model that have submodules.
+    ``composites``: classes of torch's modules in the model that have submodules. ``why`` a forward is not one graph.
     """
 
-    def __init__(self, front: Front, composites: list[type]) -> None:
-        self.front, self.members, self.composites = front, Members(front), composites
+    def __init__(self, front: Front, composites: list[type], why: str) -> None:
+        self.front, self.members, self.composites, self.why = front, Members(front), composites, why
         self.known: list[GraphSequence] = []
         self.last: GraphSequence | None = None
         self.problem: InfeasibleBudgetError | None = None
@@ -115,7 +115,7 @@ class Steps:
             eager = show_at_least(sequence.eager_peak)
             message = (
                 f"no plan fits a budget of {show_at_most(terms.budget)}: the forward of {self.front.name} is "
-                f"{_graphs(len(sequence.members))}, for which the smallest that can be "
+                f"{_graphs(len(sequence.members))} ({self.why.rstrip('.')}), for which the smallest that can be "
                 f"planned is {show_at_least(error.min_budget)}; without recomputation the step takes {eager}. "
                 f"{_NOTHING if saves_nothing(error.min_budget, sequence.eager_peak) else ''}Raise the budget or make "
                 "the batch smaller."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import contextvars
 import copy
 import dataclasses
@@ -397,6 +398,40 @@ def test_hooks_that_come_and_go() -> None:
         yield from plain(model)
 
     trains_as_eager(Net, train)
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("budget", ["90%", "55%"])
+def test_a_hook_that_splits_the_model_and_goes(kind: str, first: bool, budget: str) -> None:
+    """Under backward hooks of submodules the forward is several graphs, for which no plan fits the smaller budget."""
+
+    def train(model: Any) -> Iterator[Any]:
+        seen: list[str] = []
+        if not first:
+            yield from plain(model)
+        handle = getattr(model.blocks[1], f"register_{kind}")(lambda module, *_: seen.append(type(module).__name__))
+        if budget == "90%":
+            yield from plain(model)
+            yield len(seen)
+        else:
+            with contextlib.suppress(InfeasibleBudgetError):
+                model(X).square().mean().backward()
+            model.zero_grad()
+            torch.manual_seed(6)
+        handle.remove()
+        yield from plain(model)
+
+    eager, model = made(Net), made(Net)
+    handle = attach(model, budget, costs="flops")
+    results = []
+    for m in (eager, model):
+        torch.manual_seed(5)
+        results.append([*train(m), *snapshot(m)])
+    assert_same(results[1], results[0])
+    assert isinstance(handle.plan, Plan)
+    assert handle.reason == ""
+    assert handle.plan.recomputed
 
 
 def test_hooks_of_the_model_itself() -> None:
