@@ -37,15 +37,15 @@ class Family:
 
     ``measured``: the planner of the size at which costs were measured. ``points``: sizes that were traced. ``kinds``:
     what calls are known to run this graph, without their sizes. ``schedules``: those with recomputation that a solver
-    found, the last one first. ``options``: of the graph's blocks, as they were last solved for. ``spent``: nanoseconds
-    that steps of a size took for runs again, by the number of its plan.
+    found, the last one first. ``options``: of the graph's blocks, as they were last solved for, by what the caller does
+    with the outputs. ``spent``: nanoseconds that steps of a size took for runs again, by the number of its plan.
     """
 
     skeleton: Hashable
     measured: Planner
     points: list[Point]
     schedules: list[Schedule] = field(default_factory=list)
-    options: Options | None = None
+    options: dict[Usage, Options] = field(default_factory=dict)
     kinds: set[Hashable] = field(default_factory=set)
     spent: Counter[int] = field(default_factory=Counter)
 
@@ -83,7 +83,8 @@ class Family:
         """``planner`` has made a plan."""
         if not planner.scaled:
             self.measured = planner
-        self.options = planner.solved_options or self.options
+        if planner.solved_options is not None:
+            self.options[planner.graphs.K.usage] = planner.solved_options
         if plan.recomputed and plan.solver != CARRIED:
             self.schedules = [plan.schedule, *self.schedules][:MOST_SCHEDULES]
 

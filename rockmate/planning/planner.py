@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -302,9 +302,10 @@ class Planner:
             k = make_K(self.graphs.S, model, inputs, self.options.costs, usage, self.graphs.known, k.missing)
             doing = phase_of(self.graphs.known, before)
             seconds[doing] = time.perf_counter() - start
+        options = self.options_of_blocks if usage == self.graphs.K.usage else None
         graphs = dataclasses.replace(self.graphs, K=k)
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
-        return self._with(graphs, room, saved=None, seconds=seconds)
+        return self._with(graphs, room, saved=None, seconds=seconds, options_of_blocks=options)
 
     def _with(self, graphs: Graphs, room: Room, **changed: Any) -> Planner:
         """This planner with other costs, or another room for the loss: nothing is solved yet."""
@@ -322,17 +323,18 @@ class Planner:
         known: Known,
         model: torch.nn.Module,
         inputs: list[torch.Tensor],
-        options: Options | None = None,
+        options: Mapping[Usage, Options] | None = None,
     ) -> Planner:
         """A planner for ``s``, which has the skeleton of this planner's graph, with the ``known`` costs, and
-        ``options`` of its blocks.
+        ``options`` of its blocks by what the caller does with the outputs.
 
         The caller uses the outputs as it does here. What its loss takes is in proportion to the outputs' bytes, and at
         least what was seen here.
         """
         start = time.perf_counter()
         self.report("measure", 0.0)
-        k = make_K(s, model, inputs, self.options.costs, self.graphs.K.usage, known)
+        usage = self.graphs.K.usage
+        k = make_K(s, model, inputs, self.options.costs, usage, known)
         graphs = dataclasses.replace(self.graphs, D=s.d, S=s, K=k, known=known)
         room = usual_room(k, self.options.loss_memory)
         if self.room.seen:
@@ -344,7 +346,7 @@ class Planner:
             saved=None,
             seconds={phase_of(known): time.perf_counter() - start},
             scaled=not known.own,
-            options_of_blocks=options,
+            options_of_blocks=(options or {}).get(usage),
             solved={},
         )
 

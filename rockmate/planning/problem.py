@@ -34,7 +34,11 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
         )
         for n in k.nodes
     )
-    blocks = tuple(Block(a, b, kind) for (a, b), kind in zip(k.s.blocks, graphs.classes, strict=True))
+    kinds: dict[tuple[int, tuple[bool, ...]], int] = {}  # of two heads of one class, the loss may read one alone
+    blocks = tuple(
+        Block(a, b, kinds.setdefault((of_class, tuple(n.backward is not None for n in nodes[a:b])), len(kinds)))
+        for (a, b), of_class in zip(k.s.blocks, graphs.classes, strict=True)
+    )
     data = tuple(Data(d.name, d.bytes, d.owner) for d in k.data)
     problem = Problem(nodes, data, frozenset(k.held), room.between, blocks, frozenset(k.returned))
     problem.verify()

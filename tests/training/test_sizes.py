@@ -681,3 +681,46 @@ def test_a_place_in_a_queue_is_a_number_of_one_graph() -> None:
     assert handle.plan is not None
     assert handle.plan.recomputed
     assert handle.plans_made <= 4  # the first and the last place are others than those between
+
+
+class HeadsOfOneClass(nn.Module):
+    """A trunk and heads that are the same blocks; the loss reads some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(width: int) -> nn.Module:
+            inside = nn.Linear(24, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 24), nn.BatchNorm1d(24)
+            return nn.Sequential(*inside, nn.Linear(24, width))
+
+        self.trunk, self.heads = block(24), nn.ModuleList(block(4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """One output for each head."""
+        x = self.trunk(x)
+        return [head(x) for head in self.heads]
+
+
+@pytest.mark.parametrize("sizes", [(64,), (64, 48), (48, 64)])
+def test_blocks_of_one_class_of_which_the_loss_reads_some(sizes: tuple[int, ...]) -> None:
+    """Heads without gradients have no backward, so their blocks have other options. Sizes and heads come in turns."""
+    read = [(0,), (0, 2), (1,), (0, 1, 2), (0,), (2,)]
+    results = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = HeadsOfOneClass()
+        if attached:
+            handle = attach(model, "60%", costs="flops", on_infeasible="least")
+        found: list[Any] = []
+        torch.manual_seed(5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", rockmate.BudgetWarning)
+            for size in sizes:
+                for heads in read:
+                    model.zero_grad()
+                    outputs = model(randn(size, 24, seed=size))
+                    sum(outputs[k].square().mean() for k in heads).backward()
+                    found += [p.grad for p in model.parameters()]
+        results.append([*found, *snapshot(model)])
+    assert_same(results[1], results[0])
+    assert any(p.plan is not None and p.plan.recomputed for p in handle.plans)
