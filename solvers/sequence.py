@@ -1,16 +1,18 @@
 """Several graphs of one step under one budget: which of its schedules each of them runs.
 
 In the forward, graph 1, ..., graph n run one after the other, with other code between them; in the backward, graph n,
-..., graph 1. Graph i runs one of its choices, x_i. With k, f, b and t of a choice (see ``Choice``) and K_i the sum of
+..., graph 1. Graph i runs one of its choices, x_i. With k, f, b, l and t of a choice (see ``Choice``) and K_i the sum of
 k(x_j) over j < i,
 
     minimise    t(x_1) + ... + t(x_n)
     such that   before_i + K_i + f(x_i) <= budget          (forward)
                 after_i + K_i + k(x_i) <= budget           (after)
                 beside_i + K_i + b(x_i) <= budget          (backward)
+                later_i + K_i + l(x_i) <= budget           (later)
                 rest_i + K_i <= budget                     (rest)
 
-for every i. ``before_i``, ``after_i``, ``beside_i`` and ``rest_i`` (see ``Stage``) do not depend on the choices.
+for every i. ``before_i``, ``after_i``, ``beside_i``, ``later_i`` and ``rest_i`` (see ``Stage``) do not depend on the
+choices.
 
 K_i is all that the rows of graph i know of the graphs before it, so of two partial solutions the one with less kept and
 less time is as good as the other in every completion: dynamic programming over partial solutions that no other
@@ -36,13 +38,15 @@ class Choice:
     """What one schedule of a graph takes.
 
     Bytes above what is there without the graph: ``kept`` from the end of its forward to the beginning of its backward,
-    ``forward`` and ``backward`` at most while these run. ``time``: nanoseconds of both.
+    ``forward`` and ``backward`` at most while these run. ``later``: at most after the first operation of the backward,
+    which has read the gradients that came. ``time``: nanoseconds of both.
     """
 
     kept: int
     forward: int
     backward: int
     time: int
+    later: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +54,26 @@ class Stage:
     """One graph of the sequence, and bytes beside what graphs keep.
 
     ``before``: when its forward begins. ``after``: the most from the end of its forward to the next graph's; of the
-    last graph, to the beginning of the backward. ``beside``: when its backward begins. ``rest``: the most from the end
-    of its backward to the beginning of the backward of the graph before it, or to the end of the step. They may be
-    negative, where less is there than the choices count.
+    last graph, to the beginning of the backward. ``beside``: when its backward begins. ``later``: the same, and the
+    gradients that came where others read them, too. ``rest``: the most from the end of its backward to the beginning of
+    the backward of the graph before it, or to the end of the step. They may be negative, where less is there than the
+    choices count.
     """
 
     choices: tuple[Choice, ...]
     before: int = 0
     after: int = 0
     beside: int = 0
+    later: int = 0
     rest: int = 0
+
+    def backward(self, choice: Choice) -> int:
+        """Bytes at the worst moment of this graph's backward, above what the graphs before it keep."""
+        return max(self.beside + choice.backward, self.later + choice.later)
 
     def highest(self, choice: Choice) -> int:
         """Bytes at the worst moment of this graph, above what the graphs before it keep."""
-        return max(self.before + choice.forward, self.after + choice.kept, self.beside + choice.backward, self.rest)
+        return max(self.before + choice.forward, self.after + choice.kept, self.backward(choice), self.rest)
 
 
 def fastest(stages: Sequence[Stage]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The numbers among an operation's arguments that may follow from sizes: read out, and put in.
+"""The numbers among an operation's arguments that may follow from sizes, or from numbers of a call: read out, put in.
 
-Such are arguments whose type in the schema is ``SymInt`` or ``Scalar``, and whole numbers that torch made a tensor of,
-as in ``x[0] = n``.
+Such are arguments whose type in the schema is ``SymInt``, ``Scalar`` or ``float``, and numbers that torch made a tensor
+of, as in ``x[0] = n`` and ``x / t``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def may_be_size(a: Any) -> bool:
 
 
 def is_made_of_number(a: Any) -> bool:
-    """Whether torch may have made ``a`` of a whole number."""
-    return isinstance(a, torch.Tensor) and not a.dim() and a.dtype == torch.int64
+    """Whether torch may have made ``a`` of a number of Python's."""
+    return isinstance(a, torch.Tensor) and not a.dim() and a.dtype in (torch.int64, torch.float64)
 
 
 @cache
 def sized_arguments(op: Any) -> frozenset[int | str]:
-    """The arguments, by position and by name, that may follow from sizes: ``SymInt`` and ``Scalar`` in the schema."""
+    """The arguments, by position and by name, that may follow from sizes: ``SymInt``, ``Scalar`` and ``float`` in the schema."""
     if not isinstance(op, torch._ops.OpOverload):
         return frozenset()
     inside = str(op._schema).partition("(")[2].rpartition(") ->")[0]
@@ -36,7 +36,7 @@ def sized_arguments(op: Any) -> frozenset[int | str]:
     position = 0
     for argument in re.split(r", (?![^(\[]*[)\]])", inside):
         kind, _, name = argument.strip().partition(" ")
-        if re.match(r"(SymInt|Scalar)", kind):
+        if re.match(r"SymInt|Scalar|float", kind):
             sized |= {position, name.partition("=")[0]}
         position += kind != "*"
     return frozenset(sized)
@@ -52,7 +52,7 @@ def _of_node(node: Node) -> Iterator[int | float]:
     sized = sized_arguments(node.op)
     for k, a in (*enumerate(node.args), *node.kwargs):
         if is_made_of_number(a):
-            yield int(a)
+            yield a.item()
         elif k in sized:
             for x in a if isinstance(a, (list, tuple)) else (a,):
                 if may_be_size(x):
@@ -80,7 +80,7 @@ def with_numbers(node: Node, numbers: Iterator[int | float]) -> Node:
     def put(key: int | str, a: Any) -> Any:
         if is_made_of_number(a):
             number = next(numbers)
-            return a if int(a) == number else torch.full_like(a, number)
+            return a if a.item() == number else torch.full_like(a, number)
         if key not in sized:
             return a
         if isinstance(a, (list, tuple)):

@@ -36,16 +36,19 @@ def sizes_of(inputs: Sequence[torch.Tensor]) -> Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A graph, the sizes of the inputs on which it was traced, and the whole ``numbers`` that the call was given."""
+    """A graph, the sizes of the inputs on which it was traced, and the whole ``numbers`` that the call was given.
+    ``kind``: of such calls, sizes apart. Calls of other kinds may have run the graph with other rates or temperatures.
+    """
 
     sizes: Sizes
     numbers: Sizes
     s: S_graph
+    kind: Hashable = None
 
 
-def point_of(call: Call, s: S_graph) -> Point:
+def point_of(call: Call, s: S_graph, kind: Hashable = None) -> Point:
     """``s`` was traced on ``call``."""
-    return Point(sizes_of(call.tensors), call.numbers, s)
+    return Point(sizes_of(call.tensors), call.numbers, s, kind)
 
 
 def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module, call: Call) -> S_graph | None:

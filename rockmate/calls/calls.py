@@ -271,8 +271,7 @@ class Calls(ABC):
         with self.planning(call), self.module_ready():
             planner = make_planner(self.module, self.traced_on(call), options, report, saved, known_of, usage_of)
         family = families.of(planner.graphs.S) or families.new(planner)
-        family.add(point_of(call, planner.graphs.S))
-        family.kinds.add(sizeless)
+        family.add(point_of(call, planner.graphs.S, sizeless))
         return planner, family
 
     def resized_planner(
@@ -283,13 +282,14 @@ class Calls(ABC):
 
         None if no known graph computes what the module computes there.
         """
-        for family in self.front.families.running(self.sizeless(call)):
+        sizeless = self.sizeless(call)
+        for family in self.front.families.running(sizeless):
             like = latest(family)
             if like is None:
                 continue
             report("resize", 0.0)
             with self.planning(call), self.module_ready():
-                s = resized(family.points, family.skeleton, self.module, call)
+                s = resized(family.points_of(sizeless), family.skeleton, self.module, call)
                 if s is not None:
                     like.planner.report = report
                     known = self._known_of(s, family)

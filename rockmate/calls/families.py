@@ -22,7 +22,10 @@ MUCH = 4
 """Values that are so many times larger are a reason to measure: scaled bounds grow as fast as the fastest value."""
 
 MOST_POINTS = 6
-"""Traced sizes that a fit looks at."""
+"""Traced sizes that a fit looks at, all of one kind of call."""
+
+MOST_IN_ALL = 64
+"""Traced sizes that are remembered."""
 
 MOST_TRIED = 2
 """Graphs that are tried for a call."""
@@ -35,10 +38,10 @@ MOST_SCHEDULES = 8
 class Family:
     """One graph, by its ``skeleton``.
 
-    ``measured``: the planner of the size at which costs were measured. ``points``: sizes that were traced. ``kinds``:
-    what calls are known to run this graph, without their sizes. ``schedules``: those with recomputation that a solver
-    found, the last one first. ``options``: of the graph's blocks, as they were last solved for, by what the caller does
-    with the outputs. ``spent``: nanoseconds that steps of a size took for runs again, by the number of its plan.
+    ``measured``: the planner of the size at which costs were measured. ``points``: sizes that were traced.
+    ``schedules``: those with recomputation that a solver found, the last one first. ``options``: of the graph's blocks,
+    as they were last solved for, by what the caller does with the outputs. ``spent``: nanoseconds that steps of a size
+    took for runs again, by the number of its plan.
     """
 
     skeleton: Hashable
@@ -46,7 +49,6 @@ class Family:
     points: list[Point]
     schedules: list[Schedule] = field(default_factory=list)
     options: dict[Usage, Options] = field(default_factory=dict)
-    kinds: set[Hashable] = field(default_factory=set)
     spent: Counter[int] = field(default_factory=Counter)
 
     def known_of(self, s: S_graph) -> Known:
@@ -90,7 +92,12 @@ class Family:
 
     def add(self, point: Point) -> None:
         """Another size was traced."""
-        self.points = [*self.points, point][-MOST_POINTS:]
+        others = [p for p in self.points if p.kind != point.kind]
+        self.points = [*others, *[*self.points_of(point.kind), point][-MOST_POINTS:]][-MOST_IN_ALL:]
+
+    def points_of(self, kind: Hashable) -> list[Point]:
+        """Traced sizes of such calls."""
+        return [p for p in self.points if p.kind == kind]
 
 
 class Families:
@@ -101,7 +108,7 @@ class Families:
 
     def running(self, kind: Hashable) -> list[Family]:
         """The graphs that calls of this kind ran, the last few."""
-        return [f for f in reversed(self._of.values()) if kind in f.kinds][:MOST_TRIED]
+        return [f for f in reversed(self._of.values()) if f.points_of(kind)][:MOST_TRIED]
 
     def of(self, s: S_graph) -> Family | None:
         """The family of a graph, under the settings of now."""

@@ -25,7 +25,7 @@ from rockmate.planning.room import Room
 from rockmate.progress import Report
 from rockmate.run.compiled import compile_schedule
 from rockmate.run.program import Program
-from solvers import ChainPlan, ChainPlanner, Loss, Problem, keep_everything, walk
+from solvers import Bwd, ChainPlan, ChainPlanner, Loss, Problem, keep_everything, walk
 from solvers.pareto import evenly, undominated
 from solvers.sequence import Choice
 
@@ -172,9 +172,14 @@ def carried_schedules(planner: Planner, schedules: list[ChainPlan]) -> list[Chai
 def choice_of(problem: Problem, plan: ChainPlan, beside: int) -> Choice:
     """What ``plan`` is to the step; ``beside``: bytes beside the problem."""
     at = plan.schedule.index(Loss())
+    begins = next((k for k, step in enumerate(plan.schedule) if isinstance(step, Bwd)), at)
     levels = plan.walk.timeline
     return Choice(
-        levels[at] - problem.loss + beside, max(levels[: at + 1]) + beside, max(levels[at:]) + beside, plan.walk.time
+        levels[at] - problem.loss + beside,
+        max(levels[: at + 1]) + beside,
+        max(levels[at:]) + beside,
+        plan.walk.time,
+        max(levels[begins + 1 :], default=0) + beside,
     )
 
 

@@ -74,7 +74,7 @@ def bounds_of(seen: list[tuple[Stage, ...]]) -> tuple[Stage, ...]:
         values: list[int] = [getattr(stage, name) for stage in stages]
         return 2 * max(values) - min(values)
 
-    names = ("before", "after", "beside", "rest")
+    names = ("before", "after", "beside", "later", "rest")
     return tuple(
         replace(stages[0], **{name: bound(stages, name) for name in names}) for stages in zip(*seen, strict=True)
     )

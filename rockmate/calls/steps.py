@@ -201,7 +201,7 @@ class Forward:
 
     ``ran``: the members and their choices so far. ``living``: sequences that these are a part of, and the places of the
     members in them. ``reached``: members, in the order in which the backward came to them, with the bytes of the
-    gradients that came. ``small``: graphs that ran as they are.
+    gradients that came, and of those of them that others read, too. ``small``: graphs that ran as they are.
     """
 
     def __init__(self, steps: Steps, look: StepLook | None) -> None:
@@ -210,7 +210,7 @@ class Forward:
         self.living: list[tuple[GraphSequence, dict[int, int]]] = [(sequence, {}) for sequence in steps.known]
         self.chosen = self.living[0][0].chosen if self.living else ()
         self.states: list[weakref.ref[CallState] | None] = []
-        self.reached: dict[int, int] = {}
+        self.reached: dict[int, tuple[int, int]] = {}
         self.marks: list[tuple[str, int]] = []
         self.small = 0
         self.smaller = False  # whether a member of larger sizes ran
@@ -319,11 +319,12 @@ class Forward:
 
     def reach(self, i: int, gradients: tuple[torch.Tensor | None, ...] = ()) -> None:
         """The backward comes to member i: what graphs behind it have read goes where their backwards are over."""
-        came = {storage_key(g): storage_bytes(g) for g in gradients if g is not None}
-        if self.reached.get(i, 0):
+        if self.reached.get(i, _NONE_CAME) != _NONE_CAME:
             return
         first = i not in self.reached
-        self.reached[i] = sum(came.values())
+        came = {storage_key(g): storage_bytes(g) for g in gradients if g is not None}
+        shared = {storage_key(g): storage_bytes(g) for g in gradients if g is not None and is_shared(g)}
+        self.reached[i] = sum(came.values()), sum(shared.values())
         if not first:
             return
         for j in self.reached:
@@ -355,17 +356,35 @@ class Forward:
             before = max(begin.level - kept, begin.peak - kept - own.forward)
             peak = max(end.peak, moments[at["planned", i + 1]].peak) if ("planned", i + 1) in at else end.peak
             after = peak - kept - own.kept
-            beside, rest = 0, 0
             free = in_order and i in self.reached
             if i in self.reached:
-                reach = moments[at["reach", i]]
-                beside = reach.level - kept - own.kept - self.reached[i]
-                if reach.peak > kept + beside + own.backward:
-                    rest = reach.peak - kept
+                reach, (came, shared) = moments[at["reach", i]], self.reached[i]
+                beside = reach.level - kept - own.kept - came
+                later = beside + shared
+                rest = reach.peak - kept  # at most, if its own backward took that
+                if rest <= (own_peak := max(beside + own.backward, later + own.later)):
+                    rest = min(0, own_peak)
+            else:  # it has no backward
+                rest = min(before, after)
+                beside, later = rest - own.backward, rest - own.later
             options.append(tuple(range(len(member.choices))) if free else (k,))
-            stages.append(Stage(member.choices if free else (own,), before, after, beside, rest))
+            stages.append(Stage(member.choices if free else (own,), before, after, beside, later, rest))
             kept += own.kept
         return tuple(member.base for member, _ in self.ran), tuple(stages), tuple(options)
+
+
+def is_shared(gradient: torch.Tensor) -> bool:
+    """Whether others than the hook that ``gradient`` was given to hold it, as a sum hands one gradient to all that it
+    adds. Where torch does not tell, they may.
+    """
+    uses = getattr(gradient, "_use_count", None)
+    return uses is None or uses() > _OF_A_HOOK
+
+
+_OF_A_HOOK = 2
+"""Uses of a gradient within a hook: by autograd, which hands it over, and by Python."""
+
+_NONE_CAME = (0, 0)
 
 
 def _skipped(places: dict[int, int]) -> int:

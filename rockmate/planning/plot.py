@@ -73,11 +73,13 @@ def plot_step(parts: Sequence[Part], budget: int, eager_peak: int, path: str | P
         own = kept / MIB + part.choice.forward / MIB - levels.forward_peak  # with what is beside the problem
         own += (stage.before if forward else stage.beside) / MIB
         turn = edges[-1], levels.loss_bytes + own  # between the graph's forward and its backward
+        begun = False
         for k, kind in enumerate(levels.kinds):
             if (kind == "forward") == forward:
                 edges.append(edges[-1] + levels.edges[k + 1] - levels.edges[k])
-                sizes.append(levels.bytes[k] + own)
+                sizes.append(levels.bytes[k] + own + begun * (stage.later - stage.beside) / MIB)
                 kinds.append(kind)
+                begun = begun or kind == "backward"
         if forward:
             turn = edges[-1], max(turn[1], (kept + part.choice.kept + stage.after) / MIB)
         between += [turn] if forward else [turn, (edges[-1], (kept + stage.rest) / MIB)]

@@ -14,9 +14,10 @@ from solvers import sequence as module
 from solvers.sequence import Choice, Stage, choose
 
 BYTES = st.integers(0, 20)
-CHOICES = st.builds(Choice, BYTES, BYTES, BYTES, BYTES)
+CHOICES = st.builds(Choice, BYTES, BYTES, BYTES, BYTES, BYTES)
 STAGES = st.lists(
-    st.builds(Stage, st.lists(CHOICES, min_size=1, max_size=4).map(tuple), BYTES, BYTES, BYTES, BYTES), max_size=4
+    st.builds(Stage, st.lists(CHOICES, min_size=1, max_size=4).map(tuple), *5 * [BYTES]),
+    max_size=4,
 )
 
 
@@ -30,7 +31,7 @@ def peak(stages: Sequence[Stage], chosen: Sequence[int]) -> int:
         kept += choice.kept
     for stage, choice in reversed(list(zip(stages, taken, strict=True))):
         kept -= choice.kept
-        levels += [kept + stage.beside + choice.backward, kept + stage.rest]
+        levels += [kept + stage.beside + choice.backward, kept + stage.later + choice.later, kept + stage.rest]
     return max(levels)
 
 
@@ -72,7 +73,7 @@ def test_with_few_partial_solutions_what_is_found_still_fits(stages: list[Stage]
 
 def test_a_long_sequence_is_solved_at_once() -> None:
     choices = tuple(Choice(100 - 9 * k, 150, 150 + k, 10 * k * k) for k in range(12))
-    stages = [Stage(choices, 3 * i, 5, 2 * i, 1) for i in range(100)]
+    stages = [Stage(choices, 3 * i, 5, 2 * i, 2 * i, 1) for i in range(100)]
     chosen = choose(stages, 6000)
     assert peak(stages, chosen) <= 6000
     assert peak(stages, [0] * 100) > 6000

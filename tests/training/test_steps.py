@@ -299,6 +299,39 @@ def test_the_predicted_peak_is_hardly_more_than_the_measured_one() -> None:
     assert measured <= plan.predicted_peak <= measured + 3 * output
 
 
+class Deep(nn.Module):
+    """Twelve residual blocks; what one returns is read by the next one, and by the sum after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(12)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y = block(x)
+            torch._dynamo.graph_break()
+            x = x + y
+        return x
+
+
+@pytest.mark.parametrize("share", ["90%", "60%", "40%"])
+def test_memory_that_graphs_hand_on_is_counted_once(share: str) -> None:
+    (x,) = batches(1)
+    torch.manual_seed(0)
+    model = Deep()
+    again(model, x)()
+    eager = measure_peak(again(model, x), "cpu")
+    handle = attach(model, share, costs="flops")
+    for _ in range(3):
+        again(model, x)()
+    plan = handle.plan
+    assert isinstance(plan, StepPlan)
+    assert plan.recomputed
+    assert (plan.eager_peak, plan.predicted_peak) == (eager, measure_peak(again(model, x), "cpu"))
+
+
 def test_a_share_is_of_the_step_without_recomputation() -> None:
     model = ready("70%")
     handle = attached(model)
