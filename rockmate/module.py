@@ -131,6 +131,11 @@ class Rockmate(Facade):
         """Plans that went because more than ``variants.MAX_PLANS`` kinds of calls came."""
         return self._front.plans_dropped
 
+    @property
+    def why_traced(self) -> str:
+        """Why the model was traced as a whole, where TorchDynamo captures it as several graphs; empty if it is one."""
+        return self._front.reason
+
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call, as ``rockmate.frontier``."""
         return self._front.frontier()

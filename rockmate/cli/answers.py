@@ -105,7 +105,7 @@ def _share(budget: int, curve: Frontier) -> str:
 
 def plan(given: Given, budget: str, options: Options, save: Path | None, program: bool) -> Answer:
     """The plan for a budget."""
-    found = planned(given, budget, options)
+    found = planned(given, budget, options, whole=save is not None)
     made = found.plan
     text, values = str(made), {**_values(given), **_values_of_call(made), **_values_of_plan(made)}
     if save is not None:

@@ -71,36 +71,37 @@ class Planned:
         return self.front.frontier()
 
 
-def planned(given: Given, budget: str, options: Options) -> Planned:
+def planned(given: Given, budget: str, options: Options, whole: bool = False) -> Planned:
     """The plan for ``budget``. Raises what ``Rockmate`` raises.
 
-    Where TorchDynamo captures a call as several graphs, and these cannot be traced as one either, there is a plan after
-    a few steps of training, which are run here.
+    Where TorchDynamo captures a call as several graphs, there is a plan after a few steps of training, which are run
+    here. ``whole``: such a model is traced as one graph all the same, if it can be.
     """
     try:
         with options.precision(given.model):
             front = Rockmate(given.model, given.sample, budget, sample_kwargs=given.sample_kwargs, **options.arguments)
-        return Planned(front)
     except (GraphError, HookError, VariantLimitError):
-        try:
-            found = _trained(given, budget, options)
-        except InfeasibleBudgetError:
-            raise
-        except Exception:  # noqa: BLE001 - why it is not supported is what the first error says
-            found = None
+        found = _trained(given, budget, options)
         if found is None:
             raise
         return found
+    one_graph = whole or not front.why_traced
+    return Planned(front) if one_graph else _trained(given, budget, options) or Planned(front)
 
 
 def _trained(given: Given, budget: str, options: Options) -> Planned | None:
-    """The plan after some steps of training; None if there is none then."""
+    """The plan after some steps of training; None if there is none then. Raises ``InfeasibleBudgetError``."""
     handle = attach(given.model, budget, **options.arguments)
     call = call_of(given.sample, given.sample_kwargs)
-    for _ in range(STEPS):
-        with options.precision(given.model):
-            outputs = given.model(*call.args, **call.kwargs)
-        roots = [t for t in tensors_in(outputs) if t.requires_grad]
-        torch.stack([t.float().mean() for t in roots]).sum().backward()
-        given.model.zero_grad()
+    try:
+        for _ in range(STEPS):
+            with options.precision(given.model):
+                outputs = given.model(*call.args, **call.kwargs)
+            roots = [t for t in tensors_in(outputs) if t.requires_grad]
+            torch.stack([t.float().mean() for t in roots]).sum().backward()
+            given.model.zero_grad()
+    except InfeasibleBudgetError:
+        raise
+    except Exception:  # noqa: BLE001 - why it is not supported is what the first error says
+        return None
     return Planned(handle, handle.reason) if isinstance(handle.plan, StepPlan) else None
