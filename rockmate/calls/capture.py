@@ -21,11 +21,14 @@ from rockmate.calls.captured import kinds_of_sources, line_of_derivatives, numpy
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import (
     CAPTURING,
+    Orders,
+    are_changed,
     classes_of,
     explain_in_any_case,
     hide_own_logs,
     hide_own_warnings,
     new_entry,
+    see_what_is_not_guarded,
     settings,
     unguarded,
 )
@@ -68,6 +71,7 @@ class Capture:
         self._sizes: set[Sizes] = set()  # of the calls that came
         self._classes: list[type] = []  # of the model's modules
         self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
+        self._orders: Orders = []  # of dicts that were read
 
     def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
@@ -83,11 +87,13 @@ class Capture:
 
         if whole != self._whole:
             self.clear()
-        if self._compiled is not None and self._unguarded != unguarded(self._classes):
+        changed = self._unguarded != unguarded(self._classes) or are_changed(self._orders)
+        if self._compiled is not None and changed:
             self._forget()  # captures of inner functions are known by the backend
         if self._compiled is None:
             hide_own_logs()
             explain_in_any_case()
+            see_what_is_not_guarded()
             self._whole, self._settings, self._asking = whole, settings(whole), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
         hide_own_warnings()
@@ -115,12 +121,12 @@ class Capture:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        before = getattr(CAPTURING, "name", None)
-        CAPTURING.name = self.front.name
+        before = getattr(CAPTURING, "name", None), getattr(CAPTURING, "orders", [])
+        CAPTURING.name, CAPTURING.orders = self.front.name, self._orders
         try:
             yield
         finally:
-            CAPTURING.name = before
+            CAPTURING.name, CAPTURING.orders = before
 
     def clear(self) -> None:
         """Forget all that was captured."""
@@ -134,6 +140,7 @@ class Capture:
         if self._compiled is not None:
             torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
         self._compiled = None
+        self._orders.clear()
 
     def captured(self, program: fx.GraphModule) -> Callable[..., Any]:
         """What runs in the place of ``program``, which TorchDynamo has captured."""

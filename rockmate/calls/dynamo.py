@@ -10,7 +10,8 @@ import os
 import re
 import threading
 import warnings
-from collections import Counter
+import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -77,6 +78,51 @@ def explain_in_any_case() -> None:
 _EXPLAINS = "recompilation_reason_for_no_tensor_aliasing_guard"
 
 
+def see_what_is_not_guarded() -> None:
+    """TorchDynamo has no guard for a key or an attribute that is not there, where the code catches the error, nor for
+    the order of an ``OrderedDict``. While a call of ours is captured, such code is not, and orders are noted
+    (``CAPTURING.orders``). Nothing changes for others that compile.
+    """
+    translator = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+    builder = torch._dynamo.variables.builder.VariableBuilder
+    handle, build = translator.exception_handler, builder.__call__
+    if hasattr(handle, "__wrapped__"):
+        return
+
+    @functools.wraps(handle)
+    def exception_handler(self: Any, raised: Any) -> Any:
+        found = handle(self, raised)  # raises, where this function catches nothing
+        if _is_captured() and type(raised).__name__ in _ABSENCES:
+            raise torch._dynamo.exc.Unsupported(
+                f"{self.f_code.co_name} catches an error for a key or an attribute that is not there, and may come later"
+            )
+        return found
+
+    @functools.wraps(build)
+    def call(self: Any, value: Any) -> Any:
+        if _is_captured() and isinstance(value, OrderedDict):
+            CAPTURING.orders.append((weakref.ref(value), list(value)))
+        return build(self, value)
+
+    translator.exception_handler = exception_handler  # type: ignore[method-assign]
+    builder.__call__ = call  # type: ignore[method-assign]
+
+
+_ABSENCES = ("ObservedKeyError", "ObservedAttributeError")
+
+Orders = list[tuple[Callable[[], Any], list[Any]]]
+"""Ordered dicts, by weak references, and their keys."""
+
+
+def are_changed(orders: Orders) -> bool:
+    """Whether the keys of a dict are others now, or in another order."""
+    return any((now := held()) is not None and list(now) != keys for held, keys in orders)
+
+
+def _is_captured() -> bool:
+    return getattr(CAPTURING, "name", None) is not None
+
+
 def hide_own_warnings() -> None:
     """What TorchDynamo's own code is warned of while it captures is no user's concern, nor a reason to fail where
     warnings are errors.
@@ -94,8 +140,7 @@ def hide_own_logs() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    capturing = getattr(CAPTURING, "name", None) is not None
-    return not (capturing and str(record.msg).startswith(_NO_NEWS))
+    return not (_is_captured() and str(record.msg).startswith(_NO_NEWS))
 
 
 _NO_NEWS = ("failed while attempting to run meta", "WON'T CONVERT", "Graph break from `Tensor.item()`")
@@ -130,7 +175,7 @@ _METHODS = (FunctionType, property, staticmethod, classmethod)
 
 
 CAPTURING = threading.local()
-"""``name``: of the model whose call this thread captures, or runs as it was captured."""
+"""``name``: of the model whose call this thread captures, or runs as it was captured. ``orders``: of its capture."""
 
 
 def new_entry() -> Callable[..., Any]:

@@ -86,6 +86,7 @@ class Members:
         if len(self.as_they_are) > MOST_KINDS:
             self.as_they_are.clear()
         self.as_they_are.add(key)
+        self._of.pop(key, None)
 
     def make(self, graph: Graph, call: Call, key: Hashable, sizeless: Hashable) -> Member | None:
         """Plan a graph as a part of longer steps; None, and it runs as it is, if that cannot be done."""

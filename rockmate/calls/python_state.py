@@ -10,9 +10,13 @@ each object that it sees read; names see a little more, and need no interpreter 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import weakref
+from array import array
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -162,6 +166,12 @@ class _Describer:
             return self._of(x.__func__), self._of(x.__self__)
         if isinstance(x, functools.partial):
             return self._of(x.func), self._all(x.args), self._items(x.keywords)
+        if isinstance(x, ContextVar):
+            return _Same(x), self._of(x.get(None))
+        if isinstance(x, logging.Logger):
+            return _Same(x), x.getEffectiveLevel(), x.disabled
+        if isinstance(x, (bytearray, array)):
+            return bytes(x)
         if isinstance(x, np.ndarray):
             return _Same(x) if x.dtype.hasobject else (x.dtype.str, x.shape, x.tobytes())
         if isinstance(x, ModuleType):
@@ -180,7 +190,7 @@ class _Describer:
 
     def _holds(self, x: Any) -> tuple[Hashable, ...]:
         """The elements of a container."""
-        if isinstance(x, (list, tuple)):
+        if isinstance(x, (list, tuple, deque)):
             return (self._all(x),)
         if isinstance(x, Mapping):
             return (self._items(x),)

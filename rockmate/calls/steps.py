@@ -20,6 +20,7 @@ from rkgb.cost.memory import storage_bytes
 from rkgb.device.kind import Moment
 from rkgb.sample import Call
 from rkgb.storages import storage_key
+from rkgb.trace.guards import GuardFailed
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.front import Front, least_instead
@@ -296,13 +297,29 @@ class Forward:
             result = graph.tensors.forward(*inputs)
         else:
             state = CallState(program, graph.module.values_of(program.s.d.sources, call.tensors, inputs))
-            result = graph.returned(program.s.d.structure, state.forward())
+            try:
+                result = graph.returned(program.s.d.structure, state.forward())
+            except GuardFailed as guard:
+                return self._run_as_it_is(graph, call, inputs, guard)
         self.states.append(None if state is None else weakref.ref(state))
         if state is not None:
             state.backward.arrived = partial(self.reach, i)  # before anything runs again
         self.follow(i, result)
         self.mark("end", i)
         return result
+
+    def _run_as_it_is(self, graph: Graph, call: Call, inputs: Sequence[Any], guard: GuardFailed) -> Any:
+        """The graph computes with a number that it reads from a tensor, and that is another now."""
+        del self.ran[-1]
+        self.marks = [(what, i) for what, i in self.marks if (what, i) != ("begin", len(self.ran))]
+        self.small += 1
+        self.steps.members.run_as_it_is(graph.kind(call)[0])
+        warn(
+            f"a graph of {self.steps.front.name} depends on a number that its Python reads from a tensor ({guard}). It "
+            "runs as it is from now on, and steps may exceed the budget. Compute with the tensor instead.",
+            BudgetWarning,
+        )
+        return graph.tensors.forward(*inputs)
 
     def over(self) -> None:
         """Forward has returned."""

@@ -1,0 +1,196 @@
+"""What TorchDynamo has no guard for is not stale: absent keys and attributes, orders, objects of Python's own."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from against_eager import assert_same, snapshot, tight_budget
+from models import SEVERAL, randn
+from torch import nn
+
+from rockmate import Rockmate, attach
+
+SCALE = contextvars.ContextVar("SCALE", default=1.0)
+LOGGER = logging.getLogger("test_unguarded")
+TABLE: dict[str, float] = {}
+
+
+class Reads(nn.Module):
+    """Multiplies by what ``read`` finds; ``breaks``: as several graphs."""
+
+    def __init__(self, read: Callable[[Any, torch.Tensor], Any], breaks: bool = False) -> None:
+        super().__init__()
+        self.read, self.breaks = read, breaks
+        wide = [layer for _ in range(3) for layer in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh())]
+        self.first, self.body = nn.Linear(16, 16), nn.Sequential(*wide)
+        self.heads = nn.ModuleDict()
+        self.table: dict[str, float] = {}
+        self.layers = collections.OrderedDict(one=nn.Linear(16, 16), two=nn.Tanh())
+        self.values, self.bytes, self.queue = array.array("d", [1.0]), bytearray([1]), collections.deque([1.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        y: torch.Tensor = self.body(h * self.read(self, h))
+        return y
+
+
+def key(m: Reads, h: torch.Tensor) -> Any:
+    try:
+        return m.table["scale"]
+    except KeyError:
+        return 1.0
+
+
+def global_key(m: Reads, h: torch.Tensor) -> Any:
+    try:
+        return TABLE["scale"]
+    except LookupError:
+        return 1.0
+
+
+def adapter(m: Reads, h: torch.Tensor) -> Any:
+    try:
+        return m.heads["task"](h)
+    except KeyError:
+        return h
+
+
+def attribute(m: Reads, h: torch.Tensor) -> Any:
+    try:
+        return m.temperature
+    except AttributeError:
+        return 1.0
+
+
+def own_attribute(m: Reads, h: torch.Tensor) -> Any:
+    try:
+        m.mean = 0.9 * m.mean + 0.1 * h.detach().mean(0)
+    except AttributeError:
+        m.mean = h.detach().mean(0)
+    return m.mean
+
+
+def ordered(m: Reads, h: torch.Tensor) -> Any:
+    for layer in m.layers.values():
+        h = layer(h)
+    return h
+
+
+def arrive(m: Reads) -> None:
+    torch.manual_seed(9)
+    m.heads["task"] = nn.Linear(16, 16)
+    m.table["scale"] = TABLE["scale"] = m.temperature = 2.0  # type: ignore[assignment]
+
+
+CAUGHT = [key, global_key, adapter, attribute, own_attribute]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("read", [*CAUGHT, ordered])
+@pytest.mark.filterwarnings("ignore::rockmate.BudgetWarning")  # other graphs come when the change does
+def test_what_comes_after_planning_is_seen(read: Callable[[Any, torch.Tensor], Any], breaks: bool) -> None:
+    results = []
+    for attached in (False, True):
+        TABLE.clear()
+        torch.manual_seed(0)
+        model, found = Reads(read, breaks), []
+        if attached:
+            attach(model, "60%", costs="flops", on_infeasible="least")
+        for k in range(6):
+            if k == 3:
+                arrive(model)
+                model.layers.move_to_end("one")
+            y = model(randn(256, 16, seed=k))
+            y.square().mean().backward()
+            found.append(y.detach())
+        results.append([*found, *snapshot(model)])
+    assert_same(results[1], results[0])
+    assert not torch.equal(*results[0][2:4])
+
+
+def set_array(m: Reads) -> None:
+    m.values[0] = 2.0
+
+
+def set_bytes(m: Reads) -> None:
+    m.bytes[0] = 2
+
+
+def turn(m: Reads) -> None:
+    m.queue[0] = 2.0
+
+
+CHANGES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Reads], Any]]] = {
+    "ContextVar": (lambda m, h: SCALE.get(), lambda m: SCALE.set(2.0)),
+    "array": (lambda m, h: m.values[0], set_array),
+    "bytearray": (lambda m, h: m.bytes[0], set_bytes),
+    "deque": (lambda m, h: m.queue[0], turn),
+    "level of a logger": (lambda m, h: 2 if LOGGER.isEnabledFor(logging.DEBUG) else 1, lambda m: LOGGER.setLevel(10)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.filterwarnings(SEVERAL)
+def test_objects_of_pythons_own_are_seen_in_a_trace(what: str) -> None:
+    read, change = CHANGES[what]
+    LOGGER.setLevel(logging.WARNING)
+    token = SCALE.set(1.0)
+    try:
+        model, x = Reads(read), randn(256, 16, seed=0)
+        rk = Rockmate(model, x, tight_budget(model, (x,)), costs="flops")
+        before = rk(x).detach()
+        change(model)
+        assert torch.equal(rk(x), model(x))
+        assert not torch.equal(rk(x), before)
+    finally:
+        SCALE.reset(token)
+
+
+class Branches(nn.Module):
+    """Two graphs, of which the second one reads a number of NumPy's."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)), nn.Linear(24, 24)
+        self.value = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if h.sum().item() > 1e9:
+            h = h * 2
+        y: torch.Tensor = self.b((h * float(self.value)).tanh())
+        return y
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.int64])
+@pytest.mark.filterwarnings("ignore:no plan fits")
+def test_a_number_of_numpys_in_a_model_of_several_graphs(kind: Any) -> None:
+    results: list[list[Any]] = []
+    said: list[str] = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model, found = Branches(kind(1)), []
+        if attached:
+            attach(model, "80%", costs="flops", on_infeasible="least")
+        for k in range(6):
+            model.value = kind(max(1, k - 2))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                y = model(randn(64, 24, seed=k))
+                y.square().mean().backward()
+            said += [str(w.message) for w in caught]
+            found.append(y.detach())
+        results.append([*found, *snapshot(model)])
+    assert_same(results[1], results[0])
+    assert any("depends on a number that its Python reads from a tensor" in line for line in said)
