@@ -102,12 +102,23 @@ def register(problem: type, name: str) -> Callable[[SolverFunction], SolverFunct
     """Decorator: let ``solve`` run a function as the solver ``name`` of the class ``problem``; each has an ``auto``."""
 
     kind = _kind(problem)
+    if not isinstance(name, str) or not name:
+        raise ProblemError(f"name={name!r}: give the solver's name, as text")
 
     def add(function: SolverFunction) -> SolverFunction:
+        if not callable(function):
+            raise ProblemError(f"{name}: a {type(function).__name__} is no solver: give (problem, request) -> Answer")
+        if name in kind.solvers and is_ours(kind.solvers[name]) and not is_ours(function):
+            raise ProblemError(f"{name!r} is the name of a solver of this package: give another one")
         kind.solvers[name] = function
         return function
 
     return add
+
+
+def is_ours(function: SolverFunction) -> bool:
+    """Whether a solver is one of this package."""
+    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def solver_names(problem: object) -> tuple[str, ...]:
@@ -171,11 +182,17 @@ def _judged(problem: Any, kind: Kind, name: str, request: Request, answer: Answe
     """``answer`` as a ``Solution``, with the walker's figures."""
     if not isinstance(answer, Answer):
         raise SolverError(f"{name} returned a {type(answer).__name__}: a solver returns Answer(schedule, bound)")
+    if isinstance(answer.bound, bool) or not isinstance(answer.bound, Real):
+        raise SolverError(f"{name} returned the bound {answer.bound!r}: give nanoseconds, or 0 if nothing is proven")
     bound = max(answer.bound, kind.least(problem))
     source = answer.solver or name
     if answer.schedule is None:
         status: Status = "infeasible" if answer.infeasible else "unknown"
-        reason = answer.infeasible or answer.reason or f"{source} found no schedule in {request.time_limit:g} s"
+        reason = (
+            answer.infeasible
+            or answer.reason
+            or f"{source} found no schedule, in {request.seconds():.3g} of {request.time_limit:g} s"
+        )
         return Solution(status, reason, None, bound, None, None, request.seconds(), source)
     try:
         judged = kind.judge(problem, answer.schedule)

@@ -55,8 +55,23 @@ class Drops(nn.Module):
                 x = layer(x)
         return x
 
+class Looks(nn.Module):
+    """Looks at values between layers: several graphs in training, and one where it is traced as a whole."""
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(net(1) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+            if torch.isnan(x).any():
+                raise ValueError("nan")
+        return x
+
 X = torch.ones(256, 16)
 NET = net()
+
+def looks():
+    return Looks(), X
 
 def make(): return net(), X
 def pair(): return Scaled(), (X, torch.ones(16))
@@ -194,6 +209,19 @@ def test_a_model_of_several_graphs_is_trained_for_some_steps(run: Run) -> None:
     assert done.code == 1 and "no plan fits a budget of" in done.err
 
 
+def test_check_gives_the_figures_of_attach_where_a_trace_would_be_one_graph(run: Run) -> None:
+    found = run("check", "model.py:looks", "--costs", "flops", "--json").values
+    model, x = sys.modules["model"].looks()
+    handle = rockmate.attach(model, found["min_budget"], costs="flops")
+    for _ in range(4):
+        model.zero_grad()
+        model(x).mean().backward()
+    assert handle.frontier().min_budget <= found["min_budget"] < found["eager_peak"]
+    assert len(found["calls"]) > 1
+    assert run("plan", "model.py:looks", "--costs", "flops", "--budget", "90%", "--save", "plan.json").code == 0
+    assert Rockmate(model, x, plan="plan.json").why_traced
+
+
 def test_plan_is_saved_and_runs(run: Run, tmp_path: Path) -> None:
     done = run("plan", "model.py:make", "--costs", "flops", "--budget", "60%", "--save", "plan.json", "--program")
     assert done.code == 0
@@ -290,7 +318,7 @@ MISUSE: list[tuple[list[str], str]] = [
     (["check", "model.py:needs"], r"needs\(batch\) of model.py needs arguments, .*def make\(\): return needs"),
     (
         ["check", "model.py:fails"],
-        r"fails\(\) of model.py raised RuntimeError: no weights, at model.py:54 .caused by KeyError: 'layer'",
+        r"fails\(\) of model.py raised RuntimeError: no weights, at model.py:69 .caused by KeyError: 'layer'",
     ),
     (["check", "model.py:ends"], r"ends\(\) of model.py ended the program: SystemExit: done"),
     (["check", "model.py:nothing"], r"nothing\(\) of model.py returns nothing. Let it return model, sample"),
@@ -343,6 +371,9 @@ def test_misuse_as_json(run: Run) -> None:
     assert done.code == 2 and done.err.startswith("Error: fails() of model.py raised")
     assert done.values["error"]["type"] == "RuntimeError"
     assert run("plan", "model.py:make", "--budget", "x", "--json").values["error"]["type"] == "BudgetError"
+    assert run("plan", "model.py:make", "--json").values["error"]["type"] == "MissingParameter"
+    done = run("graphs", "model.py:make", "--format", "text", "--out", os.devnull, "--json", "--costs", "flops")
+    assert done.code == 2 and "cannot be written to" in done.values["error"]["message"]
 
 
 def test_traceback_on_demand(run: Run) -> None:

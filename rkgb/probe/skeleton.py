@@ -12,11 +12,11 @@ from rkgb.probe.numbers import is_made_of_number, may_be_size, sized_arguments
 from rkgb.trace.guards import Guard
 
 
-def skeleton(s: S_graph) -> Hashable:
-    """A key that is equal for graphs that differ in sizes only."""
+def skeleton(s: S_graph, values: bool = True) -> Hashable:
+    """A key that is equal for graphs that differ in sizes only; with ``values`` that were read from tensors, or not."""
     d = s.d
     return (
-        tuple(_operation(n) for n in d.nodes),
+        tuple(_operation(n, values) for n in d.nodes),
         d.outputs,
         tuple(sorted((v, _source(x)) for v, x in d.sources.items())),
         tuple((v, *_form(x), x.storage) for v, x in d.values.items()),
@@ -31,13 +31,13 @@ def skeleton(s: S_graph) -> Hashable:
     )
 
 
-def _operation(node: Node) -> Hashable:
+def _operation(node: Node, values: bool) -> Hashable:
     sized = sized_arguments(node.op)
     arguments = tuple(_frozen(a, k in sized) for k, a in enumerate(node.args))
     keywords = tuple((name, _frozen(a, name in sized)) for name, a in node.kwargs)
     op: Hashable = node.op if isinstance(node.op, torch._ops.OpOverload) else str(node.op)
     if isinstance(node.op, Guard):
-        op = node.op.name, repr(node.op.expected), node.op.line
+        op = node.op.name, repr(node.op.expected) if values else "", node.op.line
     return op, node.name, arguments, keywords, node.outputs, node.several, node.mode
 
 

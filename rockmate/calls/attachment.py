@@ -86,11 +86,15 @@ class Attachment(Front):
         self._why: Exception | None = None  # a call cannot be captured as one graph
         self._hooks: Hooks = []  # that the model had then
         self._begun = 1  # times that one graph was tried
-        self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         self.reason = ""
         self._signature: inspect.Signature | None = None
         self._refused = self._detached = False
-        self._lazy = any(hasattr(type(m), "cls_to_become") for m in model.modules())  # layers that have no sizes yet
+        self._lazy = True  # whether there may be layers that have no sizes yet
+
+    @property
+    def parameter_bytes(self) -> int:
+        """As in ``Front``. Models that hold their handle are not complete yet where copies of them make theirs."""
+        return sum(p.nbytes for p in self.model.parameters())
 
     # ----------------------------------------------------------------- what users ask
 
@@ -153,8 +157,7 @@ class Attachment(Front):
             raise InputError(f"{self.name} was detached, and has no budget: rockmate.attach(model, {budget!r})")
         wanted, before = parse_budget(budget), self.terms.budget
         if self._steps is not None:
-            self.terms.budget = wanted
-            self._steps.set_budget()
+            self._steps.set_budget(wanted)
         elif self.last is None:
             self.terms.budget = wanted
         else:
@@ -273,6 +276,8 @@ class Attachment(Front):
 
     def _run_in_its_way(self, model: torch.nn.Module, call: Call) -> Any:
         """Under a plan of one graph, of several, or of a trace."""
+        if any(t.is_nested for t in call.tensors):
+            return self._run_unplanned(model, call, UnsupportedError(_NESTED), None)
         if self._direct is not None:
             return self._run_traced(model, self._direct, call)
         if self._why is not None and (self._steps is None or self.only_plans):
@@ -419,6 +424,12 @@ class Attachment(Front):
             return name.removeprefix("kwargs.").removeprefix("model.")
 
         return described([name_of(name) for name in names], values, model.training)
+
+
+_NESTED = (
+    "a nested tensor is among the inputs, whose parts have sizes of their own: give a padded tensor and a mask, or "
+    "attach the submodules that get other tensors"
+)
 
 
 def _graphs(count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -111,7 +112,7 @@ _MANY = frozenset({32, 128, 512})
 """Sizes that a plan was carried over to, at which it is said that there are many."""
 
 
-class Front:
+class Front(ABC):
     """What captured graphs have in common: the plans, and what is said of them.
 
     ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: whose plan ran last. ``saved``: a plan
@@ -125,9 +126,13 @@ class Front:
         self._made = 0
         self._before: tuple[str, ...] | None = None
         self._carried = 0
-        self.parameter_bytes = 0
         self.said_several = False
         self.inside = threading.local()  # what is known of the call that this thread is in
+
+    @property
+    @abstractmethod
+    def parameter_bytes(self) -> int:
+        """Bytes of the model's parameters."""
 
     @property
     def budget(self) -> int:

@@ -54,8 +54,8 @@ def _watch_compiler(kind: Any, attached: Callable[[torch.nn.Module], object]) ->
             pass
         elif whole is not None:
             warn_once(
-                f"{type(self.value).__name__} is attached, and so is {whole}, of which it is a part: its budget comes "
-                "on top of that of the whole. Attach only one of them (rockmate.detach)",
+                f"{type(self.value).__name__} is attached, and so is {whole}, of which it is a part: it runs under the "
+                "plan of the whole, and its own budget does not hold. Attach only one of them (rockmate.detach)",
                 BudgetWarning,
             )
         else:

@@ -144,9 +144,18 @@ class Steps:
                 BudgetWarning,
             )
 
-    def set_budget(self) -> None:
-        """The budget is another one: choose anew."""
-        self.problem = None
+    def set_budget(self, budget: Budget) -> None:
+        """Choose anew for ``budget``. Raises ``InfeasibleBudgetError`` where no plan fits it, and nothing changes."""
+        before = self.front.terms.budget, self.asked
+        self._choose(budget)
+        if self.problem is not None:
+            problem = self.problem
+            self._choose(before[0])
+            self.asked = before[1]
+            raise problem
+
+    def _choose(self, budget: Budget | int) -> None:
+        self.front.terms.budget, self.problem = budget, None
         for sequence in self.known:
             self.solve(sequence)
 

@@ -175,7 +175,10 @@ def graphs(given: Given, form: str, folder: Path, costs: str) -> Answer:
         call = checked_call(given.model, given.sample, given.sample_kwargs)
         made = make_planner(given.model, call, PlanOptions(costs), report).graphs
     name = type(given.model).__name__
-    paths = rkgb.print_all_graphs(made, name, render_format=form, directory=folder)
+    try:
+        paths = rkgb.print_all_graphs(made, name, render_format=form, directory=folder)
+    except OSError as error:
+        raise Misuse(f"--out {folder} cannot be written to: {error}") from error
     code = 0 if all(path.suffix != ".gv" for path in paths) else UNSUPPORTED
     text = "\n".join([str(made.summary()), *map(str, paths)])
     return Answer(text, {**_values(given), "files": list(map(str, paths))}, code)

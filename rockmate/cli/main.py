@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import shutil
 import sys
@@ -14,7 +15,7 @@ from rockmate import __version__
 from rockmate.budget import parse_budget
 from rockmate.cli import answers
 from rockmate.cli.answers import Answer
-from rockmate.cli.errors import Misuse
+from rockmate.cli.errors import Misuse, kind_of
 from rockmate.cli.load import load, target_of
 from rockmate.cli.options import AUTOCAST, COSTS, FILE, LOSS, answering, numbers, options_of, writable
 
@@ -69,6 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
         if "unexpected extra argument" in error.message:
             hint = 'put what has spaces in quotes, such as --budget "8 GiB"'
             error = click.UsageError(f"{error.message}: {hint}.", getattr(error, "ctx", None))
+        if "--json" in (sys.argv if arguments is None else arguments):
+            click.echo(json.dumps({"error": {"type": kind_of(error), "message": error.format_message()}}))
         error.show()
         return error.exit_code
     except click.exceptions.Exit as end:

@@ -17,7 +17,7 @@ import click
 
 from rockmate.budget import parse_bytes
 from rockmate.cli.answers import Answer
-from rockmate.cli.errors import DEFECT, Misuse, kind_of, show_trace, told
+from rockmate.cli.errors import DEFECT, Misuse, show_trace, told
 from rockmate.cli.planning import Options
 from rockmate.errors import BudgetError
 from rockmate.planning import options
@@ -65,9 +65,7 @@ def _run(work: Callable[[], Answer], as_json: bool, trace: bool) -> int:
         if found is None:
             click.echo("This is no mistake of yours: please report it, with the lines above.", err=True)
             return DEFECT
-        if as_json:
-            click.echo(json.dumps({"error": {"type": kind_of(found), "message": found.message}}))
-        raise found from None
+        raise found from found.__cause__
     click.echo(json.dumps(answer.values, indent=2) if as_json else answer.text)
     return answer.code
 

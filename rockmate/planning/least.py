@@ -10,15 +10,24 @@ SAME = 0.99
 """From this share of eager's peak on, there is nothing to save."""
 
 
-def too_small(k: K_graph, budget: int, least: int, eager: int, at: Step | None, kept: int = 0) -> str:
+def too_small(
+    k: K_graph, budget: int, least: int, eager: int, at: Step | None, kept: int = 0, stopped: str = ""
+) -> str:
     """The message for a ``budget`` below ``least``, which the step ``at`` sets; ``eager``: bytes without recomputation.
 
-    ``kept``: bytes that are left free through the backward for a loss that no step has shown yet.
+    ``kept``: bytes that are left free through the backward for a loss that no step has shown yet. ``stopped``: what
+    ended the search early, so that a smaller budget may do.
 
     Read as a budget, the figure that stands for ``least`` can be planned.
     """
     gradients = parameter_gradients(k, at)
     share = f", of which {show_bytes(gradients)} are gradients of parameters" if gradients else ""
+    if stopped:
+        return (
+            f"no plan was found for a budget of {show_at_most(budget)}: the search was stopped {stopped}, and the "
+            f"smallest budget that it has a plan for is {show_at_least(least)}; without recomputation the step takes "
+            f"{show_at_least(eager)}. Give the search more time, or raise the budget.{_unseen(kept, least)}"
+        )
     return (
         f"no plan fits a budget of {show_at_most(budget)}: the smallest that can be planned is {show_at_least(least)}"
         f"{share}; without recomputation the step takes {show_at_least(eager)}. What sets it is {place_of(k, at)}. "

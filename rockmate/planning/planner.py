@@ -182,9 +182,7 @@ class Planner:
         except InfeasibleError as error:
             least = error.min_budget + self.reserved
             kept = 0 if self.room.seen else self.room.kept
-            message = too_small(self.graphs.K, budget, least, self.eager_peak, error.at, kept)
-            if self._reason():
-                message += f" The search was stopped {self._reason()}; with more time a smaller budget may do."
+            message = too_small(self.graphs.K, budget, least, self.eager_peak, error.at, kept, self._reason())
             raise InfeasibleBudgetError(message, least) from None
 
     def _solved_as_before(self, room: int) -> ChainPlan | None:

@@ -111,10 +111,14 @@ def _plan(problem: Problem, request: Request) -> tuple[ChainPlan | None, str]:
     try:
         plan: ChainPlan | None = planner.solve(request.budget)
     except InfeasibleError as error:
-        return None, str(error)
+        return None, f"{_cut(request)}: {error}" if planner.stopped else str(error)
     except KeyboardInterrupt:
         return planner.best_known(request.budget), STOPPED
-    return plan, "" if request.remaining() > 0 else f"the time limit of {request.time_limit:g} s cut the search short"
+    return plan, "" if request.remaining() > 0 else _cut(request)
+
+
+def _cut(request: Request) -> str:
+    return f"the time limit of {request.time_limit:g} s cut the search short"
 
 
 @register(Problem, "rotor")

@@ -156,3 +156,21 @@ def test_a_solver_for_what_is_no_kind_of_problem() -> None:
     with pytest.raises(ProblemError, match="no solver for a"):
         register(int, "mine")(mine)
     assert "mine" not in solver_names(Problem)
+
+
+def test_names_and_answers_of_solvers_are_checked() -> None:
+    def mine(problem: Any, request: Request) -> Answer:
+        return Answer(None, bound=None)  # type: ignore[arg-type]
+
+    with pytest.raises(ProblemError, match="give the solver's name, as text"):
+        register(Problem, 3)  # type: ignore[arg-type]
+    with pytest.raises(ProblemError, match="is the name of a solver of this package"):
+        register(Problem, "auto")(mine)
+    with pytest.raises(ProblemError, match="a int is no solver"):
+        register(Problem, "mine")(3)  # type: ignore[arg-type]
+    register(Problem, "mine")(mine)
+    try:
+        with pytest.raises(SolverError, match="mine returned the bound None"):
+            solve(chain(), 700, "mine")
+    finally:
+        del KINDS[Problem].solvers["mine"]

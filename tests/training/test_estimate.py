@@ -278,3 +278,23 @@ def test_short_benchmark(tmp_path: Path) -> None:
     assert program.main(["--short", "--out", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found) == set(program.SHORT)
+
+
+class Looks(nn.Module):
+    """Takes the same branch at all sizes, by a number that changes with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum().item() > 0:
+            x = self.net(x)
+        return x
+
+
+def test_a_number_that_is_only_looked_at_changes_no_graph() -> None:
+    model = Looks()
+    found = estimate(model, torch.ones(8, 16), 64)
+    assert found.sizes[0].max_budget == rockmate.frontier(model, torch.ones(64, 16), costs="flops").max_budget
+    assert not found.rough

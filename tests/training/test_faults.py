@@ -196,7 +196,7 @@ def test_the_search_ends_at_its_time_limit(tmp_path: Path) -> None:
     assert_in_budget(rk, lambda: step(rk, args))
     rk.plan.save(tmp_path / "plan.json")
     assert Rockmate(c.model(), args, plan=tmp_path / "plan.json").plan.reason == rk.plan.reason
-    with pytest.raises(InfeasibleBudgetError, match=r"The search was stopped at the time limit of 1e-09 s"):
+    with pytest.raises(InfeasibleBudgetError, match=r"the search was stopped at the time limit of 1e-09 s"):
         rk.budget = 1000
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,17 @@ from against_eager import assert_same, snapshot
 from models import randn
 from torch import nn
 
-from rockmate import BudgetWarning, InputError, Rockmate, VariantLimitError, attach, attached, detach, measure_peak
+from rockmate import (
+    BudgetWarning,
+    InputError,
+    Rockmate,
+    UnsupportedError,
+    VariantLimitError,
+    attach,
+    attached,
+    detach,
+    measure_peak,
+)
 from rockmate.demo.gpt import GPT
 
 X = randn(256, 32, seed=1)
@@ -138,7 +149,9 @@ def test_a_part_of_an_attached_model_that_is_attached_too() -> None:
     eager = copy.deepcopy(whole)
     attach(whole, "80%", costs="flops")
     attach(whole[0], "80%", costs="flops")
-    with pytest.warns(BudgetWarning, match=r"Sequential is attached, and so is Sequential, of which it is a part"):
+    with pytest.warns(
+        BudgetWarning, match=r"Sequential is attached, and so is Sequential, .* its own budget does not hold"
+    ):
         whole(X).square().mean().backward()
     eager(X).square().mean().backward()
     assert_same(snapshot(whole), snapshot(eager))
@@ -256,3 +269,52 @@ def test_several_calls_that_fit_together() -> None:
     for _ in range(3):
         _two_calls(model, ids)
     assert measure_peak(lambda: _two_calls(model, ids)) <= 2 * peak
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_no_inputs_of_plans(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)], layout=layout)
+    model = net()
+    attach(model, "60%", costs="flops")
+    with pytest.raises(UnsupportedError, match="a nested tensor is among the inputs"):
+        model(nested)
+    detach(model)
+    with pytest.raises(UnsupportedError, match="a nested tensor is among the inputs"):
+        Rockmate(model, nested, "60%", costs="flops")
+    attach(model, "60%", costs="flops", on_infeasible="least")
+    with pytest.warns(BudgetWarning, match="runs as it is from now on"):
+        assert model(nested).is_nested
+    assert model(nested).is_nested
+
+
+def test_a_model_on_the_meta_device_has_no_values() -> None:
+    model = net().to("meta")
+    for x in (X, X.to("meta")):
+        with pytest.raises(InputError, match=r"0\.weight of the model is on the meta device, and has no values"):
+            Rockmate(model, x, "60%")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_that_holds_its_own_handle_is_copied(copied: Any) -> None:
+    model = Holds()
+    model.handle = attach(model, "80%", costs="flops")
+    model(X).square().mean().backward()
+    other = copied(model)
+    assert attached(model) is model.handle
+    assert attached(other) is None
+    assert_same([*other.state_dict().values()], [*model.state_dict().values()])
+    assert torch.equal(other(X), model(X))
+
+
+class Holds(nn.Module):
+    """Has its handle as an attribute, which comes before its parameters."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.net(x)
+        return y

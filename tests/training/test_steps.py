@@ -433,6 +433,20 @@ def test_a_budget_that_is_too_small() -> None:
     assert_same(trained(model, 2), trained(eager, 2))
 
 
+def test_a_budget_that_no_plan_fits_is_refused_when_it_is_set() -> None:
+    model = ready("70%")
+    handle = attached(model)
+    assert handle is not None
+    before, (x,) = handle.budget, batches(1)
+    plan = handle.plan
+    with pytest.raises(InfeasibleBudgetError, match="no plan fits a budget of 1.00 KiB"):
+        handle.budget = "1 KiB"
+    assert handle.budget == before
+    assert isinstance(plan, StepPlan) and isinstance(handle.plan, StepPlan)
+    assert handle.plan.predicted_peak == plan.predicted_peak
+    assert measure_peak(again(model, x), "cpu") <= before
+
+
 def test_what_a_plan_prints() -> None:
     handle = attached(ready("70%"))
     assert handle is not None
