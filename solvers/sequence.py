@@ -1,8 +1,8 @@
 """Several graphs of one step under one budget: which of its schedules each of them runs.
 
 In the forward, graph 1, ..., graph n run one after the other, with other code between them; in the backward, graph n,
-..., graph 1. Graph i runs one of its choices, x_i. With k, f, b, l and t of a choice (see ``Choice``) and K_i the sum of
-k(x_j) over j < i,
+..., graph 1. Graph i runs one of its choices, x_i. With k, f, b, l and t of a choice (see ``Choice``) and K_i the sum
+of k(x_j) over j < i,
 
     minimise    t(x_1) + ... + t(x_n)
     such that   before_i + K_i + f(x_i) <= budget          (forward)

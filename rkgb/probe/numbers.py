@@ -28,7 +28,7 @@ def is_made_of_number(a: Any) -> bool:
 
 @cache
 def sized_arguments(op: Any) -> frozenset[int | str]:
-    """The arguments, by position and by name, that may follow from sizes: ``SymInt``, ``Scalar`` and ``float`` in the schema."""
+    """The arguments that may follow from sizes, by position and by name: see the top of this file."""
     if not isinstance(op, torch._ops.OpOverload):
         return frozenset()
     inside = str(op._schema).partition("(")[2].rpartition(") ->")[0]

@@ -87,8 +87,8 @@ class Capture:
 
         if whole != self._whole:
             self.clear()
-        changed = self._unguarded != unguarded(self._classes) or are_changed(self._orders)
-        if self._compiled is not None and changed:
+        stale = self._unguarded != unguarded(self._classes) or are_changed(self._orders)
+        if self._compiled is not None and stale:
             self._forget()  # captures of inner functions are known by the backend
         if self._compiled is None:
             hide_own_logs()

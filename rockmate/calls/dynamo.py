@@ -83,8 +83,8 @@ def see_what_is_not_guarded() -> None:
     the order of an ``OrderedDict``. While a call of ours is captured, such code is not, and orders are noted
     (``CAPTURING.orders``). Nothing changes for others that compile.
     """
-    translator = torch._dynamo.symbolic_convert.InstructionTranslatorBase
-    builder = torch._dynamo.variables.builder.VariableBuilder
+    translator: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+    builder: Any = torch._dynamo.variables.builder.VariableBuilder
     handle, build = translator.exception_handler, builder.__call__
     if hasattr(handle, "__wrapped__"):
         return
@@ -94,7 +94,7 @@ def see_what_is_not_guarded() -> None:
         found = handle(self, raised)  # raises, where this function catches nothing
         if _is_captured() and type(raised).__name__ in _ABSENCES:
             raise torch._dynamo.exc.Unsupported(
-                f"{self.f_code.co_name} catches an error for a key or an attribute that is not there, and may come later"
+                f"{self.f_code.co_name} catches the error for a key or an attribute that is not there, and may come"
             )
         return found
 
@@ -104,8 +104,8 @@ def see_what_is_not_guarded() -> None:
             CAPTURING.orders.append((weakref.ref(value), list(value)))
         return build(self, value)
 
-    translator.exception_handler = exception_handler  # type: ignore[method-assign]
-    builder.__call__ = call  # type: ignore[method-assign]
+    translator.exception_handler = exception_handler
+    builder.__call__ = call
 
 
 _ABSENCES = ("ObservedKeyError", "ObservedAttributeError")

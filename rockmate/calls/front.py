@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -112,7 +111,7 @@ _MANY = frozenset({32, 128, 512})
 """Sizes that a plan was carried over to, at which it is said that there are many."""
 
 
-class Front(ABC):
+class Front:
     """What captured graphs have in common: the plans, and what is said of them.
 
     ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: whose plan ran last. ``saved``: a plan
@@ -130,9 +129,9 @@ class Front(ABC):
         self.inside = threading.local()  # what is known of the call that this thread is in
 
     @property
-    @abstractmethod
     def parameter_bytes(self) -> int:
-        """Bytes of the model's parameters."""
+        """Bytes of the model's parameters; 0 where no model is known."""
+        return 0
 
     @property
     def budget(self) -> int:

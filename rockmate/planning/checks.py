@@ -75,8 +75,8 @@ def checked_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str
         )
     if meta := next((name for name, p in parameters if p.is_meta), ""):
         raise InputError(
-            f"{meta} of the model is on the meta device, and has no values: build the model on a device, or move it with "
-            ".to_empty(device=…) and load its weights"
+            f"{meta} of the model is on the meta device, and has no values: build the model on a device, or move it "
+            "with .to_empty(device=…) and load its weights"
         )
     devices = {p.device for _, p in parameters} or {t.device for t in inputs}
     for k, t in enumerate(inputs):

@@ -439,7 +439,7 @@ def test_a_budget_that_no_plan_fits_is_refused_when_it_is_set() -> None:
     assert handle is not None
     before, (x,) = handle.budget, batches(1)
     plan = handle.plan
-    with pytest.raises(InfeasibleBudgetError, match="no plan fits a budget of 1.00 KiB"):
+    with pytest.raises(InfeasibleBudgetError, match=r"no plan fits a budget of 1\.00 KiB"):
         handle.budget = "1 KiB"
     assert handle.budget == before
     assert isinstance(plan, StepPlan) and isinstance(handle.plan, StepPlan)
