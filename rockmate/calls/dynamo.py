@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import re
+import sysconfig
 import threading
 import warnings
 import weakref
@@ -17,6 +18,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
+
+from rkgb.trace.code import is_installed
 
 RECOMPILE_LIMIT = 64
 """Captures of one model, at most."""
@@ -80,8 +83,8 @@ _EXPLAINS = "recompilation_reason_for_no_tensor_aliasing_guard"
 
 def see_what_is_not_guarded() -> None:
     """TorchDynamo has no guard for a key or an attribute that is not there, where the code catches the error, nor for
-    the order of an ``OrderedDict``. While a call of ours is captured, such code is not, and orders are noted
-    (``CAPTURING.orders``). Nothing changes for others that compile.
+    the order of an ``OrderedDict``. While a call of ours is captured, such code of the user's is not, and orders are
+    noted (``CAPTURING.orders``). Nothing changes for others that compile, nor for installed packages.
     """
     translator: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
     builder: Any = torch._dynamo.variables.builder.VariableBuilder
@@ -92,7 +95,7 @@ def see_what_is_not_guarded() -> None:
     @functools.wraps(handle)
     def exception_handler(self: Any, raised: Any) -> Any:
         found = handle(self, raised)  # raises, where this function catches nothing
-        if _is_captured() and type(raised).__name__ in _ABSENCES:
+        if _is_captured() and type(raised).__name__ in _ABSENCES and _is_the_users(self.f_code.co_filename):
             raise torch._dynamo.exc.Unsupported(
                 f"{self.f_code.co_name} catches the error for a key or an attribute that is not there, and may come"
             )
@@ -107,6 +110,12 @@ def see_what_is_not_guarded() -> None:
     translator.exception_handler = exception_handler
     builder.__call__ = call
 
+
+def _is_the_users(path: str) -> bool:
+    return not (is_installed(path) or path.startswith((_PYTHON, "<")))
+
+
+_PYTHON = sysconfig.get_paths()["stdlib"]
 
 _ABSENCES = ("ObservedKeyError", "ObservedAttributeError")
 
