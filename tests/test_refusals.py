@@ -191,10 +191,8 @@ def test_graphs_of_what_is_no_module_or_has_no_values() -> None:
     with pytest.raises(ValueError, match="costs='fast': choose"):
         rkgb.make_all_graphs(model, x, costs="fast")
     wrong = nn.Linear(8, 8, device="meta")
-    for make in (
-        lambda: rkgb.make_all_graphs(wrong, x),
-        lambda: rkgb.make_all_graphs(model, x.to("meta")),
-        lambda: Rockmate(wrong, x.to("meta"), "1 GiB"),
-    ):
+    for make in (lambda: rkgb.make_all_graphs(wrong, x), lambda: rkgb.make_all_graphs(model, x.to("meta"))):
         with pytest.raises(UnsupportedError, match=r"on the meta device.*to_empty"):
             make()
+    with pytest.raises(InputError, match=r"weight of the model is on the meta device.*to_empty"):
+        Rockmate(wrong, x.to("meta"), "1 GiB")

@@ -119,7 +119,7 @@ def test_a_forward_put_in_place_of_ours() -> None:
 
 
 def test_attributes_changed_after_planning() -> None:
-    """Plain attributes are constants of a plan: another value is another plan."""
+    """Plain attributes are constants of a plan. For another number of the same graph, the plan is carried over."""
     eager, rk = named()
 
     def train(model: nn.Module, call: nn.Module) -> Any:
@@ -132,7 +132,7 @@ def test_attributes_changed_after_planning() -> None:
 
     assert_trains_as_eager(eager, rk, train)
     assert rk.original.scale == 2.0
-    assert rk.plans_made == 3
+    assert rk.plans_made == 2
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
