@@ -24,6 +24,7 @@ from rockmate.calls.dynamo import (
     Orders,
     are_changed,
     classes_of,
+    codes_of,
     explain_in_any_case,
     hide_own_logs,
     hide_own_warnings,
@@ -129,7 +130,10 @@ class Capture:
             CAPTURING.name, CAPTURING.orders = before
 
     def clear(self) -> None:
-        """Forget all that was captured."""
+        """Forget all that was captured, also of the functions of the model's classes, which run for others, too."""
+        if not self._whole:
+            for code in codes_of(self._classes):
+                torch._dynamo.eval_frame.reset_code(code)  # type: ignore[attr-defined]
         self._forget()
         self.graphs.clear()
         self._repeated.clear()
@@ -169,10 +173,13 @@ class Capture:
             if self._repeated[id(calls)] == MANY_CAPTURES:
                 self._changed = _latest_reason(self._entry)
         found = weakref.ref(calls)  # what it makes of this, TorchDynamo keeps for ever
+        alone = None if self._whole else _alone(program)
 
         def call(*arguments: Any) -> Any:
             calls = found()
-            assert calls is not None
+            if calls is None:  # functions of the model's classes are run for others, too, as they were captured
+                assert alone is not None
+                return alone.forward(*arguments)
             calls.front.inside.ran = True
             modes = getattr(calls.front.inside, "modes", None)
             if not modes:
@@ -191,6 +198,19 @@ class Capture:
             'small step. Keep it in a tensor (a buffer), or outside of the model; TORCH_LOGS="recompiles" says more.',
             PlanningWarning,
         )
+
+
+def _alone(program: fx.GraphModule) -> fx.GraphModule | None:
+    """``program`` without the examples that it was captured on; None if it holds tensors."""
+    from torch import fx
+
+    if any(n.op in ("get_attr", "call_module") for n in program.graph.nodes):
+        return None
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    for node in graph.nodes:
+        node.meta = {}
+    return fx.GraphModule({}, graph)
 
 
 def _latest_reason(entry: Callable[..., Any]) -> str:

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -178,6 +178,11 @@ def unguarded(classes: list[type]) -> list[Any]:
     """What a call may read and TorchDynamo does not guard: methods of classes, the environment."""
     methods = [v for c in classes for v in c.__dict__.values() if isinstance(v, _METHODS)]
     return [*methods, *getattr(os.environ, "_data", {}).items()]
+
+
+def codes_of(classes: list[type]) -> list[CodeType]:
+    """The code of the classes' methods."""
+    return [v.__code__ for c in classes for v in c.__dict__.values() if isinstance(v, FunctionType)]
 
 
 _METHODS = (FunctionType, property, staticmethod, classmethod)
