@@ -112,7 +112,7 @@ def see_what_is_not_guarded() -> None:
 
 
 def _is_the_users(path: str) -> bool:
-    return not (is_installed(path) or path.startswith((_PYTHON, "<")))
+    return not (is_installed(path) or path.startswith((_PYTHON, "<frozen")))
 
 
 _PYTHON = sysconfig.get_paths()["stdlib"]
