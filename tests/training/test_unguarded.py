@@ -93,7 +93,16 @@ def arrive(m: Reads) -> None:
     m.table["scale"] = TABLE["scale"] = m.temperature = 2.0  # type: ignore[assignment]
 
 
-CAUGHT = [key, global_key, adapter, attribute, own_attribute]
+def typed() -> Callable[[Any, torch.Tensor], Any]:
+    """As a function that was typed into an interpreter."""
+    names: dict[str, Any] = {}
+    code = "def typed(m, h):\n    try:\n        return m.table['scale']\n    except KeyError:\n        return 1.0\n"
+    exec(compile(code, "<stdin>", "exec"), names)
+    found: Callable[[Any, torch.Tensor], Any] = names["typed"]
+    return found
+
+
+CAUGHT = [key, global_key, adapter, attribute, own_attribute, typed()]
 
 
 @pytest.mark.parametrize("breaks", [False, True])
