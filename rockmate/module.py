@@ -80,18 +80,12 @@ class Rockmate(Facade):
             raise BudgetError("give either a budget, or a saved plan, which has a budget of its own")
         saved = None if plan is None else read_plan(plan)
         super().__init__(model)
-        terms = Terms(
-            saved.budget if saved else parse_budget(budget),
-            options_of(
-                saved.costs if saved else costs,
-                saved.loss_memory if saved else loss_memory,
-                time_limit,
-                solver,
-                cache,
-            ),
-            progress,
-            always=True,
-        )
+        asked = costs, loss_memory, time_limit, solver, cache
+        options = options_of(*asked)
+        if saved is not None:
+            with saved.unchanged():
+                options = options_of(saved.costs, saved.loss_memory, *asked[2:])
+        terms = Terms(saved.budget if saved else parse_budget(budget), options, progress, always=True)
         self._front = Attachment(model, terms)
         self._front.plan_for(call, saved)
 

@@ -8,7 +8,8 @@ measured or solved, and the schedule is walked before it is trusted.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from rkgb.graphs import S_graph
 from rkgb.Ktools import K_data, K_graph, K_node
 from rkgb.pipeline import Graphs, make_S
 from rkgb.sample import Call
-from rockmate.errors import PlanError
+from rockmate.errors import InputError, PlanError
 from rockmate.planning.fields import PlanFields
-from solvers import Problem, Schedule, ScheduleError, parse_schedule
+from solvers import Problem, ProblemError, Schedule, ScheduleError, parse_schedule
 from solvers.files.values import from_json, to_json
 
 FORMAT = 3
@@ -66,15 +67,24 @@ class SavedPlan(PlanFields):
         missing = frozenset(v for v, x in s.d.sources.items() if x.key in self.missing)
         figures = {name: getattr(self, name) for name in _FIGURES}
         k = K_graph(s=s, missing=missing, made_by=(*s.made_by, "read_plan"), **figures)
-        try:
+        with self.unchanged():
             k.verify()
-        except (AssertionError, LookupError) as error:
-            raise PlanError(
-                f"the nodes and data in {self.path} are not those of this graph, though its fingerprint is: the file "
-                "was changed. Make the plan again."
-            ) from error
+            self.usage.root_values(d), self.usage.held_storages(d)
         warm(s, model, call.tensors)
         return Graphs(b, d, s, tuple(classes(s)), k)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise ``PlanError`` where the figures of the file do not go together."""
+        try:
+            yield
+        except PlanError:
+            raise
+        except (AssertionError, LookupError, ProblemError, InputError) as error:
+            raise PlanError(
+                f"the figures in {self.path} are not those of this graph, though its fingerprint is: the file was "
+                "changed. Make the plan again."
+            ) from error
 
     def schedule(self, problem: Problem) -> Schedule:
         """The steps of the program. Raises ``PlanError`` where it cannot be read."""
@@ -123,5 +133,5 @@ def read_plan(path: str | Path) -> SavedPlan:
         return plan
     except OSError as error:
         raise PlanError(f"there is no plan in {path}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PlanError(f"{path} is no plan: {type(error).__name__}: {error}. plan.save(path) writes one.") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -88,7 +88,9 @@ def make_planner(
     if saved is not None:
         _check_gradients(saved, missing)
         missing = saved.missing
-    return Planner(graphs, problem_of(graphs, room, options.costs), room, options, missing, saved, seconds, report)
+    with nullcontext() if saved is None else saved.unchanged():
+        problem = problem_of(graphs, room, options.costs)
+    return Planner(graphs, problem, room, options, missing, saved, seconds, report)
 
 
 @contextmanager

@@ -110,8 +110,12 @@ def test_plans_for_another_graph_are_refused(model: nn.Module, x: torch.Tensor, 
         (lambda found: found.update(budget=found["budget"] // 2), "its budget is"),
         (lambda found: found.update(nodes=[]), "are not those of this graph"),
         (lambda found: found.update(data=[]), "are not those of this graph"),
+        (lambda found: found.update(held=[10**6]), "are not those of this graph"),
+        (lambda found: found["usage"].update(roots=[7]), "are not those of this graph"),
+        (lambda found: found["nodes"][0].update(peak=0), "are not those of this graph"),
+        (lambda found: found.update(costs="x"), "are not those of this graph"),
     ],
-    ids=["format", "field", "step", "missing step", "budget", "nodes", "data"],
+    ids=["format", "field", "step", "missing step", "budget", "nodes", "data", "held", "usage", "node", "costs"],
 )
 def test_changed_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
