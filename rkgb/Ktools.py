@@ -120,6 +120,8 @@ class K_graph(Displayed):
                 assert all(self.data[d].owner <= i for d in node.backward.reads)
         chain = [n.backward for n in reversed(self.nodes) if n.backward]
         assert all(a.after == b.before for a, b in itertools.pairwise(chain))
+        places = range(len(self.s.d.outputs))
+        assert all(k in places for k in (*self.usage.roots, *self.usage.held))
 
     def __str__(self) -> str:
         lines = [header("K", self.made_by)]

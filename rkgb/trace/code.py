@@ -7,6 +7,7 @@ import dis
 import gc
 import random
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType
@@ -81,6 +82,15 @@ class Watch:
 def is_installed(path: str) -> bool:
     """Whether a file belongs to an installed package."""
     return "site-packages" in path or "dist-packages" in path
+
+
+def is_the_users(path: str) -> bool:
+    """Whether a file, or what was typed into an interpreter, is neither installed nor of Python itself."""
+    return not (is_installed(path) or path.startswith((PYTHON, "<frozen")))
+
+
+PYTHON = sysconfig.get_paths()["stdlib"]
+"""The folder of Python's own modules."""
 
 
 def _cells(closures: set[CodeType]) -> Iterator[tuple[str, str, CellType]]:

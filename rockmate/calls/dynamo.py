@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import re
-import sysconfig
 import threading
 import warnings
 import weakref
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rkgb.trace.code import is_installed
+from rkgb.trace.code import is_the_users
 
 RECOMPILE_LIMIT = 64
 """Captures of one model, at most."""
@@ -95,7 +94,7 @@ def see_what_is_not_guarded() -> None:
     @functools.wraps(handle)
     def exception_handler(self: Any, raised: Any) -> Any:
         found = handle(self, raised)  # raises, where this function catches nothing
-        if _is_captured() and type(raised).__name__ in _ABSENCES and _is_the_users(self.f_code.co_filename):
+        if _is_captured() and type(raised).__name__ in _ABSENCES and is_the_users(self.f_code.co_filename):
             raise torch._dynamo.exc.Unsupported(
                 f"{self.f_code.co_name} catches the error for a key or an attribute that is not there, and may come"
             )
@@ -110,12 +109,6 @@ def see_what_is_not_guarded() -> None:
     translator.exception_handler = exception_handler
     builder.__call__ = call
 
-
-def _is_the_users(path: str) -> bool:
-    return not (is_installed(path) or path.startswith((_PYTHON, "<frozen")))
-
-
-_PYTHON = sysconfig.get_paths()["stdlib"]
 
 _ABSENCES = ("ObservedKeyError", "ObservedAttributeError")
 
@@ -176,13 +169,16 @@ def classes_of(model: torch.nn.Module) -> list[type]:
 
 def unguarded(classes: list[type]) -> list[Any]:
     """What a call may read and TorchDynamo does not guard: methods of classes, the environment."""
-    methods = [v for c in classes for v in c.__dict__.values() if isinstance(v, _METHODS)]
-    return [*methods, *getattr(os.environ, "_data", {}).items()]
+    return [*_methods(classes), *getattr(os.environ, "_data", {}).items()]
 
 
 def codes_of(classes: list[type]) -> list[CodeType]:
     """The code of the classes' methods."""
-    return [v.__code__ for c in classes for v in c.__dict__.values() if isinstance(v, FunctionType)]
+    return [m.__code__ for m in _methods(classes) if isinstance(m, FunctionType)]
+
+
+def _methods(classes: list[type]) -> list[Any]:
+    return [v for c in classes for v in c.__dict__.values() if isinstance(v, _METHODS)]
 
 
 _METHODS = (FunctionType, property, staticmethod, classmethod)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -348,9 +348,8 @@ class Forward:
         if self.reached.get(i, _NONE_CAME) != _NONE_CAME:
             return
         first = i not in self.reached
-        came = {storage_key(g): storage_bytes(g) for g in gradients if g is not None}
-        shared = {storage_key(g): storage_bytes(g) for g in gradients if g is not None and is_shared(g)}
-        self.reached[i] = sum(came.values()), sum(shared.values())
+        came = [g for g in gradients if g is not None]
+        self.reached[i] = bytes_of(came), bytes_of(filter(is_shared, came))
         if not first:
             return
         for j in self.reached:
@@ -397,6 +396,11 @@ class Forward:
             stages.append(Stage(member.choices if free else (own,), before, after, beside, later, rest))
             kept += own.kept
         return tuple(member.base for member, _ in self.ran), tuple(stages), tuple(options)
+
+
+def bytes_of(gradients: Iterable[torch.Tensor]) -> int:
+    """Of all, each storage once."""
+    return sum({storage_key(g): storage_bytes(g) for g in gradients}.values())
 
 
 def is_shared(gradient: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from rkgb.trace.code import is_the_users
 from rockmate.cli.errors import Misuse
 
 RETURNS = (
@@ -169,9 +169,8 @@ def _said(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """The innermost line of the user's code: "model.py:12"; empty if there is none."""
-    inner = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent), "<frozen")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(inner) and "site-packages" not in f.filename]
+    here, frames = str(Path(__file__).parent), traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if is_the_users(f.filename) and not f.filename.startswith(here)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 

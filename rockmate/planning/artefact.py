@@ -69,7 +69,6 @@ class SavedPlan(PlanFields):
         k = K_graph(s=s, missing=missing, made_by=(*s.made_by, "read_plan"), **figures)
         with self.unchanged():
             k.verify()
-            self.usage.root_values(d), self.usage.held_storages(d)
         warm(s, model, call.tensors)
         return Graphs(b, d, s, tuple(classes(s)), k)
 
