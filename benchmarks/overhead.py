@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from rockmate import Rockmate, measure_peak
+from rockmate import InfeasibleBudgetError, Rockmate, measure_peak
 from rockmate.demo.compare import MALLOC
 from rockmate.demo.gpt import GPT
 
@@ -70,7 +70,10 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list[float], bool]]:
-    """For each budget: predicted overhead, logarithm of the ratio in each pair, and whether the peak was within it."""
+    """For each budget: predicted overhead, logarithm of the ratio in each pair, and whether the peak was within it.
+
+    Budgets that no plan fits are said, and left out.
+    """
     torch.set_num_threads(options.threads)
     task = task_of(options)
     model = task.model
@@ -95,7 +98,11 @@ def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list
     peak = measure_peak(partial(step, model))
     found = {}
     for percent in options.budgets:
-        rk = Rockmate(model, task.args, int(peak * percent / 100), sample_kwargs=dict(task.kwargs), cache=False)
+        try:
+            rk = Rockmate(model, task.args, int(peak * percent / 100), sample_kwargs=dict(task.kwargs), cache=False)
+        except InfeasibleBudgetError as error:
+            print(f"{percent:.0f} %: {error}", file=sys.stderr, flush=True)
+            continue
         step(rk)  # which may plan anew, by what the loss was seen to take
         within = measure_peak(partial(step, rk)) <= rk.budget
         pairs = []
@@ -108,7 +115,7 @@ def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
-    """Run the processes, one after the other."""
+    """Run the processes, one after the other. A row for each budget that a plan fits in all of them."""
     command = [sys.executable, __file__, "--child", *options.argv]
     found = []
     for k in range(options.processes):
@@ -117,6 +124,8 @@ def rows(options: argparse.Namespace) -> list[Row]:
         print(f"process {k + 1} of {options.processes} is done", file=sys.stderr, flush=True)
     made = []
     for percent in options.budgets:
+        if not all(percent in run for run in found):
+            continue
         predicted, pairs, within = zip(*(run[percent] for run in found), strict=True)
         means = [statistics.mean(logs) for logs in pairs]
         error = statistics.stdev(means) / len(means) ** 0.5

@@ -7,6 +7,7 @@ its state, and copies and pickles of it are plain modules.
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from rkgb.sample import Sample
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
 from rockmate.calls.front import Terms, is_least
-from rockmate.calls.others import watch_others
+from rockmate.calls.others import warn_of_whole, watch_others
 from rockmate.calls.state import check_compiled
 from rockmate.errors import InputError
 from rockmate.planning.checks import checked_call, checked_module, checked_type
@@ -57,6 +58,9 @@ def attach(
             "or rockmate.detach(model) first"
         )
     check_compiled(model)
+    for other in list(_attachments):
+        if other.is_around(model):
+            warn_of_whole(model, other.name)
     options = options_of(costs, loss_memory, time_limit, solver, cache)
     terms = Terms(parse_budget(budget), options, progress, is_least(on_infeasible))
     attachment = Attachment(model, terms)
@@ -64,8 +68,12 @@ def attach(
     if sample is not None:
         attachment.plan_for(checked_call(model, sample, sample_kwargs))
     model._compiled_call_impl = attachment
+    _attachments.add(attachment)
     watch_others(Attachment, attached)
     return attachment
+
+
+_attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
 def attached(model: torch.nn.Module) -> Attachment | None:

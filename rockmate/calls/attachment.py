@@ -106,6 +106,11 @@ class Attachment(Front):
             raise InputError("the model that this plan was for is gone")
         return model
 
+    def is_around(self, part: torch.nn.Module) -> bool:
+        """Whether calls of the model run under a plan, and ``part`` is one of its submodules."""
+        model = None if self._detached or self._refused else self._model()
+        return model is not None and any(m is part for m in model.modules())
+
     @property
     def variant(self) -> Variant | None:
         """The plan of the last call, ready to run."""

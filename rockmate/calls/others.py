@@ -41,6 +41,15 @@ def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> N
         torch.compile = compile
 
 
+def warn_of_whole(part: torch.nn.Module, whole: str) -> None:
+    """Say that the plan of ``part`` does not run: that of ``whole``, as it is called, does."""
+    warn_once(
+        f"{type(part).__name__} is attached, and so is {whole}, of which it is a part: it runs under the plan of the "
+        "whole, and its own budget does not hold. Attach only one of them (rockmate.detach)",
+        BudgetWarning,
+    )
+
+
 def _watch_compiler(kind: Any, attached: Callable[[torch.nn.Module], object]) -> None:
     modules: Any = torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable
     original = modules.call_function
@@ -53,11 +62,7 @@ def _watch_compiler(kind: Any, attached: Callable[[torch.nn.Module], object]) ->
         if attached(self.value) is None:
             pass
         elif whole is not None:
-            warn_once(
-                f"{type(self.value).__name__} is attached, and so is {whole}, of which it is a part: it runs under the "
-                "plan of the whole, and its own budget does not hold. Attach only one of them (rockmate.detach)",
-                BudgetWarning,
-            )
+            warn_of_whole(self.value, whole)
         else:
             warn_once(
                 f"{type(self.value).__name__} is attached, but called within code that torch.compile makes, where it "

@@ -322,6 +322,7 @@ class Forward:
         del self.ran[-1]
         self.marks = [(what, i) for what, i in self.marks if (what, i) != ("begin", len(self.ran))]
         self.small += 1
+        self.steps.news = True  # this step cannot be observed: a mark is gone
         self.steps.members.run_as_it_is(graph.kind(call)[0])
         warn(
             f"a graph of {self.steps.front.name} depends on a number that its Python reads from a tensor ({guard}). It "

@@ -23,7 +23,7 @@ class StepPlan:
 
     ``budget``: bytes that one forward and its backward may allocate. ``parts``: the plan of each graph, and ``names``
     what it is called. ``stages`` and ``chosen``: the problem that was solved, and the choice of each graph in it.
-    ``small``: how many graphs were so small that they run as they are.
+    ``small``: how many graphs run as they are, most since they are small.
     """
 
     budget: int
@@ -77,7 +77,7 @@ class StepPlan:
         ]
         overhead = f"{100 * self.predicted_overhead:.1f} % longer"
         title = f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {overhead}"
-        return draw_step(graphs, title, f"graphs: {len(graphs)}, and {self.small} small ones that run as they are")
+        return draw_step(graphs, title, f"graphs: {self._count()}")
 
     def plot_memory(self, path: str | Path | None = None) -> Figure:
         """Predicted memory over the time of a step as a figure of matplotlib, in MiB and ms, also written to ``path``.
@@ -97,7 +97,7 @@ class StepPlan:
 
     def __repr__(self) -> str:
         return (
-            f"<StepPlan: {len(self.parts)} graphs, peak {show_bytes(self.predicted_peak)}, "
+            f"<StepPlan: graphs {len(self.parts)}, peak {show_bytes(self.predicted_peak)}, "
             f"budget {show_bytes(self.budget)}, {100 * self.predicted_overhead:.1f} % longer>"
         )
 
@@ -107,11 +107,11 @@ class StepPlan:
             ("budget", show_bytes(self.budget)),
             ("predicted peak", show_bytes(self.predicted_peak)),
             ("predicted overhead", f"{100 * self.predicted_overhead:.1f} % more time"),
-            (
-                "graphs",
-                f"{len(self.parts)}" + (f", and {self.small} small ones that run as they are" if self.small else ""),
-            ),
+            ("graphs", self._count()),
         ]
+
+    def _count(self) -> str:
+        return f"{len(self.parts)}" + (f"; that run as they are: {self.small}" if self.small else "")
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("graph", "nodes", "runs again", "keeps", "keeps at most", "called with")]

@@ -144,14 +144,23 @@ def test_compiling_in_place_is_said_when_the_handle_is_asked() -> None:
         assert handle.plan is None
 
 
-def test_a_part_of_an_attached_model_that_is_attached_too() -> None:
-    whole = nn.Sequential(net(), nn.Linear(32, 8))
+@pytest.mark.parametrize("when", ["before", "after", "after it was planned"])
+def test_a_part_of_an_attached_model_that_is_attached_too(when: str) -> None:
+    class Whole(nn.Sequential):  # a name for each case, since a text is said once
+        pass
+
+    Whole.__name__ = f"Whole that is attached, a part {when}"
+    whole = Whole(net(), nn.Linear(32, 8))
     eager = copy.deepcopy(whole)
+    if when == "before":
+        attach(whole[0], "80%", costs="flops")
     attach(whole, "80%", costs="flops")
-    attach(whole[0], "80%", costs="flops")
-    with pytest.warns(
-        BudgetWarning, match=r"Sequential is attached, and so is Sequential, .* its own budget does not hold"
-    ):
+    if when == "after it was planned":
+        for model in (whole, eager):
+            model(X).square().mean().backward()
+    with pytest.warns(BudgetWarning, match=rf"and so is {Whole.__name__}, .* its own budget does not hold"):
+        if when != "before":
+            attach(whole[0], "80%", costs="flops")
         whole(X).square().mean().backward()
     eager(X).square().mean().backward()
     assert_same(snapshot(whole), snapshot(eager))

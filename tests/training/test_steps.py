@@ -450,7 +450,7 @@ def test_what_a_plan_prints() -> None:
     assert isinstance(handle.plan, StepPlan)
     text = str(handle.plan)
     assert text.splitlines()[0].startswith("eager's peak        ")
-    assert "graphs              4, and" in text
+    assert "graphs              4; that run as they are: " in text
     assert "x float32[512, 32]" in text
     page = handle.plan._repr_html_()
     assert '<td style="text-align: left">x float32[512, 32], train</td>' in page

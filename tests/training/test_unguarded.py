@@ -18,6 +18,7 @@ from models import SEVERAL, randn
 from torch import nn
 
 from rockmate import Rockmate, attach
+from rockmate.planning.step import StepPlan
 
 SCALE = contextvars.ContextVar("SCALE", default=1.0)
 LOGGER = logging.getLogger("test_unguarded")
@@ -190,8 +191,7 @@ def test_a_number_of_numpys_in_a_model_of_several_graphs(kind: Any) -> None:
     for attached in (False, True):
         torch.manual_seed(0)
         model, found = Branches(kind(1)), []
-        if attached:
-            attach(model, "80%", costs="flops", on_infeasible="least")
+        handle = attach(model, "80%", costs="flops", on_infeasible="least") if attached else None
         for k in range(6):
             model.value = kind(max(1, k - 2))
             with warnings.catch_warnings(record=True) as caught:
@@ -203,3 +203,6 @@ def test_a_number_of_numpys_in_a_model_of_several_graphs(kind: Any) -> None:
         results.append([*found, *snapshot(model)])
     assert_same(results[1], results[0])
     assert any("depends on a number that its Python reads from a tensor" in line for line in said)
+    assert handle is not None
+    assert isinstance(handle.plan, StepPlan)
+    assert len(handle.plan.parts) == 1, "steps from then on are planned without that graph"
