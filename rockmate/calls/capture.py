@@ -17,7 +17,7 @@ from rkgb.probe.fit import Sizes
 from rkgb.probe.resize import sizes_of
 from rkgb.sample import Call
 from rkgb.warn import warn
-from rockmate.calls.captured import kinds_of_sources, line_of_derivatives, numpy_function
+from rockmate.calls.captured import kinds_of_sources, line_of, line_of_derivatives, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import (
     CAPTURING,
@@ -157,7 +157,7 @@ class Capture:
         try:
             check_capture(program)
             if self._whole and not (self.front.only_plans or self.front.terms.always):
-                check_sizes(program)
+                check_values(program)
         except UnsupportedError as error:
             if self._whole:
                 raise
@@ -233,15 +233,18 @@ def check_capture(program: fx.GraphModule) -> None:
         raise UnsupportedError(f"derivatives are computed inside forward{line}")
     if found := numpy_function(program):
         raise UnsupportedError(f"NumPy's {found} would be computed by torch, whose numbers are others")
+    if hooked := next((n for n in program.graph.nodes if "register_hook" in getattr(n.target, "__name__", "")), None):
+        raise UnsupportedError(f"a hook is registered on a tensor{line_of(hooked)}")
     check_effects()
     if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
         keep_draws_of_other_threads()
 
 
-def check_sizes(program: fx.GraphModule) -> None:
-    """Raise ``UnsupportedError`` where sizes depend on values: as one graph, each call with others would be new.
+def check_values(program: fx.GraphModule) -> None:
+    """Raise ``UnsupportedError`` where numbers that Python reads from tensors are used, or sizes depend on values: as
+    one graph, each call with others would be new.
 
-    As several graphs, which end where the values are read, one plan serves all sizes of a graph.
+    As several graphs, which end where the values are read, one plan serves all values and sizes of a graph.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -249,6 +252,11 @@ def check_sizes(program: fx.GraphModule) -> None:
         example = node.meta.get("example_value")
         if isinstance(example, torch.Tensor) and free_unbacked_symbols(example):
             raise UnsupportedError(f"the sizes of {node.name} depend on values")
+        if isinstance(example, _NUMBERS) and node.users and free_unbacked_symbols(example):
+            raise UnsupportedError(f"{node.name} is a number that Python reads from a tensor{line_of(node)}")
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _backend_of(capture: weakref.ref[Capture]) -> Callable[..., Any]:

@@ -159,8 +159,13 @@ def line_of_derivatives(program: fx.GraphModule) -> str:
     """Where a transform of torch.func computes derivatives, as " at file.py:12"; empty where none does."""
     for node in program.graph.nodes:
         if getattr(node.target, "__name__", "") in ("_grad_increment_nesting", "_jvp_increment_nesting"):
-            return f" at {line_of_trace(node.meta.get('stack_trace') or '', _HERE)}"
+            return line_of(node)
     return ""
+
+
+def line_of(node: fx.Node) -> str:
+    """Where the user's code computes ``node``, as " at file.py:12"."""
+    return f" at {line_of_trace(node.meta.get('stack_trace') or '', _HERE)}"
 
 
 def _plain(source: str) -> str:
