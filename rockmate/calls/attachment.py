@@ -30,6 +30,7 @@ from rockmate.calls.state import Hooks, any_is_gone, hooks_of
 from rockmate.calls.steps import Steps
 from rockmate.calls.surroundings import (
     check_global_hooks,
+    function_mode,
     is_recorded,
     is_transformed,
     leave_plan,
@@ -38,6 +39,7 @@ from rockmate.calls.surroundings import (
     warn_of_saved_hooks,
     without_global_hooks,
 )
+from rockmate.calls.unguarded import is_overridden
 from rockmate.calls.variants import Variant
 from rockmate.calls.watched import WatchedCalls
 from rockmate.errors import (
@@ -228,6 +230,9 @@ class Attachment(Front):
         if is_transformed():
             leave_plan()
             return model._call_impl(*args, **kwargs)
+        if mode := function_mode():
+            leave_plan(f"the TorchFunctionMode {mode}")
+            return model._call_impl(*args, **kwargs)
         if self._hooks and self._begun < MOST_BEGINNINGS and any_is_gone(self._hooks):
             self._begin_again()
         if self._refused:
@@ -283,6 +288,8 @@ class Attachment(Front):
         """Under a plan of one graph, of several, or of a trace."""
         if any(t.is_nested for t in call.tensors):
             return self._run_unplanned(model, call, UnsupportedError(_NESTED), None)
+        if name := next((type(t).__name__ for t in call.tensors if is_overridden(t)), None):
+            return self._run_unplanned(model, call, UnsupportedError(_OVERRIDDEN.format(name=name)), None)
         if self._direct is not None:
             return self._run_traced(model, self._direct, call)
         if self._why is not None and (self._steps is None or self.only_plans):
@@ -434,6 +441,11 @@ class Attachment(Front):
 _NESTED = (
     "a nested tensor is among the inputs, whose parts have sizes of their own: give a padded tensor and a mask, or "
     "attach the submodules that get other tensors"
+)
+
+_OVERRIDDEN = (
+    "an input is a {name}, whose __torch_function__ a plan would not call: give x.as_subclass(torch.Tensor), or attach "
+    "the submodules that get plain tensors"
 )
 
 

@@ -19,20 +19,7 @@ from rkgb.sample import Call
 from rkgb.warn import warn
 from rockmate.calls.captured import kinds_of_sources, line_of, line_of_derivatives, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
-from rockmate.calls.dynamo import (
-    CAPTURING,
-    Orders,
-    are_changed,
-    classes_of,
-    codes_of,
-    explain_in_any_case,
-    hide_own_logs,
-    hide_own_warnings,
-    new_entry,
-    see_what_is_not_guarded,
-    settings,
-    unguarded,
-)
+from rockmate.calls.dynamo import explain_in_any_case, hide_own_logs, hide_own_warnings, new_entry, settings
 from rockmate.calls.front import Front
 from rockmate.calls.held import check_effects
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
@@ -43,6 +30,7 @@ from rockmate.calls.surroundings import (
     modules_that_ask,
     put_back_if_it_fails,
 )
+from rockmate.calls.unguarded import CAPTURING, Noted, codes_of, see_what_is_not_guarded
 from rockmate.errors import PlanningWarning
 from solvers.interrupts import Heeded
 
@@ -70,9 +58,7 @@ class Capture:
         self._asking: list[Any] = []
         self._masks_known = True  # whether it can be known before a capture what masks it leaves out
         self._sizes: set[Sizes] = set()  # of the calls that came
-        self._classes: list[type] = []  # of the model's modules
-        self._unguarded: list[Any] = []  # what TorchDynamo does not guard, as it was when calls were captured
-        self._orders: Orders = []  # of dicts that were read
+        self._noted = Noted()  # what TorchDynamo does not guard
 
     def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
@@ -88,8 +74,7 @@ class Capture:
 
         if whole != self._whole:
             self.clear()
-        stale = self._unguarded != unguarded(self._classes) or are_changed(self._orders)
-        if self._compiled is not None and stale:
+        if self._compiled is not None and self._noted.is_stale:
             self._forget()  # captures of inner functions are known by the backend
         if self._compiled is None:
             hide_own_logs()
@@ -122,17 +107,17 @@ class Capture:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        before = getattr(CAPTURING, "name", None), getattr(CAPTURING, "orders", [])
-        CAPTURING.name, CAPTURING.orders = self.front.name, self._orders
+        before = getattr(CAPTURING, "name", None), getattr(CAPTURING, "noted", None)
+        CAPTURING.name, CAPTURING.noted = self.front.name, self._noted
         try:
             yield
         finally:
-            CAPTURING.name, CAPTURING.orders = before
+            CAPTURING.name, CAPTURING.noted = before
 
     def clear(self) -> None:
         """Forget all that was captured, also of the functions of the model's classes, which run for others, too."""
         if not self._whole:
-            for code in codes_of(self._classes):
+            for code in codes_of(self._model()):
                 torch._dynamo.eval_frame.reset_code(code)  # type: ignore[attr-defined]
         self._forget()
         self.graphs.clear()
@@ -144,13 +129,12 @@ class Capture:
         if self._compiled is not None:
             torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
         self._compiled = None
-        self._orders.clear()
+        self._noted.forget()
 
     def captured(self, program: fx.GraphModule) -> Callable[..., Any]:
         """What runs in the place of ``program``, which TorchDynamo has captured."""
         self.front.inside.captured = True
-        self._classes = classes_of(self._model())
-        self._unguarded = unguarded(self._classes)
+        self._noted.settle(self._model())
         if not are_known(program):
             self._masks_known = False  # so it is captured once more
             raise UnsupportedError("whether a mask is left out depends on values")

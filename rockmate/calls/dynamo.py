@@ -1,4 +1,4 @@
-"""TorchDynamo as ``attach`` uses it: its settings, the function that it compiles, and what it does not guard."""
+"""TorchDynamo as ``attach`` uses it: its settings, and the function that it compiles."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 import re
 import threading
 import warnings
-import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 
-from rkgb.trace.code import is_the_users
+from rockmate.calls.unguarded import is_captured
 
 RECOMPILE_LIMIT = 64
 """Captures of one model, at most."""
@@ -80,51 +78,6 @@ def explain_in_any_case() -> None:
 _EXPLAINS = "recompilation_reason_for_no_tensor_aliasing_guard"
 
 
-def see_what_is_not_guarded() -> None:
-    """TorchDynamo has no guard for a key or an attribute that is not there, where the code catches the error, nor for
-    the order of an ``OrderedDict``. While a call of ours is captured, such code of the user's is not, and orders are
-    noted (``CAPTURING.orders``). Nothing changes for others that compile, nor for installed packages.
-    """
-    translator: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
-    builder: Any = torch._dynamo.variables.builder.VariableBuilder
-    handle, build = translator.exception_handler, builder.__call__
-    if hasattr(handle, "__wrapped__"):
-        return
-
-    @functools.wraps(handle)
-    def exception_handler(self: Any, raised: Any) -> Any:
-        found = handle(self, raised)  # raises, where this function catches nothing
-        if _is_captured() and type(raised).__name__ in _ABSENCES and is_the_users(self.f_code.co_filename):
-            raise torch._dynamo.exc.Unsupported(
-                f"{self.f_code.co_name} catches the error for a key or an attribute that is not there, and may come"
-            )
-        return found
-
-    @functools.wraps(build)
-    def call(self: Any, value: Any) -> Any:
-        if _is_captured() and isinstance(value, OrderedDict):
-            CAPTURING.orders.append((weakref.ref(value), list(value)))
-        return build(self, value)
-
-    translator.exception_handler = exception_handler
-    builder.__call__ = call
-
-
-_ABSENCES = ("ObservedKeyError", "ObservedAttributeError")
-
-Orders = list[tuple[Callable[[], Any], list[Any]]]
-"""Ordered dicts, by weak references, and their keys."""
-
-
-def are_changed(orders: Orders) -> bool:
-    """Whether the keys of a dict are others now, or in another order."""
-    return any((now := held()) is not None and list(now) != keys for held, keys in orders)
-
-
-def _is_captured() -> bool:
-    return getattr(CAPTURING, "name", None) is not None
-
-
 def hide_own_warnings() -> None:
     """What TorchDynamo's own code is warned of while it captures is no user's concern, nor a reason to fail where
     warnings are errors.
@@ -142,7 +95,7 @@ def hide_own_logs() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not (_is_captured() and str(record.msg).startswith(_NO_NEWS))
+    return not (is_captured() and str(record.msg).startswith(_NO_NEWS))
 
 
 _NO_NEWS = ("failed while attempting to run meta", "WON'T CONVERT", "Graph break from `Tensor.item()`")
@@ -160,32 +113,6 @@ def capture_again(error: BaseException) -> None:
 
 _MODULES = r"torch\.(_dynamo|_subclasses|_higher_order_ops|fx)\."
 _OF_DYNAMO = ("ignore", None, Warning, re.compile(_MODULES), 0)
-
-
-def classes_of(model: torch.nn.Module) -> list[type]:
-    """The classes of the model's modules, and those that they inherit from."""
-    return list(dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object))
-
-
-def unguarded(classes: list[type]) -> list[Any]:
-    """What a call may read and TorchDynamo does not guard: methods of classes, the environment."""
-    return [*_methods(classes), *getattr(os.environ, "_data", {}).items()]
-
-
-def codes_of(classes: list[type]) -> list[CodeType]:
-    """The code of the classes' methods."""
-    return [m.__code__ for m in _methods(classes) if isinstance(m, FunctionType)]
-
-
-def _methods(classes: list[type]) -> list[Any]:
-    return [v for c in classes for v in c.__dict__.values() if isinstance(v, _METHODS)]
-
-
-_METHODS = (FunctionType, property, staticmethod, classmethod)
-
-
-CAPTURING = threading.local()
-"""``name``: of the model whose call this thread captures, or runs as it was captured. ``orders``: of its capture."""
 
 
 def new_entry() -> Callable[..., Any]:

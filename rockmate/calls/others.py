@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rkgb.warn import warn_once
-from rockmate.calls.dynamo import CAPTURING
 from rockmate.calls.state import NO_REPLICAS
+from rockmate.calls.unguarded import CAPTURING
 from rockmate.errors import BudgetWarning, InputError
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 from rkgb.graphs import Mode
@@ -81,12 +82,15 @@ def running_in(mode: Mode, values: Sequence[Hashable]) -> Iterator[None]:
         yield
 
 
-def leave_plan() -> None:
+def leave_plan(where: str = "torch.func's transforms and in forward mode") -> None:
     """Say that the model itself runs."""
-    warn(
-        "under torch.func's transforms and in forward mode the model itself runs, and the memory budget does not hold",
-        BudgetWarning,
-    )
+    warn(f"under {where} the model itself runs, and the memory budget does not hold", BudgetWarning)
+
+
+def function_mode() -> str:
+    """The class of a TorchFunctionMode in force that is not torch's own, empty if there is none."""
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+    return next((type(m).__name__ for m in modes if not type(m).__module__.startswith("torch.")), "")
 
 
 def graph_is_retained() -> bool:

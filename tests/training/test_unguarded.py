@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import torch
 from against_eager import assert_same, snapshot, tight_budget
 from models import SEVERAL, randn
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from rockmate import Rockmate, attach
+from rkgb.errors import UnsupportedError
+from rockmate import BudgetWarning, Rockmate, attach
 from rockmate.planning.step import StepPlan
 
 SCALE = contextvars.ContextVar("SCALE", default=1.0)
@@ -206,3 +209,141 @@ def test_a_number_of_numpys_in_a_model_of_several_graphs(kind: Any) -> None:
     assert handle is not None
     assert isinstance(handle.plan, StepPlan)
     assert len(handle.plan.parts) == 1, "steps from then on are planned without that graph"
+
+
+class Base:
+    scale = 1.0
+
+    def __len__(self) -> int:
+        return 1
+
+    def scaled(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+    def __add__(self, other: float) -> float:
+        return other
+
+
+class Derived(Base):
+    pass
+
+
+class Proxy:
+    """Looks up in ``inner`` what it does not have."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Part(nn.Module):
+    scale = 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        return 1.0 if name == "wanted" else super().__getattr__(name)
+
+
+class DerivedPart(Part):
+    pass
+
+
+class Objects(Reads):
+    def __init__(self, read: Callable[[Any, torch.Tensor], Any], breaks: bool) -> None:
+        super().__init__(read, breaks)
+        self.one, self.other = Derived(), Derived()
+        self.list, self.other_list, self.objects = [1.0], [1.0], [Derived()]
+        self.proxy, self.part = Proxy(Base()), DerivedPart()
+        self.last, self.same_size = nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+OBJECTS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]]] = {
+    "is": (lambda m, h: 2 if m.one is m.other else 1, lambda m: setattr(m, "other", m.one)),
+    "is not": (lambda m, h: 2 if m.one is not m.proxy else 1, lambda m: setattr(m, "proxy", m.one)),
+    "is, of lists": (
+        lambda m, h: 2 if m.list is m.other_list else 1,
+        lambda m: setattr(m, "other_list", m.list),
+    ),
+    "is, of modules": (lambda m, h: 2 if m.last is m.same_size else 1, lambda m: setattr(m, "same_size", m.last)),
+    "is, of tied weights": (
+        lambda m, h: m.last(h) if m.last.weight is m.same_size.weight else m.same_size(h),
+        lambda m: setattr(m.same_size, "weight", m.last.weight),
+    ),
+    "==": (lambda m, h: 2 if m.one == m.other else 1, lambda m: setattr(m, "other", m.one)),
+    "in": (lambda m, h: 2 if m.one in m.objects else 1, lambda m: m.objects.insert(0, m.objects.pop() and m.one)),
+    "attribute of a class": (lambda m, h: m.one.scale, lambda m: setattr(Derived, "scale", 2.0)),
+    "attribute of a module's class": (lambda m, h: m.part.scale, lambda m: setattr(DerivedPart, "scale", 2.0)),
+    "method of a class": (lambda m, h: m.one.scaled(h), lambda m: setattr(Derived, "scaled", lambda self, h: h * 2)),
+    "special method": (lambda m, h: len(m.one), lambda m: setattr(Derived, "__len__", lambda self: 2)),
+    "attribute that __getattr__ found": (lambda m, h: m.proxy.scale, lambda m: setattr(m.proxy, "scale", 2.0)),
+    "attribute that a module's __getattr__ found": (
+        lambda m, h: m.part.wanted,
+        lambda m: setattr(m.part, "wanted", 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("what", OBJECTS)
+@pytest.mark.filterwarnings("ignore::rockmate.BudgetWarning")  # other graphs come when the change does
+def test_objects_that_become_the_same_and_classes_that_change_are_seen(what: str, breaks: bool) -> None:
+    read, change = OBJECTS[what]
+    before = {c: dict(vars(c)) for c in (Derived, DerivedPart)}
+    models = [Objects(read, breaks) for _ in range(3)]
+    for m in models[1:]:
+        m.load_state_dict(models[0].state_dict())
+    attach(models[1], "60%", costs="flops", on_infeasible="least")
+    planned = Rockmate(models[2], randn(256, 16, seed=0), "60%", costs="flops") if not breaks else models[2]
+    try:
+        for k in range(6):
+            if k == 3:
+                for m in models:
+                    change(m)
+            results = [m(randn(256, 16, seed=k)) for m in (models[0], models[1], planned)]
+            for y in results:
+                y.square().mean().backward()
+            assert_same(results[1:], [results[0]] * 2)
+        for m in models[1:]:
+            assert_same(snapshot(m), snapshot(models[0]))
+    finally:
+        for c, names in before.items():
+            for name in set(vars(c)) - set(names):
+                delattr(c, name)
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is torch.nn.functional.gelu else found
+
+
+class Doubled(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found * 2 if func is torch.nn.functional.gelu else found
+
+
+@pytest.mark.filterwarnings(SEVERAL)
+def test_what_overrides_torchs_functions_is_not_left_out() -> None:
+    model, x = Reads(lambda m, h: 1.0), randn(256, 16, seed=0)
+    eager = copy.deepcopy(model)
+    attach(model, "60%", costs="flops")
+    plain = model(x)
+    with Doubles():
+        wanted = eager(x)
+        with pytest.warns(BudgetWarning, match="under the TorchFunctionMode Doubles the model itself runs"):
+            assert torch.equal(model(x), wanted)
+    assert not torch.equal(plain, wanted)
+    assert torch.equal(model(x), plain)
+    with pytest.raises(UnsupportedError, match=r"an input is a Doubled, .*as_subclass\(torch\.Tensor\)"):
+        model(x.as_subclass(Doubled))
+
+
+def test_code_that_asks_whether_it_is_compiled_computes_as_in_eager_mode() -> None:
+    model = Reads(lambda m, h: 2.0 if torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling() else 1.0)
+    eager, x = copy.deepcopy(model), randn(256, 16, seed=0)
+    handle = attach(model, "60%", costs="flops")
+    assert torch.equal(model(x), eager(x))
+    assert handle.plan is not None

@@ -1,0 +1,219 @@
+"""What a captured call may read and TorchDynamo does not guard: it is guarded, noted, or not captured.
+
+Nothing changes for others that compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from rkgb.trace.code import is_the_users
+
+CAPTURING = threading.local()
+"""``name``: of the model whose call this thread captures, or runs as it was captured. ``noted``: by that capture."""
+
+
+class Noted:
+    """What captured calls of a model have read, as it was then.
+
+    ``classes``: of the model's modules, and those of the user's that other objects are of. ``names``: of dicts the keys
+    that are to be the same, in the same order, with weak references to what has them.
+    """
+
+    def __init__(self) -> None:
+        self.classes: dict[type, None] = {}
+        self.names: list[tuple[Callable[[], Any], Callable[[Any], list[Any]], list[Any]]] = []
+        self.before: list[Any] = []
+
+    def settle(self, model: torch.nn.Module) -> None:
+        """A capture is over: what its classes have is as it is now."""
+        self.classes.update(dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object))
+        self.before = self._now()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether something is not as it was."""
+        if self.before != self._now():
+            return True
+        held = ((keys, holder(), then) for holder, keys, then in self.names)
+        return any(x is not None and keys(x) != then for keys, x, then in held)
+
+    def forget(self) -> None:
+        """All is captured anew."""
+        self.names.clear()
+        self.classes.clear()
+        self.before = self._now()
+
+    def _now(self) -> list[Any]:
+        """Methods of classes, the names in the user's and what these inherit from; the environment."""
+        shapes = [(c.__mro__, [*vars(c)]) for c in self.classes if is_the_users_class(c)]
+        return [*_methods(self.classes), *shapes, *getattr(os.environ, "_data", {}).items()]
+
+    def note(self, value: Any) -> None:
+        """A capture reads ``value``."""
+        if isinstance(value, OrderedDict):
+            self.names.append((weakref.ref(value), list, list(value)))
+            return
+        kind = value if isinstance(value, type) else type(value)
+        if kind in self.classes or not is_the_users_class(kind):
+            return
+        for c in kind.__mro__:
+            if is_the_users_class(c):
+                self.classes[c] = None
+
+    def note_attributes(self, value: Any) -> None:
+        """A capture reads attributes of ``value``: where its class has a ``__getattr__`` of the user's, which is called
+        for what is not there, nothing says that it is not there.
+        """
+        reads = getattr(type(value), "__getattr__", None)
+        if isinstance(reads, FunctionType) and is_the_users(reads.__code__.co_filename):
+            self.names.append((weakref.ref(value), _attributes, _attributes(value)))
+
+
+def _attributes(value: Any) -> list[Any]:
+    return [*vars(value)]
+
+
+@functools.cache
+def is_the_users_class(kind: type) -> bool:
+    """Whether a class is neither of an installed package nor of Python itself."""
+    module = sys.modules.get(kind.__module__)
+    path = getattr(module, "__file__", None)
+    return kind.__module__ == "__main__" or (path is not None and is_the_users(path))
+
+
+def is_overridden(t: torch.Tensor) -> bool:
+    """Whether a class of the user's says what operations of ``t`` do."""
+    kinds = () if type(t) in (torch.Tensor, torch.nn.Parameter) else type(t).__mro__
+    return any("__torch_function__" in vars(c) and is_the_users_class(c) for c in kinds)
+
+
+def is_captured() -> bool:
+    """Whether this thread captures a call of an attached model."""
+    return getattr(CAPTURING, "name", None) is not None
+
+
+def codes_of(model: torch.nn.Module) -> list[CodeType]:
+    """The code of the methods of the classes of the model's modules."""
+    classes = dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object)
+    return [m.__code__ for m in _methods(classes) if isinstance(m, FunctionType)]
+
+
+def _methods(classes: dict[type, None]) -> list[Any]:
+    return [v for c in classes for v in c.__dict__.values() if isinstance(v, _METHODS)]
+
+
+_METHODS = (FunctionType, property, staticmethod, classmethod)
+
+
+def see_what_is_not_guarded() -> None:
+    """From now on, where a call of ours is captured:
+
+    - Code of the user's that catches the error for a key or an attribute that is not there is not captured, since
+      nothing guards that it is not there. In installed packages it is.
+    - Orders of ``OrderedDict``, and what classes of the user's have, are noted (``Noted``).
+    - Whether two objects are the same is guarded.
+    - Code of the user's that asks whether it is compiled is told that it is not, as in eager mode.
+    """
+    translation: Any = torch._dynamo.symbolic_convert
+    if hasattr(translation.InstructionTranslatorBase.exception_handler, "__wrapped__"):
+        return
+    variables: Any = torch._dynamo.variables
+    _wrap(translation.InstructionTranslatorBase, "exception_handler", _without_absences)
+    _wrap(variables.builder.VariableBuilder, "__call__", _noting)
+    _wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _as_eager)
+    for name, same in (("is", True), ("is not", False)):
+        compare = translation.compare_op_handlers[name]
+        translation.compare_op_handlers[name] = functools.partial(_compared, compare, same)
+    protocol = getattr(variables, "object_protocol", None)
+    if hasattr(protocol, "vt_identity_compare"):  # what == and "in" of objects come to, in newer versions
+        _wrap(protocol, "vt_identity_compare", _identified)
+
+
+def _wrap(holder: Any, name: str, around: Callable[..., Any]) -> None:
+    """Have ``around`` called in the place of a function, with that function as its first argument."""
+    original = getattr(holder, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(holder, name, wrapper)
+
+
+def _without_absences(handle: Callable[..., Any], translator: Any, raised: Any) -> Any:
+    found = handle(translator, raised)  # raises, where this function catches nothing
+    if is_captured() and type(raised).__name__ in _ABSENCES and is_the_users(translator.f_code.co_filename):
+        raise torch._dynamo.exc.Unsupported(
+            f"{translator.f_code.co_name} catches the error for a key or an attribute that is not there, and may come"
+        )
+    return found
+
+
+_ABSENCES = ("ObservedKeyError", "ObservedAttributeError")
+
+
+def _noting(build: Callable[..., Any], builder: Any, value: Any) -> Any:
+    if is_captured():
+        CAPTURING.noted.note(value)
+        CAPTURING.noted.note_attributes(value)
+    return build(builder, value)
+
+
+def _as_eager(call: Callable[..., Any], function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    asks = function.value in _questions() and is_captured()
+    if asks and is_the_users(translator.f_code.co_filename):
+        return torch._dynamo.variables.ConstantVariable.create(False)
+    return call(function, translator, *args, **kwargs)
+
+
+@functools.cache
+def _questions() -> frozenset[Callable[[], bool]]:
+    """Torch's functions that say whether it compiles."""
+    external: Any = torch._dynamo.external_utils
+    return frozenset((torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, external.is_compiling))
+
+
+def _compared(compare: Callable[..., Any], same: bool, translator: Any, pair: list[Any], more: Any) -> Any:
+    """``pair[0] is pair[1]``, or "is not" where ``same`` is False."""
+    found = compare(translator, pair, more)
+    if is_captured() and found.is_python_constant():
+        _guard_identity(pair[0], pair[1], bool(found.as_python_constant()) == same)
+    return found
+
+
+def _identified(compare: Callable[..., Any], left: Any, right: Any) -> Any:
+    found = compare(left, right)
+    kind = torch._dynamo.variables.UserDefinedObjectVariable
+    if found is not None and is_captured() and isinstance(left, kind) and isinstance(right, kind):
+        _guard_identity(left, right, bool(found.as_python_constant()))
+    return found
+
+
+def _guard_identity(left: Any, right: Any, same: bool) -> None:
+    """Capture again where that ``left`` and ``right`` are one object, or two, is otherwise. What has no source is made
+    by the captured code; constants have guards of their own.
+    """
+    pair = [x.realize() if hasattr(x, "realize") else x for x in (left, right)]
+    sources = [x.source for x in pair]
+    variables: Any = torch._dynamo.variables
+    constants = variables.ConstantVariable, variables.SymNodeVariable
+    if None in sources or any(isinstance(x, constants) for x in pair):
+        return
+    one, other = sources
+
+    def IDENTITY(builder: Any, guard: Any) -> None:  # TorchDynamo shows this name
+        code = [f"({builder.arg_ref(guard)} is {builder.arg_ref(other.name)}) == {same}"]
+        builder.add_python_lambda_leaf_guard_to_root(code, code)
+
+    torch._dynamo.guards.install_guard(one.make_guard(IDENTITY))
