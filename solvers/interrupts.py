@@ -5,7 +5,8 @@ collector. Python drops that exception. Native code may clear it, or turn it int
 the exception, and ``check`` raises it again.
 
 Ctrl-C while another context is entered or left would leave it half entered: a lock acquired for ever, torch's profiler
-neither on nor off. ``Heeded`` remembers the exception in this case as well, instead of raising it at once.
+neither on nor off. Ctrl-C within an import would leave a package without its modules. ``Heeded`` remembers the
+exception in these cases as well, instead of raising it at once.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ class Heeded:
                 raise
 
     def _waits(self, frame: FrameType | None) -> bool:
-        """Whether the signal came while this context, or one inside it, is entered or left."""
+        """Whether the signal came while this context, or one inside it, is entered or left, or within an import."""
         others = self in _inside and self.raised is None
         while frame is not None and frame is not self._frame:
             if frame.f_code in _OWN and frame.f_locals["self"] is self:
                 return True
-            if others and frame.f_code.co_name in ("__enter__", "__exit__"):
+            code = frame.f_code
+            if others and (code.co_name in ("__enter__", "__exit__") or code.co_filename.startswith(_IMPORTS)):
                 return True
             frame = frame.f_back
         return False
@@ -85,5 +87,7 @@ class Heeded:
             finally:  # a cycle with its traceback would keep the tensors of all its frames
                 del raised, error, trace
 
+
+_IMPORTS = "<frozen importlib"
 
 _OWN = (Heeded.__enter__.__code__, Heeded.__exit__.__code__)

@@ -318,14 +318,16 @@ class Calls(ABC):
     def _carried(self, planner: Planner, like: Variant) -> Variant:
         """See ``carried_variant``; if no plan fits, and the terms say so, the plan of least memory."""
         try:
-            return carried_variant(planner, self.terms.settle(planner), like)
+            with self.terms.settling(planner) as budget:
+                return carried_variant(planner, budget, like)
         except InfeasibleBudgetError as error:
             return carried_variant(_with_auto_solver(planner), self.terms.least_instead(error, planner), like)
 
     def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory."""
         try:
-            return make_first(planners, self.terms.settle(planners[-1]), state)
+            with self.terms.settling(planners[-1]) as budget:
+                return make_first(planners, budget, state)
         except InfeasibleBudgetError as error:
             return make_variant(_with_auto_solver(planners[-1]), self.terms.least_instead(error, planners[-1]), state)
 

@@ -70,7 +70,8 @@ class Capture:
             return self._run(model, call, whole)
 
     def _run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
-        import torch._dynamo
+        with Heeded():
+            import torch._dynamo
 
         if whole != self._whole:
             self.clear()

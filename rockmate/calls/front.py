@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,12 +45,20 @@ class Terms:
         if not (self.progress is None or isinstance(self.progress, bool)):
             raise InputError(f"progress={self.progress!r}: give True, False, or None for terminals only")
 
-    def settle(self, planner: Planner) -> int:
-        """The budget in bytes, the same for all kinds of calls from now on: shares are of the step of ``planner``."""
+    @contextmanager
+    def settling(self, planner: Planner) -> Iterator[int]:
+        """The budget in bytes, the same for all kinds of calls from now on if a plan is made within the context: shares
+        are of the step of ``planner``.
+        """
+        before = self.budget, self.settled
         if isinstance(self.budget, Budget):
             self.settled = self.budget, planner.eager_peak
             self.budget = self.budget.bytes(planner)
-        return self.budget
+        try:
+            yield self.budget
+        except BaseException:
+            self.budget, self.settled = before
+            raise
 
     def least_instead(self, error: InfeasibleBudgetError, planner: Planner) -> int:
         """The bytes of the plan of least memory, with a warning, if that one is to run where no plan of ``planner``
@@ -63,7 +73,8 @@ class Terms:
             )
         if not self.least:
             raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
-        return least_instead(error)
+        with self.settling(planner):
+            return least_instead(error)
 
     def bytes_known(self, device: torch.device) -> int | None:
         """The budget in bytes, if that does not depend on the model."""

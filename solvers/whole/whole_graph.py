@@ -239,6 +239,7 @@ def _too_large(least: int, step: int, budget: int) -> str:
 
 def _no_solution(positions: int, budget: int) -> str:
     return (
-        f"no schedule in the fixed order of first runs fits {format_bytes(budget)} ({budget} bytes): "
-        f"the integer program that limits memory in only {positions} of its cells has no solution"
+        f"no frontier-advancing schedule in the fixed order of first runs fits {format_bytes(budget)} ({budget} bytes; "
+        "frontier-advancing: between two first runs, operations run again in order, each at most once): the integer "
+        f"program that limits memory in only {positions} of its cells has no solution"
     )

@@ -247,3 +247,29 @@ def test_a_real_interrupt_while_planning(tmp_path: Path) -> None:
             watch.cancel()
             process.kill()
     assert (told, code) == ("trains\n", 0), f"Ctrl-C did not end the planning:\n{log.read_text()}"
+
+
+WHILE_IMPORTED = """
+import signal, sys, torch, rockmate
+class Once:
+    def find_spec(self, name, path, target=None):
+        if name == "torch._dynamo.guards":
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)), torch.randn(64, 8)
+handle = rockmate.attach(model, "90%", costs="flops", on_infeasible="least", cache=False)
+assert "torch._dynamo" not in sys.modules
+sys.meta_path.insert(0, Once())
+try:
+    model(x)
+except KeyboardInterrupt:
+    print("interrupted")
+model(x).sum().backward()
+print(handle.plans_made)
+"""
+
+
+def test_ctrl_c_while_torchs_compiler_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", WHILE_IMPORTED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["interrupted", "1"]
