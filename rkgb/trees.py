@@ -117,7 +117,10 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
     Raises ``UnsupportedError`` for objects that refer to themselves, and for those whose tensors cannot be replaced.
     """
-    return pytree.tree_flatten(_opened(tree, ()))
+    try:
+        return pytree.tree_flatten(_opened(tree, ()))
+    except RecursionError:
+        raise UnsupportedError("an argument or output is a container that is in itself, or nested too deeply") from None
 
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:

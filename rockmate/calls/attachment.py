@@ -286,10 +286,10 @@ class Attachment(Front):
 
     def _run_in_its_way(self, model: torch.nn.Module, call: Call) -> Any:
         """Under a plan of one graph, of several, or of a trace."""
-        if any(t.is_nested for t in call.tensors):
-            return self._run_unplanned(model, call, UnsupportedError(_NESTED), None)
-        if name := next((type(t).__name__ for t in call.tensors if is_overridden(t)), None):
-            return self._run_unplanned(model, call, UnsupportedError(_OVERRIDDEN.format(name=name)), None)
+        try:
+            _check_tensors(call)
+        except UnsupportedError as error:
+            return self._run_unplanned(model, call, error, None)
         if self._direct is not None:
             return self._run_traced(model, self._direct, call)
         if self._why is not None and (self._steps is None or self.only_plans):
@@ -438,15 +438,18 @@ class Attachment(Front):
         return described([name_of(name) for name in names], values, model.training)
 
 
-_NESTED = (
-    "a nested tensor is among the inputs, whose parts have sizes of their own: give a padded tensor and a mask, or "
-    "attach the submodules that get other tensors"
-)
-
-_OVERRIDDEN = (
-    "an input is a {name}, whose __torch_function__ a plan would not call: give x.as_subclass(torch.Tensor), or attach "
-    "the submodules that get plain tensors"
-)
+def _check_tensors(call: Call) -> None:
+    """Raise ``UnsupportedError`` for arguments that no plan can be for."""
+    if any(t.is_nested for t in call.tensors):
+        raise UnsupportedError(
+            "a nested tensor is among the inputs, whose parts have sizes of their own: give a padded tensor and a "
+            "mask, or attach the submodules that get other tensors"
+        )
+    if name := next((type(t).__name__ for t in call.tensors if is_overridden(t)), None):
+        raise UnsupportedError(
+            f"an input is a {name}, whose __torch_function__ a plan would not call: give x.as_subclass(torch.Tensor), "
+            "or attach the submodules that get plain tensors"
+        )
 
 
 def _graphs(count: int) -> str:

@@ -39,6 +39,9 @@ from solvers.sequence import Stage, choose, fastest, least_budget, overhead_of
 MOST_LOOKS = 16
 """Steps of a model that are observed: those of one whose steps are never alike are not slowed down for ever."""
 
+MOST_UNSEEN = 3
+"""Steps that may end unobserved before that is said."""
+
 SEEN = 4
 """Steps of one sequence that are observed, where sizes follow from values, so that no step is like another."""
 
@@ -57,7 +60,7 @@ class Steps:
         self.last: GraphSequence | None = None
         self.problem: InfeasibleBudgetError | None = None
         self.news = True  # the next step is to be observed
-        self.looks = 0
+        self.looks = self.unseen = 0  # observed steps; those since that could not be observed to their end
         self.asked: Budget | None = None
         self.said: set[str] = set()
 
@@ -71,12 +74,25 @@ class Steps:
         if every and threading.current_thread() is not threading.main_thread():
             self.say(_ELSEWHERE)
         elif every and StepLook.possible():
+            self._count_unseen()
             look = StepLook(every[0].planner.device, lambda moments: None)
         return Forward(self, look)
+
+    def _count_unseen(self) -> None:
+        """Another step is to be observed: say where those before could not be."""
+        if self.unseen == MOST_UNSEEN and not self.known:
+            warn(
+                f"{self.front.name} has no plan: {MOST_UNSEEN} steps could not be observed from their forward to the "
+                "end of one backward (forward computes gradients itself, or no backward came). Each graph runs with "
+                "its least memory, and the budget does not hold",
+                BudgetWarning,
+            )
+        self.unseen += 1
 
     def learn(self, forward: Forward, moments: list[Moment]) -> None:
         """A step was observed: plan such steps."""
         self.looks += 1
+        self.unseen = 0
         found = forward.observed(moments)
         if found is None:
             return

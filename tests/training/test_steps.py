@@ -713,3 +713,31 @@ def test_a_size_that_came_twice_is_no_constant(grown: bool) -> None:
             yield y.shape, float(y.detach().square().sum())
 
     assert list(losses("5 MiB")) == list(losses(None))
+
+
+class Derives(nn.Module):
+    """Its residual has the derivative of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:backward was called with retain_graph")
+def test_steps_that_cannot_be_observed_are_said_to_have_no_plan() -> None:
+    model = Derives()
+    eager = copy.deepcopy(model)
+    handle = attach(model, "50%", costs="flops")
+    with pytest.warns(BudgetWarning, match="Derives has no plan: 3 steps could not be observed"):
+        for k in range(5):
+            for m in (model, eager):
+                m(randn(64, 2, seed=k)).backward()
+    assert_same(snapshot(model), snapshot(eager))
+    assert handle.plan is None
