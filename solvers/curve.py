@@ -61,7 +61,11 @@ class Frontier:
         return self.lower == self.min_budget
 
     def overhead(self, budget: float) -> float:
-        """The least overhead of the points that fit ``budget`` bytes. Raises ``ValueError`` if none does."""
+        """The least overhead of the points that fit ``budget`` bytes. Raises ``ValueError`` if none does, and for what
+        is no number.
+        """
+        if not isinstance(budget, (int, float)):
+            raise ValueError(f"budget={budget!r}: give a number of bytes")
         found = [overhead for size, overhead in self.points if size <= budget]
         if not found:
             raise ValueError(f"no point fits {show_bytes(budget)}: the smallest budget is {self._least()}")

@@ -101,13 +101,14 @@ def measure_peak(
     ``device``: a device, or a module whose parameters lie on it; by default the CUDA device that holds memory, or else
     the CPU. Call the function once before: the first use of a kernel allocates workspaces that stay, and no plan can be
     made during the measurement. Raises ``MeasureError`` where a plan would have to be made, within another measurement,
-    and where ``device`` is left out and several devices hold memory.
+    where ``device`` is left out and several devices hold memory, and for what is no function or no device here.
 
     On CUDA, the requests of all threads and streams are counted, as in budgets. The allocator's blocks are larger than
     the requests; ``torch.cuda.max_memory_allocated`` counts blocks. This function resets its peak.
     ``reserved=True``: the bytes that the allocator reserves on the device for the function, after it has released
     everything unused. Other programs cannot use these.
     """
+    check_function(function)
     gc.collect()
     where = _where(device)
     if not reserved:
@@ -130,4 +131,20 @@ def measured_moments(device: torch.device | str | torch.nn.Module | None = None)
 def _where(device: torch.device | str | torch.nn.Module | None) -> torch.device:
     if isinstance(device, torch.nn.Module):
         return next((p.device for p in device.parameters()), torch.device("cpu"))
-    return device_in_use() if device is None else torch.device(device)
+    if device is None:
+        return device_in_use()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise MeasureError(f'device={device!r} is no device: give "cuda", "cpu", or a module that lies on it') from None
+    if not kind_of(found).available():
+        raise MeasureError(f"device={device!r}, but this machine, or this build of torch, has no such device")
+    return found
+
+
+def check_function(function: object) -> None:
+    """Raise ``MeasureError`` for what cannot be called."""
+    if not callable(function):
+        raise MeasureError(
+            f"{function!r} cannot be measured: give a function that runs a step, such as lambda: step(x)"
+        )

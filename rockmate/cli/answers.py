@@ -69,7 +69,7 @@ def check(given: Given, options: Options) -> Answer:
         "max_budget": curve.max_budget,
         "points": [{"budget": b, "share": share, "overhead": o} for b, share, o in curve.table()],
     }
-    return Answer(f"{text_of_facts(facts)}\n\n{curve}\n\n{_gain(given, options, curve)}", values)
+    return Answer(f"{text_of_facts(facts)}\n\n{curve}\n\n{_gain(given, options, found.plan.eager_peak, curve)}", values)
 
 
 def _supported(found: Planned) -> str:
@@ -78,9 +78,9 @@ def _supported(found: Planned) -> str:
     return f"yes, by rockmate.attach: {len(found.plan.parts)} graphs with other code between them ({found.why})"
 
 
-def _gain(given: Given, options: Options, curve: Frontier) -> str:
+def _gain(given: Given, options: Options, eager_peak: int, curve: Frontier) -> str:
     """What to do next: the smallest budget that is cheap, or else the smallest one."""
-    rows = [row for row in curve.table() if row[0] < curve.max_budget]
+    rows = [row for row in curve.table() if row[0] < min(eager_peak, curve.max_budget)]
     if not rows:
         return "There is nothing to gain: no plan takes less memory than the step without recomputation."
     cheap = [row for row in rows if row[2] <= CHEAP]

@@ -107,7 +107,10 @@ class SavedPlan(PlanFields):
 
 
 def write_plan(path: str | Path, plan: PlanFields, k: K_graph, program: str, promised: Mapping[str, Any]) -> None:
-    """Write a plan with the schedule ``program``; ``promised``: what else the file tells people."""
+    """Write a plan with the schedule ``program``; ``promised``: what else the file tells people.
+
+    Raises ``PlanError`` where there is no such file to write to.
+    """
     said = {field.name: getattr(plan, field.name) for field in fields(PlanFields)}
     figures = {name: getattr(k, name) for name in _FIGURES}
     lists = {"program": program.rstrip("\n").split("\n"), "nodes": figures.pop("nodes"), "data": figures.pop("data")}
@@ -115,7 +118,12 @@ def write_plan(path: str | Path, plan: PlanFields, k: K_graph, program: str, pro
     parts = [f"{to_json(key)}: {to_json(value)}" for key, value in {**head, **said, **figures}.items()]
     for key, items in lists.items():
         parts.append(f"{to_json(key)}: [\n  " + ",\n  ".join(map(to_json, items)) + "\n]")
-    Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    if not isinstance(path, (str, Path)):
+        raise PlanError(f"{path!r} is no path: give the name of a file to write to")
+    try:
+        Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    except OSError as error:
+        raise PlanError(f"the plan cannot be written: {error}. Give a file in a folder that is there") from error
 
 
 def read_plan(path: str | Path) -> SavedPlan:

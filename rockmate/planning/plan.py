@@ -124,7 +124,10 @@ class Plan(PlanFields):
         return walk(self.problem, self.schedule).time - self.problem.eager_time
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine."""
+        """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine.
+
+        Raises ``PlanError`` where there is no such file to write to.
+        """
         fields = dataclasses.replace(self, solver=self.solver.removesuffix(LOADED))
         promised = {
             "call": self.call,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rkgb.cost.memory import measured_moments
+from rkgb.cost.memory import check_function, measured_moments
 from rkgb.device.kind import Moment, Timeline
 from rkgb.errors import MeasureError
 from rkgb.trace.guards import GuardFailed
@@ -138,6 +138,7 @@ def measure_step(step: Callable[[], Any], device: torch.device | str | None = No
     where a plan would have to be made, within another measurement, and where ``step`` is not one forward under a plan
     and its backward.
     """
+    check_function(step)
     gc.collect()
     with measured_moments(device) as timeline:
         watch = Watch.current = Watch(timeline)

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +18,17 @@ from torch import nn
 from rockmate import (
     BudgetWarning,
     InputError,
+    MeasureError,
+    PlanError,
     Rockmate,
     UnsupportedError,
     VariantLimitError,
     attach,
     attached,
     detach,
+    frontier,
     measure_peak,
+    measure_step,
 )
 from rockmate.demo.gpt import GPT
 
@@ -327,3 +332,53 @@ class Holds(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.net(x)
         return y
+
+
+def saved_in(folder: str) -> None:
+    Rockmate(net(), X, "1 MiB", costs="flops").plan.save(f"{folder}/plan.json")
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no function": (lambda: measure_peak(3), MeasureError, "give a function that runs a step"),
+    "no step": (lambda: measure_step(3), MeasureError, "give a function that runs a step"),
+    "no device": (lambda: measure_peak(list, device="foo"), MeasureError, "device='foo' is no device"),
+    "no folder": (lambda: saved_in("nowhere"), PlanError, "Give a file in a folder that is there"),
+    "no path": (lambda: Rockmate(net(), X, "1 MiB", costs="flops").plan.save(5), PlanError, "5 is no path"),
+    "no bytes": (lambda: frontier(net(), X, costs="flops").overhead("1 MiB"), ValueError, "give a number of bytes"),
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_arguments_of_no_use_are_refused_with_a_remedy(what: str) -> None:
+    call, kind, text = ARGUMENTS[what]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
+def test_a_device_that_is_not_there_is_said() -> None:
+    with pytest.raises(MeasureError, match="has no such device"):
+        measure_peak(list, device="cuda")
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_arguments_that_contain_themselves(fallback: bool) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, given: dict[str, Any]) -> torch.Tensor:
+            y: torch.Tensor = self.net(given["x"])
+            return y
+
+    given: dict[str, Any] = {"x": X}
+    given["self"] = given
+    model = Takes()
+    attach(model, "80%", costs="flops", on_infeasible="least" if fallback else "error")
+    if fallback:
+        with pytest.warns(BudgetWarning, match="runs as it is from now on"):
+            assert torch.equal(model(given), model.net(X))
+    else:
+        with pytest.raises(UnsupportedError, match="a container that is in itself"):
+            model(given)
