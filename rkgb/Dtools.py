@@ -284,7 +284,11 @@ class _Probe:
 def _check_results(node: Node, results: tuple[Any, ...]) -> None:
     """Raise an error for results that no plan can hold."""
     if not all(isinstance(r, torch.Tensor) for r in results):
-        raise TraceError(f"{node.name} at {node.line} returns {results}, which is no tensor")
+        kinds = ", ".join(type(r).__name__ for r in results)
+        raise TraceError(
+            f"{node.name} at {node.line} returns {kinds}, and operations of a plan return tensors alone. An "
+            "autograd.Function does so where it counts or changes something else: do that outside of it"
+        )
     for t in results:
         if t.layout != torch.strided or t.is_nested:
             raise UnsupportedError(

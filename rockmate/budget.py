@@ -98,7 +98,7 @@ def parse_bytes(limit: object) -> int:
 def _amount(given: object, what: str, how: str) -> tuple[Decimal, str]:
     """A number and its unit. ``what`` it is called, and ``how`` it is to be given, are for the error."""
     if isinstance(given, bool) or not isinstance(given, (Real, str)):
-        raise BudgetError(f"the {what} is a {type(given).__name__}: {how}")
+        raise BudgetError(f"the {what} is of type {type(given).__name__}: {how}")
     try:
         if not isinstance(given, str):
             amount = Decimal(given) if isinstance(given, int) else Decimal(repr(float(given)))

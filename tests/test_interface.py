@@ -238,14 +238,14 @@ def test_not_a_module_and_unknown_costs() -> None:
 
 def test_arguments_of_another_kind() -> None:
     arguments: list[tuple[dict[str, Any], str]] = [
-        ({"budget": "1 MiB", "sample_kwargs": [1]}, "sample_kwargs is a list: give a dict"),
+        ({"budget": "1 MiB", "sample_kwargs": [1]}, "sample_kwargs is of type list: give a dict"),
         ({"budget": "1 MiB", "loss_memory": "1 MiB"}, "loss_memory='1 MiB': give whole bytes"),
         ({"budget": "1 MiB", "loss_memory": -1}, "loss_memory=-1: give whole bytes"),
     ]
     for given, message in arguments:
         with pytest.raises(InputError, match=message):
             Rockmate(mlp(), X, **given)
-    with pytest.raises(PlanError, match="plan is a dict: give the path of the file"):
+    with pytest.raises(PlanError, match="plan is of type dict: give the path of the file"):
         Rockmate(mlp(), X, plan={"budget": 1})  # type: ignore[arg-type]
     with torch.inference_mode(), pytest.raises(InputError, match="plan outside of it"):
         Rockmate(mlp(), X, "1 MiB")

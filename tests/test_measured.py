@@ -121,7 +121,7 @@ def test_a_measurement_of_another_plan_is_refused() -> None:
     measured = measure_step(mlp_step(other))
     with pytest.raises(InputError, match=r"operations that are not the .* of this plan.*rk.plan after the step"):
         rk.plan.plot_memory(measured=measured)
-    with pytest.raises(InputError, match=r"measured is a int: give what rockmate.measure_step\(step\) returned"):
+    with pytest.raises(InputError, match=r"measured is of type int: give what rockmate.measure_step\(step\) returned"):
         rk.plan.plot_memory(measured=3)  # type: ignore[arg-type]
 
 

@@ -29,6 +29,7 @@ from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.state import Hooks, any_is_gone, hooks_of
 from rockmate.calls.steps import Steps
 from rockmate.calls.surroundings import (
+    IN_TRANSFORMS,
     check_global_hooks,
     function_mode,
     is_recorded,
@@ -228,10 +229,10 @@ class Attachment(Front):
         if not torch.is_grad_enabled() or is_recorded() or getattr(self.inside, "on", False):
             return model._call_impl(*args, **kwargs)
         if is_transformed():
-            leave_plan()
+            leave_plan(IN_TRANSFORMS)
             return model._call_impl(*args, **kwargs)
         if mode := function_mode():
-            leave_plan(f"the TorchFunctionMode {mode}")
+            leave_plan(f"under the TorchFunctionMode {mode}")
             return model._call_impl(*args, **kwargs)
         if self._hooks and self._begun < MOST_BEGINNINGS and any_is_gone(self._hooks):
             self._begin_again()

@@ -82,9 +82,12 @@ def running_in(mode: Mode, values: Sequence[Hashable]) -> Iterator[None]:
         yield
 
 
-def leave_plan(where: str = "torch.func's transforms and in forward mode") -> None:
-    """Say that the model itself runs."""
-    warn(f"under {where} the model itself runs, and the memory budget does not hold", BudgetWarning)
+def leave_plan(where: str) -> None:
+    """Say that the model itself runs; ``where``: "under …"."""
+    warn(f"{where} the model itself runs, and the memory budget does not hold", BudgetWarning)
+
+
+IN_TRANSFORMS = "under torch.func's transforms and in forward mode"
 
 
 def function_mode() -> str:
@@ -114,7 +117,8 @@ def warn_of_saved_hooks() -> None:
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         warn(
             "a model with a plan was called under hooks of saved tensors (torch.utils.checkpoint, save_on_cpu): "
-            "results are right, but these keep or compute tensors of their own, for which the budget has no room",
+            "results are right where these give back what they were given, but they keep or compute tensors of their "
+            "own, for which the budget has no room",
             BudgetWarning,
         )
 

@@ -151,7 +151,7 @@ def frontier(target: str, plot: Path | None, **options: Any) -> Answer:
 @answering(
     click.option("--sizes", required=True, callback=numbers, metavar="N,N,…", help="Batches, lengths, or image sizes."),
     click.option(
-        "--dim", default="0", show_default=True, callback=numbers, metavar="D,…", help="What grows: see below."
+        "--dim", default="0", show_default=True, callback=numbers, metavar="D,…", help="Which dimensions grow."
     ),
     click.argument("more_sizes", nargs=-1, type=int, metavar=""),  # as in --sizes 8 16 32
     click.option("--budget", help='"24 GiB", or bytes: say which sizes fit, and the largest that does.'),

@@ -129,7 +129,7 @@ def write_plan(path: str | Path, plan: PlanFields, k: K_graph, program: str, pro
 def read_plan(path: str | Path) -> SavedPlan:
     """The plan in a file. Raises ``PlanError`` if there is none that this version can read."""
     if not isinstance(path, (str, Path)):
-        raise PlanError(f"plan is a {type(path).__name__}: give the path of the file that plan.save(path) wrote")
+        raise PlanError(f"plan is of type {type(path).__name__}: give the path of the file that plan.save(path) wrote")
     try:
         found = json.loads(Path(path).read_text())
         if found["format"] != FORMAT:

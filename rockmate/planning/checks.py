@@ -64,7 +64,7 @@ def checked_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str
     check_wrappers(model)
     refuse_lazy(model)
     if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
-        raise InputError(f"sample_kwargs is a {type(sample_kwargs).__name__}: give a dict of keyword arguments")
+        raise InputError(f"sample_kwargs is of type {type(sample_kwargs).__name__}: give a dict of keyword arguments")
     call = call_of(sample, sample_kwargs)
     inputs = call.tensors
     parameters = list(model.named_parameters())

@@ -111,7 +111,7 @@ def _check(problem: Problem, schedule: Schedule, measured: MeasuredStep) -> None
     """Raise ``InputError`` unless the operations that were measured are those of ``schedule``."""
     if not isinstance(measured, MeasuredStep):
         raise InputError(
-            f"measured is a {type(measured).__name__}: give what rockmate.measure_step(step) returned for a step "
+            f"measured is of type {type(measured).__name__}: give what rockmate.measure_step(step) returned for a step "
             "under this plan"
         )
     planned = tuple(step for step in schedule if not isinstance(step, Del))

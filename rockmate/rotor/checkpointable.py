@@ -15,6 +15,7 @@ from rkgb.trees import tensor_leaves
 from rkgb.warn import warn
 from rockmate.budget import parse_bytes, show_bytes
 from rockmate.calls.surroundings import (
+    IN_TRANSFORMS,
     is_transformed,
     leave_plan,
     without_cached_parametrizations,
@@ -120,7 +121,7 @@ class Checkpointable(nn.Module):
         if not self.training:
             raise InputError("the model is in eval mode, where nothing is recomputed: call train() before measure()")
         if not tensor_leaves(custom_input):
-            raise InputError(f"the sample is a {type(custom_input).__name__}: use a tensor or a tuple of tensors")
+            raise InputError(f"the sample is of type {type(custom_input).__name__}: use a tensor or a tuple of tensors")
         refuse_lazy(self.model)
         check_tensors(custom_input, "the sample is")
         check_tensors([*self.model.parameters()], "a parameter is")
@@ -203,7 +204,7 @@ class Checkpointable(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.model(x)
         if not torch.compiler.is_compiling() and is_transformed():
-            leave_plan()
+            leave_plan(IN_TRANSFORMS)
             return self.model(x)
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.model.modules())):
             warn(
@@ -277,7 +278,7 @@ def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module
     if the model is no ``nn.Sequential``, has hooks, or has no layers.
     """
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
-        raise InputError(f"the model is a {type(model).__name__}: rotor works on an nn.Sequential")
+        raise InputError(f"the model is of type {type(model).__name__}: rotor works on an nn.Sequential")
     if not prefix and _has_hooks(model):
         raise InputError("the model has hooks, which would not run: register them on a layer or on the Checkpointable")
     layers: list[tuple[str, nn.Module]] = []
