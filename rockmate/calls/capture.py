@@ -135,7 +135,7 @@ class Capture:
     def captured(self, program: fx.GraphModule) -> Callable[..., Any]:
         """What runs in the place of ``program``, which TorchDynamo has captured."""
         self.front.inside.captured = True
-        self._noted.settle(self._model())
+        self._noted.note_model(self._model())
         if not are_known(program):
             self._masks_known = False  # so it is captured once more
             raise UnsupportedError("whether a mask is left out depends on values")

@@ -5,13 +5,14 @@ Nothing changes for others that compile.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -24,67 +25,70 @@ CAPTURING = threading.local()
 
 
 class Noted:
-    """What captured calls of a model have read, as it was then.
+    """What captured calls of a model have read, as it was when they were captured.
 
-    ``classes``: of the model's modules, and those of the user's that other objects are of. ``names``: of dicts the keys
-    that are to be the same, in the same order, with weak references to what has them.
+    ``shapes``: of the classes of the model's modules, and of those of the user's that other objects are of.
+    ``names``: of dicts the keys that are to be the same, in the same order, with weak references to what has them.
+    ``environment``: the variables of the process.
     """
 
     def __init__(self) -> None:
-        self.classes: dict[type, None] = {}
+        self.shapes: dict[type, Any] = {}
         self.names: list[tuple[Callable[[], Any], Callable[[Any], list[Any]], list[Any]]] = []
-        self.before: list[Any] = []
-
-    def settle(self, model: torch.nn.Module) -> None:
-        """A capture is over: what its classes have is as it is now."""
-        self.classes.update(dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object))
-        self.before = self._now()
+        self.environment: dict[Any, Any] | None = None
 
     @property
     def is_stale(self) -> bool:
         """Whether something is not as it was."""
-        if self.before != self._now():
+        if self.environment not in (None, _environment()) or any(_shape(c) != then for c, then in self.shapes.items()):
             return True
         held = ((keys, holder(), then) for holder, keys, then in self.names)
         return any(x is not None and keys(x) != then for keys, x, then in held)
 
     def forget(self) -> None:
         """All is captured anew."""
+        self.shapes.clear()
         self.names.clear()
-        self.classes.clear()
-        self.before = self._now()
+        self.environment = None
 
-    def _now(self) -> list[Any]:
-        """Methods of classes, the names in the user's and what these inherit from; the environment."""
-        shapes = [(c.__mro__, [*vars(c)]) for c in self.classes if is_the_users_class(c)]
-        return [*_methods(self.classes), *shapes, *getattr(os.environ, "_data", {}).items()]
+    def note_model(self, model: torch.nn.Module) -> None:
+        """A call of ``model`` was captured."""
+        self._note_classes(classes_of(model))
+        if self.environment is None:
+            self.environment = dict(_environment())
 
     def note(self, value: Any) -> None:
-        """A capture reads ``value``."""
+        """A capture reads ``value``, or attributes of it."""
+        kind = value if isinstance(value, type) else type(value)
         if isinstance(value, OrderedDict):
             self.names.append((weakref.ref(value), list, list(value)))
-            return
-        kind = value if isinstance(value, type) else type(value)
-        if kind in self.classes or not is_the_users_class(kind):
-            return
-        for c in kind.__mro__:
-            if is_the_users_class(c):
-                self.classes[c] = None
-
-    def note_attributes(self, value: Any) -> None:
-        """A capture reads attributes of ``value``: where its class has a ``__getattr__`` of the user's, which is called
-        for what is not there, nothing says that it is not there.
-        """
-        reads = getattr(type(value), "__getattr__", None)
+        elif kind not in self.shapes and is_the_users_class(kind):
+            self._note_classes(c for c in kind.__mro__ if is_the_users_class(c))
+        reads = getattr(type(value), "__getattr__", None)  # is called for what is not there, which nothing guards
         if isinstance(reads, FunctionType) and is_the_users(reads.__code__.co_filename):
-            self.names.append((weakref.ref(value), _attributes, _attributes(value)))
+            with contextlib.suppress(TypeError):  # it has slots, and nothing can come beside them
+                self.names.append((weakref.ref(value), _attributes, _attributes(value)))
+
+    def _note_classes(self, classes: Iterable[type]) -> None:
+        for c in classes:
+            if c not in self.shapes:
+                self.shapes[c] = _shape(c)
+
+
+def _shape(kind: type) -> Any:
+    """What a class has: methods, names if it is the user's, what it inherits from."""
+    return kind.__mro__, [*vars(kind)] if is_the_users_class(kind) else None, _methods([kind])
+
+
+def _environment() -> dict[Any, Any]:
+    found: dict[Any, Any] = getattr(os.environ, "_data", {})
+    return found
 
 
 def _attributes(value: Any) -> list[Any]:
     return [*vars(value)]
 
 
-@functools.cache
 def is_the_users_class(kind: type) -> bool:
     """Whether a class is neither of an installed package nor of Python itself."""
     module = sys.modules.get(kind.__module__)
@@ -105,11 +109,15 @@ def is_captured() -> bool:
 
 def codes_of(model: torch.nn.Module) -> list[CodeType]:
     """The code of the methods of the classes of the model's modules."""
-    classes = dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object)
-    return [m.__code__ for m in _methods(classes) if isinstance(m, FunctionType)]
+    return [m.__code__ for m in _methods(classes_of(model)) if isinstance(m, FunctionType)]
 
 
-def _methods(classes: dict[type, None]) -> list[Any]:
+def classes_of(model: torch.nn.Module) -> list[type]:
+    """The classes of the model's modules, and those that they inherit from."""
+    return list(dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object))
+
+
+def _methods(classes: Iterable[type]) -> list[Any]:
     return [v for c in classes for v in c.__dict__.values() if isinstance(v, _METHODS)]
 
 
@@ -166,7 +174,6 @@ _ABSENCES = ("ObservedKeyError", "ObservedAttributeError")
 def _noting(build: Callable[..., Any], builder: Any, value: Any) -> Any:
     if is_captured():
         CAPTURING.noted.note(value)
-        CAPTURING.noted.note_attributes(value)
     return build(builder, value)
 
 
@@ -211,9 +218,10 @@ def _guard_identity(left: Any, right: Any, same: bool) -> None:
     if None in sources or any(isinstance(x, constants) for x in pair):
         return
     one, other = sources
+    name = other.name() if callable(other.name) else other.name  # a method, in older versions
 
     def IDENTITY(builder: Any, guard: Any) -> None:  # TorchDynamo shows this name
-        code = [f"({builder.arg_ref(guard)} is {builder.arg_ref(other.name)}) == {same}"]
+        code = [f"({builder.arg_ref(guard)} is {builder.arg_ref(name)}) == {same}"]
         builder.add_python_lambda_leaf_guard_to_root(code, code)
 
     torch._dynamo.guards.install_guard(one.make_guard(IDENTITY))
