@@ -24,7 +24,7 @@ def run(ctx: Context) -> None:
 
 
 def _one(ctx: Context, work: Work) -> None:
-    limit = 24_000 if ctx.dry else 8 * 2**30
+    limit = 100_000 if ctx.dry else 8 * 2**30
     limited = getattr(ctx.api, "set_per_process_memory_fraction", None)
     if limited is not None:
         limited(limit / ctx.api.get_device_properties(ctx.device).total_memory, ctx.device)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dis
 import gc
+import os
 import random
 import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -85,9 +87,11 @@ def is_installed(path: str) -> bool:
 
 
 def is_the_users(path: str) -> bool:
-    """Whether a file, or what was typed into an interpreter, is neither installed nor of Python itself."""
-    return not (is_installed(path) or path.startswith((PYTHON, "<frozen")))
+    """Whether a file, or what was typed into an interpreter, is not installed, and neither Python's nor ours."""
+    return not (is_installed(path) or path.startswith((PYTHON, "<frozen", *_OUR_FOLDERS)))
 
+
+_OUR_FOLDERS = [str(Path(__file__).parents[2] / name) + os.sep for name in ("rkgb", "rockmate", "solvers")]
 
 PYTHON = sysconfig.get_paths()["stdlib"]
 """The folder of Python's own modules."""

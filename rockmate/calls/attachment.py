@@ -136,7 +136,7 @@ class Attachment(Front):
     @property
     def plans_made(self) -> int:
         """How many kinds of calls were planned; of steps of several graphs, how many graphs."""
-        return self._made if self._steps is None else len(self._steps.members.every)
+        return self._made if self._steps is None else sum(m.base is m for m in self._steps.members.every)
 
     @property
     def plans_dropped(self) -> int:

@@ -355,12 +355,6 @@ def test_arguments_of_no_use_are_refused_with_a_remedy(what: str) -> None:
         call()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
-def test_a_device_that_is_not_there_is_said() -> None:
-    with pytest.raises(MeasureError, match="has no such device"):
-        measure_peak(list, device="cuda")
-
-
 @pytest.mark.parametrize("fallback", [False, True])
 def test_arguments_that_contain_themselves(fallback: bool) -> None:
     class Takes(nn.Module):
