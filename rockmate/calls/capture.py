@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -70,9 +72,9 @@ class Capture:
             return self._run(model, call, whole)
 
     def _run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
-        with Heeded():
-            import torch._dynamo
-
+        if "torch._dynamo" not in sys.modules:
+            with Heeded():  # half of it would be of no use
+                importlib.import_module("torch._dynamo")
         if whole != self._whole:
             self.clear()
         if self._compiled is not None and self._noted.is_stale:

@@ -33,14 +33,16 @@ class Noted:
     """
 
     def __init__(self) -> None:
-        self.shapes: dict[type, Any] = {}
+        self.shapes: dict[type, tuple[bool, Any]] = {}  # with whether a class is the user's, which takes long to ask
         self.names: list[tuple[Callable[[], Any], Callable[[Any], list[Any]], list[Any]]] = []
         self.environment: dict[Any, Any] | None = None
 
     @property
     def is_stale(self) -> bool:
         """Whether something is not as it was."""
-        if self.environment not in (None, _environment()) or any(_shape(c) != then for c, then in self.shapes.items()):
+        if self.environment not in (None, _environment()):
+            return True
+        if any(_shape(c, users) != then for c, (users, then) in self.shapes.items()):
             return True
         held = ((keys, holder(), then) for holder, keys, then in self.names)
         return any(x is not None and keys(x) != then for keys, x, then in held)
@@ -72,12 +74,13 @@ class Noted:
     def _note_classes(self, classes: Iterable[type]) -> None:
         for c in classes:
             if c not in self.shapes:
-                self.shapes[c] = _shape(c)
+                users = is_the_users_class(c)
+                self.shapes[c] = users, _shape(c, users)
 
 
-def _shape(kind: type) -> Any:
+def _shape(kind: type, users: bool) -> Any:
     """What a class has: methods, names if it is the user's, what it inherits from."""
-    return kind.__mro__, [*vars(kind)] if is_the_users_class(kind) else None, _methods([kind])
+    return kind.__mro__, [*vars(kind)] if users else None, _methods(kind)
 
 
 def _environment() -> dict[Any, Any]:
@@ -109,7 +112,7 @@ def is_captured() -> bool:
 
 def codes_of(model: torch.nn.Module) -> list[CodeType]:
     """The code of the methods of the classes of the model's modules."""
-    return [m.__code__ for m in _methods(classes_of(model)) if isinstance(m, FunctionType)]
+    return [m.__code__ for c in classes_of(model) for m in _methods(c) if isinstance(m, FunctionType)]
 
 
 def classes_of(model: torch.nn.Module) -> list[type]:
@@ -117,8 +120,8 @@ def classes_of(model: torch.nn.Module) -> list[type]:
     return list(dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object))
 
 
-def _methods(classes: Iterable[type]) -> list[Any]:
-    return [v for c in classes for v in c.__dict__.values() if isinstance(v, _METHODS)]
+def _methods(kind: type) -> list[Any]:
+    return [v for v in kind.__dict__.values() if isinstance(v, _METHODS)]
 
 
 _METHODS = (FunctionType, property, staticmethod, classmethod)

@@ -169,8 +169,7 @@ def _said(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """The innermost line of the user's code: "model.py:12"; empty if there is none."""
-    here, frames = str(Path(__file__).parent), traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if is_the_users(f.filename) and not f.filename.startswith(here)]
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_the_users(f.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
