@@ -5,12 +5,14 @@ collector. Python drops that exception. Native code may clear it, or turn it int
 the exception, and ``check`` raises it again.
 
 Ctrl-C while another context is entered or left would leave it half entered: a lock acquired for ever, torch's profiler
-neither on nor off. Ctrl-C within an import would leave a package without its modules. ``Heeded`` remembers the
-exception in these cases as well, instead of raising it at once.
+neither on nor off. Ctrl-C within an import would leave a package without its modules. Where TorchDynamo captures,
+native code calls Python, and an exception may end the process. ``Heeded`` remembers the exception in these cases as
+well, instead of raising it at once.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -53,13 +55,14 @@ class Heeded:
                 raise
 
     def _waits(self, frame: FrameType | None) -> bool:
-        """Whether the signal came while this context, or one inside it, is entered or left, or within an import."""
+        """Whether the signal came while this context, or one inside it, is entered or left, or within an import or a
+        capture."""
         others = self in _inside and self.raised is None
         while frame is not None and frame is not self._frame:
             if frame.f_code in _OWN and frame.f_locals["self"] is self:
                 return True
             code = frame.f_code
-            if others and (code.co_name in ("__enter__", "__exit__") or code.co_filename.startswith(_IMPORTS)):
+            if others and (code.co_name in _CONTEXTS or _IMPORTS in code.co_filename or _CAPTURES in code.co_filename):
                 return True
             frame = frame.f_back
         return False
@@ -88,6 +91,11 @@ class Heeded:
                 del raised, error, trace
 
 
+_CONTEXTS = ("__enter__", "__exit__")
+
 _IMPORTS = "<frozen importlib"
+
+_CAPTURES = os.path.join("torch", "_dynamo", "convert_frame.py")
+"""On the stack while TorchDynamo captures; what it captured runs without it."""
 
 _OWN = (Heeded.__enter__.__code__, Heeded.__exit__.__code__)

@@ -23,7 +23,7 @@ followed: the result is then feasible, and perhaps not the best.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from solvers.errors import InfeasibleError
 from solvers.pareto import evenly, front
@@ -74,6 +74,18 @@ class Stage:
     def highest(self, choice: Choice) -> int:
         """Bytes at the worst moment of this graph, above what the graphs before it keep."""
         return max(self.before + choice.forward, self.after + choice.kept, self.backward(choice), self.rest)
+
+
+OBSERVED = ("before", "after", "beside", "later", "rest")
+"""What is observed of a stage."""
+
+
+def widest(seen: Sequence[Sequence[Stage]]) -> tuple[Stage, ...]:
+    """Stages with the most of what was observed in any of several steps, which have the same choices."""
+    return tuple(
+        replace(stages[0], **{name: max(getattr(stage, name) for stage in stages) for name in OBSERVED})
+        for stages in zip(*seen, strict=True)
+    )
 
 
 def fastest(stages: Sequence[Stage]) -> tuple[int, ...]:

@@ -59,6 +59,7 @@ from rockmate.planning.prepare import NOTHING_COMPUTED
 from rockmate.planning.step import StepPlan
 from rockmate.tell import LOG, described
 from solvers import Frontier
+from solvers.interrupts import Heeded
 
 MOST_BEGINNINGS = 4
 """Times that a call is tried as one graph, at most: hooks may be added and removed in every step."""
@@ -275,7 +276,8 @@ class Attachment(Front):
         self.inside.on = True
         self.inside.began, self.inside.captured = time.perf_counter(), False  # see Front.capture_seconds
         try:
-            yield
+            with Heeded():
+                yield
         finally:
             self.inside.on = False
 

@@ -34,7 +34,6 @@ from rockmate.calls.surroundings import (
 )
 from rockmate.calls.unguarded import CAPTURING, Noted, codes_of, see_what_is_not_guarded
 from rockmate.errors import PlanningWarning
-from solvers.interrupts import Heeded
 
 if TYPE_CHECKING:
     from torch import fx
@@ -73,8 +72,7 @@ class Capture:
 
     def _run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         if "torch._dynamo" not in sys.modules:
-            with Heeded():  # half of it would be of no use
-                importlib.import_module("torch._dynamo")
+            importlib.import_module("torch._dynamo")
         if whole != self._whole:
             self.clear()
         if self._compiled is not None and self._noted.is_stale:
@@ -91,7 +89,6 @@ class Capture:
         try:
             with (
                 self._named(),
-                Heeded(),
                 torch._dynamo.config.patch(self._settings),
                 as_eager(self._asking),
                 left_out_as_eager(full) if masks_left_out else contextlib.nullcontext(),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rockmate.calls.member import Member
+from rockmate.calls.shared import SharedStages
 from rockmate.planning.step import StepPlan
-from solvers.sequence import Choice, Stage, choose, fastest, peak_of
+from solvers.sequence import OBSERVED, Choice, Stage, choose, fastest, peak_of
 
 _NOTHING = Choice(0, 0, 0, 0)
 
@@ -18,7 +19,7 @@ class GraphSequence:
     ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run. ``small``: how many graphs
     run as they are. ``seen``: the stages as they were in each step that was observed. ``varies``: graphs ran at other
     sizes than those of ``members``, the largest that came, so a step of all these members may never come. ``peak``: the
-    most bytes that the last observed step took.
+    most bytes that the last observed step took. ``shared``: what other ranks have seen, if there are any.
     """
 
     members: tuple[Member, ...]
@@ -30,6 +31,7 @@ class GraphSequence:
     seen: list[tuple[Stage, ...]]
     varies: bool = False
     peak: int = 0
+    shared: SharedStages | None = None
 
     def place(self, member: Member, start: int) -> int | None:
         """Where ``member`` comes next."""
@@ -74,7 +76,6 @@ def bounds_of(seen: list[tuple[Stage, ...]]) -> tuple[Stage, ...]:
         values: list[int] = [getattr(stage, name) for stage in stages]
         return 2 * max(values) - min(values)
 
-    names = ("before", "after", "beside", "later", "rest")
     return tuple(
-        replace(stages[0], **{name: bound(stages, name) for name in names}) for stages in zip(*seen, strict=True)
+        replace(stages[0], **{name: bound(stages, name) for name in OBSERVED}) for stages in zip(*seen, strict=True)
     )

@@ -28,8 +28,10 @@ from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
 from rockmate.calls.sequence import GraphSequence, bounds_of
+from rockmate.calls.shared import SharedStages
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.least import saves_nothing
+from rockmate.planning.places import ranks_of_job
 from rockmate.planning.step import StepPlan
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
@@ -66,6 +68,10 @@ class Steps:
 
     def forward(self) -> Forward:
         """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
+        for sequence in self.known:
+            if sequence.shared is not None and sequence.shared.is_new():
+                sequence.stages = sequence.shared.stages
+                self.solve(sequence)
         if self.problem is not None:
             raise self.problem
         look = None
@@ -104,6 +110,12 @@ class Steps:
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
         varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.peak(moments)
         sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen, varies, peak)
+        ranks = ranks_of_job()
+        if ranks is not None:
+            shared = before.shared if before is not None else None
+            sequence.shared = shared or SharedStages.of(ranks, stages, options)
+            sequence.shared.add(stages)
+            sequence.stages = sequence.shared.stages
         self.solve(sequence)
         others = [s for s in self.known if s is not before]
         self.known = sorted([sequence, *others], key=lambda s: -len(s.members))[:MOST_SEQUENCES]

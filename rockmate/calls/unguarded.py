@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rkgb.trace.code import is_the_users
+from solvers.interrupts import check
 
 CAPTURING = threading.local()
 """``name``: of the model whose call this thread captures, or runs as it was captured. ``noted``: by that capture."""
@@ -176,6 +177,7 @@ _ABSENCES = ("ObservedKeyError", "ObservedAttributeError")
 
 def _noting(build: Callable[..., Any], builder: Any, value: Any) -> Any:
     if is_captured():
+        check()
         CAPTURING.noted.note(value)
     return build(builder, value)
 

@@ -7,6 +7,7 @@ rank waits for another, since the others may have batches of other sizes, and pl
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class Ranks:
         try:
             return json.loads(self.store.get(self._key(name))) if self.store.check([self._key(name)]) else None
         except (RuntimeError, ValueError) as error:
-            self._unusable(error)
+            _unusable(str(error))
             return None
 
     def offer(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
@@ -44,14 +45,16 @@ class Ranks:
             first = self.store.compare_set(self._key(name), "", text)
             return None if first == text.encode() else json.loads(first)
         except (RuntimeError, ValueError) as error:
-            self._unusable(error)
+            _unusable(str(error))
             return None
 
     def _key(self, name: str) -> str:
         return f"rockmate/{name}"
 
-    def _unusable(self, error: Exception) -> None:
-        LOG.info("ranks may have different plans, as the store in which they met cannot be used: %s", error)
+
+@functools.cache  # said once
+def _unusable(why: str) -> None:
+    LOG.info("ranks may have different plans, as the store in which they met cannot be used: %s", why)
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,12 @@ def _taken(offered: dict[str, Any] | None, checked: Callable[[dict[str, Any]], T
 
 def places_of(disk: Disk | None) -> Places | None:
     """``disk``, and the ranks of the job that this process is part of; None if there is neither."""
-    ranks = _ranks()
+    ranks = ranks_of_job()
     return None if disk is None and ranks is None else Places(disk, ranks)
 
 
-def _ranks() -> Ranks | None:
+def ranks_of_job() -> Ranks | None:
+    """The ranks of the job that this process is part of; None if it is alone."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     if torch.distributed.get_world_size() == 1:

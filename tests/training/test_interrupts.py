@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_trains_as_eager, step, tight_budget
+from against_eager import assert_trains_as_eager, planned, step, tight_budget
 from models import case
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rkgb.cost.memory
 import rkgb.pipeline
 import rockmate
-from rockmate import Rockmate
+from rockmate import Attachment, Rockmate
+from rockmate.calls.capture import Capture
 from rockmate.rotor import Checkpointable
 from solvers import ChainPlanner
 from solvers.rotor.plans import ALGORITHMS
@@ -61,14 +63,15 @@ def in_a_callback_of_the_collector() -> None:
 
 
 def after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, what: Callable[[], None]) -> None:
-    """``what`` runs after the first call of ``owner.name``."""
+    """``what`` runs after the first call of ``owner.name``, also of one that fails."""
     original = getattr(owner, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        monkeypatch.setattr(owner, name, original)
-        what()
-        return result
+        try:
+            return original(*args, **kwargs)
+        finally:
+            monkeypatch.setattr(owner, name, original)
+            what()
 
     monkeypatch.setattr(owner, name, run)
 
@@ -84,7 +87,9 @@ LOSSES = (in_a_finalizer, in_a_callback_of_a_weak_reference, in_a_callback_of_th
 
 
 @pytest.mark.parametrize("losing", LOSSES)
-@pytest.mark.parametrize(("owner", "name"), [(rkgb.pipeline, "D_to_S"), (ChainPlanner, "solve")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(rkgb.pipeline, "D_to_S"), (ChainPlanner, "solve"), (Capture, "_run"), (Attachment, "_run")]
+)
 def test_an_interrupt_that_python_drops(
     losing: Callable[[], None], owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +176,18 @@ def test_an_interrupt_while_a_context_is_entered(monkeypatch: pytest.MonkeyPatch
         Rockmate(model, args, budget, costs="flops")
     assert not lock.locked()
     assert Rockmate(model, args, budget, costs="flops").plan.recomputed > 0
+
+
+def test_an_interrupt_while_torchdynamo_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code calls Python there, and a process may end where that raises: it goes on to a safe place."""
+    c = case("dropout_mlp")
+    model, args = c.model(), c.call(0)[0]
+    went_on = []
+    after(monkeypatch, FakeTensorMode, "dispatch", lambda: (interrupt(), went_on.append(1)))
+    with pytest.raises(KeyboardInterrupt):
+        Rockmate(model, args, "90%", costs="flops")
+    assert went_on == [1]
+    assert_trains_as_eager(c.model(), planned(c)[1], lambda _, call: step(call, *c.call(2)))
 
 
 def test_a_handler_that_raises_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
