@@ -436,3 +436,16 @@ def test_python_m_rockmate() -> None:
     done = started("-m", "rockmate", "--version")
     assert (done.returncode, done.stdout) == (0, f"rockmate {rockmate.__version__}\n")
     assert started("-m", "rockmate", "check").returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_an_answer_that_cannot_be_written(more: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FILE)
+    command = [sys.executable, "-m", "rockmate", "check", "model.py:make", *more]
+    with Path("/dev/full").open("w") as full:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert "the answer cannot be written to the standard output: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr

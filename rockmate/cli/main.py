@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import runpy
 import shutil
@@ -71,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
             hint = 'put what has spaces in quotes, such as --budget "8 GiB"'
             error = click.UsageError(f"{error.message}: {hint}.", getattr(error, "ctx", None))
         if "--json" in (sys.argv if arguments is None else arguments):
-            click.echo(json.dumps({"error": {"type": kind_of(error), "message": error.format_message()}}))
+            with contextlib.suppress(OSError):  # it may be this that cannot be written
+                click.echo(json.dumps({"error": {"type": kind_of(error), "message": error.format_message()}}))
         error.show()
         return error.exit_code
     except click.exceptions.Exit as end:
