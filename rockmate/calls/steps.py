@@ -38,8 +38,9 @@ from rockmate.tell import LOG
 from solvers import Frontier, InfeasibleError
 from solvers.sequence import Stage, choose, fastest, least_budget, overhead_of
 
-MOST_LOOKS = 16
-"""Steps of a model that are observed: those of one whose steps are never alike are not slowed down for ever."""
+MOST_LOOKS, MOST_REPEATED = 16, 64
+"""Steps of a model that are observed, and those of them that were known: one whose steps are never alike, or rarely of
+a new kind, is not slowed down for ever."""
 
 MOST_UNSEEN = 3
 """Steps that may end unobserved before that is said."""
@@ -61,8 +62,10 @@ class Steps:
         self.known: list[GraphSequence] = []
         self.last: GraphSequence | None = None
         self.problem: InfeasibleBudgetError | None = None
-        self.news = True  # the next step is to be observed
-        self.looks = self.unseen = 0  # observed steps; those since that could not be observed to their end
+        self.news = True  # there are steps to observe that were not observed yet
+        self.again = False  # or that vary
+        self.looks = self.repeated = 0  # observed steps: of new sequences, and of known ones that came in their place
+        self.unseen = 0  # steps since that could not be observed to their end
         self.asked: Budget | None = None
         self.said: set[str] = set()
 
@@ -76,7 +79,8 @@ class Steps:
             raise self.problem
         look = None
         end_look()
-        every = self.members.every if self.news and self.looks < MOST_LOOKS else []
+        looks = (self.news or self.again) and self.looks < MOST_LOOKS and self.repeated < MOST_REPEATED
+        every = self.members.every if looks else []
         if every and threading.current_thread() is not threading.main_thread():
             self.say(_ELSEWHERE)
         elif every and StepLook.possible():
@@ -97,15 +101,21 @@ class Steps:
 
     def learn(self, forward: Forward, moments: list[Moment]) -> None:
         """A step was observed: plan such steps."""
-        self.looks += 1
         self.unseen = 0
         found = forward.observed(moments)
         if found is None:
+            self.looks += 1
             return
         members, stages, options = found
         before = next((s for s in self.known if s.members == members and s.options == options), None)
         seen = [*(before.seen if before is not None else ()), stages]
-        self.news = forward.varies and len(seen) < SEEN
+        if before is None or self.again:
+            self.looks += 1
+        else:
+            self.repeated += 1
+        if before is None:
+            self.news = False
+        self.again = forward.varies and len(seen) < SEEN
         stages = bounds_of(seen)
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
         varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.peak(moments)

@@ -741,3 +741,49 @@ def test_steps_that_cannot_be_observed_are_said_to_have_no_plan() -> None:
                 m(randn(64, 2, seed=k)).backward()
     assert_same(snapshot(model), snapshot(eager))
     assert handle.plan is None
+
+
+class Tasks(nn.Module):
+    """Two losses on one body; Python reads which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(Layer() for _ in range(6)))
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        if len(rows):
+            return x[: int(rows)].square().mean()
+        return x.mean().square()
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Tasks runs other graphs:rockmate.BudgetWarning")
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0, 0, 1), (1, 1, 0)])
+def test_kinds_of_steps_that_take_turns_are_all_planned(order: tuple[int, ...]) -> None:
+    """The step after one of a new kind is of another kind."""
+    torch.manual_seed(0)
+    model, x = Tasks(), randn(512, WIDTH, seed=0)
+    kinds = [torch.tensor([300]), torch.zeros(0)]
+
+    def train(k: int) -> None:
+        model.zero_grad()
+        model(x, kinds[k]).backward()
+
+    budget = 7 * min(measure_peak(lambda k=k: train(k)) for k in (0, 1)) // 10
+    handle = attach(model, budget, costs="flops", cache=False)
+    for _ in range(5):
+        for k in order:
+            train(k)
+    taken = []
+    for k in (0, 1):
+        train(k)
+        model.zero_grad()
+        taken.append(measure_peak(lambda k=k: train(k)))
+    assert max(taken) <= budget
+    assert isinstance(handle.plan, StepPlan)
+    steps = handle._steps
+    assert steps is not None
+    for sequence in steps.known:
+        assert sequence.chosen == sequence.choose(budget)
+    assert len(steps.known) == 2, "both kinds were observed"
+    assert steps.repeated <= len(order)
