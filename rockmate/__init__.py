@@ -17,7 +17,8 @@ Budgets are bytes, or text: "8 GiB", "60%" of the step without recomputation, "a
 ``RockmateError`` and ``GraphError``. The same on a command line: ``rockmate --help``.
 """
 
-from importlib import metadata
+from importlib import import_module, metadata
+from typing import Any
 
 from rkgb.cost.memory import measure_peak
 from rkgb.errors import GraphError, MeasureError, MismatchError, TraceError, UnsupportedError
@@ -44,6 +45,14 @@ try:
     __version__ = metadata.version("rockmate")  # that of pyproject.toml
 except metadata.PackageNotFoundError:  # a copy of the sources that was not installed
     __version__ = "unknown"
+
+
+def __getattr__(name: str) -> Any:
+    """``rockmate.rotor`` is imported when it is first used."""
+    if name == "rotor":
+        return import_module("rockmate.rotor")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Attachment",

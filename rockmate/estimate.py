@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rkgb.cost.extrapolate import FEWEST, Extrapolated, Measured, extrapolated, form
+from rkgb.cost.kernels import convolution_kernels
 from rkgb.cost.measure import Known
 from rkgb.sample import Call, Sample
 from rkgb.trace.patches import TRACING
@@ -68,6 +69,7 @@ class Estimate:
     largest_plain: int | None
     measured: tuple[int, ...]
     rough: tuple[str, ...]
+    kernels_from: int = 0
 
     def __str__(self) -> str:
         rows = [["size", "peak", "smallest budget", "fits"]]
@@ -81,6 +83,11 @@ class Estimate:
         if self.rough:
             few = ", ".join(self.rough[:3]) + (", …" if len(self.rough) > 3 else "")
             lines.append(f"rough, since memory follows no function of the size: {few}")
+        if self.kernels_from:
+            lines.append(
+                f"PyTorch takes other kernels for convolutions from size {self.kernels_from} on, which did not run: "
+                "give a sample of that size"
+            )
         return "\n".join(lines)
 
 
@@ -106,8 +113,8 @@ def estimate(
     ``sizes`` if that is less; rows of the sample are repeated for it. The memory of each operation is fitted as a
     function of the size. Where the fit is right, the prediction is that of the large size, byte for byte. It is not
     where a library takes another kernel beyond the sizes that were measured (PyTorch for convolutions on one CPU thread
-    from 16 images on, cuDNN by the size), where the model rounds sizes, and where the time that an operation takes
-    decides among plans. Limits of the model, such as the number of its positions, show only where it runs. So give a
+    from 16 images on, which is said; cuDNN by the size), where the model rounds sizes, and where the time that an
+    operation takes decides among plans. Limits of the model, such as the number of its positions, show only where it runs. So give a
     sample that is small, but of the kind of the large one.
 
     Raises ``InputError`` for sizes below the sample's, for samples that cannot grow, and for models whose graph changes
@@ -127,7 +134,8 @@ def estimate(
         if available is not None:
             plain = _largest(call.size, wanted[-1], lambda n: known.planner(n).eager_peak <= available)
             largest = _largest_planned(known, call.size, wanted[-1], available)
-        return Estimate(found, available, largest, plain, known.measured, known.rough(wanted[-1]))
+        rough, kernels_from = known.rough(wanted[-1])
+        return Estimate(found, available, largest, plain, known.measured, rough, kernels_from)
 
 
 class _Growing:
@@ -261,10 +269,26 @@ class _Sizes:
     def measured(self) -> tuple[int, ...]:
         return tuple(p.size for p in self.points)
 
-    def rough(self, size: int) -> tuple[str, ...]:
-        """Names of what has no function, in the order of the graph."""
+    def rough(self, size: int) -> tuple[tuple[str, ...], int]:
+        """Names of what has no function, in the order of the graph, and then of convolutions whose kernel did not run;
+        the size from which on these take the kernels that they have at ``size``.
+        """
         self.planner(size)
-        return self._extrapolated[size].rough
+        wanted, measured = self._kernels(size), [convolution_kernels(p.s.d) for p in self.points[-FEWEST:]]
+        others = [
+            name for name in wanted if size > self.measured[-1] and any(m[name] != wanted[name] for m in measured)
+        ]
+        names = tuple(dict.fromkeys((*self._extrapolated[size].rough, *others)))
+        if not others:
+            return names, 0
+        low, high = self.measured[0], size
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._kernels(middle) == wanted else (middle, high)
+        return names, high
+
+    def _kernels(self, size: int) -> dict[str, str]:
+        return convolution_kernels(extrapolated(self.points, size).s.d)
 
     def planner(self, size: int) -> Planner:
         """A planner for ``size``, whose figures are fitted."""

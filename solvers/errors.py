@@ -31,9 +31,17 @@ class InfeasibleError(SolverError):
 
 
 def check_whole(where: str, **figures: object) -> None:
-    """Raise ``ProblemError`` for the first of ``figures`` that is no whole number from 0; it begins with ``where``."""
+    """Raise ``ProblemError`` for the first of ``figures`` that is no whole number from 0 to ``MOST``; it begins with
+    ``where``.
+    """
     for name, figure in figures.items():
         if type(figure) is not int:
             raise ProblemError(f"{where}: {name} is {figure!r}; expected an int")
         if figure < 0:
             raise ProblemError(f"{where} has a negative {name}, {figure}")
+        if figure > MOST:
+            raise ProblemError(f"{where}: {name} is {figure}; expected at most 2**53, in larger units")
+
+
+MOST = 2**53
+"""Solvers compute with floating-point numbers, which are not exact beyond."""

@@ -32,7 +32,7 @@ from rockmate.calls.shared import SharedStages
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.least import saves_nothing
 from rockmate.planning.places import ranks_of_job
-from rockmate.planning.step import StepPlan
+from rockmate.planning.step import StepPlan, graphs_of
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
 from solvers import Frontier, InfeasibleError
@@ -154,7 +154,7 @@ class Steps:
             eager = show_at_least(sequence.eager_peak)
             message = (
                 f"no plan fits a budget of {show_at_most(terms.budget)}: the forward of {self.front.name} is "
-                f"{_graphs(len(sequence.members))} ({self.why.rstrip('.')}), for which the smallest that can be "
+                f"{graphs_of(len(sequence.members))} ({self.why.rstrip('.')}), for which the smallest that can be "
                 f"planned is {show_at_least(error.min_budget)}; without recomputation the step takes {eager}. "
                 f"{_NOTHING if saves_nothing(error.min_budget, sequence.eager_peak) else ''}Raise the budget or make "
                 "the batch smaller."
@@ -222,10 +222,6 @@ _ELSEWHERE = (
     "steps in other threads than the main one cannot be observed: each graph of a step runs with its least memory. "
     "Train in the main thread for a plan of the whole step"
 )
-
-
-def _graphs(count: int) -> str:
-    return f"{count} graphs with other code between them" if count > 1 else "one graph with other code around it"
 
 
 def _said(plan: StepPlan) -> str:

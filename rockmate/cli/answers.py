@@ -21,7 +21,7 @@ from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import facts_of_call, text_of_facts
 from rockmate.planning.prepare import make_planner
 from rockmate.planning.report import block_choices
-from rockmate.planning.step import StepPlan
+from rockmate.planning.step import StepPlan, graphs_of
 from rockmate.progress import Progress
 from solvers import Frontier
 
@@ -75,16 +75,16 @@ def check(given: Given, options: Options) -> Answer:
 def _supported(found: Planned) -> str:
     if not isinstance(found.plan, StepPlan):
         return "yes"
-    return f"yes, by rockmate.attach: {len(found.plan.parts)} graphs with other code between them ({found.why})"
+    return f"yes, by rockmate.attach: {graphs_of(len(found.plan.parts))} ({found.why})"
 
 
 def _gain(given: Given, options: Options, eager_peak: int, curve: Frontier) -> str:
-    """What to do next: the smallest budget that is cheap, or else the smallest one."""
+    """What to do next: the smallest budget that is cheap, or else the cheapest one."""
     rows = [row for row in curve.table() if row[0] < min(eager_peak, curve.max_budget)]
     if not rows:
         return "There is nothing to gain: no plan takes less memory than the step without recomputation."
     cheap = [row for row in rows if row[2] <= CHEAP]
-    budget, share, overhead = min(cheap or rows)
+    budget, share, overhead = min(cheap) if cheap else min(rows, key=lambda row: (row[2], row[0]))
     whole = abs(100 * share - round(100 * share)) < 1e-9
     text = f"{round(100 * share)}%" if whole else show_at_least(budget)
     more = f" --autocast {options.autocast}" if options.autocast else ""
@@ -111,8 +111,8 @@ def plan(given: Given, budget: str, options: Options, save: Path | None, program
     if save is not None:
         if isinstance(made, StepPlan):
             raise Misuse(
-                f"the plan was not saved: the model is {len(made.parts)} graphs with other code between them "
-                f"({found.why}), and only a plan of one graph has a file"
+                f"the plan was not saved: the model is {graphs_of(len(made.parts))} ({found.why}), and only a plan "
+                "that is one graph has a file"
             )
         made.save(save)
         text += f"\n\nsaved in {save}: rockmate.Rockmate(model, sample, plan={str(save)!r})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import runpy
 import shutil
@@ -16,7 +15,7 @@ from rockmate import __version__
 from rockmate.budget import parse_budget
 from rockmate.cli import answers
 from rockmate.cli.answers import Answer
-from rockmate.cli.errors import Misuse, kind_of
+from rockmate.cli.errors import MISUSE, Misuse, kind_of
 from rockmate.cli.load import load, target_of
 from rockmate.cli.options import AUTOCAST, COSTS, FILE, LOSS, answering, numbers, options_of, writable
 
@@ -71,17 +70,27 @@ def main(arguments: list[str] | None = None) -> int:
         if "unexpected extra argument" in error.message:
             hint = 'put what has spaces in quotes, such as --budget "8 GiB"'
             error = click.UsageError(f"{error.message}: {hint}.", getattr(error, "ctx", None))
-        if "--json" in (sys.argv if arguments is None else arguments):
-            with contextlib.suppress(OSError):  # it may be this that cannot be written
-                click.echo(json.dumps({"error": {"type": kind_of(error), "message": error.format_message()}}))
+        if _as_json(arguments):
+            click.echo(json.dumps({"error": {"type": kind_of(error), "message": error.format_message()}}))
         error.show()
         return error.exit_code
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.Abort:
+        if _as_json(arguments):
+            click.echo(json.dumps({"error": {"type": "KeyboardInterrupt", "message": "Interrupted."}}))
         click.echo("Interrupted.", err=True)
         return 130
+    except BrokenPipeError:
+        raise  # whoever reads has seen enough
+    except OSError as error:
+        Misuse(f"the answer cannot be written to the standard output: {error.strerror}").show()
+        return MISUSE
     return result if isinstance(result, int) else 0
+
+
+def _as_json(arguments: list[str] | None) -> bool:
+    return "--json" in (sys.argv if arguments is None else arguments)
 
 
 # ----------------------------------------------------------------------------------------------- commands

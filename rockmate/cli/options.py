@@ -66,12 +66,7 @@ def _run(work: Callable[[], Answer], as_json: bool, trace: bool) -> int:
             click.echo("This is no mistake of yours: please report it, with the lines above.", err=True)
             return DEFECT
         raise found from found.__cause__
-    try:
-        click.echo(json.dumps(answer.values, indent=2) if as_json else answer.text)
-    except BrokenPipeError:
-        raise  # whoever reads has seen enough
-    except OSError as error:
-        raise Misuse(f"the answer cannot be written to the standard output: {error.strerror}") from error
+    click.echo(json.dumps(answer.values, indent=2) if as_json else answer.text)
     return answer.code
 
 

@@ -27,6 +27,7 @@ from rkgb.sample import Call
 from rockmate.errors import InputError, PlanError
 from rockmate.planning.fields import PlanFields
 from solvers import Problem, ProblemError, Schedule, ScheduleError, parse_schedule
+from solvers.errors import check_whole
 from solvers.files.values import from_json, to_json
 
 FORMAT = 3
@@ -79,7 +80,7 @@ class SavedPlan(PlanFields):
             yield
         except PlanError:
             raise
-        except (AssertionError, LookupError, ProblemError, InputError) as error:
+        except (AssertionError, LookupError, OverflowError, ProblemError, InputError) as error:
             raise PlanError(
                 f"the figures in {self.path} are not those of this graph, though its fingerprint is: the file was "
                 "changed. Make the plan again."
@@ -137,6 +138,7 @@ def read_plan(path: str | Path) -> SavedPlan:
         said = {f.name: found[f.name] for f in fields(SavedPlan) if f.name in found}
         said |= {"path": str(path), "program": "\n".join(found["program"])}
         plan: SavedPlan = from_json(said, SavedPlan, "the plan")
+        check_whole("the plan", budget=plan.budget)
         return plan
     except OSError as error:
         raise PlanError(f"there is no plan in {path}: {error}") from error

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def graphs_of(count: int) -> str:
+    """So many graphs, in words."""
+    return f"{count} graphs with other code between them" if count > 1 else "one graph with other code around it"
+
+
 @dataclass(frozen=True, repr=False)
 class StepPlan:
     """What each graph of a step keeps and runs again, in the order of the forward.

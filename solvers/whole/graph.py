@@ -53,6 +53,8 @@ class GraphProblem:
         if self.scale < 1:
             raise ProblemError(f"the scale is {self.scale}; it is at least 1")
         for i, node in enumerate(self.nodes):
+            if not isinstance(node, GraphNode):
+                raise ProblemError(f"node {i} is {node!r:.40}; expected a GraphNode")
             where = f"node {i} ({node.name})"
             check_whole(where, time=node.time, size=node.size, transient=node.transient)
             for j in node.reads:

@@ -57,6 +57,10 @@ def first(problem: Problem, **changes: Any) -> Problem:
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "time": (lambda: first(chain(), time=1.5), r"node 0 \(n0\): time is 1\.5; expected an int"),
+    "size": (
+        lambda: first(chain(), time=2**60),
+        r"node 0 \(n0\): time is 1152921504606846976; expected at most 2\*\*53",
+    ),
     "peak": (lambda: first(chain(), peak=True), r"node 0 \(n0\): peak is True; expected an int"),
     "size": (lambda: replace(chain(), data=(Data("d0", 99.5, 0), *chain().data[1:])), r"data 0 \(d0\): size is 99\.5"),  # type: ignore[arg-type]
     "loss": (lambda: replace(chain(), loss=-1), "the problem has a negative loss, -1"),

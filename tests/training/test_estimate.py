@@ -298,3 +298,22 @@ def test_a_number_that_is_only_looked_at_changes_no_graph() -> None:
     found = estimate(model, torch.ones(8, 16), 64)
     assert found.sizes[0].max_budget == rockmate.frontier(model, torch.ones(64, 16), costs="flops").max_budget
     assert not found.rough
+
+
+@pytest.mark.parametrize(("sample", "said"), [(4, 16), (16, 0)])
+def test_another_kernel_beyond_the_measured_sizes_is_said(sample: int, said: int) -> None:
+    """On one CPU thread PyTorch takes another one for small convolutions from 16 images on."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 8, 1), nn.GELU(), nn.Flatten())
+        found = estimate(model, randn(sample, 3, 16, 16, seed=0), 96)
+        planned = rockmate.frontier(model, randn(96, 3, 16, 16, seed=0), costs="flops")
+    finally:
+        torch.set_num_threads(threads)
+    assert found.kernels_from == said
+    assert bool(found.rough) == bool(said)
+    assert (f"from size {said} on" in str(found)) == bool(said)
+    if not said:
+        assert found.sizes[0].max_budget == planned.max_budget
