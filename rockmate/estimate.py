@@ -114,8 +114,8 @@ def estimate(
     function of the size. Where the fit is right, the prediction is that of the large size, byte for byte. It is not
     where a library takes another kernel beyond the sizes that were measured (PyTorch for convolutions on one CPU thread
     from 16 images on, which is said; cuDNN by the size), where the model rounds sizes, and where the time that an
-    operation takes decides among plans. Limits of the model, such as the number of its positions, show only where it runs. So give a
-    sample that is small, but of the kind of the large one.
+    operation takes decides among plans. Limits of the model, such as the number of its positions, show only where it
+    runs. So give a sample that is small, but of the kind of the large one.
 
     Raises ``InputError`` for sizes below the sample's, for samples that cannot grow, and for models whose graph changes
     with the size; otherwise what ``rockmate.frontier`` raises.

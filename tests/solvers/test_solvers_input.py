@@ -57,7 +57,7 @@ def first(problem: Problem, **changes: Any) -> Problem:
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "time": (lambda: first(chain(), time=1.5), r"node 0 \(n0\): time is 1\.5; expected an int"),
-    "size": (
+    "large": (
         lambda: first(chain(), time=2**60),
         r"node 0 \(n0\): time is 1152921504606846976; expected at most 2\*\*53",
     ),
