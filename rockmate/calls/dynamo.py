@@ -28,6 +28,7 @@ _SETTINGS = {
     "allow_unspec_int_on_nn_module": True,  # a counter on a module is no reason to capture again
     "specialize_float": False,
     "allow_rnn": True,
+    "enable_dynamo_decompositions": False,  # into operations that compute other bits
     "skip_nnmodule_hook_guards": False,  # hooks are added and removed
     "suppress_errors": False,
 }

@@ -663,6 +663,34 @@ def test_eleven_lambdas() -> None:
     trains_as_eager(Lambdas)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a, b: a.add_(b, alpha=0.1),
+        lambda a, b: a.add_(b, alpha=b.mean()),
+        lambda a, b: a.addcmul_(a, b, value=0.1),
+        lambda a, b: a.addcdiv_(a, b.abs() + 1.0, value=0.1),
+        lambda a, b: torch._foreach_lerp_([a], [b], 0.1),
+        lambda a, b: torch._foreach_addcdiv_([a], [b], [a.abs() + 1.0], value=0.1),
+    ],
+)
+def test_writes_that_torchdynamo_would_decompose(write: Callable[..., Any]) -> None:
+    """Into a product and a sum, say, which have other bits."""
+
+    class Averages(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average = nn.Buffer(torch.linspace(-1, 1, 256 * 8).view(256, 8))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            with torch.no_grad():
+                write(self.average, y.detach())
+            return y + self.average
+
+    trains_as_eager(Averages)
+
+
 @pytest.mark.parametrize("way", ["in place", "data in place", "data assigned"])
 def test_a_teacher_that_starts_as_its_student(way: str) -> None:
     """Averaging two equal weights changes nothing, so that only the writes tell the planner what to put back."""
