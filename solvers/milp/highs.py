@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from solvers.errors import SolverError
@@ -20,3 +21,16 @@ def load() -> Any:
             "Saved plans, and budgets with which nothing is recomputed, need no solver."
         ) from error
     return highspy
+
+
+@cache
+def quiet() -> Any:
+    """The class ``highspy.Highs``, whose instances print nothing: from 1.16 on, it says its name when one is made."""
+    highspy = load()
+
+    class Quiet(highspy.Highs):  # type: ignore[misc, name-defined]
+        def enableCallbacks(self) -> None:  # noqa: N802 - highspy's own name for what the constructor calls first
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    return Quiet

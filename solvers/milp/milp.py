@@ -129,9 +129,8 @@ def _model(program: IntegerProgram, effort: Effort) -> Any:
     lp.a_matrix_.start_ = np.array(program.starts, np.int32)
     lp.a_matrix_.index_ = np.array(program.columns, np.int32)
     lp.a_matrix_.value_ = np.array(program.values)
-    solver = highspy.Highs()
+    solver = highs.quiet()()
     options = {
-        "output_flag": False,
         "threads": effort.threads,
         "time_limit": effort.seconds,
         "mip_rel_gap": effort.gap,

@@ -314,3 +314,9 @@ def test_an_interrupt_while_the_handler_changes(method: str) -> None:
         assert raised == (left[0] == 0), at
         assert not interrupts._inside, at
     assert left[0] > 0, "the last was not beyond the end"
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS says its name from some version on."""
+    assert lower_bound(PROBLEM, BUDGET) > PROBLEM.eager_time
+    assert capfd.readouterr() == ("", "")
