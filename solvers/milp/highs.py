@@ -29,7 +29,7 @@ def quiet() -> Any:
     highspy = load()
 
     class Quiet(highspy.Highs):  # type: ignore[misc, name-defined]
-        def enableCallbacks(self) -> None:  # noqa: N802 - highspy's own name for what the constructor calls first
+        def enableCallbacks(self) -> None:
             self.setOptionValue("output_flag", False)
             super().enableCallbacks()
 
