@@ -90,8 +90,9 @@ def hide_own_warnings() -> None:
 def hide_own_logs() -> None:
     """A call that the module refuses fails in TorchDynamo first, which logs pages; the module's own error says it.
     Where values are read, TorchDynamo logs which of its settings to change; a model that is several graphs needs none.
+    In torch 2.11 it fails to log its settings, of which some are functions.
     """
-    for name in ("torch._subclasses.fake_tensor", "torch._dynamo.convert_frame", "torch._dynamo.variables.tensor"):
+    for name in _LOGGERS:
         logging.getLogger(name).addFilter(_is_news)
 
 
@@ -99,7 +100,19 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not (is_captured() and str(record.msg).startswith(_NO_NEWS))
 
 
-_NO_NEWS = ("failed while attempting to run meta", "WON'T CONVERT", "Graph break from `Tensor.item()`")
+_LOGGERS = (
+    "torch._subclasses.fake_tensor",
+    "torch._dynamo.convert_frame",
+    "torch._dynamo.metrics_context",
+    "torch._dynamo.variables.tensor",
+)
+
+_NO_NEWS = (
+    "failed while attempting to run meta",
+    "WON'T CONVERT",
+    "Graph break from `Tensor.item()`",
+    "Unexpected exception logging compilation metrics",
+)
 
 
 def capture_again(error: BaseException) -> None:
