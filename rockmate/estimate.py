@@ -273,27 +273,27 @@ class _Sizes:
         """Names of what has no function, in the order of the graph, and then of convolutions whose kernel did not run;
         the size from which on these take the kernels that they have at ``size``.
         """
-        self.planner(size)
-        wanted, measured = self._kernels(size), [convolution_kernels(p.s.d) for p in self.points[-FEWEST:]]
-        others = [
-            name for name in wanted if size > self.measured[-1] and any(m[name] != wanted[name] for m in measured)
-        ]
-        names = tuple(dict.fromkeys((*self._extrapolated[size].rough, *others)))
+        wanted, others = self._kernels(size), dict[str, int]()  # the last measured size with another kernel
+        for point in self.points[-FEWEST:] if size > self.measured[-1] else ():
+            kernels = convolution_kernels(point.s.d)
+            others.update((name, point.size) for name in wanted if kernels[name] != wanted[name])
+        names = tuple(dict.fromkeys((*self._at(size).rough, *others)))
         if not others:
             return names, 0
-        low, high = self.measured[0], size
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._kernels(middle) == wanted else (middle, high)
-        return names, high
+        return names, 1 + (_largest(max(others.values()), size, lambda n: self._kernels(n) != wanted) or 0)
 
     def _kernels(self, size: int) -> dict[str, str]:
-        return convolution_kernels(extrapolated(self.points, size).s.d)
+        return convolution_kernels(self._at(size).s.d)
+
+    def _at(self, size: int) -> Extrapolated:
+        if size not in self._extrapolated:
+            self._extrapolated[size] = extrapolated(self.points, size)
+        return self._extrapolated[size]
 
     def planner(self, size: int) -> Planner:
         """A planner for ``size``, whose figures are fitted."""
         if size not in self._planners:
-            found = self._extrapolated[size] = extrapolated(self.points, size)
+            found = self._at(size)
             like = dataclasses.replace(self.last, graphs=dataclasses.replace(self.last.graphs, classes=found.classes))
             self._planners[size] = like.at_other_sizes(found.s, Known(found.costs.__getitem__), self.model, [])
         return self._planners[size]

@@ -22,7 +22,7 @@ followed: the result is then feasible, and perhaps not the best.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from solvers.errors import InfeasibleError
@@ -76,16 +76,15 @@ class Stage:
         return max(self.before + choice.forward, self.after + choice.kept, self.backward(choice), self.rest)
 
 
-OBSERVED = ("before", "after", "beside", "later", "rest")
-"""What is observed of a stage."""
-
-
-def widest(seen: Sequence[Sequence[Stage]]) -> tuple[Stage, ...]:
-    """Stages with the most of what was observed in any of several steps, which have the same choices."""
+def together(seen: Sequence[Sequence[Stage]], of: Callable[[list[int]], int]) -> tuple[Stage, ...]:
+    """Several steps with the same choices as one: each figure beside the choices is ``of`` those of all steps."""
     return tuple(
-        replace(stages[0], **{name: max(getattr(stage, name) for stage in stages) for name in OBSERVED})
+        replace(stages[0], **{name: of([getattr(stage, name) for stage in stages]) for name in _OBSERVED})
         for stages in zip(*seen, strict=True)
     )
+
+
+_OBSERVED = ("before", "after", "beside", "later", "rest")
 
 
 def fastest(stages: Sequence[Stage]) -> tuple[int, ...]:

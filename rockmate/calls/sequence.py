@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rockmate.calls.member import Member
 from rockmate.calls.shared import SharedStages
 from rockmate.planning.step import StepPlan
-from solvers.sequence import OBSERVED, Choice, Stage, choose, fastest, peak_of
+from solvers.sequence import Choice, Stage, choose, fastest, peak_of, together
 
 _NOTHING = Choice(0, 0, 0, 0)
 
@@ -72,10 +72,4 @@ class GraphSequence:
 def bounds_of(seen: list[tuple[Stage, ...]]) -> tuple[Stage, ...]:
     """Stages with what the code between graphs took in any of some steps, and as much more as these steps differ."""
 
-    def bound(stages: tuple[Stage, ...], name: str) -> int:
-        values: list[int] = [getattr(stage, name) for stage in stages]
-        return 2 * max(values) - min(values)
-
-    return tuple(
-        replace(stages[0], **{name: bound(stages, name) for name in OBSERVED}) for stages in zip(*seen, strict=True)
-    )
+    return together(seen, lambda values: 2 * max(values) - min(values))

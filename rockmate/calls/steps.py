@@ -31,7 +31,7 @@ from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.calls.shared import SharedStages
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.least import saves_nothing
-from rockmate.planning.places import ranks_of_job
+from rockmate.planning.places import places_of
 from rockmate.planning.step import StepPlan, graphs_of
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
@@ -62,8 +62,8 @@ class Steps:
         self.known: list[GraphSequence] = []
         self.last: GraphSequence | None = None
         self.problem: InfeasibleBudgetError | None = None
-        self.news = True  # there are steps to observe that were not observed yet
-        self.again = False  # or that vary
+        self.news = True  # steps of a new sequence are to be observed
+        self.again = False  # so are more of one whose sizes vary
         self.looks = self.repeated = 0  # observed steps: of new sequences, and of known ones that came in their place
         self.unseen = 0  # steps since that could not be observed to their end
         self.asked: Budget | None = None
@@ -120,10 +120,9 @@ class Steps:
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
         varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.peak(moments)
         sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen, varies, peak)
-        ranks = ranks_of_job()
-        if ranks is not None:
+        if (places := places_of(None)) is not None:
             shared = before.shared if before is not None else None
-            sequence.shared = shared or SharedStages.of(ranks, stages, options)
+            sequence.shared = shared or SharedStages.of(places, stages, options)
             sequence.shared.add(stages)
             sequence.stages = sequence.shared.stages
         self.solve(sequence)

@@ -80,7 +80,7 @@ class SavedPlan(PlanFields):
             yield
         except PlanError:
             raise
-        except (AssertionError, LookupError, OverflowError, ProblemError, InputError) as error:
+        except (AssertionError, LookupError, ProblemError, InputError) as error:
             raise PlanError(
                 f"the figures in {self.path} are not those of this graph, though its fingerprint is: the file was "
                 "changed. Make the plan again."

@@ -26,6 +26,7 @@ from rkgb.settings import settings
 from rockmate.planning.disk import named
 from rockmate.planning.places import Places
 from solvers import ChainPlan, Problem, format_schedule, parse_schedule, walk
+from solvers.errors import MOST
 from solvers.files.values import from_json, to_json
 
 LOADED = ", loaded"
@@ -36,9 +37,6 @@ _PACKAGES = ("rkgb", "solvers", "rockmate")
 
 # Operators whose kernels follow from a version. Others may be the user's own, and change from one start to the next.
 _VERSIONED = {"aten": "torch", "prims": "torch", "torchvision": "torchvision"}
-
-_MOST = 2**60
-"""No figure is as large."""
 
 
 class Bounded(NamedTuple):
@@ -108,7 +106,7 @@ def _no_costs_of(node: S_node, fed: tuple[int, ...], cost: Cost) -> str:
         cost.incoming,
         *(g.bytes for g in cost.inputs if g),
     ]
-    if not all(0 <= figure < _MOST for figure in figures):
+    if not all(0 <= figure <= MOST for figure in figures):
         return "has a figure that is negative, or too large"
     if cost.results != fed or len(cost.inputs) != (len(node.reads) if fed else 0):
         return "has other gradients"

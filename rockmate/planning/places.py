@@ -94,12 +94,11 @@ def _taken(offered: dict[str, Any] | None, checked: Callable[[dict[str, Any]], T
 
 def places_of(disk: Disk | None) -> Places | None:
     """``disk``, and the ranks of the job that this process is part of; None if there is neither."""
-    ranks = ranks_of_job()
+    ranks = _ranks()
     return None if disk is None and ranks is None else Places(disk, ranks)
 
 
-def ranks_of_job() -> Ranks | None:
-    """The ranks of the job that this process is part of; None if it is alone."""
+def _ranks() -> Ranks | None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     if torch.distributed.get_world_size() == 1:

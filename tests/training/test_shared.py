@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rockmate.calls import shared
 from rockmate.calls.shared import SharedStages
-from rockmate.planning.places import Ranks
+from rockmate.planning.places import Places, Ranks
 from solvers.sequence import Choice, Stage
 
 FIRST = (Stage((Choice(10, 20, 30, 5),), 1, 2, 3, 4, -5), Stage((Choice(1, 2, 3, 4),), 6, 7, 8, 9, 10))
@@ -22,7 +22,7 @@ def on_each_rank(store: dist.Store, ranks: int) -> list[SharedStages]:
     found = []
     for _ in range(ranks):
         shared._made.clear()
-        found.append(SharedStages.of(Ranks(store), FIRST, OPTIONS))
+        found.append(SharedStages.of(Places(None, Ranks(store)), FIRST, OPTIONS))
     return found
 
 
@@ -47,9 +47,11 @@ def test_models_and_steps_are_told_apart() -> None:
     store = dist.HashStore()
     (a,) = on_each_rank(store, 1)
     a.add(FIRST)
-    another = SharedStages.of(Ranks(store), FIRST, OPTIONS)
+    another = SharedStages.of(Places(None, Ranks(store)), FIRST, OPTIONS)
     assert not another.is_new(), "attached later, perhaps with another loss"
     (other,) = on_each_rank(store, 1)
     assert other.is_new()
-    assert not SharedStages.of(Ranks(store), (replace(FIRST[0], choices=FIRST[1].choices), FIRST[1]), OPTIONS).is_new()
-    assert not SharedStages.of(Ranks(store), FIRST, ((1,), (0,))).is_new()
+    assert not SharedStages.of(
+        Places(None, Ranks(store)), (replace(FIRST[0], choices=FIRST[1].choices), FIRST[1]), OPTIONS
+    ).is_new()
+    assert not SharedStages.of(Places(None, Ranks(store)), FIRST, ((1,), (0,))).is_new()
