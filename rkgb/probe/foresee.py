@@ -36,10 +36,14 @@ def bytes_of_results(node: Node, value: Callable[[int], Any]) -> int:
     return max((t.numel() * t.element_size() for t in tensors_of(results)), default=0)
 
 
+_NO_SIZES = frozenset("layer_norm rms_norm embedding cross_entropy_loss nll_loss nll_loss_nd".split())
+"""Operators of models whose results are as large as their tensors say: they are given features and indices."""
+
+
 @cache
 def _takes_sizes(op: Any) -> bool:
     """Whether memory depends on numbers: it makes a tensor of sizes, or of numbers only (``arange``)."""
-    if not isinstance(op, torch._ops.OpOverload) or op.is_view:
+    if not isinstance(op, torch._ops.OpOverload) or op.is_view or op.name().partition("::")[2] in _NO_SIZES:
         return False
     arguments = str(op._schema).partition(") ->")[0]
     return "SymInt" in arguments or "Tensor" not in arguments
