@@ -21,7 +21,14 @@ from rkgb.sample import Call
 from rkgb.warn import warn
 from rockmate.calls.captured import kinds_of_sources, line_of, line_of_derivatives, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
-from rockmate.calls.dynamo import explain_in_any_case, hide_own_logs, hide_own_warnings, new_entry, settings
+from rockmate.calls.dynamo import (
+    capture_under_settings,
+    explain_in_any_case,
+    hide_own_logs,
+    hide_own_warnings,
+    new_entry,
+    settings,
+)
 from rockmate.calls.front import Front
 from rockmate.calls.held import check_effects
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
@@ -80,6 +87,7 @@ class Capture:
         if self._compiled is None:
             hide_own_logs()
             explain_in_any_case()
+            capture_under_settings()
             see_what_is_not_guarded()
             self._whole, self._settings, self._asking = whole, settings(whole), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
@@ -88,8 +96,7 @@ class Capture:
         full = is_full(call) if masks_left_out else None
         try:
             with (
-                self._named(),
-                torch._dynamo.config.patch(self._settings),
+                self._capturing(),
                 as_eager(self._asking),
                 left_out_as_eager(full) if masks_left_out else contextlib.nullcontext(),
                 put_back_if_it_fails(),
@@ -106,13 +113,13 @@ class Capture:
         return result
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        before = getattr(CAPTURING, "name", None), getattr(CAPTURING, "noted", None)
-        CAPTURING.name, CAPTURING.noted = self.front.name, self._noted
+    def _capturing(self) -> Iterator[None]:
+        before = [getattr(CAPTURING, what, None) for what in ("name", "noted", "settings")]
+        CAPTURING.name, CAPTURING.noted, CAPTURING.settings = self.front.name, self._noted, self._settings
         try:
             yield
         finally:
-            CAPTURING.name, CAPTURING.noted = before
+            CAPTURING.name, CAPTURING.noted, CAPTURING.settings = before
 
     def clear(self) -> None:
         """Forget all that was captured, also of the functions of the model's classes, which run for others, too."""

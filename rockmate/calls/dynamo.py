@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rockmate.calls.unguarded import is_captured
+from rockmate.calls.unguarded import CAPTURING, is_captured
 
 RECOMPILE_LIMIT = 64
 """Captures of one model, at most."""
@@ -43,7 +43,7 @@ _OF_PARTS = {
 
 
 def settings(whole: bool) -> dict[str, Any]:
-    """TorchDynamo's settings while calls are captured, of those that this version of torch has.
+    """TorchDynamo's settings while it captures calls, of those that this version of torch has.
 
     What transformers and others say once (``logger.warning_once``) is no reason not to capture a call: it is not said.
     """
@@ -55,6 +55,25 @@ def settings(whole: bool) -> dict[str, Any]:
         "ignore_logging_functions": getattr(config, "ignore_logging_functions", set()) | once,
     }
     return {name: value for name, value in found.items() if hasattr(config, name)}
+
+
+def capture_under_settings() -> None:
+    """Where a call of ours is captured, TorchDynamo has the settings of that call (``CAPTURING``). Calls that run as
+    they were captured go without: to set and reset them takes longer than the guards of many models.
+    """
+    wrapper: Any = torch._dynamo.convert_frame.CatchErrorsWrapper
+    convert = wrapper.__call__
+    if hasattr(convert, "__wrapped__"):
+        return
+
+    @functools.wraps(convert)
+    def converted(*args: Any) -> Any:
+        if not is_captured():
+            return convert(*args)
+        with torch._dynamo.config.patch(CAPTURING.settings):
+            return convert(*args)
+
+    wrapper.__call__ = converted
 
 
 def explain_in_any_case() -> None:

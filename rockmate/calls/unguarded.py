@@ -22,7 +22,9 @@ from rkgb.trace.code import is_the_users
 from solvers.interrupts import check
 
 CAPTURING = threading.local()
-"""``name``: of the model whose call this thread captures, or runs as it was captured. ``noted``: by that capture."""
+"""``name``: of the model whose call this thread captures, or runs as it was captured. ``noted``: by that capture.
+``settings``: TorchDynamo's, for it.
+"""
 
 
 class Noted:
