@@ -69,7 +69,8 @@ class GraphSequence:
         )
 
 
-def bounds_of(seen: list[tuple[Stage, ...]]) -> tuple[Stage, ...]:
-    """Stages with what the code between graphs took in any of some steps, and as much more as these steps differ."""
-
-    return together(seen, lambda values: 2 * max(values) - min(values))
+def bounds_of(seen: list[tuple[Stage, ...]], varies: bool) -> tuple[Stage, ...]:
+    """Stages with the most that the code between graphs took in some steps; where sizes vary from step to step, with as
+    much more as these steps differ. Else they differ by the choices that ran.
+    """
+    return together(seen, lambda values: (1 + varies) * max(values) - varies * min(values))

@@ -116,7 +116,7 @@ class Steps:
         if before is None:
             self.news = False
         self.again = forward.varies and len(seen) < SEEN
-        stages = bounds_of(seen)
+        stages = bounds_of(seen, forward.varies)
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
         varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.peak(moments)
         sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen, varies, peak)
