@@ -299,7 +299,7 @@ class Planner:
             self.report("measure", 0.0)
             k = make_K(self.graphs.S, model, inputs, self.options.costs, usage, self.graphs.known, k.missing)
             doing = phase_of(self.graphs.known, before)
-            seconds[doing] = time.perf_counter() - start
+            seconds[doing] = seconds.get(doing, 0.0) + time.perf_counter() - start
         options = self.options_of_blocks if usage == self.graphs.K.usage else None
         graphs = dataclasses.replace(self.graphs, K=k)
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)

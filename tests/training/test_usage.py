@@ -244,6 +244,7 @@ def test_a_loss_outside_is_planned_for_as_it_was_seen(name: str, holds: bool, fr
     rk.zero_grad()
     train()
     assert rk.plan is not first  # planned again when the backward was over
+    assert rk.plan.setup_seconds["measure"] >= first.setup_seconds["measure"], "of all that was measured"
     peak = measured(rk, train)
     assert rk.plan.room.seen
     assert_as_predicted(rk, peak)
