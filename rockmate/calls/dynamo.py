@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rockmate.calls.unguarded import CAPTURING, is_captured
+from rockmate.calls.unguarded import CAPTURING, is_captured, wrap
 
 RECOMPILE_LIMIT = 64
 """Captures of one model, at most."""
@@ -61,19 +61,16 @@ def capture_under_settings() -> None:
     """Where a call of ours is captured, TorchDynamo has the settings of that call (``CAPTURING``). Calls that run as
     they were captured go without: to set and reset them takes longer than the guards of many models.
     """
-    wrapper: Any = torch._dynamo.convert_frame.CatchErrorsWrapper
-    convert = wrapper.__call__
-    if hasattr(convert, "__wrapped__"):
-        return
+    wrapper = torch._dynamo.convert_frame.CatchErrorsWrapper
+    if not hasattr(wrapper.__call__, "__wrapped__"):
+        wrap(wrapper, "__call__", _under_settings)
 
-    @functools.wraps(convert)
-    def converted(*args: Any) -> Any:
-        if not is_captured():
-            return convert(*args)
-        with torch._dynamo.config.patch(CAPTURING.settings):
-            return convert(*args)
 
-    wrapper.__call__ = converted
+def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
+    if not is_captured():
+        return convert(*args)
+    with torch._dynamo.config.patch(CAPTURING.settings):
+        return convert(*args)
 
 
 def explain_in_any_case() -> None:
@@ -84,15 +81,14 @@ def explain_in_any_case() -> None:
     explain = getattr(guards, _EXPLAINS, None)
     if explain is None or hasattr(explain, "__wrapped__"):
         return
+    wrap(guards, _EXPLAINS, _explained)
 
-    @functools.wraps(explain)
-    def explained(*args: Any) -> Any:
-        try:
-            return explain(*args)
-        except (KeyError, IndexError, AttributeError, TypeError):
-            return ["Duplicate tensors found"]
 
-    setattr(guards, _EXPLAINS, explained)
+def _explained(explain: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return explain(*args)
+    except (KeyError, IndexError, AttributeError, TypeError):
+        return ["Duplicate tensors found"]
 
 
 _EXPLAINS = "recompilation_reason_for_no_tensor_aliasing_guard"

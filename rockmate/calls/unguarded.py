@@ -143,18 +143,18 @@ def see_what_is_not_guarded() -> None:
     if hasattr(translation.InstructionTranslatorBase.exception_handler, "__wrapped__"):
         return
     variables: Any = torch._dynamo.variables
-    _wrap(translation.InstructionTranslatorBase, "exception_handler", _without_absences)
-    _wrap(variables.builder.VariableBuilder, "__call__", _noting)
-    _wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _as_eager)
+    wrap(translation.InstructionTranslatorBase, "exception_handler", _without_absences)
+    wrap(variables.builder.VariableBuilder, "__call__", _noting)
+    wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _as_eager)
     for name, same in (("is", True), ("is not", False)):
         compare = translation.compare_op_handlers[name]
         translation.compare_op_handlers[name] = functools.partial(_compared, compare, same)
     protocol = getattr(variables, "object_protocol", None)
     if hasattr(protocol, "vt_identity_compare"):  # what == and "in" of objects come to, in newer versions
-        _wrap(protocol, "vt_identity_compare", _identified)
+        wrap(protocol, "vt_identity_compare", _identified)
 
 
-def _wrap(holder: Any, name: str, around: Callable[..., Any]) -> None:
+def wrap(holder: Any, name: str, around: Callable[..., Any]) -> None:
     """Have ``around`` called in the place of a function, with that function as its first argument."""
     original = getattr(holder, name)
 
