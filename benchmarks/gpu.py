@@ -1,15 +1,15 @@
 """Everything that only a GPU shows, in one run of at most ten minutes on a machine that has nothing but torch.
 
 Sections, the most valuable first: versions, tests, zoo (results against eager mode), bytes (promised and allocated),
-time (beside torch's own ways to save memory), launch (does a step wait for Python), fits (the largest batch), peers
-(the measurements of peers.py). Each part of a section is a process of its own with a deadline; what hangs or crashes is
-recorded, and the rest runs. Results are JSON lines, appended as they come. ``--dry`` runs all of it at toy sizes on the
-CPU.
+scripts (training plainly and attached), time (beside torch's own ways to save memory), launch (does a step wait for
+Python), fits (the largest batch), peers (the measurements of peers.py). Each part of a section is a process of its own
+with a deadline; what hangs or crashes is recorded, and the rest runs. Results are JSON lines, appended as they come.
+``--dry`` runs all of it at toy sizes on the CPU.
 
     python benchmarks/gpu.py --out results.jsonl [--sections zoo,bytes] [--seconds 600] [--limit time=60] [--dry]
     python benchmarks/gpu.py --page results.jsonl > gpu.md
 
-Beside torch it needs what rockmate does (pulp, highspy, networkx, graphviz, tqdm). torchvision, transformers and pytest
+Beside torch it needs what rockmate does (see pyproject.toml). torchvision, transformers and pytest
 are used where they are installed.
 """
 

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = "benchmarks/gpu.py"
+SECTIONS = ("versions", "tests", "zoo", "bytes", "scripts", "time", "launch", "fits", "peers")
 
 
 def gpu(*options: str, **settings: str) -> str:
@@ -49,7 +50,7 @@ def rows_of(records: list[dict[str, Any]], section: str) -> list[dict[str, Any]]
 def test_every_section_reports_and_one_without_time_is_said_to_be(records: list[dict[str, Any]]) -> None:
     ended = {(r["section"], r["part"]): r["ended"] for r in records if "ended" in r}
     assert ended.pop(("versions", "")) == "timed out"
-    assert {section for section, _ in ended} == {"tests", "zoo", "bytes", "time", "launch", "fits", "peers"}
+    assert {section for section, _ in ended} == set(SECTIONS) - {"versions"}
     assert set(ended.values()) == {"done"}, [r.get("why") for r in records if "ended" in r]
     assert all(rows_of(records, section) for section, _ in ended)
     assert "finished" in records[-1]
@@ -92,6 +93,11 @@ def test_every_model_is_timed_and_every_peer_is_tried(records: list[dict[str, An
     assert all(r["our_peak_bytes"] <= r["peak_bytes"] for r in beside if "our_least_bytes" not in r)
 
 
+def test_scripts_are_attached(records: list[dict[str, Any]]) -> None:
+    (row,) = rows_of(records, "scripts")
+    assert row["equal"] and row["plans"] and row["peak_bytes"] <= row["budget_bytes"], row
+
+
 def test_launches_and_batches(records: list[dict[str, Any]]) -> None:
     methods = [r["method"] for r in rows_of(records, "launch")]
     assert len(methods) == 4 and sum(m.startswith("ours") for m in methods) == 2
@@ -102,7 +108,7 @@ def test_launches_and_batches(records: list[dict[str, Any]]) -> None:
 def test_the_page(results: Path, records: list[dict[str, Any]], tmp_path: Path) -> None:
     page = gpu("--page", str(results))
     assert "| versions | timed out |" in page
-    assert all(f"## {section}\n" in page for section in ("tests", "zoo", "bytes", "time", "launch", "fits", "peers"))
+    assert all(f"## {section}\n" in page for section in SECTIONS[1:])
     assert "cut short" not in page
     cut = tmp_path / "cut.jsonl"
     cut.write_text("\n".join(json.dumps(r) for r in records[: len(records) // 2]) + '\n{"section": "ti')

@@ -45,6 +45,10 @@ class Section:
 MODELS = ("gpt", "llama", "resnet50", "vit", "unet")
 COMPILED = ("gpt compiled", "llama compiled")  # last: they may take minutes
 SETTINGS = ("default", "expandable")
+SCRIPTS = (
+    *("gpt2", "llama", "transformer, 17", "resnet", "fcos", "retinanet"),
+    *("experts", "opt", "bart", "whisper", "wav2vec2"),
+)
 BESIDE = ("GPT", "ResNet-50", "Llama")
 
 SECTIONS = (
@@ -59,6 +63,7 @@ SECTIONS = (
         tuple(f"{segments}/{k}/4" for segments in SETTINGS for k in range(4)),
         tuple(f"{segments}/0/1" for segments in SETTINGS),
     ),
+    Section("scripts", "attached", 60, False, SCRIPTS, ("experts",)),
     Section("time", "peaks_and_times", 300, True, (*MODELS, *COMPILED), ("+".join((*MODELS, COMPILED[0])),)),
     Section("launch", "launches", 50),
     Section("fits", "batches", 50),

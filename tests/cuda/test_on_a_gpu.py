@@ -14,7 +14,7 @@ from torch import nn
 from rkgb.device import Cuda, kind_of
 from rkgb.pipeline import make_all_graphs
 from rkgb.randomness import random_state, set_random_state
-from rockmate import Rockmate, measure_peak
+from rockmate import Rockmate, attach, estimate, measure_peak, measure_step, rotor
 from rockmate.demo.gpt import GPT
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
@@ -133,3 +133,92 @@ def test_a_millisecond_is_held() -> None:
     start = kind.mark(device)
     kind.hold(device)
     assert kind.between(start, kind.mark(device)) >= 900_000
+
+
+class Attached(nn.Module):
+    """The GPT with its loss inside, as scripts call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(4, 256, 4, 128, 1024)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.gpt(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+LENGTHS = (128, 96, 128, 61, 96)
+
+
+def losses(model: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], scaled: bool = False) -> list[float]:
+    """Of training with batches of several lengths."""
+    torch.manual_seed(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+    found = []
+    for k, length in enumerate(LENGTHS):
+        ids = torch.randint(1024, (8, length), generator=torch.Generator().manual_seed(k)).to(DEVICE)
+        loss = forward(ids)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16], ids=["float", "bfloat16", "float16"])
+def test_an_attached_model_trains_as_it_is(half: torch.dtype | None) -> None:
+    """Several lengths, under autocast and with a scaler of gradients."""
+    torch.manual_seed(0)
+    model = Attached().to(DEVICE)
+    copies = [copy.deepcopy(model) for _ in range(3)]
+
+    def trained_with(made: nn.Module) -> list[float]:
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", half, enabled=half is not None):
+                loss: torch.Tensor = made(ids)
+            return loss
+
+        return losses(made, forward, half is torch.float16)
+
+    eager, again = (trained_with(made) for made in copies[:2])
+    peak = measure_peak(partial(trained_with, copies[2]), torch.device(DEVICE))
+    handle = attach(model, peak // 2, costs="flops", cache=False)
+    found = trained_with(model)
+    assert handle.plan is not None and handle.plan.recomputed > 0
+    own = max(abs(a - b) for a, b in zip(again, eager, strict=True))
+    assert max(abs(a - b) for a, b in zip(found, eager, strict=True)) <= 2 * own
+    assert str(handle.plan)
+
+
+def test_memory_is_as_predicted_at_each_operation() -> None:
+    """Of a step under a plan, and of the peaks between its moments."""
+    model, x = on_gpu(perceptron)
+    rk = under_budget(model, x)
+    run = partial(step, rk, x)
+    run()
+    run()
+    measured = measure_step(run, DEVICE)
+    assert rk.plan.recomputed < len(measured.steps)
+    assert measured.peak <= rk.plan.predicted_peak + Cuda.scalars
+
+
+def test_a_chain_is_as_its_layers() -> None:
+    model, x = on_gpu(perceptron)
+    eager, again = copy.deepcopy(model), copy.deepcopy(model)
+    peak = measure_peak(partial(step, copy.deepcopy(model), x), torch.device(DEVICE))
+    chain = rotor.Checkpointable(model, x, int(0.7 * peak))
+    for ours, theirs, repeated in zip(trained(chain, x), trained(eager, x), trained(again, x), strict=True):
+        gap, own = ((a.double() - theirs.double()).abs().max() for a in (ours, repeated))
+        assert gap <= 2 * own
+    chain.zero_grad()
+    assert measure_peak(partial(step, chain, x), torch.device(DEVICE)) <= 0.7 * peak
+
+
+def test_large_batches_are_estimated_from_a_small_one() -> None:
+    model, x = on_gpu(perceptron)
+    (row,) = estimate(model, x[:256], sizes=[2048], loss_memory=0).sizes
+    run = partial(step, model, x)
+    run()
+    model.zero_grad()
+    assert row.peak == pytest.approx(measure_peak(run, torch.device(DEVICE)), rel=0.01)
