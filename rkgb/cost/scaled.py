@@ -13,6 +13,7 @@ from math import ceil
 import torch
 
 from rkgb.cost.costs import Cost, InputGradient
+from rkgb.device import Kind, kind_of
 from rkgb.graphs import S_graph
 
 
@@ -57,6 +58,11 @@ def chooses(s: S_graph, i: int) -> bool:
     return _has_one_of(s, i, _CHOOSING)
 
 
+def _kind(s: S_graph) -> Kind:
+    """The kind of the device that it computes on."""
+    return kind_of(next((s.d.values[v].device for v in s.d.outputs), torch.device("cpu")))
+
+
 def _has_one_of(s: S_graph, i: int, parts: Sequence[str]) -> bool:
     """Whether node i has an operation with one of these ``parts`` in its name."""
     return any(part in s.d.nodes[op].name for op in s.nodes[i].ops for part in parts)
@@ -67,13 +73,14 @@ def choosing_anew(old: S_graph, new: S_graph) -> frozenset[int]:
     size, and something they read or make is larger than in ``old``.
 
     Convolutions may need more for smaller inputs, too: on CPUs some do for a batch of one instead of two, and some that
-    have strides for one row less.
+    have strides for one row less. ``Kind.choosing`` names such operations.
     """
+    choosing = _kind(new).choosing
     sizes = [(v, x.bytes, old.d.values[v].bytes) for v, x in new.d.values.items()]
     larger, changed = {v for v, now, was in sizes if now > was}, {v for v, now, was in sizes if now != was}
 
     def may_need_more(i: int) -> bool:
-        suspect = changed if _has_one_of(new, i, ("conv",)) else larger
+        suspect = changed if _has_one_of(new, i, choosing) else larger
         return not suspect.isdisjoint((*new.nodes[i].reads, *new.nodes[i].makes)) and chooses(new, i)
 
     return frozenset(filter(may_need_more, range(len(new.nodes))))
@@ -86,7 +93,7 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     same = [v for v in before if after[v] == before[v]]  # parameters above all
     rows = sum(before[v] for v in same if len(old.d.values[v].shape) == 1)
     own = sum(before[v] for v in was.makes if v in same)
-    fixed = 2 * (NUMBERS + sum(before[v] for v in same) + own) + torch.get_num_threads() * rows
+    fixed = 2 * (NUMBERS + sum(before[v] for v in same) + own) + torch.get_num_threads() * rows + _kind(new).partials
     ratios: list[Fraction] = [Fraction(after[v], before[v]) for v in before if after[v] != before[v]]
     most: Fraction = max(ratios) if ratios else Fraction(1)
     names = {new.d.nodes[op].name for op in node.ops}
@@ -100,8 +107,8 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
         """An upper bound of ``measured`` bytes at the new size.
 
         At most ``fixed`` of them do not shrink: values of fixed size and one copy (of results three: statistics and
-        their gradients), and, of the parameters of a normalization, what each thread sums for their gradients. All
-        others are scaled by ``most``.
+        their gradients), of the parameters of a normalization what each thread sums for their gradients, and
+        ``Kind.partials``. All others are scaled by ``most``.
         """
         stays = min(measured, fixed) if most < 1 else 0
         left_out = START if most > 1 else 0

@@ -147,22 +147,24 @@ class StepLook(Look):
     def __init__(self, device: torch.device, then: Callable[[list[Moment]], None]) -> None:
         super().__init__(timeline(device))
         self.then = then
+        self.in_backward = False  # of this step, which on a GPU runs in a thread of autograd's
 
     def mark(self) -> bool:
         """A moment is now; whether it was marked."""
-        if self.window is None or self.thread != threading.get_ident():
+        if self.window is None or not (self.in_backward or self.thread == threading.get_ident()):
             return False
         self.window.mark()
         return True
 
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``."""
-        done = False
+        done, self.in_backward = False, True
         try:
             result = run()
             done = True
             return result
         finally:
+            self.in_backward = False
             self.mark()
             seen = self.close()
             if done and seen is not None and not stays:  # what stays is no step's

@@ -96,7 +96,19 @@ def _bidirectional(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any)
     return _original["_ignore_bidirectional_mask_sdpa"](padding_mask, *args, **kwargs)  # type: ignore[no-any-return]
 
 
+def _traced(values: Any = None) -> bool:
+    """Whether ``values`` cannot be read. transformers asks that also where there are none, and then makes the mask."""
+    return values is not None and bool(_original["is_tracing"](values))
+
+
+def _exporting() -> bool:
+    """TorchDynamo answers yes before torch 2.14, whatever it captures for."""
+    return False
+
+
 _ASKED: dict[str, Callable[..., Any]] = {
+    "is_tracing": _traced,
+    "is_torchdynamo_exporting": _exporting,
     "find_packed_sequence_indices": _packed,
     "_ignore_causal_mask_sdpa": _causal,
     "_ignore_bidirectional_mask_sdpa": _bidirectional,

@@ -402,9 +402,10 @@ class Forward:
         self, moments: list[Moment]
     ) -> tuple[tuple[Member, ...], tuple[Stage, ...], tuple[tuple[int, ...], ...]] | None:
         """The members, the problem of the step and the choices in it; None where moments are missing."""
-        if len(moments) != len(self.marks) + 1 or not self.ran:
-            return None
         at = {mark: k for k, mark in enumerate(self.marks)}
+        complete = len(moments) == len(self.marks) + 1 and all(("reach", i) in at for i in self.reached)
+        if not complete or not self.ran:
+            return None
         expected = [i for i in reversed(range(len(self.ran))) if i in self.reached]
         in_order = list(self.reached) == expected
         stages, options, kept = [], [], 0

