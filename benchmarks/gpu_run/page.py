@@ -17,9 +17,9 @@ ABOUT = {
     "difference, beside that of eager mode's own second run (`of eager`); `random` are generators' states.",
     "bytes": "Peaks of a step above the level before it. *Requested* is what budgets are of; *allocated* and "
     "*reserved* depend on the allocator, and are predicted by simulating it.",
-    "scripts": "Losses, the largest peak and seconds of training scripts, plainly and with a plan for a share of the plain "
-    "peak; `gap` is the largest relative difference of the losses, `settled` the time of later steps as a multiple of "
-    "the plain one. They run beside each other.",
+    "scripts": "Losses, the largest peak and seconds of training scripts, plainly and with a plan for a share of the "
+    "plain peak; `gap` is the largest relative difference of the losses, `settled` the time of later steps as a "
+    "multiple of the plain one. They run beside each other.",
     "time": "Peak and median time of a step by torch's own ways to save memory, and of a plan whose budget is that "
     "peak.",
     "launch": "Wall time of a step beside the time that the device is busy with it. Larger by a "

@@ -55,7 +55,7 @@ _CHOOSING = ("conv", "scaled_dot_product_attention", "lstm", "gru", "rnn_", "lin
 
 def chooses(s: S_graph, i: int) -> bool:
     """Whether node i has an operation that takes another amount of temporary memory from some size on."""
-    return _has_one_of(s, i, _CHOOSING)
+    return _has_one_of(s, i, (*_CHOOSING, *_kind(s).choosing))
 
 
 def _kind(s: S_graph) -> Kind:
@@ -93,7 +93,7 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     same = [v for v in before if after[v] == before[v]]  # parameters above all
     rows = sum(before[v] for v in same if len(old.d.values[v].shape) == 1)
     own = sum(before[v] for v in was.makes if v in same)
-    fixed = 2 * (NUMBERS + sum(before[v] for v in same) + own) + torch.get_num_threads() * rows + _kind(new).partials
+    fixed = 2 * (NUMBERS + sum(before[v] for v in same) + own) + torch.get_num_threads() * rows
     ratios: list[Fraction] = [Fraction(after[v], before[v]) for v in before if after[v] != before[v]]
     most: Fraction = max(ratios) if ratios else Fraction(1)
     names = {new.d.nodes[op].name for op in node.ops}
@@ -107,8 +107,8 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
         """An upper bound of ``measured`` bytes at the new size.
 
         At most ``fixed`` of them do not shrink: values of fixed size and one copy (of results three: statistics and
-        their gradients), of the parameters of a normalization what each thread sums for their gradients, and
-        ``Kind.partials``. All others are scaled by ``most``.
+        their gradients), and, of the parameters of a normalization, what each thread sums for their gradients. All
+        others are scaled by ``most``.
         """
         stays = min(measured, fixed) if most < 1 else 0
         left_out = START if most > 1 else 0

@@ -52,10 +52,9 @@ class Cuda(Kind):
     # A reduction of many numbers to one takes 4 or 8 bytes of temporary memory for each thread block (ATen's
     # Reduce.cuh). There are some thousand blocks, or above 2 ** 27 numbers one for each 2 ** 17 of them.
     scalars = 65_536
-    # A reduction to several numbers fills the device with blocks (some thousand), each of which keeps its sums.
-    partials = 2**19
-    # The kernel of attention that takes a mask pads it, unless its length is a multiple of 16 (ATen's attention.cu).
-    choosing = ("conv", "scaled_dot_product_attention")
+    # All of them: a matrix product whose inner dimension reaches some length takes memory for partial products, a sum
+    # for partial sums, and attention pads a mask whose length is no multiple of 16.
+    choosing = ("",)
     counts_states = False  # a seed and an offset, in host memory
     keeps_workspaces = True
     # The old flags of TF32 are left out: reading them is an error once the new ones are set, and the new ones show what

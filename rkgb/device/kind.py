@@ -100,8 +100,7 @@ class Kind(ABC):
     where matrix products of ones are faster than others.
     ``caches``: bytes that push all else out of the caches, where a step's first forward mostly reads from them and a
     run again does not; 0 where ``to_read`` empties them before each run.
-    ``partials``: bytes that a reduction takes for its partial sums, and that do not shrink with its operands.
-    ``choosing``: parts of the names of operations that may need more memory for smaller tensors.
+    ``choosing``: parts of the names of operations whose kernels may need more memory for smaller tensors.
     ``settings``: those of torch on which results of this kind, or the memory of its kernels, depend.
     """
 
@@ -111,7 +110,6 @@ class Kind(ABC):
     keeps_workspaces: ClassVar[bool]
     long: ClassVar[float] = inf
     caches: ClassVar[int] = 0
-    partials: ClassVar[int] = 0
     choosing: ClassVar[tuple[str, ...]] = ("conv",)
     settings: ClassVar[tuple[Setting, ...]]
 

@@ -357,7 +357,7 @@ class Attachment(Front):
         finally:
             self.inside.forward = None
         forward.over()
-        if not forward.ran and not steps.members.every:  # else all of it was left out in this step
+        if not (forward.ran or forward.small or steps.members.every):  # else all of it was left out in this step
             self._steps = None
             warn(
                 f"{self.name}: nothing of this call could be captured, and it ran with no plan. The next call is "

@@ -190,6 +190,7 @@ class Steps:
             self._choose(before[0])
             self.asked = before[1]
             raise problem
+        self.members.as_they_are.clear()  # a graph that is small beside one budget is not beside another
 
     def _choose(self, budget: Budget | int) -> None:
         self.front.terms.budget, self.problem = budget, None

@@ -218,9 +218,14 @@ def test_a_chain_is_as_its_layers() -> None:
 
 
 def test_large_batches_are_estimated_from_a_small_one() -> None:
-    model, x = on_gpu(perceptron)
-    (row,) = estimate(model, x[:256], sizes=[2048], loss_memory=0).sizes
+    """The table says where a library took other kernels as the size grew."""
+    torch.manual_seed(0)
+    model, x = perceptron()
+    model, x = model.to(DEVICE), x.repeat(4, 1).to(DEVICE)
+    found = estimate(model, x[:1024], sizes=[len(x)], loss_memory=0)
     run = partial(step, model, x)
     run()
     model.zero_grad()
-    assert row.peak == pytest.approx(measure_peak(run, torch.device(DEVICE)), rel=0.01)
+    peak = measure_peak(run, torch.device(DEVICE))
+    assert peak <= found.sizes[0].peak * 1.01
+    assert found.rough or found.sizes[0].peak <= peak * 1.01

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,9 @@ from models import randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rkgb.device.kind import Moment, Timeline
 from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, attach, attached, measure_peak
+from rockmate.calls import look
 from rockmate.planning.step import StepPlan
 from solvers import walk
 
@@ -363,6 +366,46 @@ def test_another_budget_needs_no_planning_of_graphs() -> None:
     handle.detach()
     with pytest.raises(InputError, match="was detached, and its plans are gone"):
         handle.frontier()
+
+
+def test_a_budget_far_above_all_graphs_needs_no_plan_and_a_later_one_does() -> None:
+    """Each graph is small beside the first budget, and runs as it is."""
+    model, eager = always_the_same(), always_the_same()
+    handle = attach(model, "100 GiB", costs="flops")
+    assert_same(trained(model, 3), trained(eager, 3))
+    assert handle.plans_made == 0
+    handle.budget = int(0.7 * plain_peak())
+    assert_same(trained(model, 3), trained(eager, 3))
+    assert isinstance(handle.plan, StepPlan)
+    assert handle.plan.recomputed > 0
+    (x,) = batches(1)
+    assert measure_peak(lambda: one(model, x), "cpu") <= handle.budget
+
+
+def test_a_backward_in_a_thread_of_autograds_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU: the hooks of the step's graphs run in another thread than its forward."""
+    marked: list[int] = []
+
+    class Other(Timeline):
+        def mark(self) -> None:
+            marked.append(threading.get_ident())
+
+        def close(self) -> list[Moment]:
+            return [Moment(0, 0) for _ in marked]
+
+    monkeypatch.setattr(look, "timeline", lambda device: Other())
+    seen: list[int] = []
+    step = look.StepLook(torch.device("cpu"), lambda moments: seen.append(len(moments)))
+    assert step.mark()
+
+    def in_another(call: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    assert not in_another(step.mark), "before the backward, it is another forward's"
+    step.watched(lambda: in_another(step.mark), (), stays=False)
+    assert len(set(marked)) == 2
+    assert seen == [3]
 
 
 def test_steps_in_other_threads_run_with_least_memory_and_this_is_said(caplog: pytest.LogCaptureFixture) -> None:
