@@ -98,7 +98,7 @@ class Capture:
             with (
                 self._capturing(),
                 as_eager(self._asking),
-                left_out_as_eager(full) if masks_left_out else contextlib.nullcontext(),
+                left_out_as_eager(full, values=masks_left_out),
                 put_back_if_it_fails(),
             ):
                 result = self._compiled(model, call.args, call.kwargs, full)

@@ -37,13 +37,15 @@ def is_full(call: Call) -> bool | None:
 
 
 @contextlib.contextmanager
-def left_out_as_eager(full: bool | None) -> Iterator[None]:
-    """What TorchDynamo captures leaves out masks as in eager mode, and marks the tensors that say so.
+def left_out_as_eager(full: bool | None, values: bool) -> Iterator[None]:
+    """What TorchDynamo captures leaves out masks as in eager mode.
 
-    ``full``: of the call, which TorchDynamo must guard.
+    ``full``: of the call, which TorchDynamo must guard. ``values``: whether masks are left out also where their values
+    say that they may, and the tensors are marked that say so; otherwise where no values need to be read.
     """
     library: Any = sys.modules.get("transformers.masking_utils")
-    found = {name: f for name in _ASKED if (f := getattr(library, name, None)) not in (None, _ASKED[name])}
+    asked = [name for name in _ASKED if values or name not in _OF_VALUES]
+    found = {name: f for name in asked if (f := getattr(library, name, None)) not in (None, _ASKED[name])}
     if found:
         _original.update(found)
         torch.compiler.allow_in_graph(_mark)
@@ -113,6 +115,9 @@ _ASKED: dict[str, Callable[..., Any]] = {
     "_ignore_causal_mask_sdpa": _causal,
     "_ignore_bidirectional_mask_sdpa": _bidirectional,
 }
+
+
+_OF_VALUES = frozenset(_ASKED) - {"is_tracing", "is_torchdynamo_exporting"}
 
 
 def _mark(x: torch.Tensor, _: str) -> torch.Tensor:
