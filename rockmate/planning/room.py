@@ -76,7 +76,8 @@ def wider(room: Room, seen: Room | None) -> Room:
 def grown(room: Room, now: int) -> Room:
     """``room``, that was seen, for ``now`` bytes of outputs: in proportion, and never less than was seen.
 
-    What was taken for the loss's numbers may have been tensors, which grow. A smaller step after a larger one has the larger one's room, so that no order of sizes multiplies it.
+    What was taken for the loss's numbers may have been tensors, which grow. A smaller step after a larger one has the
+    larger one's room, so that no order of sizes multiplies it.
     """
     if room.outputs is None or now <= room.outputs:
         return room

@@ -385,7 +385,7 @@ def test_the_room_for_the_loss_is_that_of_the_largest_step_in_whatever_order_siz
 
     longest = room(64)
     assert all(room(rows) == longest for rows in (32, 63, 16, 62, 8, 61))
-    assert longest < room(128) <= 2 * longest + 2
+    assert longest < room(128) <= 2 * (longest + 2 * Cpu.scalars) + 2  # what stayed, too, may have been numbers
 
 
 def test_a_share_of_a_small_first_batch_is_told_where_no_plan_fits() -> None:
