@@ -404,7 +404,7 @@ def measured(name: str, script: Script, repeat: int, short: bool) -> Row:
         all(x["losses"] == plain[0]["losses"] for x in attached),
         budget,
         max(x["peak"] for x in attached),
-        *(round(_median(attached, what) / _median(plain, what), 3) for what in ("times", "settled")),
+        *(round(median_of(attached, what) / median_of(plain, what), 3) for what in ("times", "settled")),
         script.most,
     )
 
@@ -413,7 +413,7 @@ def _sizes(batch: Batch) -> tuple[torch.Size | None, ...]:
     return tuple(t.shape if isinstance(t, torch.Tensor) else None for t in batch.values())
 
 
-def _median(runs: list[dict[str, Any]], what: str) -> float:
+def median_of(runs: list[dict[str, Any]], what: str) -> float:
     """Seconds of a step after the third of these."""
     return statistics.median(seconds for run in runs for seconds in run[what][3:])
 

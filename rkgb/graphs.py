@@ -166,6 +166,11 @@ class S_graph(Displayed):
     blocks: tuple[tuple[int, int], ...] = ()
     made_by: tuple[str, ...] = field(default=(), compare=False)
 
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the graph runs. A model on another device than the CPU may have numbers there, too."""
+        return next((v.device for v in self.d.values.values() if v.device.type != "cpu"), torch.device("cpu"))
+
     def verify(self) -> None:
         """Assert the invariants."""
         assert sorted(i for n in self.nodes for i in n.ops) == list(range(len(self.d.nodes)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from typing import Any
 
@@ -24,7 +23,7 @@ def _one_script(ctx: Context, scripts: Any, name: str, script: Any) -> None:
     budget = int(plain["peak"] * script.percent / 100)
     ours = scripts.run(script, budget, device)
     gap, own = (_gap(x["losses"], plain["losses"]) for x in (ours, again))
-    settled = statistics.median(ours["settled"][3:]) / statistics.median(again["settled"][3:])
+    settled = scripts.median_of([ours], "settled") / scripts.median_of([again], "settled")
     ctx.emit(
         case=name,
         steps=len(plain["times"]),

@@ -13,7 +13,7 @@ from math import ceil
 import torch
 
 from rkgb.cost.costs import Cost, InputGradient
-from rkgb.device import Kind, kind_of
+from rkgb.device import kind_of
 from rkgb.graphs import S_graph
 
 
@@ -55,12 +55,7 @@ _CHOOSING = ("conv", "scaled_dot_product_attention", "lstm", "gru", "rnn_", "lin
 
 def chooses(s: S_graph, i: int) -> bool:
     """Whether node i has an operation that takes another amount of temporary memory from some size on."""
-    return _has_one_of(s, i, (*_CHOOSING, *_kind(s).choosing))
-
-
-def _kind(s: S_graph) -> Kind:
-    """The kind of the device that it computes on."""
-    return kind_of(next((s.d.values[v].device for v in s.d.outputs), torch.device("cpu")))
+    return _has_one_of(s, i, (*_CHOOSING, *kind_of(s.device).choosing))
 
 
 def _has_one_of(s: S_graph, i: int, parts: Sequence[str]) -> bool:
@@ -75,7 +70,7 @@ def choosing_anew(old: S_graph, new: S_graph) -> frozenset[int]:
     Convolutions may need more for smaller inputs, too: on CPUs some do for a batch of one instead of two, and some that
     have strides for one row less. ``Kind.choosing`` names such operations.
     """
-    choosing = _kind(new).choosing
+    choosing = kind_of(new.device).choosing
     sizes = [(v, x.bytes, old.d.values[v].bytes) for v, x in new.d.values.items()]
     larger, changed = {v for v, now, was in sizes if now > was}, {v for v, now, was in sizes if now != was}
 

@@ -52,7 +52,7 @@ class KeptCosts(Kept):
 
     def __init__(self, places: Places, s: S_graph, costs: str) -> None:
         self.places, self.s = places, s
-        device = device_of(s)
+        device = s.device
         found = _libraries(s)
         self._depends: tuple[object, ...] | None = None
         if found is not None:
@@ -154,12 +154,6 @@ def kept_or_made(
         content = {"program": program, "solver": solver, "reason": found.reason, "bound": found.bound}
         found = places.keep(name, content, checked, found)
     return found
-
-
-def device_of(s: S_graph) -> torch.device:
-    """Where the graph runs. A model on another device than the CPU may have numbers there, too."""
-    devices = dict.fromkeys(v.device for v in s.d.values.values() if v.device.type != "cpu")
-    return next(iter(devices), torch.device("cpu"))
 
 
 def _libraries(s: S_graph) -> tuple[str, ...] | None:

@@ -22,7 +22,7 @@ from rockmate.budget import show_bytes
 from rockmate.calls.state import missing_gradients
 from rockmate.errors import InfeasibleBudgetError, PlanError
 from rockmate.planning.artefact import SavedPlan
-from rockmate.planning.kept import LOADED, Bounded, device_of, kept_or_made
+from rockmate.planning.kept import LOADED, Bounded, kept_or_made
 from rockmate.planning.least import too_small
 from rockmate.planning.numbers import bytes_of_numbers, peak_with_numbers
 from rockmate.planning.options import PlanOptions
@@ -120,7 +120,7 @@ class Planner:
     @property
     def device(self) -> torch.device:
         """Where the step runs. A model on another device than the CPU may have numbers there, too."""
-        return device_of(self.graphs.S)
+        return self.graphs.S.device
 
     def chain(self) -> ChainPlanner:
         """The solver of the problem; it works when it is first asked, and keeps what it found."""

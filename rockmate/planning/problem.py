@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rkgb.device import kind_of
 from rkgb.pipeline import Graphs
-from rockmate.planning.kept import device_of
 from rockmate.planning.room import Room
 from solvers import Backward, Block, Data, Node, Problem
 
@@ -47,5 +46,5 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
 
 def _beside_a_rerun(graphs: Graphs) -> tuple[int, int]:
     """Nanoseconds of the executor's Python for each node that runs again, and of one right after another."""
-    kind = kind_of(device_of(graphs.S))
+    kind = kind_of(graphs.S.device)
     return kind.beside_a_rerun(sum(x.bytes for x in graphs.D.storages)), kind.beside_a_rerun(0)
