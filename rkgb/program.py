@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
-def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
-    """A context in which operations run in ``mode``; autocast keeps no copies of weights."""
-    now = current_mode()
+def in_mode(mode: Mode, now: Mode | None = None) -> contextlib.AbstractContextManager[None]:
+    """A context in which operations run in ``mode``; autocast keeps no copies of weights. ``now``: the mode of now, if
+    it is known."""
+    now = now or current_mode()
     if mode == now:
         return contextlib.nullcontext()
     if mode.autocast == now.autocast and mode.attention == now.attention:
@@ -31,18 +32,27 @@ def in_mode(mode: Mode) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _switched(mode: Mode, now: Mode) -> Any:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(mode.grad))
-        if mode.attention != now.attention:
-            stack.enter_context(attention_by(mode.attention))
-        if mode.autocast == now.autocast:
+def _switched(mode: Mode, now: Mode) -> Iterator[None]:
+    """It sets what ``torch.autocast`` sets, which takes longer than a small operation."""
+    on, kinds = dict(mode.autocast), {kind for kind, _ in (*mode.autocast, *now.autocast)}
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    keeps = torch.is_autocast_cache_enabled()
+    with torch.set_grad_enabled(mode.grad), _attention_from(now.attention, mode.attention):
+        try:
+            for kind, _, dtype in before:
+                torch.set_autocast_enabled(kind, kind in on)
+                torch.set_autocast_dtype(kind, on.get(kind, dtype))
+            torch.set_autocast_cache_enabled(keeps and mode.autocast == now.autocast)
             yield
-            return
-        on = dict(mode.autocast)
-        for kind in {*on, *dict(now.autocast)}:
-            stack.enter_context(torch.autocast(kind, dtype=on.get(kind), enabled=kind in on, cache_enabled=False))
-        yield
+        finally:
+            for kind, enabled, dtype in before:
+                torch.set_autocast_enabled(kind, enabled)
+                torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_cache_enabled(keeps)
+
+
+def _attention_from(now: tuple[int, ...], kernels: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if kernels == now else attention_by(kernels)
 
 
 def run_node(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:

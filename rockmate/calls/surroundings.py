@@ -7,7 +7,6 @@ import random
 import sys
 import threading
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pus
 from rkgb.graphs import Mode
 from rkgb.program import in_mode
 from rkgb.settings import are_in_force, under_settings
-from rkgb.trace.capture import current_mode
 from rkgb.trace.patches import is_traced
 from rkgb.warn import warn
 from rockmate.errors import BudgetWarning, HookError
@@ -46,15 +44,13 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def runs_plainly(mode: Mode, values: Sequence[Hashable]) -> bool:
-    """Whether nothing but perhaps the grad mode differs from ``mode`` and the settings ``values``, and no transform nor
-    hook of saved tensors is in force."""
+def runs_plainly(values: Sequence[Hashable]) -> bool:
+    """Whether the settings ``values`` are in force, and no transform nor hook of saved tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     depth = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    same = replace(current_mode(), grad=mode.grad) == mode and are_in_force(values)
-    return same and depth == 0 and not is_transformed()
+    return are_in_force(values) and depth == 0 and not is_transformed()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from rkgb.program import in_mode
+from rkgb.trace.capture import current_mode
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, running_in, runs_plainly
 from rockmate.errors import GoneError
 from rockmate.run.parts import left_out, staying_after, steps_between
@@ -21,11 +23,11 @@ class Backward:
     """Where the backwards of one call are in the schedule.
 
     ``next_stage``: whose steps come next. ``task``: autograd's number of the backward that runs, -1 between backwards;
-    ``keeping``: it was called with retain_graph=True; ``thread``: where it runs; ``plain``: that thread is in the
-    forward's mode and settings, but for the grad mode. ``retained``: the graph stays, and what the forward kept.
-    ``skipped``: a part of the graph was left out, and what it needs stays. ``spent``: no slot is left, so that only
-    autograd's own error can come. ``unreached``: nodes of outputs that a backward must reach for the budget to hold.
-    ``arrived``: called once, when the first backward begins.
+    ``keeping``: it was called with retain_graph=True; ``thread``: where it runs; ``plain``: nothing but the mode
+    differs there from the forward, and then ``mode`` is that thread's. ``retained``: the graph stays, and what the
+    forward kept. ``skipped``: a part of the graph was left out, and what it needs stays. ``spent``: no slot is left, so
+    that only autograd's own error can come. ``unreached``: nodes of outputs that a backward must reach for the budget
+    to hold. ``arrived``: called once, when the first backward begins.
     """
 
     def __init__(self, store: Store) -> None:
@@ -34,7 +36,7 @@ class Backward:
         self.task = -1
         self.keeping = False
         self.thread = 0
-        self.plain = False
+        self.plain, self.mode = False, store.program.mode
         self.retained = False
         self.skipped = False
         self.spent = False
@@ -145,8 +147,7 @@ class Backward:
 
     def _mode_of_runs(self) -> contextlib.AbstractContextManager[None]:
         """Nodes run as in the forward, whatever a backward runs under; that is asked once for each backward."""
-        thread = threading.get_ident()
+        thread, mode = threading.get_ident(), self.program.mode
         if self.thread != thread:
-            self.thread, self.plain = thread, runs_plainly(self.program.mode, self.store.settings)
-        mode = self.program.mode
-        return torch.set_grad_enabled(mode.grad) if self.plain else running_in(mode, self.store.settings)
+            self.thread, self.plain, self.mode = thread, runs_plainly(self.store.settings), current_mode()
+        return in_mode(mode, self.mode) if self.plain else running_in(mode, self.store.settings)
