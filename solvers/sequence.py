@@ -1,12 +1,12 @@
 """Several graphs of one step under one budget: which of its schedules each of them runs.
 
 In the forward, graph 1, ..., graph n run one after the other, with other code between them; in the backward, graph n,
-..., graph 1. Graph i runs one of its choices, x_i. With k, f, b, l and t of a choice (see ``Choice``) and K_i the sum
-of k(x_j) over j < i,
+..., graph 1. Graph i runs one of its choices, x_i. With k, r, f, b, l and t of a choice (see ``Choice``) and K_i the
+sum of k(x_j) over j < i,
 
     minimise    t(x_1) + ... + t(x_n)
     such that   before_i + K_i + f(x_i) <= budget          (forward)
-                after_i + K_i + k(x_i) <= budget           (after)
+                after_i + K_i + k(x_i) + r(x_i) <= budget  (after)
                 beside_i + K_i + b(x_i) <= budget          (backward)
                 later_i + K_i + l(x_i) <= budget           (later)
                 rest_i + K_i <= budget                     (rest)
@@ -37,9 +37,10 @@ MOST = 4000
 class Choice:
     """What one schedule of a graph takes.
 
-    Bytes above what is there without the graph: ``kept`` from the end of its forward to the beginning of its backward,
-    ``forward`` and ``backward`` at most while these run. ``later``: at most after the first operation of the backward,
-    which has read the gradients that came. ``time``: nanoseconds of both.
+    Bytes above what is there without the graph: ``kept`` from the forward of the next graph to the beginning of its own
+    backward, ``forward`` and ``backward`` at most while these run. ``later``: at most after the first operation of the
+    backward, which has read the gradients that came. ``released``: of outputs that are there when its forward ends, and
+    that neither the step nor the graph needs when that of the next graph begins. ``time``: nanoseconds of both.
     """
 
     kept: int
@@ -47,6 +48,14 @@ class Choice:
     backward: int
     time: int
     later: int = 0
+    released: int = 0
+
+    def without(self, released: int, unread: int) -> Choice:
+        """The same where the step lets outputs of so many bytes go, that it needs no more: ``released`` before the next
+        graph begins, ``unread`` (these among it) before the backward comes.
+        """
+        backward, later = self.backward - unread, self.later - unread
+        return Choice(self.kept - released, self.forward, backward, self.time, later, released)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +82,29 @@ class Stage:
 
     def highest(self, choice: Choice) -> int:
         """Bytes at the worst moment of this graph, above what the graphs before it keep."""
-        return max(self.before + choice.forward, self.after + choice.kept, self.backward(choice), self.rest)
+        after = self.after + choice.kept + choice.released
+        return max(self.before + choice.forward, after, self.backward(choice), self.rest)
 
 
 def together(seen: Sequence[Sequence[Stage]], of: Callable[[list[int]], int]) -> tuple[Stage, ...]:
-    """Several steps with the same choices as one: each figure beside the choices is ``of`` those of all steps."""
+    """Several steps as one: each figure beside the choices is ``of`` those of all steps. The choices are the same, but
+    for outputs that some of the steps let go; what only some do, stays.
+    """
     return tuple(
-        replace(stages[0], **{name: of([getattr(stage, name) for stage in stages]) for name in _OBSERVED})
+        replace(
+            stages[0],
+            choices=tuple(map(_most, zip(*(stage.choices for stage in stages), strict=True))),
+            **{name: of([getattr(stage, name) for stage in stages]) for name in _OBSERVED},
+        )
         for stages in zip(*seen, strict=True)
     )
+
+
+def _most(choices: Sequence[Choice]) -> Choice:
+    """One choice in several steps: the one with the most of everything."""
+    kept, end = max(c.kept for c in choices), max(c.kept + c.released for c in choices)
+    backward, later = (max(getattr(c, name) for c in choices) for name in ("backward", "later"))
+    return replace(choices[0], kept=kept, backward=backward, later=later, released=end - kept)
 
 
 _OBSERVED = ("before", "after", "beside", "later", "rest")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from rockmate.planning.room import Room
 from rockmate.progress import Report
 from rockmate.run.compiled import compile_schedule
 from rockmate.run.program import Program
-from solvers import Bwd, ChainPlan, ChainPlanner, Loss, Problem, keep_everything, walk
+from solvers import Bwd, ChainPlan, ChainPlanner, Loss, Problem, Run, Schedule, keep_everything, walk
 from solvers.pareto import evenly, undominated
 from solvers.sequence import Choice
 
@@ -92,6 +92,7 @@ class Member:
     shapes: tuple[tuple[int, ...], ...]
     free: frozenset[tuple[int, int]]
     _programs: dict[int, Program | None] = field(default_factory=dict)
+    _needed: dict[int, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.base = self
@@ -120,6 +121,19 @@ class Member:
             plain = not self.schedules[k].walk.recompute and program.undo.last < 0
             self._programs[k] = None if plain and self.planner.graphs.S.in_order else program
         return self._programs[k]
+
+    def spare(self, k: int, gone: Collection[int]) -> int:
+        """Bytes of the outputs ``gone``, by their data, that choice ``k`` neither reads in the backward nor makes
+        again: they go where the step lets them go.
+        """
+        problem = self.planner.problem
+        if k not in self._needed:
+            self._needed[k] = needed_behind_the_loss(problem, self.schedules[k].schedule)
+        return sum(problem.data[x].size for x in gone if x not in self._needed[k])
+
+    def choices_without(self, released: Collection[int], unread: Collection[int]) -> tuple[Choice, ...]:
+        """The choices in a step that lets these outputs go, before the next graph begins and before the backward."""
+        return tuple(c.without(self.spare(k, released), self.spare(k, unread)) for k, c in enumerate(self.choices))
 
     def plan(self, k: int, budget: int) -> Plan:
         """Choice ``k`` as a plan, for people."""
@@ -167,6 +181,18 @@ def schedules_of(planner: Planner) -> list[ChainPlan]:
 def carried_schedules(planner: Planner, schedules: list[ChainPlan]) -> list[ChainPlan]:
     """The schedules of another size of the graph."""
     return [ChainPlan(p.schedule, walk(planner.problem, p.schedule), CARRIED) for p in schedules]
+
+
+def needed_behind_the_loss(problem: Problem, schedule: Schedule) -> set[int]:
+    """The data that runs behind the loss read or make, and that backwards read."""
+    found: set[int] = set()
+    for step in schedule[schedule.index(Loss()) :]:
+        node = problem.nodes[step.node] if isinstance(step, (Run, Bwd)) else None
+        if node is not None and isinstance(step, Run):
+            found.update(node.reads, node.makes)
+        elif node is not None and node.backward is not None:
+            found.update(node.backward.reads)
+    return found
 
 
 def choice_of(problem: Problem, plan: ChainPlan, beside: int) -> Choice:

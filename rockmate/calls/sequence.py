@@ -45,11 +45,16 @@ class GraphSequence:
         stages, options = list(self.stages), list(self.options)
         for k in range(at):
             made = (done or {}).get(k)
+            one = _NOTHING if made is None else self._choice(k, made)
             options[k] = () if made is None else (made,)
-            one = _NOTHING if made is None else self.members[k].choices[made]
             stages[k] = replace(stages[k], choices=(one,))
         found = choose(stages, budget)
         return tuple(of[k] if of else -1 for of, k in zip(options, found, strict=True))
+
+    def _choice(self, k: int, made: int) -> Choice:
+        """What choice ``made`` of member k is to this step; one that it has not: to any."""
+        known = dict(zip(self.options[k], self.stages[k].choices, strict=True))
+        return known.get(made, self.members[k].choices[made])
 
     @property
     def eager_peak(self) -> int:

@@ -27,12 +27,14 @@ from rockmate.calls.front import Front, least_instead
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
+from rockmate.calls.released import Outputs
 from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.calls.shared import SharedStages
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.least import saves_nothing
 from rockmate.planning.places import places_of
 from rockmate.planning.step import StepPlan, graphs_of
+from rockmate.run.backward import Backward
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
 from solvers import Frontier, InfeasibleError
@@ -246,6 +248,8 @@ class Forward:
     ``ran``: the members and their choices so far. ``living``: sequences that these are a part of, and the places of the
     members in them. ``reached``: members, in the order in which the backward came to them, with the bytes of the
     gradients that came, and of those of them that others read, too. ``small``: graphs that ran as they are.
+    ``backwards``: of each call that runs a plan; hooks in its graph own them, for longer than its slots own the call.
+    ``outputs``: of each call, where the step is observed; ``gone``: at some marks, those of each that were let go.
     """
 
     def __init__(self, steps: Steps, look: StepLook | None) -> None:
@@ -253,9 +257,11 @@ class Forward:
         self.ran: list[tuple[Member, int]] = []
         self.living: list[tuple[GraphSequence, dict[int, int]]] = [(sequence, {}) for sequence in steps.known]
         self.chosen = self.living[0][0].chosen if self.living else ()
-        self.states: list[weakref.ref[CallState] | None] = []
+        self.backwards: list[weakref.ref[Backward] | None] = []
         self.reached: dict[int, tuple[int, int]] = {}
         self.marks: list[tuple[str, int]] = []
+        self.outputs: list[Outputs] = []
+        self.gone: dict[tuple[str, int], list[frozenset[int]]] = {}
         self.small = 0
         self.smaller = False  # whether a member of larger sizes ran
         if look is not None:
@@ -266,6 +272,8 @@ class Forward:
         """Note the memory of now."""
         if self.look is not None and self.look.mark():
             self.marks.append((what, i))
+            if what in ("begin", "reach"):
+                self.gone[what, i] = [outputs.let_go() for outputs in self.outputs[: i + 1]]
 
     @property
     def varies(self) -> bool:
@@ -344,10 +352,12 @@ class Forward:
                 result = graph.returned(program.s.d.structure, state.forward())
             except GuardFailed as guard:
                 return self._run_as_it_is(graph, call, inputs, guard)
-        self.states.append(None if state is None else weakref.ref(state))
+        self.backwards.append(None if state is None else weakref.ref(state.backward))
         if state is not None:
             state.backward.arrived = partial(self.reach, i)  # before anything runs again
         self.follow(i, result)
+        if self.look is not None:
+            self.outputs.append(Outputs(member, None if state is None else state.store, result))
         self.mark("end", i)
         return result
 
@@ -388,16 +398,22 @@ class Forward:
         if not first:
             return
         for j in self.reached:
-            ref = self.states[j]
-            state = ref() if ref is not None and j > i else None
-            if state is not None and not state.backward.retained and state.store.spent:
-                state.store.clear()
-                self.states[j] = None
+            ref = self.backwards[j]
+            backward = ref() if ref is not None and j > i else None
+            if backward is not None and not backward.retained and backward.store.spent:
+                backward.store.clear()
+                self.backwards[j] = None
         self.mark("reach", i)
 
     def peak(self, moments: list[Moment]) -> int:
         """The most bytes that the step took, without what planning took within it."""
         return max(m.peak for k, m in enumerate(moments) if k == len(self.marks) or self.marks[k][0] != "plan")
+
+    def _kept(self, mark: tuple[str, int], i: int) -> int:
+        """Bytes that the graphs before graph i kept at this mark, without outputs that were let go by then."""
+        gone = self.gone.get(mark, [])
+        ran = [(member.base, k) for member, k in self.ran[:i]]
+        return sum(m.choices[k].kept for m, k in ran) - sum(m.spare(k, g) for (m, k), g in zip(ran, gone, strict=False))
 
     def observed(
         self, moments: list[Moment]
@@ -409,28 +425,33 @@ class Forward:
             return None
         expected = [i for i in reversed(range(len(self.ran))) if i in self.reached]
         in_order = list(self.reached) == expected
-        stages, options, kept = [], [], 0
+        following = dict(zip(self.reached, list(self.reached)[1:], strict=False))
+        stages, options = [], []
         for i, (member, k) in enumerate(self.ran):
-            begin, end = moments[at["begin", i]], moments[at["end", i]]
-            member = member.base
-            own = member.choices[k]
+            begin, end, member = moments[at["begin", i]], moments[at["end", i]], member.base
+            next_mark = ("begin", i + 1) if i + 1 < len(self.ran) else ("reach", next(iter(self.reached), -1))
+            released, unread = (self.gone[mark][i] if mark in self.gone else () for mark in (next_mark, ("reach", i)))
+            choices, at_end = member.choices_without(released, unread), member.choices[k].kept
+            own, kept = choices[k], self._kept(("begin", i), i)
             before = max(begin.level - kept, begin.peak - kept - own.forward)
             peak = max(end.peak, moments[at["planned", i + 1]].peak) if ("planned", i + 1) in at else end.peak
-            after = peak - kept - own.kept
+            after = peak - self._kept(next_mark, i) - at_end
             free = in_order and i in self.reached
             if i in self.reached:
                 reach, (came, shared) = moments[at["reach", i]], self.reached[i]
-                beside = reach.level - kept - own.kept - came
+                kept = self._kept(("reach", i), i)
+                beside = reach.level - kept - (at_end - member.spare(k, unread)) - came
                 later = beside + shared
-                rest = reach.peak - kept  # at most, if its own backward took that
-                if rest <= (own_peak := max(beside + own.backward, later + own.later)):
+                own_peak = max(beside + own.backward, later + own.later)
+                if reach.peak - kept <= own_peak:  # its own backward took that, at most
                     rest = min(0, own_peak)
+                else:
+                    rest = reach.peak - self._kept(("reach", following.get(i, i)), i)
             else:  # it has no backward
                 rest = min(before, after)
                 beside, later = rest - own.backward, rest - own.later
-            options.append(tuple(range(len(member.choices))) if free else (k,))
-            stages.append(Stage(member.choices if free else (own,), before, after, beside, later, rest))
-            kept += own.kept
+            options.append(tuple(range(len(choices))) if free else (k,))
+            stages.append(Stage(choices if free else (own,), before, after, beside, later, rest))
         return tuple(member.base for member, _ in self.ran), tuple(stages), tuple(options)
 
 
