@@ -37,10 +37,11 @@ MOST = 4000
 class Choice:
     """What one schedule of a graph takes.
 
-    Bytes above what is there without the graph: ``kept`` from the forward of the next graph to the beginning of its own
-    backward, ``forward`` and ``backward`` at most while these run. ``later``: at most after the first operation of the
-    backward, which has read the gradients that came. ``released``: of outputs that are there when its forward ends, and
-    that neither the step nor the graph needs when that of the next graph begins. ``time``: nanoseconds of both.
+    Bytes above what is there without the graph: ``kept`` from the end of its forward to the beginning of its backward,
+    ``forward`` and ``backward`` at most while these run. ``later``: at most after the first operation of the backward,
+    which has read the gradients that came. ``released``: not among ``kept``, outputs that are there at the end of the
+    forward, and that the step lets go before its backward begins, where the graph needs them no more; stages count
+    them as long as they are there. ``time``: nanoseconds of both.
     """
 
     kept: int
@@ -51,8 +52,8 @@ class Choice:
     released: int = 0
 
     def without(self, released: int, unread: int) -> Choice:
-        """The same where the step lets outputs of so many bytes go, that it needs no more: ``released`` before the next
-        graph begins, ``unread`` (these among it) before the backward comes.
+        """The same where the step lets outputs of so many bytes go, that the graph needs no more: ``released`` before
+        the backward of the step, ``unread`` (these among it) before that of the graph.
         """
         backward, later = self.backward - unread, self.later - unread
         return Choice(self.kept - released, self.forward, backward, self.time, later, released)

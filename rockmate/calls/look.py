@@ -139,7 +139,8 @@ class WholeLook(Look):
 class StepLook(Look):
     """The memory of a whole step at the moments that the caller marks, to the end of the next backward in this thread.
 
-    ``then`` is called with the moments, the last of which is that end.
+    ``begins`` is called with the ends that this backward starts from, ``then`` with the moments, the last of which is
+    the end of the step.
     """
 
     window: Timeline | None
@@ -147,6 +148,7 @@ class StepLook(Look):
     def __init__(self, device: torch.device, then: Callable[[list[Moment]], None]) -> None:
         super().__init__(timeline(device))
         self.then = then
+        self.begins: Callable[[Sequence[Any]], None] = lambda ends: None
         self.in_backward = False  # of this step, which on a GPU runs in a thread of autograd's
 
     def mark(self) -> bool:
@@ -159,6 +161,7 @@ class StepLook(Look):
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``."""
         done, self.in_backward = False, True
+        self.begins(ends)
         try:
             result = run()
             done = True

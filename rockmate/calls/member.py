@@ -12,6 +12,7 @@ from torch import fx
 
 from rkgb.cost.usage import Usage, all_used
 from rkgb.graphs import D_graph, S_graph, Structure
+from rkgb.Ktools import with_roots
 from rkgb.sample import Call
 from rockmate.calls.bound import Results
 from rockmate.calls.captured import Captured
@@ -93,6 +94,7 @@ class Member:
     free: frozenset[tuple[int, int]]
     _programs: dict[int, Program | None] = field(default_factory=dict)
     _needed: dict[int, set[int]] = field(default_factory=dict)
+    _choices: dict[frozenset[int], tuple[Choice, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.base = self
@@ -131,13 +133,32 @@ class Member:
             self._needed[k] = needed_behind_the_loss(problem, self.schedules[k].schedule)
         return sum(problem.data[x].size for x in gone if x not in self._needed[k])
 
-    def choices_without(self, released: Collection[int], unread: Collection[int]) -> tuple[Choice, ...]:
-        """The choices in a step that lets these outputs go, before the next graph begins and before the backward."""
-        return tuple(c.without(self.spare(k, released), self.spare(k, unread)) for k, c in enumerate(self.choices))
+    def choices_in(
+        self, released: Collection[int], unread: Collection[int], roots: frozenset[int]
+    ) -> tuple[Choice, ...]:
+        """The choices in a step that lets these outputs go, before its backward and before that of the graph, and that
+        gives gradients to the outputs ``roots``, by position.
+        """
+        if roots not in self._choices:
+            planner = self.planner_for(roots)
+            walked = (ChainPlan(p.schedule, walk(planner.problem, p.schedule), p.source) for p in self.schedules)
+            self._choices[roots] = tuple(choice_of(planner.problem, plan, planner.beside) for plan in walked)
+        choices = enumerate(self._choices[roots])
+        return tuple(c.without(self.spare(k, released), self.spare(k, unread)) for k, c in choices)
 
-    def plan(self, k: int, budget: int) -> Plan:
+    def planner_for(self, roots: frozenset[int]) -> Planner:
+        """The planner, where only these outputs get gradients from outside of the graph."""
+        k, known = self.planner.graphs.K, self.planner.graphs.known
+        graphs = dataclasses.replace(
+            self.planner.graphs, K=with_roots(k, known, tuple(x for x in k.usage.roots if x in roots))
+        )
+        problem = problem_of(graphs, NO_ROOM, self.planner.options.costs)
+        return dataclasses.replace(self.planner, graphs=graphs, problem=problem, _chain=None)
+
+    def plan(self, k: int, budget: int, roots: frozenset[int]) -> Plan:
         """Choice ``k`` as a plan, for people."""
-        return self.planner.described(budget, self.schedules[k])
+        planner, plan = self.planner_for(roots), self.schedules[k]
+        return planner.described(budget, ChainPlan(plan.schedule, walk(planner.problem, plan.schedule), plan.source))
 
 
 def _need(choice: Choice) -> tuple[int, int]:

@@ -36,7 +36,8 @@ from rockmate.run.program import Program
 _LOOKS = 8
 """Calls of one kind that are looked at closely, at most: a loop whose every step is new is not slowed down for ever."""
 
-_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of the next node that this thread makes
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Of the next node of autograd's graph that this thread makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class ObservedCall:
                 self.edges[function._sequence_nr(), place] = k
                 function.register_prehook(partial(self.reach, k, place))
         self.look = look
-        self.first = _sequence_number()
+        self.first = sequence_number()
         if look is not None:
             look.begin(self)
 
@@ -205,7 +206,7 @@ class ObservedCall:
         if self.waits:
             self.task = torch._C._current_graph_task_id()
             if self.thread == threading.get_ident():
-                self.nodes = _sequence_number() - self.first
+                self.nodes = sequence_number() - self.first
             self.attached = frozenset(k for k, ref in enumerate(self.refs) if _has_owner(ref))
             alive = (k for k, memory in self.memory.items() if not torch.UntypedStorage._expired(memory))
             self.held = self.attached.union(alive)

@@ -1,8 +1,10 @@
-"""Which outputs of a graph the step has let go, while it is observed."""
+"""What a step that is observed does with the outputs of a graph: lets them go, and computes with them."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from rockmate.calls.member import Member
+from rockmate.calls.observe import sequence_number
 from rockmate.run.store import Store
 
 _OF_PYTHON = 1
@@ -17,7 +20,12 @@ _OF_PYTHON = 1
 
 
 class Outputs:
-    """The outputs of one call of a graph, by their data in its problem, without holding them."""
+    """The outputs of one call of a graph, without holding them.
+
+    ``memory``: of each, by its data in the graph's problem. ``edges``: their places in autograd's graph, and which
+    outputs these are, by position. ``end``: of what is made there from now on, the least number. ``roots``: outputs
+    that code behind the graph computes with, on the way to the loss; at first all, since nothing is known.
+    """
 
     def __init__(self, member: Member, store: Store | None, result: Any) -> None:
         """``result``: what the call returned. ``store``: of the call; None if it ran as it was captured."""
@@ -25,8 +33,13 @@ class Outputs:
         k, tensors = member.planner.graphs.K, [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         d, held = k.s.d, {k.data[x].storage: x for x in k.held}
         self.memory: dict[int, StorageWeakRef] = {}
+        self.edges: dict[tuple[int, int], int] = {}
+        self.end = sequence_number()
+        self.roots = frozenset(k.usage.roots)
         if len(tensors) == len(d.outputs) - len(d.structure.assigned):
-            for v, t in zip(d.outputs, tensors, strict=False):
+            for n, (v, t) in enumerate(zip(d.outputs, tensors, strict=False)):
+                if t.grad_fn is not None:
+                    self.edges[t.grad_fn._sequence_nr(), t.output_nr] = n
                 if d.values[v].storage in held and type(t) is torch.Tensor and t.layout == torch.strided:
                     self.memory[held[d.values[v].storage]] = StorageWeakRef(t.untyped_storage())
 
@@ -34,6 +47,27 @@ class Outputs:
         """Those that now nobody holds but perhaps the executor, for runs in the backward."""
         store = None if self.store is None else self.store()
         return frozenset(x for x, memory in self.memory.items() if _holders(memory) <= _held(store, x))
+
+
+def find_roots(calls: Sequence[Outputs], ends: Sequence[Any]) -> None:
+    """A backward from ``ends`` begins: find the roots of each of the ``calls`` of one step."""
+    of = {edge: (call, n) for call in calls for edge, n in call.edges.items()}
+    found: dict[Outputs, set[int]] = {call: set() for call in calls if call.edges}
+    left = [(inf, (e.grad_fn, e.output_nr) if isinstance(e, torch.Tensor) else (e.node, e.output_nr)) for e in ends]
+    known: set[Any] = set()
+    while left:
+        reader, (function, place) = left.pop()
+        if function is None:
+            continue
+        number = function._sequence_nr()
+        call, n = of.get((number, place), (None, -1))
+        if call is not None and reader >= call.end:
+            found[call].add(n)
+        if function not in known:
+            known.add(function)
+            left += [(number, edge) for edge in function.next_functions]
+    for call, roots in found.items():
+        call.roots = frozenset(roots)
 
 
 def _held(store: Store | None, x: int) -> int:

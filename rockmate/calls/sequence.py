@@ -17,9 +17,10 @@ class GraphSequence:
     """The graphs of one step.
 
     ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run. ``small``: how many graphs
-    run as they are. ``seen``: the stages as they were in each step that was observed. ``varies``: graphs ran at other
-    sizes than those of ``members``, the largest that came, so a step of all these members may never come. ``peak``: the
-    most bytes that the last observed step took. ``shared``: what other ranks have seen, if there are any.
+    run as they are. ``roots``: outputs of each member that get gradients from outside of it. ``seen``: the stages as
+    they were in each step that was observed. ``varies``: graphs ran at other sizes than those of ``members``, the
+    largest that came, so a step of all these members may never come. ``peak``: the most bytes that the last observed
+    step took. ``shared``: what other ranks have seen, if there are any.
     """
 
     members: tuple[Member, ...]
@@ -28,6 +29,7 @@ class GraphSequence:
     chosen: tuple[int, ...]
     budget: int
     small: int
+    roots: tuple[frozenset[int], ...]
     seen: list[tuple[Stage, ...]]
     varies: bool = False
     peak: int = 0
@@ -67,7 +69,7 @@ class GraphSequence:
         return StepPlan(
             self.budget,
             tuple(", ".join(m.call) for m in self.members),
-            tuple(m.plan(k, self.budget) for m, k in zip(self.members, self.chosen, strict=True)),
+            tuple(m.plan(k, self.budget, of) for m, k, of in zip(self.members, self.chosen, self.roots, strict=True)),
             self.stages,
             tuple(of.index(k) for of, k in zip(self.options, self.chosen, strict=True)),
             self.small,

@@ -27,7 +27,7 @@ from rockmate.calls.front import Front, least_instead
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
-from rockmate.calls.released import Outputs
+from rockmate.calls.released import Outputs, find_roots
 from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.calls.shared import SharedStages
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
@@ -121,7 +121,10 @@ class Steps:
         stages = bounds_of(seen, forward.varies)
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
         varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.peak(moments)
-        sequence = GraphSequence(members, stages, options, every, 0, forward.small, seen, varies, peak)
+        roots = tuple(outputs.roots for outputs in forward.outputs)
+        if before is not None:
+            roots = tuple(a | b for a, b in zip(roots, before.roots, strict=True))
+        sequence = GraphSequence(members, stages, options, every, 0, forward.small, roots, seen, varies, peak)
         if (places := places_of(None)) is not None:
             shared = before.shared if before is not None else None
             sequence.shared = shared or SharedStages.of(places, stages, options)
@@ -266,6 +269,7 @@ class Forward:
         self.smaller = False  # whether a member of larger sizes ran
         if look is not None:
             look.then = partial(steps.learn, self)
+            look.begins = partial(find_roots, self.outputs)
             self.mark("start", 0)  # levels are above this one
 
     def mark(self, what: str, i: int) -> None:
@@ -409,11 +413,18 @@ class Forward:
         """The most bytes that the step took, without what planning took within it."""
         return max(m.peak for k, m in enumerate(moments) if k == len(self.marks) or self.marks[k][0] != "plan")
 
-    def _kept(self, mark: tuple[str, int], i: int) -> int:
-        """Bytes that the graphs before graph i kept at this mark, without outputs that were let go by then."""
-        gone = self.gone.get(mark, [])
-        ran = [(member.base, k) for member, k in self.ran[:i]]
-        return sum(m.choices[k].kept for m, k in ran) - sum(m.spare(k, g) for (m, k), g in zip(ran, gone, strict=False))
+    def _gone(self, mark: tuple[str, int], i: int) -> frozenset[int]:
+        """The outputs of graph i that were let go by this mark; none where the step has no such mark."""
+        return self.gone[mark][i] if mark in self.gone else frozenset()
+
+    def _kept(self, mark: tuple[str, int], turn: tuple[str, int], i: int) -> int:
+        """Bytes that the graphs before graph i kept, without outputs that were let go by ``mark`` or by the ``turn``
+        from forward to backward. Those that go in between are counted as what is beside the graphs.
+        """
+        total = 0
+        for j, (member, k) in enumerate(self.ran[:i]):
+            total += member.base.choices[k].kept - member.base.spare(k, self._gone(mark, j) | self._gone(turn, j))
+        return total
 
     def observed(
         self, moments: list[Moment]
@@ -426,27 +437,28 @@ class Forward:
         expected = [i for i in reversed(range(len(self.ran))) if i in self.reached]
         in_order = list(self.reached) == expected
         following = dict(zip(self.reached, list(self.reached)[1:], strict=False))
+        turn = "reach", next(iter(self.reached), -1)  # the backward begins
         stages, options = [], []
         for i, (member, k) in enumerate(self.ran):
             begin, end, member = moments[at["begin", i]], moments[at["end", i]], member.base
-            next_mark = ("begin", i + 1) if i + 1 < len(self.ran) else ("reach", next(iter(self.reached), -1))
-            released, unread = (self.gone[mark][i] if mark in self.gone else () for mark in (next_mark, ("reach", i)))
-            choices, at_end = member.choices_without(released, unread), member.choices[k].kept
-            own, kept = choices[k], self._kept(("begin", i), i)
+            next_mark = ("begin", i + 1) if i + 1 < len(self.ran) else turn
+            choices = member.choices_in(self._gone(turn, i), self._gone(("reach", i), i), self.outputs[i].roots)
+            at_end = member.choices[k].kept
+            own, kept = choices[k], self._kept(("begin", i), turn, i)
             before = max(begin.level - kept, begin.peak - kept - own.forward)
             peak = max(end.peak, moments[at["planned", i + 1]].peak) if ("planned", i + 1) in at else end.peak
-            after = peak - self._kept(next_mark, i) - at_end
+            after = peak - self._kept(next_mark, turn, i) - at_end
             free = in_order and i in self.reached
             if i in self.reached:
                 reach, (came, shared) = moments[at["reach", i]], self.reached[i]
-                kept = self._kept(("reach", i), i)
-                beside = reach.level - kept - (at_end - member.spare(k, unread)) - came
+                kept = self._kept(("reach", i), turn, i)
+                beside = reach.level - kept - (at_end - member.spare(k, self._gone(("reach", i), i))) - came
                 later = beside + shared
                 own_peak = max(beside + own.backward, later + own.later)
                 if reach.peak - kept <= own_peak:  # its own backward took that, at most
                     rest = min(0, own_peak)
                 else:
-                    rest = reach.peak - self._kept(("reach", following.get(i, i)), i)
+                    rest = reach.peak - self._kept(("reach", following.get(i, i)), turn, i)
             else:  # it has no backward
                 rest = min(before, after)
                 beside, later = rest - own.backward, rest - own.later

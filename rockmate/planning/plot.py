@@ -70,8 +70,10 @@ def plot_step(parts: Sequence[Part], budget: int, eager_peak: int, path: str | P
     forwards = [(part, below[k], True) for k, part in enumerate(parts)]
     for part, kept, forward in [*forwards, *((part, kept, False) for part, kept, _ in reversed(forwards))]:
         levels, stage = _Levels(part.problem, part.schedule), part.stage
-        own = kept / MIB + part.choice.forward / MIB - levels.forward_peak  # with what is beside the problem
-        own += (stage.before if forward else stage.beside) / MIB
+        if forward:  # with what is beside the problem
+            own = (kept + part.choice.forward + stage.before) / MIB - levels.forward_peak
+        else:
+            own = (kept + part.choice.backward + stage.beside) / MIB - levels.backward_peak
         turn = edges[-1], levels.loss_bytes + own  # between the graph's forward and its backward
         begun = False
         for k, kind in enumerate(levels.kinds):
@@ -81,7 +83,7 @@ def plot_step(parts: Sequence[Part], budget: int, eager_peak: int, path: str | P
                 kinds.append(kind)
                 begun = begun or kind == "backward"
         if forward:
-            turn = edges[-1], max(turn[1], (kept + part.choice.kept + stage.after) / MIB)
+            turn = edges[-1], max(turn[1], (kept + part.choice.kept + part.choice.released + stage.after) / MIB)
         between += [turn] if forward else [turn, (edges[-1], (kept + stage.rest) / MIB)]
     _add_kinds(axes, edges, sizes, kinds)
     times, highest = zip(*between, strict=True)
@@ -134,7 +136,7 @@ def _add_measured(axes: Any, ours: _Levels, measured: MeasuredStep) -> None:
 class _Levels:
     """The steps that take time: their edges (ms), and what is allocated meanwhile (MiB); the loss likewise.
 
-    ``forward_peak``: the most until the loss, with it.
+    ``forward_peak``: the most until the loss, ``backward_peak``: from then on, each with it.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
@@ -154,3 +156,5 @@ class _Levels:
                 self.edges.append(self.edges[-1] + time / 1e6)
                 self.bytes.append(size / MIB)
                 self.kinds.append("backward" if isinstance(step, Bwd) else "run again" if in_backward else "forward")
+        behind = (size for size, kind in zip(self.bytes, self.kinds, strict=True) if kind != "forward")
+        self.backward_peak = max([*behind, self.loss_bytes])

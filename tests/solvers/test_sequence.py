@@ -14,7 +14,7 @@ from solvers import sequence as module
 from solvers.sequence import Choice, Stage, choose
 
 BYTES = st.integers(0, 20)
-CHOICES = st.builds(Choice, BYTES, BYTES, BYTES, BYTES, BYTES)
+CHOICES = st.builds(Choice, BYTES, BYTES, BYTES, BYTES, BYTES, BYTES)
 STAGES = st.lists(
     st.builds(Stage, st.lists(CHOICES, min_size=1, max_size=4).map(tuple), *5 * [BYTES]),
     max_size=4,
@@ -27,7 +27,7 @@ def peak(stages: Sequence[Stage], chosen: Sequence[int]) -> int:
     levels = [0]
     kept = 0
     for stage, choice in zip(stages, taken, strict=True):
-        levels += [kept + stage.before + choice.forward, kept + choice.kept + stage.after]
+        levels += [kept + stage.before + choice.forward, kept + choice.kept + choice.released + stage.after]
         kept += choice.kept
     for stage, choice in reversed(list(zip(stages, taken, strict=True))):
         kept -= choice.kept

@@ -1,0 +1,103 @@
+"""What a step of several graphs does with their outputs: it drops some, and computes its loss inside a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import randn
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rockmate import attach, measure_peak
+from rockmate.planning.step import StepPlan
+
+WIDTH, CLASSES = 32, 1024
+
+
+class Layer(nn.Module):
+    """It returns keys, too, as layers with a cache do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self.keys(x)
+        return x + self.down(F.gelu(self.up(keys.sigmoid()))), keys
+
+
+class Head(nn.Module):
+    """It returns the loss and the scores that this is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.scores(x)
+        loss = F.cross_entropy(scores.view(-1, CLASSES), torch.zeros(len(x), dtype=torch.long))
+        return loss, scores
+
+
+class Tagger(nn.Module):
+    """Layers and a head, each a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Layer() for _ in range(4)), Head()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = []
+        for layer in self.layers:
+            x, keys = layer(x)
+            cache.append(keys)
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        loss, scores = self.head(x)
+        return loss, scores
+
+
+def trained(model: nn.Module, x: torch.Tensor) -> StorageWeakRef:
+    """One step, whose scores nobody reads; their memory."""
+    loss, scores = model(x)
+    memory = StorageWeakRef(scores.untyped_storage())
+    del scores
+    loss.backward()
+    model.zero_grad()
+    return memory
+
+
+@pytest.mark.parametrize("share", ["90%", "80%"])
+def test_outputs_that_nobody_reads_are_not_counted(share: str) -> None:
+    """Neither their memory once the step has let them go, nor gradients of scores whose loss is in the graph."""
+    x = randn(512, WIDTH, seed=0)
+    torch.manual_seed(0)
+    model = Tagger()
+    trained(model, x)
+    eager = measure_peak(lambda: trained(model, x), "cpu")
+    handle = attach(model, share, costs="flops")
+    for _ in range(3):
+        trained(model, x)
+    plan = handle.plan
+    assert isinstance(plan, StepPlan)
+    assert plan.recomputed
+    labels = 8 * len(x)  # counted until the backward of the loss is over
+    assert eager <= plan.eager_peak <= eager + labels
+    measured = measure_peak(lambda: trained(model, x), "cpu")
+    assert measured <= plan.predicted_peak <= measured + labels
+
+
+def test_what_a_loss_runs_again_from_goes_with_the_backward_of_its_graph() -> None:
+    model = Tagger()
+    attach(model, "80%", costs="flops")
+    loss, scores = model(randn(512, WIDTH, seed=0))  # the first step has the least memory: the loss runs again
+    memory = StorageWeakRef(scores.untyped_storage())
+    del scores
+    gone: list[bool] = []
+    next(model.parameters()).register_hook(lambda _: gone.append(memory.expired()))  # the first layer's
+    loss.backward()
+    assert gone == [True]
