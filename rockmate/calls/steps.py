@@ -27,7 +27,8 @@ from rockmate.calls.front import Front, least_instead
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
-from rockmate.calls.released import Outputs, find_roots
+from rockmate.calls.released import Outputs
+from rockmate.calls.seen import SeenStep
 from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.calls.shared import SharedStages
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
@@ -38,7 +39,7 @@ from rockmate.run.backward import Backward
 from rockmate.run.executor import CallState
 from rockmate.tell import LOG
 from solvers import Frontier, InfeasibleError
-from solvers.sequence import Stage, choose, fastest, least_budget, overhead_of
+from solvers.sequence import choose, fastest, least_budget, overhead_of
 
 MOST_LOOKS, MOST_REPEATED = 16, 64
 """Steps of a model that are observed, and those of them that were known: one whose steps are never alike, or rarely of
@@ -104,7 +105,8 @@ class Steps:
     def learn(self, forward: Forward, moments: list[Moment]) -> None:
         """A step was observed: plan such steps."""
         self.unseen = 0
-        found = forward.observed(moments)
+        assert forward.seen is not None
+        found = forward.seen.shows(forward.ran, forward.reached, moments)
         if found is None:
             self.looks += 1
             return
@@ -120,8 +122,8 @@ class Steps:
         self.again = forward.varies and len(seen) < SEEN
         stages = bounds_of(seen, forward.varies)
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
-        varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.peak(moments)
-        roots = tuple(outputs.roots for outputs in forward.outputs)
+        varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.seen.peak(moments)
+        roots = tuple(outputs.roots for outputs in forward.seen.outputs)
         if before is not None:
             roots = tuple(a | b for a, b in zip(roots, before.roots, strict=True))
         sequence = GraphSequence(members, stages, options, every, 0, forward.small, roots, seen, varies, peak)
@@ -252,32 +254,26 @@ class Forward:
     members in them. ``reached``: members, in the order in which the backward came to them, with the bytes of the
     gradients that came, and of those of them that others read, too. ``small``: graphs that ran as they are.
     ``backwards``: of each call that runs a plan; hooks in its graph own them, for longer than its slots own the call.
-    ``outputs``: of each call, where the step is observed; ``gone``: at some marks, those of each that were let go.
+    ``seen``: what is seen of the step, if it is observed.
     """
 
     def __init__(self, steps: Steps, look: StepLook | None) -> None:
-        self.steps, self.look = steps, look
+        self.steps, self.seen = steps, None if look is None else SeenStep(look)
         self.ran: list[tuple[Member, int]] = []
         self.living: list[tuple[GraphSequence, dict[int, int]]] = [(sequence, {}) for sequence in steps.known]
         self.chosen = self.living[0][0].chosen if self.living else ()
         self.backwards: list[weakref.ref[Backward] | None] = []
         self.reached: dict[int, tuple[int, int]] = {}
-        self.marks: list[tuple[str, int]] = []
-        self.outputs: list[Outputs] = []
-        self.gone: dict[tuple[str, int], list[frozenset[int]]] = {}
         self.small = 0
         self.smaller = False  # whether a member of larger sizes ran
         if look is not None:
             look.then = partial(steps.learn, self)
-            look.begins = partial(find_roots, self.outputs)
             self.mark("start", 0)  # levels are above this one
 
     def mark(self, what: str, i: int) -> None:
         """Note the memory of now."""
-        if self.look is not None and self.look.mark():
-            self.marks.append((what, i))
-            if what in ("begin", "reach"):
-                self.gone[what, i] = [outputs.let_go() for outputs in self.outputs[: i + 1]]
+        if self.seen is not None:
+            self.seen.mark(what, i)
 
     @property
     def varies(self) -> bool:
@@ -360,15 +356,16 @@ class Forward:
         if state is not None:
             state.backward.arrived = partial(self.reach, i)  # before anything runs again
         self.follow(i, result)
-        if self.look is not None:
-            self.outputs.append(Outputs(member, None if state is None else state.store, result))
+        if self.seen is not None:
+            self.seen.outputs.append(Outputs(member, None if state is None else state.store, result))
         self.mark("end", i)
         return result
 
     def _run_as_it_is(self, graph: Graph, call: Call, inputs: Sequence[Any], guard: GuardFailed) -> Any:
         """The graph computes with a number that it reads from a tensor, and that is another now."""
         del self.ran[-1]
-        self.marks = [(what, i) for what, i in self.marks if (what, i) != ("begin", len(self.ran))]
+        if self.seen is not None:
+            self.seen.marks = [mark for mark in self.seen.marks if mark != ("begin", len(self.ran))]
         self.small += 1
         self.steps.news = True  # this step cannot be observed: a mark is gone
         self.steps.members.run_as_it_is(graph.kind(call)[0])
@@ -408,63 +405,6 @@ class Forward:
                 backward.store.clear()
                 self.backwards[j] = None
         self.mark("reach", i)
-
-    def peak(self, moments: list[Moment]) -> int:
-        """The most bytes that the step took, without what planning took within it."""
-        return max(m.peak for k, m in enumerate(moments) if k == len(self.marks) or self.marks[k][0] != "plan")
-
-    def _gone(self, mark: tuple[str, int], i: int) -> frozenset[int]:
-        """The outputs of graph i that were let go by this mark; none where the step has no such mark."""
-        return self.gone[mark][i] if mark in self.gone else frozenset()
-
-    def _kept(self, mark: tuple[str, int], turn: tuple[str, int], i: int) -> int:
-        """Bytes that the graphs before graph i kept, without outputs that were let go by ``mark`` or by the ``turn``
-        from forward to backward. Those that go in between are counted as what is beside the graphs.
-        """
-        total = 0
-        for j, (member, k) in enumerate(self.ran[:i]):
-            total += member.base.choices[k].kept - member.base.spare(k, self._gone(mark, j) | self._gone(turn, j))
-        return total
-
-    def observed(
-        self, moments: list[Moment]
-    ) -> tuple[tuple[Member, ...], tuple[Stage, ...], tuple[tuple[int, ...], ...]] | None:
-        """The members, the problem of the step and the choices in it; None where moments are missing."""
-        at = {mark: k for k, mark in enumerate(self.marks)}
-        complete = len(moments) == len(self.marks) + 1 and all(("reach", i) in at for i in self.reached)
-        if not complete or not self.ran:
-            return None
-        expected = [i for i in reversed(range(len(self.ran))) if i in self.reached]
-        in_order = list(self.reached) == expected
-        following = dict(zip(self.reached, list(self.reached)[1:], strict=False))
-        turn = "reach", next(iter(self.reached), -1)  # the backward begins
-        stages, options = [], []
-        for i, (member, k) in enumerate(self.ran):
-            begin, end, member = moments[at["begin", i]], moments[at["end", i]], member.base
-            next_mark = ("begin", i + 1) if i + 1 < len(self.ran) else turn
-            choices = member.choices_in(self._gone(turn, i), self._gone(("reach", i), i), self.outputs[i].roots)
-            at_end = member.choices[k].kept
-            own, kept = choices[k], self._kept(("begin", i), turn, i)
-            before = max(begin.level - kept, begin.peak - kept - own.forward)
-            peak = max(end.peak, moments[at["planned", i + 1]].peak) if ("planned", i + 1) in at else end.peak
-            after = peak - self._kept(next_mark, turn, i) - at_end
-            free = in_order and i in self.reached
-            if i in self.reached:
-                reach, (came, shared) = moments[at["reach", i]], self.reached[i]
-                kept = self._kept(("reach", i), turn, i)
-                beside = reach.level - kept - (at_end - member.spare(k, self._gone(("reach", i), i))) - came
-                later = beside + shared
-                own_peak = max(beside + own.backward, later + own.later)
-                if reach.peak - kept <= own_peak:  # its own backward took that, at most
-                    rest = min(0, own_peak)
-                else:
-                    rest = reach.peak - self._kept(("reach", following.get(i, i)), turn, i)
-            else:  # it has no backward
-                rest = min(before, after)
-                beside, later = rest - own.backward, rest - own.later
-            options.append(tuple(range(len(choices))) if free else (k,))
-            stages.append(Stage(choices if free else (own,), before, after, beside, later, rest))
-        return tuple(member.base for member, _ in self.ran), tuple(stages), tuple(options)
 
 
 def bytes_of(gradients: Iterable[torch.Tensor]) -> int:
