@@ -349,7 +349,7 @@ class Attachment(Front):
         forward = steps.forward()
         self.inside.forward = forward
         try:
-            with abandoned(None if forward.seen is None else forward.seen.look), composites_too(steps.composites), not_captured():
+            with abandoned(forward.look), composites_too(steps.composites), not_captured():
                 result = self._capture.run(model, call, whole=False)
         except Exception as error:
             capture_again(error)

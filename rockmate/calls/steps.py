@@ -258,7 +258,8 @@ class Forward:
     """
 
     def __init__(self, steps: Steps, look: StepLook | None) -> None:
-        self.steps, self.seen = steps, None if look is None else SeenStep(look)
+        self.steps, self.look = steps, look
+        self.seen = None if look is None else SeenStep(look)
         self.ran: list[tuple[Member, int]] = []
         self.living: list[tuple[GraphSequence, dict[int, int]]] = [(sequence, {}) for sequence in steps.known]
         self.chosen = self.living[0][0].chosen if self.living else ()
