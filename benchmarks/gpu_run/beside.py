@@ -14,19 +14,21 @@ from gpu_run.peers import backend
 
 PEERS = ("checkpoint, every block", "checkpoint, every second block")
 """Of a dry run."""
+COMPILED = ("compile, every block checkpointed", "compile, activation_memory_budget")
 BUDGETS = (0.1, 0.4, 0.7)
 
 
 def run(ctx: Context) -> None:
-    """The models that the part names."""
-    ctx.run_each({name: lambda name=name: _one_model(ctx, name) for name in ctx.part.split("+")}, 20)
+    """The models that the part names: with what compiles nothing, or, "NAME compiled", with what compiles."""
+    ctx.run_each({part: lambda part=part: _one_model(ctx, *part.split()) for part in ctx.part.split("+")}, 20)
 
 
-def _one_model(ctx: Context, name: str) -> None:
-    only = PEERS if ctx.dry else ()
+def _one_model(ctx: Context, name: str, compiled: str = "") -> None:
+    only = PEERS if ctx.dry else COMPILED if compiled else ()
     with tempfile.TemporaryDirectory() as folder:
         scale, rounds = ("tiny", 2) if ctx.dry else ("gpu", 5)
-        settings = Settings(scale, ctx.device, backend(ctx.dry), BUDGETS, Path(folder), rounds, only)
+        budgets = BUDGETS if compiled else ()
+        settings = Settings(scale, ctx.device, backend(ctx.dry), budgets, Path(folder), rounds, only)
         found = bytes_and_flops(settings, name)
         peers = {p["peer"]: p["ours"]["budget"] if "peak" in p["ours"] else None for p in found["points"]}
         taken = times(settings, name, peers, ())

@@ -49,7 +49,7 @@ SCRIPTS = (
     *("gpt2", "llama", "transformer, 17", "resnet", "fcos", "retinanet"),
     *("experts", "opt", "bart", "whisper", "wav2vec2"),
 )
-BESIDE = ("GPT", "ResNet-50", "Llama")
+BESIDE = ("GPT", "ResNet-50", "Llama", "GPT compiled", "ResNet-50 compiled", "Llama compiled")
 
 SECTIONS = (
     Section("versions", "ceilings", 35),
