@@ -26,6 +26,9 @@ from solvers.rotor.walk import Walked, walk_sequence
 
 # The table counts values that share memory twice, so sequences for a larger nominal limit may fit the real one.
 _NOMINAL = (1.05, 1.6)
+ALIKE = 0.01
+"""Of a step's time: sequences that differ by less take as long, as far as times are measured."""
+
 # A table's time grows with length³ · slots. Chains shorter than _LONG get up to _FINER times the slots at little cost.
 _LONG, _FINER = 120, 8
 
@@ -53,6 +56,22 @@ def rotor(chain: Chain, limit: int, slots: int) -> Sequence:
     """The fastest persistent sequence of whole stages."""
     stages = tuple(replace(stage, ways=stage.ways[:1]) for stage in chain.stages)
     return persistent(replace(chain, stages=stages), limit, slots)
+
+
+def simplest(chain: Chain, limit: int, slots: int) -> Sequence:
+    """The simplest sequence whose step takes at most ``ALIKE`` longer than that of ``persistent``: equal segments, else
+    whole stages, else that of ``persistent``. For measured times, which are not known better than that.
+    """
+    fastest = persistent(chain, limit, slots)
+    most = (1 + ALIKE) * walk_sequence(chain, fastest).time
+    for algorithm in (sequential, rotor):
+        try:
+            found = algorithm(chain, limit, slots)
+        except InfeasibleError:
+            continue
+        if walk_sequence(chain, found).time <= most:
+            return found
+    return fastest
 
 
 def _from_table(chain: Chain, limit: int, slots: int, nominal: float, name: str) -> tuple[list[Sequence], bool]:

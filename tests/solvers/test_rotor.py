@@ -18,7 +18,15 @@ from solvers.rotor import fill
 from solvers.rotor.chain import Chain, Runs, Stage, Way
 from solvers.rotor.needs import LeastMemory, Needs
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
-from solvers.rotor.plans import ALGORITHMS, no_checkpoint_sequence, persistent, revolve_sequence, segments_sequence
+from solvers.rotor.plans import (
+    ALGORITHMS,
+    ALIKE,
+    no_checkpoint_sequence,
+    persistent,
+    revolve_sequence,
+    segments_sequence,
+    simplest,
+)
 from solvers.rotor.table import Table
 from solvers.rotor.walk import walk_sequence
 
@@ -165,6 +173,32 @@ def homogeneous(length: int) -> Chain:
     stage = Stage("s", Runs.alike(1), 1, 1, 1, 0, 1, 0, (Way(1, 2, 1),))
     values = tuple(((i, 1 if i else 0),) for i in range(length + 1))
     return Chain((stage,) * length, values, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(longest=5), st.floats(0.3, 1))
+def test_the_simplest_takes_hardly_longer(chain: Chain, share: float) -> None:
+    limit = max(1, int(share * walk_sequence(chain, no_checkpoint_sequence(chain)).peak))
+    try:
+        least = walk_sequence(chain, persistent(chain, limit, 100 * limit)).time
+    except InfeasibleError:
+        with pytest.raises(InfeasibleError):
+            simplest(chain, limit, 100 * limit)
+        return
+    found = simplest(chain, limit, 100 * limit)
+    walked = walk_sequence(chain, found)
+    assert walked.peak <= limit
+    assert walked.time <= (1 + ALIKE) * least
+    alike = {}
+    for name in ("sequential", "rotor"):
+        try:
+            alike[name] = walk_sequence(chain, ALGORITHMS[name](chain, limit, 100 * limit)).time <= (1 + ALIKE) * least
+        except InfeasibleError:
+            alike[name] = False
+    segments = any(found.operations == segments_sequence(chain, n).operations for n in range(1, chain.length + 1))
+    assert segments or not alike["sequential"]
+    if alike["rotor"]:
+        assert all(operation.way == 0 for operation in found.operations if isinstance(operation, Fe))
 
 
 def test_griewank_runs_as_often_as_binomial_checkpointing_must() -> None:
