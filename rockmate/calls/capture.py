@@ -141,6 +141,9 @@ class Capture:
     def captured(self, program: fx.GraphModule) -> Callable[..., Any]:
         """What runs in the place of ``program``, which TorchDynamo has captured."""
         self.front.inside.captured = True
+        forward = getattr(self.front.inside, "forward", None)
+        if forward is not None:
+            forward.past.captured = True
         self._noted.note_model(self._model())
         if not are_known(program):
             self._masks_known = False  # so it is captured once more

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -123,6 +124,13 @@ class Member:
             plain = not self.schedules[k].walk.recompute and program.undo.last < 0
             self._programs[k] = None if plain and self.planner.graphs.S.in_order else program
         return self._programs[k]
+
+    @cached_property
+    def output_data(self) -> tuple[int | None, ...]:
+        """The data of each output that the step may hold; None for memory that the graph was given."""
+        k = self.planner.graphs.K
+        held = {k.data[x].storage: x for x in k.held}
+        return tuple(held.get(k.s.d.values[v].storage) for v in k.s.d.outputs)
 
     def spare(self, k: int, gone: Collection[int]) -> int:
         """Bytes of the outputs ``gone``, by their data, that choice ``k`` neither reads in the backward nor makes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any
 
@@ -19,6 +19,30 @@ _OF_PYTHON = 1
 """Uses of a memory, beside its tensors, once Python has seen it."""
 
 
+class Spared:
+    """Outputs of one call that its step is planned to let go before the backward comes, and the graph not to need."""
+
+    def __init__(self, member: Member, k: int, gone: Collection[int], store: Store | None, result: Any) -> None:
+        """``k``: the choice that ran; ``gone``: outputs, by their data. ``store``, ``result``: see ``Outputs``."""
+        self.store = None if store is None else weakref.ref(store)
+        tensors = tensors_of(member, result) if gone else ()
+        place = {x: n for n, x in enumerate(member.output_data)}
+        spared = [x for x in gone if member.spare(k, (x,))] if tensors else []
+        self.memory = {x: StorageWeakRef(tensors[place[x]].untyped_storage()) for x in spared}
+
+    def let_go(self) -> bool:
+        """Whether nobody holds them now."""
+        store = None if self.store is None else self.store()
+        return all(_holders(memory) <= _held(store, x) for x, memory in self.memory.items())
+
+
+def tensors_of(member: Member, result: Any) -> list[torch.Tensor]:
+    """The outputs in what a call returned; none where they are not what the graph says."""
+    d = member.planner.graphs.D
+    tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return tensors if len(tensors) == len(d.outputs) - len(d.structure.assigned) else []
+
+
 class Outputs:
     """The outputs of one call of a graph, without holding them.
 
@@ -30,18 +54,15 @@ class Outputs:
     def __init__(self, member: Member, store: Store | None, result: Any) -> None:
         """``result``: what the call returned. ``store``: of the call; None if it ran as it was captured."""
         self.store = None if store is None else weakref.ref(store)
-        k, tensors = member.planner.graphs.K, [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        d, held = k.s.d, {k.data[x].storage: x for x in k.held}
         self.memory: dict[int, StorageWeakRef] = {}
         self.edges: dict[tuple[int, int], int] = {}
         self.end = sequence_number()
-        self.roots = frozenset(k.usage.roots)
-        if len(tensors) == len(d.outputs) - len(d.structure.assigned):
-            for n, (v, t) in enumerate(zip(d.outputs, tensors, strict=False)):
-                if t.grad_fn is not None:
-                    self.edges[t.grad_fn._sequence_nr(), t.output_nr] = n
-                if d.values[v].storage in held and type(t) is torch.Tensor and t.layout == torch.strided:
-                    self.memory[held[d.values[v].storage]] = StorageWeakRef(t.untyped_storage())
+        self.roots = frozenset(member.planner.graphs.K.usage.roots)
+        for n, (x, t) in enumerate(zip(member.output_data, tensors_of(member, result), strict=False)):
+            if t.grad_fn is not None:
+                self.edges[t.grad_fn._sequence_nr(), t.output_nr] = n
+            if x is not None and type(t) is torch.Tensor and t.layout == torch.strided:
+                self.memory[x] = StorageWeakRef(t.untyped_storage())
 
     def let_go(self) -> frozenset[int]:
         """Those that now nobody holds but perhaps the executor, for runs in the backward."""

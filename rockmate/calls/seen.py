@@ -44,6 +44,11 @@ class SeenStep:
         """The most bytes that the step took, without what planning took within it."""
         return max(m.peak for k, m in enumerate(moments) if k == len(self.marks) or self.marks[k][0] != "plan")
 
+    @property
+    def unread(self) -> tuple[frozenset[int], ...]:
+        """The outputs of each graph that were let go when the backward came to it."""
+        return tuple(self._gone(("reach", i), i) for i in range(len(self.outputs)))
+
     def _gone(self, mark: Mark, i: int) -> frozenset[int]:
         """The outputs of graph i that were let go by this mark; none where the step has no such mark."""
         return self.gone[mark][i] if mark in self.gone else frozenset()

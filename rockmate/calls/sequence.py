@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rockmate.calls.member import Member
 from rockmate.calls.shared import SharedStages
@@ -17,10 +17,13 @@ class GraphSequence:
     """The graphs of one step.
 
     ``stages`` have the choices ``options[i]`` of member i, of which ``chosen[i]`` is run. ``small``: how many graphs
-    run as they are. ``roots``: outputs of each member that get gradients from outside of it. ``seen``: the stages as
-    they were in each step that was observed. ``varies``: graphs ran at other sizes than those of ``members``, the
-    largest that came, so a step of all these members may never come. ``peak``: the most bytes that the last observed
-    step took. ``shared``: what other ranks have seen, if there are any.
+    run as they are. ``roots``: outputs of each member that get gradients from outside of it; ``unread``: those, by
+    their data, that were let go before its backward. ``seen``: the stages as they were in each step that was observed.
+    ``varies``: graphs ran at other sizes than those of ``members``, the largest that came, so a step of all these
+    members may never come. ``peak``: the most bytes that the last observed step took. ``shared``: what other ranks have
+    seen, if there are any. ``gaps``: how many nodes code before a member, or behind the last, added to autograd's
+    graph. ``unsure``: a step differed from those that were observed, so all outputs are counted, and their gradients;
+    ``odd``: how often that was so.
     """
 
     members: tuple[Member, ...]
@@ -30,10 +33,14 @@ class GraphSequence:
     budget: int
     small: int
     roots: tuple[frozenset[int], ...]
+    unread: tuple[frozenset[int], ...]
     seen: list[tuple[Stage, ...]]
     varies: bool = False
     peak: int = 0
     shared: SharedStages | None = None
+    gaps: set[tuple[int, int]] = field(default_factory=set)
+    unsure: bool = False
+    odd: int = 0
 
     def place(self, member: Member, start: int) -> int | None:
         """Where ``member`` comes next."""
@@ -44,7 +51,7 @@ class GraphSequence:
 
         Raises ``InfeasibleError``.
         """
-        stages, options = list(self.stages), list(self.options)
+        stages, options = list(self._counted), list(self.options)
         for k in range(at):
             made = (done or {}).get(k)
             one = _NOTHING if made is None else self._choice(k, made)
@@ -53,9 +60,21 @@ class GraphSequence:
         found = choose(stages, budget)
         return tuple(of[k] if of else -1 for of, k in zip(options, found, strict=True))
 
+    @property
+    def leaves_roots_out(self) -> bool:
+        """Whether the plan counts on outputs that get no gradient from outside of their graph."""
+        return any(of < set(m.planner.graphs.K.usage.roots) for m, of in zip(self.members, self.roots, strict=True))
+
+    @property
+    def _counted(self) -> tuple[Stage, ...]:
+        if not self.unsure:
+            return self.stages
+        parts = zip(self.stages, self.members, self.options, strict=True)
+        return tuple(replace(stage, choices=tuple(m.choices[k] for k in of)) for stage, m, of in parts)
+
     def _choice(self, k: int, made: int) -> Choice:
         """What choice ``made`` of member k is to this step; one that it has not: to any."""
-        known = dict(zip(self.options[k], self.stages[k].choices, strict=True))
+        known = dict(zip(self.options[k], self._counted[k].choices, strict=True))
         return known.get(made, self.members[k].choices[made])
 
     @property

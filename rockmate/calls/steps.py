@@ -27,7 +27,8 @@ from rockmate.calls.front import Front, least_instead
 from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
-from rockmate.calls.released import Outputs
+from rockmate.calls.past import PastStep
+from rockmate.calls.released import Outputs, Spared
 from rockmate.calls.seen import SeenStep
 from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.calls.shared import SharedStages
@@ -68,12 +69,16 @@ class Steps:
         self.news = True  # steps of a new sequence are to be observed
         self.again = False  # so are more of one whose sizes vary
         self.looks = self.repeated = 0  # observed steps: of new sequences, and of known ones that came in their place
+        self.past: PastStep | None = None
         self.unseen = 0  # steps since that could not be observed to their end
         self.asked: Budget | None = None
         self.said: set[str] = set()
 
     def forward(self) -> Forward:
         """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
+        past, self.past = self.past, None
+        if past is not None and past.over() and past.sequence is not None:
+            self.turn(past.sequence, unsure=not past.observed)
         for sequence in self.known:
             if sequence.shared is not None and sequence.shared.is_new():
                 sequence.stages = sequence.shared.stages
@@ -102,6 +107,14 @@ class Steps:
             )
         self.unseen += 1
 
+    def turn(self, sequence: GraphSequence, unsure: bool) -> None:
+        """A step was none of those that were observed, or, not ``unsure``, such a step was observed by now."""
+        self.again = self.again or unsure
+        if sequence.unsure != unsure:
+            sequence.unsure = unsure
+            sequence.odd += unsure
+            self.solve(sequence)
+
     def learn(self, forward: Forward, moments: list[Moment]) -> None:
         """A step was observed: plan such steps."""
         self.unseen = 0
@@ -113,20 +126,29 @@ class Steps:
         members, stages, options = found
         before = next((s for s in self.known if s.members == members and s.options == options), None)
         seen = [*(before.seen if before is not None else ()), stages]
-        if before is None or self.again:
+        if before is None or (self.again and not before.unsure):
             self.looks += 1
         else:
             self.repeated += 1
         if before is None:
             self.news = False
-        self.again = forward.varies and len(seen) < SEEN
+        unsure = before is not None and before.unsure
+        self.again = unsure or (forward.varies and len(seen) < SEEN)
         stages = bounds_of(seen, forward.varies)
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
         varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.seen.peak(moments)
         roots = tuple(outputs.roots for outputs in forward.seen.outputs)
+        unread = forward.seen.unread
         if before is not None:
             roots = tuple(a | b for a, b in zip(roots, before.roots, strict=True))
-        sequence = GraphSequence(members, stages, options, every, 0, forward.small, roots, seen, varies, peak)
+            unread = tuple(a & b for a, b in zip(unread, before.unread, strict=True))
+        sequence = GraphSequence(members, stages, options, every, 0, forward.small, roots, unread, seen, varies, peak)
+        if before is not None:
+            sequence.gaps, sequence.unsure, sequence.odd = before.gaps, unsure, before.odd
+        if forward.past is self.past and self.past is not None:
+            new = before is None or unread != before.unread
+            self.past.sequence, self.past.observed, self.past.new = sequence, True, new
+            self.past.gaps = [(i, gap) for i, (_, gap) in enumerate(self.past.gaps)]
         if (places := places_of(None)) is not None:
             shared = before.shared if before is not None else None
             sequence.shared = shared or SharedStages.of(places, stages, options)
@@ -165,6 +187,9 @@ class Steps:
                 f"{_NOTHING if saves_nothing(error.min_budget, sequence.eager_peak) else ''}Raise the budget or make "
                 "the batch smaller."
             )
+            if sequence.unsure:
+                sequence.chosen = sequence.choose(error.min_budget)
+                return
             if sequence.varies and sequence.peak <= terms.budget:
                 self.warn_of_sizes(error.min_budget, terms.budget)
                 sequence.chosen = sequence.choose(error.min_budget)
@@ -254,7 +279,8 @@ class Forward:
     members in them. ``reached``: members, in the order in which the backward came to them, with the bytes of the
     gradients that came, and of those of them that others read, too. ``small``: graphs that ran as they are.
     ``backwards``: of each call that runs a plan; hooks in its graph own them, for longer than its slots own the call.
-    ``seen``: what is seen of the step, if it is observed.
+    ``seen``: what is seen of the step, if it is observed. ``spared``: for each call, the sequence that it was planned
+    in, and outputs that this counts as let go. ``past``: what is left of it when the next step begins.
     """
 
     def __init__(self, steps: Steps, look: StepLook | None) -> None:
@@ -265,6 +291,8 @@ class Forward:
         self.chosen = self.living[0][0].chosen if self.living else ()
         self.backwards: list[weakref.ref[Backward] | None] = []
         self.reached: dict[int, tuple[int, int]] = {}
+        self.spared: list[tuple[GraphSequence, Spared] | None] = []
+        self.past = PastStep()
         self.small = 0
         self.smaller = False  # whether a member of larger sizes ran
         if look is not None:
@@ -341,6 +369,9 @@ class Forward:
     def run(self, graph: Graph, call: Call, member: Member, inputs: Sequence[Any]) -> Any:
         """Run a graph; what it returns."""
         k, i = self.choice(member), len(self.ran)
+        sequence, places = self.living[0] if self.living else (None, {})
+        place = max(places, default=i)
+        self.past.begin(place)
         self.ran.append((member, k))
         self.mark("begin", i)
         state = None
@@ -357,14 +388,20 @@ class Forward:
         if state is not None:
             state.backward.arrived = partial(self.reach, i)  # before anything runs again
         self.follow(i, result)
+        store = None if state is None else state.store
         if self.seen is not None:
-            self.seen.outputs.append(Outputs(member, None if state is None else state.store, result))
+            self.seen.outputs.append(Outputs(member, store, result))
+        if sequence is None or sequence.unsure:
+            self.spared.append(None)
+        else:
+            self.spared.append((sequence, Spared(member.base, k, sequence.unread[place], store, result)))
+        self.past.end()
         self.mark("end", i)
         return result
 
     def _run_as_it_is(self, graph: Graph, call: Call, inputs: Sequence[Any], guard: GuardFailed) -> Any:
         """The graph computes with a number that it reads from a tensor, and that is another now."""
-        del self.ran[-1]
+        del self.ran[-1], self.past.gaps[-1]
         if self.seen is not None:
             self.seen.marks = [mark for mark in self.seen.marks if mark != ("begin", len(self.ran))]
         self.small += 1
@@ -380,7 +417,8 @@ class Forward:
     def over(self) -> None:
         """Forward has returned."""
         if self.living:
-            self.steps.last = self.living[0][0]
+            self.steps.last = self.past.sequence = self.living[0][0]
+        self.steps.past = self.past
 
     def follow(self, i: int, result: Any) -> None:
         """Be called when the backward comes to an output of member i."""
@@ -399,12 +437,16 @@ class Forward:
         self.reached[i] = bytes_of(came), bytes_of(filter(is_shared, came))
         if not first:
             return
+        self.past.backward()
         for j in self.reached:
             ref = self.backwards[j]
             backward = ref() if ref is not None and j > i else None
             if backward is not None and not backward.retained and backward.store.spent:
                 backward.store.clear()
                 self.backwards[j] = None
+        spared = self.spared[i]
+        if spared is not None and not spared[1].let_go():
+            self.steps.turn(spared[0], unsure=True)
         self.mark("reach", i)
 
 
