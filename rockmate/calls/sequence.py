@@ -67,8 +67,11 @@ class GraphSequence:
 
     @property
     def _counted(self) -> tuple[Stage, ...]:
-        if not self.unsure:
-            return self.stages
+        return self.whole_stages if self.unsure else self.stages
+
+    @property
+    def whole_stages(self) -> tuple[Stage, ...]:
+        """The stages as if the step held all outputs and gave each a gradient."""
         parts = zip(self.stages, self.members, self.options, strict=True)
         return tuple(replace(stage, choices=tuple(m.choices[k] for k in of)) for stage, m, of in parts)
 

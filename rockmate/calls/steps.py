@@ -151,7 +151,7 @@ class Steps:
             self.past.gaps = [(i, gap) for i, (_, gap) in enumerate(self.past.gaps)]
         if (places := places_of(None)) is not None:
             shared = before.shared if before is not None else None
-            sequence.shared = shared or SharedStages.of(places, stages, options)
+            sequence.shared = shared or SharedStages.of(places, sequence.whole_stages, options)
             sequence.shared.add(stages)
             sequence.stages = sequence.shared.stages
         self.solve(sequence)
