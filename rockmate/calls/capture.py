@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import re
 import sys
@@ -70,12 +71,16 @@ class Capture:
 
     def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
-        sizes = sizes_of(call.tensors)
+        sizes, CAPTURING.captured = sizes_of(call.tensors), False
         if sizes in self._sizes:
-            return self._run(model, call, whole)
-        self._sizes.add(sizes)
-        with COLLECTING_RARELY:  # it may be captured, and is planned for
-            return self._run(model, call, whole)
+            result = self._run(model, call, whole)
+        else:
+            self._sizes.add(sizes)
+            with COLLECTING_RARELY:  # it may be captured, and is planned for
+                result = self._run(model, call, whole)
+        if CAPTURING.captured and not whole:
+            gc.collect()  # exceptions of captures that failed hold each other, and frames with activations
+        return result
 
     def _run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         if "torch._dynamo" not in sys.modules:

@@ -69,6 +69,7 @@ def capture_under_settings() -> None:
 def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
     if not is_captured():
         return convert(*args)
+    CAPTURING.captured = True
     with torch._dynamo.config.patch(CAPTURING.settings):
         return convert(*args)
 

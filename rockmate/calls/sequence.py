@@ -85,6 +85,16 @@ class GraphSequence:
         """Bytes of a step in which nothing runs again."""
         return peak_of(self.stages, fastest(self.stages))
 
+    def kept(self, done: dict[int, int]) -> int:
+        """Bytes that a step keeps from its forward to its backward, of which members of ``done`` have made choices."""
+        between = min(self.stages[-1].after, self.stages[-1].beside)
+        return sum(self._choice(k, made).kept for k, made in done.items()) + max(0, between)
+
+    @property
+    def predicted_peak(self) -> int:
+        """Bytes of a step in which each member runs what is chosen for it."""
+        return peak_of(self.stages, tuple(of.index(k) for of, k in zip(self.options, self.chosen, strict=True)))
+
     @property
     def plan(self) -> StepPlan:
         """The plan of such steps."""

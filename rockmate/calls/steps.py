@@ -32,6 +32,7 @@ from rockmate.calls.released import Outputs, Spared
 from rockmate.calls.seen import SeenStep
 from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.calls.shared import SharedStages
+from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.least import saves_nothing
 from rockmate.planning.places import places_of
@@ -101,8 +102,9 @@ class Steps:
         if self.unseen == MOST_UNSEEN and not self.known:
             warn(
                 f"{self.front.name} has no plan: {MOST_UNSEEN} steps could not be observed from their forward to the "
-                "end of one backward (forward computes gradients itself, or no backward came). Each graph runs with "
-                "its least memory, and the budget does not hold",
+                "end of one backward (no backward came, forward computes gradients itself, or this or another model "
+                "with a plan was called in between). Each graph runs with its least memory, and the budget does not "
+                "hold",
                 BudgetWarning,
             )
         self.unseen += 1
@@ -419,6 +421,11 @@ class Forward:
         if self.living:
             self.steps.last = self.past.sequence = self.living[0][0]
         self.steps.past = self.past
+        if self.ran:
+            front = self.steps.front
+            if isinstance(front.terms.budget, int):
+                front.check_alone(self.living[0][0].predicted_peak if self.living else self.kept)
+            front.follow(self, self.kept)
 
     def follow(self, i: int, result: Any) -> None:
         """Be called when the backward comes to an output of member i."""
@@ -426,12 +433,27 @@ class Forward:
         for function in functions:
             function.register_prehook(partial(self.reach, i))
 
+    @property
+    def kept(self) -> int:
+        """Bytes that the graphs keep for the backward, and the code between them, where that is known."""
+        if not self.living:
+            return sum(member.base.choices[k].kept for member, k in self.ran)
+        sequence, places = self.living[0]
+        return sequence.kept({place: self.ran[n][1] for place, n in places.items()})
+
     # ------------------------------------------------------------------------ backward
+
+    @property
+    def waits(self) -> bool:
+        """Whether no backward has come to it."""
+        return not self.reached
 
     def reach(self, i: int, gradients: tuple[torch.Tensor | None, ...] = ()) -> None:
         """The backward comes to member i: what graphs behind it have read goes where their backwards are over."""
         if self.reached.get(i, _NONE_CAME) != _NONE_CAME:
             return
+        if self.waits and graph_is_retained():
+            self._warn_of_retained()
         first = i not in self.reached
         came = [g for g in gradients if g is not None]
         self.reached[i] = bytes_of(came), bytes_of(filter(is_shared, came))
@@ -448,6 +470,14 @@ class Forward:
         if spared is not None and not spared[1].let_go():
             self.steps.turn(spared[0], unsure=True)
         self.mark("reach", i)
+
+    def _warn_of_retained(self) -> None:
+        """Say, once for all graphs, that what they keep stays."""
+        for ref in self.backwards:
+            backward = ref() if ref is not None else None
+            if backward is not None:
+                backward.store.warned = True
+        warn_unplanned(RETAINED)
 
 
 def bytes_of(gradients: Iterable[torch.Tensor]) -> int:
