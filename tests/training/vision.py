@@ -19,6 +19,8 @@ def import_can_go_on() -> None:
         for library in Path(found.origin).parent.glob("_C*.so"):
             torch.ops.load_library(library)
     except OSError:
+        if hasattr(torch.ops.torchvision, "nms"):  # another copy of this module was here
+            return
         SCHEMAS.append(torch.library.Library("torchvision", "DEF"))
         for name in ("nms", "qnms"):
             SCHEMAS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
