@@ -12,7 +12,6 @@ from torch import nn
 
 from rockmate import Attachment, BudgetWarning, attach, measure_peak
 
-
 ROWS, WIDTH = 320, 64
 
 
@@ -30,7 +29,7 @@ class Checked(nn.Module):
         for block in self.blocks:
             x = x + block(x)
             if x.isnan().any():
-                print("not a number")
+                print("not a number")  # noqa: T201
         return x
 
 
@@ -45,7 +44,7 @@ def planned(share: float) -> tuple[nn.Module, torch.Tensor, Attachment]:
 
 
 def test_calls_that_add_up_are_said_to_exceed_the_budget() -> None:
-    model, x, handle = planned(0.7)
+    model, x, _ = planned(0.7)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # one call and its backward at a time, and calls without a backward
         for _ in range(2):
@@ -68,7 +67,7 @@ def test_two_calls_for_which_there_is_room_are_no_reason_to_warn() -> None:
 
 @pytest.mark.parametrize("what", ["retain_graph", "create_graph"])
 def test_a_backward_whose_graph_stays_is_said_to_exceed_the_budget_once(what: str) -> None:
-    model, x, handle = planned(0.7)
+    model, x, _ = planned(0.7)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         loss = model(x).square().mean()
