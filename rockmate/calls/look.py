@@ -19,14 +19,22 @@ from rkgb.device.kind import Moment, Timeline, Window
 from rockmate.calls.engine import can_intercept, intercept, release
 
 
-class Look(ABC):
-    """Close observation of one call: the next backward in its thread is intercepted, memory until then recorded.
+MOST_OTHERS = 64
+"""Backwards that may come before that of a call that is looked at. One of a call that never has a backward ends then."""
 
-    There is at most one in a process. It ends with that backward, before the next forward under a plan, when the graph
-    is released, or when other code starts a profiler, since two cannot run.
+
+class Look(ABC):
+    """Close observation of one call: the next backward in its thread that comes to it is intercepted, memory until then
+    recorded. Others that run before (of a discriminator, of parts of the loss) belong to what is recorded.
+
+    There is at most one in a process. It ends with that backward, before the next forward under a plan, with a backward
+    of another call under a plan, when the graph is released, or when other code starts a profiler, since two cannot
+    run.
     """
 
     current: Look | None = None
+    others = 0  # backwards that have come to other graphs
+    disturbed = False  # one of them to that of another call under a plan, which is no loss
 
     def __init__(self, opened: Window | Timeline | None) -> None:
         """``opened``: what records memory, None if nothing does."""
@@ -66,6 +74,12 @@ class Look(ABC):
     @abstractmethod
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """Call ``run``, a backward from ``ends``. ``stays``: its graph does (``retain_graph``, ``create_graph``)."""
+
+    def another(self) -> None:
+        """A backward is over that did not come to the call."""
+        self.others += 1
+        if self.disturbed or self.others == MOST_OTHERS:
+            self.abandon()
 
     def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of what starts a profiler."""
@@ -122,11 +136,14 @@ class WholeLook(Look):
         try:
             return run()
         finally:
-            if self.window is not None:
-                self.window.mark()
-            seen = self.close()
-            if self.reached and seen is not None:
-                self.measured(max(moment.peak for moment in seen))
+            if not self.reached:
+                self.another()
+            else:
+                if self.window is not None:
+                    self.window.mark()
+                seen = self.close()
+                if seen is not None:
+                    self.measured(max(moment.peak for moment in seen))
 
     def close(self) -> list[Moment] | None:
         """As in ``Look``."""
@@ -137,10 +154,11 @@ class WholeLook(Look):
 
 
 class StepLook(Look):
-    """The memory of a whole step at the moments that the caller marks, to the end of the next backward in this thread.
+    """The memory of a whole step at the moments that the caller marks, to the end of the next backward in this thread
+    that comes to a graph of it.
 
-    ``begins`` is called with the ends that this backward starts from, ``then`` with the moments, the last of which is
-    the end of the step.
+    ``begins`` is called with the ends that a backward starts from; it returns whether that comes to one. ``then`` is
+    called with the moments, the last of which is the end of the step.
     """
 
     window: Timeline | None
@@ -148,7 +166,7 @@ class StepLook(Look):
     def __init__(self, device: torch.device, then: Callable[[list[Moment]], None]) -> None:
         super().__init__(timeline(device))
         self.then = then
-        self.begins: Callable[[Sequence[Any]], None] = lambda ends: None
+        self.begins: Callable[[Sequence[Any]], bool] = lambda ends: True
         self.in_backward = False  # of this step, which on a GPU runs in a thread of autograd's
 
     def mark(self) -> bool:
@@ -160,8 +178,12 @@ class StepLook(Look):
 
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``."""
+        if not self.begins(ends):
+            try:
+                return run()
+            finally:
+                self.another()
         done, self.in_backward = False, True
-        self.begins(ends)
         try:
             result = run()
             done = True

@@ -204,6 +204,8 @@ class ObservedCall:
     def begin(self) -> None:
         """The first backward has come to the module: the loss is done, and nothing runs again yet."""
         if self.waits:
+            if Look.current is not None and Look.current is not self.look:
+                Look.current.disturbed = True
             self.task = torch._C._current_graph_task_id()
             if self.thread == threading.get_ident():
                 self.nodes = sequence_number() - self.first
@@ -307,10 +309,15 @@ class CallLook(Look):
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``."""
         call = self.call() if self.call is not None else None
-        roots = call.roots_of(ends) if call is not None else ()
-        if call is None or not roots:
-            self.abandon()  # what another backward does is no loss
+        if call is None:
+            self.abandon()
             return run()
+        roots = call.roots_of(ends)
+        if not roots:
+            try:
+                return run()
+            finally:
+                self.another()
         done = False
         try:
             result = run()

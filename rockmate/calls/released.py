@@ -70,8 +70,10 @@ class Outputs:
         return frozenset(x for x, memory in self.memory.items() if _holders(memory) <= _held(store, x))
 
 
-def find_roots(calls: Sequence[Outputs], ends: Sequence[Any]) -> None:
-    """A backward from ``ends`` begins: find the roots of each of the ``calls`` of one step."""
+def find_roots(calls: Sequence[Outputs], ends: Sequence[Any]) -> bool:
+    """A backward from ``ends`` begins: find the roots of each of the ``calls`` of one step. Whether it has one, or no
+    call has outputs in autograd's graph.
+    """
     of = {edge: (call, n) for call in calls for edge, n in call.edges.items()}
     found: dict[Outputs, set[int]] = {call: set() for call in calls if call.edges}
     left = [(inf, (e.grad_fn, e.output_nr) if isinstance(e, torch.Tensor) else (e.node, e.output_nr)) for e in ends]
@@ -89,6 +91,7 @@ def find_roots(calls: Sequence[Outputs], ends: Sequence[Any]) -> None:
             left += [(number, edge) for edge in function.next_functions]
     for call, roots in found.items():
         call.roots = frozenset(roots)
+    return not found or any(found.values())
 
 
 def _held(store: Store | None, x: int) -> int:
