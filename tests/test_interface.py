@@ -127,10 +127,14 @@ def test_a_copy_plans_for_the_budget_that_it_was_given() -> None:
     assert rk.budget == 10 * 2**20
     rk.budget = "100%"
     assert "budget=100%" in repr(rk)
-    with pytest.raises(InputError, match="a copy plans at its first call"):
+    with pytest.raises(InputError, match="so its bytes are known when a step was planned"):
         assert rk.budget
     rk(X)
     assert rk.budget == frontier(mlp(), X, costs="flops").max_budget
+
+
+def test_a_budget_in_bytes_is_known_before_the_first_call() -> None:
+    assert rockmate.attach(mlp(), "3 MiB").budget == 3 * 2**20
 
 
 def test_a_budget_below_the_minimum_names_one_that_works() -> None:

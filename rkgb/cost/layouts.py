@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 
 from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
+from rkgb.cost.memory import refuse_within_measurements
 from rkgb.cost.piece import Gradients, Layouts, feed, ignore
 from rkgb.graphs import S_graph, S_node, Value
 from rkgb.probe.numbers import strides_as
@@ -98,6 +99,7 @@ def _outgoing(
         empty = {v: torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for v, x in strided.items()}
         with contextlib.suppress(Exception):  # what operations say of the meta device
             return _of_run(NodeRun(s.d, node, empty, fed, layouts))
+    refuse_within_measurements()
     own = {v: s.d.sources[v] for v in node.reads if is_parameter(s.d, v) or v not in strided}
     values = source_values(own, model, inputs)
     for v in node.reads:

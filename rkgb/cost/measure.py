@@ -14,6 +14,7 @@ from rkgb.blocks.classes import nodes_key
 from rkgb.cost.alone import NodeRun, gradients_watched
 from rkgb.cost.costs import Cost, InputGradient, Kept, Known, check_costs
 from rkgb.cost.layouts import differentiated, gradient_layouts
+from rkgb.cost.memory import refuse_within_measurements
 from rkgb.cost.node import measure_node, times_by
 from rkgb.cost.piece import Layouts
 from rkgb.cost.stand_ins import Runs, runs
@@ -108,6 +109,7 @@ def _with_memory_of(anew: frozenset[int], costs: list[Cost], task: _Task) -> lis
     """``costs``, with the memory of the nodes ``anew`` as it is on zeros. An operation that refuses zeros keeps its."""
     if not anew:
         return costs
+    refuse_within_measurements()
     s, known = task.s, task.known
     sources = source_values(s.d.sources, task.model, task.inputs)
     given, times_of = _given(sources), times_by(task.costs, task.model)
@@ -136,6 +138,7 @@ def _measured(task: _Task, sources: dict[int, torch.Tensor], given: frozenset[in
     """
     known, nodes = task.known, _nodes(task, given)
     while not known.costs.keys() >= set(nodes.keys):
+        refuse_within_measurements()  # here, since what follows runs nodes, and takes any error for a stand-in's
         before, strides = set(known.costs), dict(known.outgoing)
         try:
             _run_and_measure(task, nodes, sources, given, stand_ins=known.stand_ins)

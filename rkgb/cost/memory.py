@@ -43,9 +43,14 @@ _WITHIN = (
 )
 
 
+def is_measuring() -> bool:
+    """Whether this thread is measuring."""
+    return threading.get_ident() in _measurers
+
+
 def refuse_within_measurements() -> None:
     """Raise ``MeasureError`` if this thread is measuring: memory that planning takes would be counted."""
-    if threading.get_ident() in _measurers:
+    if is_measuring():
         raise MeasureError(_WITHIN)
 
 

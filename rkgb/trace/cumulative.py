@@ -37,6 +37,8 @@ def cumulative_as_one() -> Iterator[None]:
             return original(self, x)
         self._check_input_dim(x)
         self.num_batches_tracked.add_(1)
+        if self.running_mean is None or self.running_var is None:  # which the counter is for
+            return torch.nn.functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         result: torch.Tensor = torch.ops.rkgb.cumulative_batch_norm(
             x, self.weight, self.bias, self.running_mean, self.running_var, self.num_batches_tracked, self.eps
         )

@@ -13,8 +13,15 @@ from types import FrameType
 
 import torch
 
-_INSIDE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__, str(torch.__path__[0]) + os.sep)
-
+_RKGB = os.path.dirname(os.path.dirname(__file__))
+_CALLERS = os.path.join(os.path.dirname(_RKGB), "rockmate")
+_INSIDE = (
+    _RKGB + os.sep,
+    *(os.path.join(_CALLERS, part) for part in ("calls" + os.sep, "planning" + os.sep, "run" + os.sep, "module.py")),
+    contextlib.__file__,
+    str(torch.__path__[0]) + os.sep,
+)
+"""Beside the demo's model and rotor's, which are traced as a user's."""
 
 _told = threading.local()
 

@@ -26,7 +26,7 @@ from rockmate.calls.families import Family
 from rockmate.calls.front import Front
 from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.python_state import PythonState
-from rockmate.calls.surroundings import undisturbed
+from rockmate.calls.surroundings import undisturbed, warn_unplanned
 from rockmate.calls.variants import (
     Variant,
     adapted,
@@ -154,8 +154,8 @@ class Calls(ABC):
         if variant.observer is not None:
             if look is not None:
                 look.then = self.learner(variant, call.tensors)
-            alone = state is None and variant.is_tight
-            observed = variant.observer.watch(variant.program, program_outputs, look, alone=alone)
+            kept = None if not variant.is_tight else warn_unplanned if state is None else state.store.warn_unplanned
+            observed = variant.observer.watch(variant.program, program_outputs, look, kept)
             if observed is not None:
                 self.front.follow(observed, variant.plan.kept)
                 if state is not None:

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,8 @@ class Capture:
         self._settings: dict[str, Any] = {}
         self._repeated: Counter[int] = Counter()  # by the captured graph: how often it was captured again
         self._changed: str | None = None  # why, where that is to be said
+        self._known_again = False  # whether a call captured such a graph as one of several
+        self._steps_captured = 0  # calls that captured nothing else
         self._asking: list[Any] = []
         self._masks_known = True  # whether it can be known before a capture what masks it leaves out
         self._sizes: set[Sizes] = set()  # of the calls that came
@@ -71,9 +74,11 @@ class Capture:
 
     def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
-        sizes, CAPTURING.captured = sizes_of(call.tensors), False
+        sizes, CAPTURING.captured, self._known_again = sizes_of(call.tensors), False, False
+        graphs = len(self.graphs)
         if sizes in self._sizes:
             result = self._run(model, call, whole)
+            self._count_captures(self._known_again and len(self.graphs) == graphs)
         else:
             self._sizes.add(sizes)
             with COLLECTING_RARELY:  # it may be captured, and is planned for
@@ -81,6 +86,12 @@ class Capture:
         if CAPTURING.captured and not whole:
             gc.collect()  # exceptions of captures that failed hold each other, and frames with activations
         return result
+
+    def _count_captures(self, again: bool) -> None:
+        """A call is over that was captured as several graphs; ``again``: it captured only what was known."""
+        self._steps_captured += again
+        if again and self._steps_captured == MANY_CAPTURES:
+            self._warn_of_captures(_latest_reason(CAPTURING.code))
 
     def _run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         if "torch._dynamo" not in sys.modules:
@@ -167,10 +178,12 @@ class Capture:
         if calls is None:
             calls = CapturedCalls(program, identity, self.front)
             self.graphs.append(calls)
-        elif self._whole:
+        elif not self._whole:
+            self._known_again = True
+        else:
             self._repeated[id(calls)] += 1
             if self._repeated[id(calls)] == MANY_CAPTURES:
-                self._changed = _latest_reason(self._entry)
+                self._changed = _latest_reason(self._entry.__code__)
         found = weakref.ref(calls)  # what it makes of this, TorchDynamo keeps for ever
         alone = None if self._whole else _alone(program)
 
@@ -212,11 +225,11 @@ def _alone(program: fx.GraphModule) -> fx.GraphModule | None:
     return fx.GraphModule({}, graph)
 
 
-def _latest_reason(entry: Callable[..., Any]) -> str:
-    """The condition under which the last capture of ``entry`` would have served; empty where TorchDynamo kept none."""
+def _latest_reason(code: CodeType) -> str:
+    """The condition under which the last capture of ``code`` would have served; empty where TorchDynamo kept none."""
     found = ""
     newest = 0
-    for reason in torch._dynamo.utils.guard_failures.get(entry.__code__, ()):
+    for reason in torch._dynamo.utils.guard_failures.get(code, ()):
         if (match := _REASON.match(str(reason))) and int(match[1]) >= newest:
             newest, found = int(match[1]), match[2].strip()
     return found

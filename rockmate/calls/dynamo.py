@@ -69,7 +69,7 @@ def capture_under_settings() -> None:
 def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
     if not is_captured():
         return convert(*args)
-    CAPTURING.captured = True
+    CAPTURING.captured, CAPTURING.code = True, args[1].f_code
     with torch._dynamo.config.patch(CAPTURING.settings):
         return convert(*args)
 

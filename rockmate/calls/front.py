@@ -149,12 +149,14 @@ class Front:
         """Bytes that one forward and its backward may allocate. It is set as it is given to ``attach``: shares are of
         the last call. When it is set, only the solver runs again.
         """
-        if not isinstance(self.terms.budget, int):
+        budget = self.terms.budget
+        size = budget.size if isinstance(budget, Budget) else budget
+        if size is None:
             raise InputError(
-                "the budget is a share of a step, or of what is free, so its bytes are known when a step was planned: "
-                "call the model with gradients first (a copy plans at its first call)"
+                f"the budget is {budget}, so its bytes are known when a step was planned: call the model with "
+                "gradients first (the same holds for a copy of a model, which plans anew)"
             )
-        return self.terms.budget
+        return size
 
     @property
     def only_plans(self) -> bool:

@@ -18,9 +18,8 @@ from rkgb.cost.memory import timeline
 from rkgb.device.kind import Moment, Timeline, Window
 from rockmate.calls.engine import can_intercept, intercept, release
 
-
 MOST_OTHERS = 64
-"""Backwards that may come before that of a call that is looked at. One of a call that never has a backward ends then."""
+"""Backwards that may come before that of a call that is looked at, which may never have one."""
 
 
 class Look(ABC):

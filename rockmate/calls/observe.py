@@ -29,7 +29,7 @@ from rkgb.device import kind_of
 from rkgb.device.kind import Window
 from rkgb.Ktools import K_graph
 from rockmate.calls.look import Look
-from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
+from rockmate.calls.surroundings import RETAINED, graph_is_retained
 from rockmate.planning.room import Room, bytes_of_outputs, device_of_outputs, scaled, seen_room
 from rockmate.run.program import Program
 
@@ -104,14 +104,18 @@ class Observer:
         return CallLook(self.device if self.measures else None)
 
     def watch(
-        self, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None, *, alone: bool = False
+        self,
+        program: Program,
+        outputs: Sequence[torch.Tensor],
+        look: CallLook | None,
+        warn_of_kept: Callable[[str], None] | None = None,
     ) -> ObservedCall | None:
         """Follow the call that returns ``outputs``, if one of them can have a backward.
 
-        ``alone``: nothing else watches the backward, and one that keeps the graph may exceed the budget.
+        ``warn_of_kept``: called, with the reason, by a backward that keeps the graph, where that may exceed the budget.
         """
         if any(outputs[k].grad_fn is not None for k in self.places):
-            return ObservedCall(self, program, outputs, look, alone)
+            return ObservedCall(self, program, outputs, look, warn_of_kept)
         if look is not None:
             look.abandon()
         return None
@@ -160,9 +164,14 @@ class ObservedCall:
     """
 
     def __init__(
-        self, observer: Observer, program: Program, outputs: Sequence[torch.Tensor], look: CallLook | None, alone: bool
+        self,
+        observer: Observer,
+        program: Program,
+        outputs: Sequence[torch.Tensor],
+        look: CallLook | None,
+        warn_of_kept: Callable[[str], None] | None,
     ) -> None:
-        self.observer, self.alone = observer, alone
+        self.observer, self.warn_of_kept = observer, warn_of_kept
         self.thread, self.task = threading.get_ident(), -1
         self.refs = [weakref.ref(t) for t in outputs]
         self.memory: dict[int, Any] = {}  # of outputs that only the caller has, as far as the program goes
@@ -214,8 +223,8 @@ class ObservedCall:
             self.held = self.attached.union(alive)
             if self.look is not None:
                 self.look.mark()
-            if self.alone and graph_is_retained():
-                warn_unplanned(RETAINED)
+            if self.warn_of_kept is not None and graph_is_retained():
+                self.warn_of_kept(RETAINED)
             torch.autograd.Variable._execution_engine.queue_callback(self.over)
 
     def over(self) -> None:

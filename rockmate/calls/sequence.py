@@ -23,7 +23,7 @@ class GraphSequence:
     members may never come. ``peak``: the most bytes that the last observed step took. ``shared``: what other ranks have
     seen, if there are any. ``gaps``: how many nodes code before a member, or behind the last, added to autograd's
     graph. ``unsure``: a step differed from those that were observed, so all outputs are counted, and their gradients;
-    ``odd``: how often that was so.
+    ``odd``: how often that was so. ``doubtful``: the step of ``seen`` captured, and may have kept more by that.
     """
 
     members: tuple[Member, ...]
@@ -41,6 +41,7 @@ class GraphSequence:
     gaps: set[tuple[int, int]] = field(default_factory=set)
     unsure: bool = False
     odd: int = 0
+    doubtful: bool = False
 
     def place(self, member: Member, start: int) -> int | None:
         """Where ``member`` comes next."""

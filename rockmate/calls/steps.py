@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rkgb.cost.memory import storage_bytes
+from rkgb.cost.memory import is_measuring, storage_bytes
 from rkgb.device.kind import Moment
 from rkgb.sample import Call
 from rkgb.storages import storage_key
@@ -33,6 +33,7 @@ from rockmate.calls.seen import SeenStep
 from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.calls.shared import SharedStages
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
+from rockmate.calls.unguarded import CAPTURING
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.least import saves_nothing
 from rockmate.planning.places import places_of
@@ -92,6 +93,8 @@ class Steps:
         every = self.members.every if looks else []
         if every and threading.current_thread() is not threading.main_thread():
             self.say(_ELSEWHERE)
+        elif every and is_measuring():
+            self._warn_of_measuring()
         elif every and StepLook.possible():
             self._count_unseen()
             look = StepLook(every[0].planner.device, lambda moments: None)
@@ -108,6 +111,17 @@ class Steps:
                 BudgetWarning,
             )
         self.unseen += 1
+
+    def _warn_of_measuring(self) -> None:
+        """Say, once, that steps are to be observed, and are not."""
+        if _MEASURED not in self.said:
+            self.said.add(_MEASURED)
+            warn(
+                f"{self.front.name}: a step is to be observed, so that such steps can be planned, but its memory is "
+                "being measured. It runs with least memory where its graphs were not planned together, and may exceed "
+                "the budget. Run it twice before you measure it",
+                BudgetWarning,
+            )
 
     def turn(self, sequence: GraphSequence, unsure: bool) -> None:
         """A step was none of those that were observed, or, not ``unsure``, such a step was observed by now."""
@@ -127,7 +141,7 @@ class Steps:
             return
         members, stages, options = found
         before = next((s for s in self.known if s.members == members and s.options == options), None)
-        seen = [*(before.seen if before is not None else ()), stages]
+        seen = [*(before.seen if before is not None and not before.doubtful else ()), stages]
         if before is None or (self.again and not before.unsure):
             self.looks += 1
         else:
@@ -135,7 +149,7 @@ class Steps:
         if before is None:
             self.news = False
         unsure = before is not None and before.unsure
-        self.again = unsure or (forward.varies and len(seen) < SEEN)
+        self.again = unsure or forward.captured or (forward.varies and len(seen) < SEEN)
         stages = bounds_of(seen, forward.varies)
         every = tuple(of[k] for of, k in zip(options, fastest(stages), strict=True))
         varies, peak = forward.sizes_differ or (before is not None and before.varies), forward.seen.peak(moments)
@@ -147,6 +161,7 @@ class Steps:
         sequence = GraphSequence(members, stages, options, every, 0, forward.small, roots, unread, seen, varies, peak)
         if before is not None:
             sequence.gaps, sequence.unsure, sequence.odd = before.gaps, unsure, before.odd
+        sequence.doubtful = forward.captured
         if forward.past is self.past and self.past is not None:
             new = before is None or unread != before.unread
             self.past.sequence, self.past.observed, self.past.new = sequence, True, new
@@ -252,6 +267,8 @@ _UNKNOWN = "a step ran graphs that were not planned together"
 
 _SIZES = "a step of the largest sizes does not fit"
 
+_MEASURED = "a step that is to be observed is measured"
+
 _ELSEWHERE = (
     "steps in other threads than the main one cannot be observed: each graph of a step runs with its least memory. "
     "Train in the main thread for a plan of the whole step"
@@ -297,6 +314,7 @@ class Forward:
         self.past = PastStep()
         self.small = 0
         self.smaller = False  # whether a member of larger sizes ran
+        self.captured = False  # whether something was captured
         if look is not None:
             look.then = partial(steps.learn, self)
             self.mark("start", 0)  # levels are above this one
@@ -418,6 +436,7 @@ class Forward:
 
     def over(self) -> None:
         """Forward has returned."""
+        self.captured = CAPTURING.captured
         if self.living:
             self.steps.last = self.past.sequence = self.living[0][0]
         self.steps.past = self.past

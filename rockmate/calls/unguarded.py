@@ -23,7 +23,8 @@ from solvers.interrupts import check
 
 CAPTURING = threading.local()
 """``name``: of the model whose call this thread captures, or runs as it was captured. ``noted``: by that capture.
-``settings``: TorchDynamo's, for it. ``captured``: whether this thread has captured, or tried to.
+``settings``: TorchDynamo's, for it. ``captured``: whether this thread has captured, or tried to;
+``code``: what it has captured last.
 """
 
 

@@ -139,7 +139,7 @@ class Stage:
     def fill(self, x: Any, wanted: bool, mode: AbstractContextManager[Any] = _PLAINLY) -> Any:
         """Recompute the saved tensors from the detached input ``x``, into the slots.
 
-        Returns the detached output if ``wanted``; else None, and the run stops at the last saved tensor.
+        Returns the detached output if ``wanted``; else None, and the run stops at the last saved tensor if it can.
         """
         if wanted or self.slots:
             saved, slots = iter(self.saved), self.slots
@@ -157,7 +157,9 @@ class Stage:
                         self.stopped = True
                         raise Stop
 
-            return self._recompute(x, pack, mode)
+            output = self._recompute(x, pack, mode)
+            if wanted:
+                return output
         return None
 
     def refill(self) -> None:

@@ -445,6 +445,23 @@ def test_a_recompute_does_not_stop_before_a_saved_tensor_is_filled() -> None:
     assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
 
 
+@pytest.mark.parametrize("share", [0.84, 0.9, 0.95])
+def test_such_a_recompute_leaves_nothing_but_what_is_saved(share: float) -> None:
+    """It runs to its end, and what it returns goes."""
+    torch.manual_seed(0)
+    m, sample = nn.Sequential(nn.Linear(48, 96), nn.RReLU(), nn.Linear(96, 48)), torch.randn(1024, 48)
+
+    def step(run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        run(sample).square().mean().backward()
+        m.zero_grad()
+
+    step(m)
+    limit = int(share * measure_peak(lambda: step(m)))
+    chk = rotor.Checkpointable(m, sample, costs="flops", mem_limit=limit)
+    step(chk)
+    assert measure_peak(lambda: step(chk)) <= limit
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

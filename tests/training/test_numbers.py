@@ -148,6 +148,14 @@ def test_batch_norm_with_cumulative_average() -> None:
     assert_step_in_budget(rk, randn(128, 16, seed=3))
 
 
+def test_batch_norm_with_a_counter_and_no_averages() -> None:
+    norm = nn.BatchNorm1d(8, momentum=None)
+    norm.running_mean = norm.running_var = None
+    eager, rk = pair(lambda: nn.Sequential(case("mlp").make(), norm, nn.Tanh()), randn(128, 16, seed=0))
+    assert_trains_as_eager(eager, rk, steps(lambda k: randn(128, 16, seed=k), 4))
+    assert rk.plans_made == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["gpt", "tied", "dropout_mlp"])
 def test_autocast(name: str, dtype: torch.dtype) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from models import randn
 from torch import nn
 
-from rockmate import Attachment, BudgetWarning, attach, measure_peak
+from rockmate import Attachment, BudgetWarning, PlanningWarning, attach, measure_peak
 
 ROWS, WIDTH = 320, 64
 
@@ -93,3 +94,108 @@ def test_captures_leave_no_activation() -> None:
     finally:
         gc.enable()
     assert left == [1] * 4  # the input
+
+
+class Logs(nn.Module):
+    """It keeps what it has read from its values, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        layers = (m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, 10)
+        self.how, self.values, self.last, self.mean = how, list[float](), 0.0, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        value = x.abs().mean().item()
+        if self.how == "a list":
+            self.values.append(value)
+        elif self.how == "a mean":
+            self.mean = 0.9 * self.mean + 0.1 * value
+        else:
+            self.last = value
+        result: torch.Tensor = self.head(torch.tanh(x))
+        return result
+
+
+def logging(how: str, steps: int) -> Attachment:
+    torch.manual_seed(0)
+    model = Logs(how)
+    handle = attach(model, 450_000, costs="flops", cache=False)
+    for k in range(steps):
+        model(randn(ROWS, WIDTH, seed=k)).mean().backward()
+        model.zero_grad()
+    return handle
+
+
+def test_a_step_that_captures_is_observed_again() -> None:
+    """A capture that TorchDynamo gives up holds activations, which the plan would count in every step."""
+    plans = [logging(how, 6).plan for how in ("the last", "a mean")]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[0].predicted_peak == plans[1].predicted_peak
+    assert plans[0].predicted_overhead == plans[1].predicted_overhead
+
+
+def test_captures_in_every_step_are_said_with_their_reason() -> None:
+    with pytest.warns(PlanningWarning, match=r"captured for the 9th time.*len\(self.values\)"):
+        logging("a list", 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logging("the last", 12)
+
+
+class Turns(Checked):
+    """It runs as many blocks as it is told to."""
+
+    def forward(self, x: torch.Tensor, count: int = 4) -> torch.Tensor:  # type: ignore[override]
+        x = self.first(x)
+        for block in self.blocks[:count]:
+            x = x + block(x)
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return torch.tanh(x)
+
+
+def test_a_measured_step_that_is_to_be_observed_is_said_to_run_without_a_plan() -> None:
+    torch.manual_seed(0)
+    model, x = Turns(), randn(ROWS, WIDTH, seed=1)
+    attach(model, "70%")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    step()
+    with pytest.warns(BudgetWarning, match="is to be observed"):
+        measure_peak(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            step()
+        measure_peak(step)
+
+
+@pytest.mark.parametrize("model", [Checked, lambda: nn.Sequential(*(Checked().blocks))])
+def test_a_backward_of_another_graph_belongs_to_the_step(model: Callable[[], nn.Module]) -> None:
+    """As that of a discriminator, before the one of the generator. What it allocates stays, as gradients do."""
+    torch.manual_seed(0)
+    generator, other = model(), nn.Sequential(nn.Linear(WIDTH, 1024), nn.Tanh(), nn.Linear(1024, 1))
+    x = randn(ROWS, WIDTH, seed=1)
+
+    def step() -> None:
+        y = generator(x)
+        other(y.detach()).mean().backward()
+        y.square().mean().backward()
+        generator.zero_grad()
+        other.zero_grad()
+
+    step()
+    eager = measure_peak(step)
+    handle = attach(generator, int(0.9 * eager), costs="flops")
+    for _ in range(5):
+        step()
+    assert measure_peak(step) <= handle.budget
+    handle.budget = 2 * eager  # everything fits, which is seen although another backward comes first
+    for _ in range(3):
+        step()
+    assert measure_peak(step) == eager

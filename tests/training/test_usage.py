@@ -16,7 +16,7 @@ from models import part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import BudgetWarning, Rockmate, frontier, measure_peak
+from rockmate import BudgetWarning, Rockmate, attach, frontier, measure_peak
 from rockmate.planning.planner import SCALARS
 
 VOCABULARY, WIDTH, LENGTH = 512, 32, 64
@@ -527,3 +527,37 @@ def test_what_forward_makes_and_keeps_counts_in_the_first_step() -> None:
     predicted, seed = rk.plan.predicted_peak, torch.ones(16, 512)
     assert model.table is None
     assert measure_peak(lambda: rk(x).backward(seed), rk) == predicted
+
+
+def test_no_plan_is_made_while_the_caller_measures(tmp_path: Path) -> None:
+    """Two backwards of one call, whose use of the outputs is settled after some steps, perhaps in a measured one."""
+    torch.manual_seed(0)
+    layers = (m for _ in range(5) for m in (nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 48)))
+    model, x = TwoHeads(nn.Sequential(*layers)), torch.randn(512, 48)
+    weights = list(model.body.parameters())
+
+    def step() -> None:
+        a, b = model(x)
+        torch.autograd.grad(a.square().mean(), weights, retain_graph=True)
+        torch.autograd.grad(b.square().mean(), weights)
+
+    step()
+    eager = measure_peak(step)
+    attach(model, int(0.6 * eager), cache=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)  # the graph is kept
+        for _ in range(3):
+            step()
+        assert max(measure_peak(step) for _ in range(12)) < eager
+
+
+class TwoHeads(nn.Module):
+    """Two outputs of one body."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.a, self.b = body, nn.Linear(48, 1), nn.Linear(48, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.body(x)
+        return self.a(x), self.b(x)
