@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
-from math import inf
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,45 @@ from rockmate.run.store import Store
 
 _OF_PYTHON = 1
 """Uses of a memory, beside its tensors, once Python has seen it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Of an output. ``place``: where it lies; ``bytes``: that it takes; ``size``: bytes of its numbers. ``shared``:
+    others than the hook that it is given to hold it, as a sum hands one gradient to all that it adds. Where torch does
+    not tell, they may.
+    """
+
+    place: int
+    bytes: int
+    size: int
+    shared: bool
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Gradient:
+        """Of ``t``, within a hook that it is given to."""
+        uses = getattr(t, "_use_count", None)
+        shared = uses is None or uses() > _OF_A_HOOK
+        # Its storage is not asked: what Python has seen of it, autograd no longer adds to in place.
+        extent = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+        return cls(t.data_ptr(), extent * t.element_size(), t.numel() * t.element_size(), shared)
+
+
+def bytes_that_came(here: Collection[Gradient], handed: Collection[list[Gradient]]) -> tuple[int, int]:
+    """Bytes of the gradients that are there when the backward comes to a graph, and of those of them that others read.
+
+    ``here``: those that its first node gets. ``handed``: to each of its outputs. Several for one are summed.
+    """
+    sums = [max(x.size for x in several) for several in handed if len(several) > 1]
+    alone = {x.place: x for one in handed if len(one) == 1 for x in one}
+    for x in here:
+        if x.size not in sums:
+            alone.setdefault(x.place, x)
+    return sum(sums) + sum(x.bytes for x in alone.values()), sum(x.bytes for x in alone.values() if x.shared)
+
+
+_OF_A_HOOK = 2
+"""Uses of a gradient within a hook: by autograd, which hands it over, and by Python."""
 
 
 class Spared:
@@ -48,7 +88,8 @@ class Outputs:
 
     ``memory``: of each, by its data in the graph's problem. ``edges``: their places in autograd's graph, and which
     outputs these are, by position. ``end``: of what is made there from now on, the least number. ``roots``: outputs
-    that code behind the graph computes with, on the way to the loss; at first all, since nothing is known.
+    that code behind the graph computes with, on the way to the loss; at first all, since nothing is known. ``came``:
+    of each root, the gradients that such code has handed over.
     """
 
     def __init__(self, member: Member, store: Store | None, result: Any) -> None:
@@ -58,11 +99,18 @@ class Outputs:
         self.edges: dict[tuple[int, int], int] = {}
         self.end = sequence_number()
         self.roots = frozenset(member.planner.graphs.K.usage.roots)
+        self.came: dict[int, list[Gradient]] = {}
         for n, (x, t) in enumerate(zip(member.output_data, tensors_of(member, result), strict=False)):
             if t.grad_fn is not None:
                 self.edges[t.grad_fn._sequence_nr(), t.output_nr] = n
             if x is not None and type(t) is torch.Tensor and t.layout == torch.strided:
                 self.memory[x] = StorageWeakRef(t.untyped_storage())
+
+    def note(self, n: int, k: int, gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+        """A node hands over ``gradients``, of which number ``k`` is for output ``n``."""
+        gradient = gradients[k]
+        if gradient is not None:
+            self.came.setdefault(n, []).append(Gradient.of(gradient))
 
     def let_go(self) -> frozenset[int]:
         """Those that now nobody holds but perhaps the executor, for runs in the backward."""
@@ -76,19 +124,21 @@ def find_roots(calls: Sequence[Outputs], ends: Sequence[Any]) -> bool:
     """
     of = {edge: (call, n) for call in calls for edge, n in call.edges.items()}
     found: dict[Outputs, set[int]] = {call: set() for call in calls if call.edges}
-    left = [(inf, (e.grad_fn, e.output_nr) if isinstance(e, torch.Tensor) else (e.node, e.output_nr)) for e in ends]
+    starts = [(e.grad_fn, e.output_nr) if isinstance(e, torch.Tensor) else (e.node, e.output_nr) for e in ends]
+    left: list[tuple[Any, int, tuple[Any, int]]] = [(None, -1, edge) for edge in starts]
     known: set[Any] = set()
     while left:
-        reader, (function, place) = left.pop()
+        reader, k, (function, place) = left.pop()
         if function is None:
             continue
-        number = function._sequence_nr()
-        call, n = of.get((number, place), (None, -1))
-        if call is not None and reader >= call.end:
+        call, n = of.get((function._sequence_nr(), place), (None, -1))
+        if call is not None and (reader is None or reader._sequence_nr() >= call.end):
             found[call].add(n)
+            if reader is not None:
+                reader.register_hook(partial(call.note, n, k))
         if function not in known:
             known.add(function)
-            left += [(number, edge) for edge in function.next_functions]
+            left += [(function, i, edge) for i, edge in enumerate(function.next_functions)]
     for call, roots in found.items():
         call.roots = frozenset(roots)
     return not found or any(found.values())

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from rkgb.cost.memory import is_measuring, storage_bytes
+from rkgb.cost.memory import is_measuring
 from rkgb.device.kind import Moment
 from rkgb.sample import Call
-from rkgb.storages import storage_key
 from rkgb.trace.guards import GuardFailed
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
@@ -28,7 +27,7 @@ from rockmate.calls.look import StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
 from rockmate.calls.past import PastStep
-from rockmate.calls.released import Outputs, Spared
+from rockmate.calls.released import Gradient, Outputs, Spared, bytes_that_came
 from rockmate.calls.seen import SeenStep
 from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.calls.shared import SharedStages
@@ -75,6 +74,7 @@ class Steps:
         self.unseen = 0  # steps since that could not be observed to their end
         self.asked: Budget | None = None
         self.said: set[str] = set()
+        self.said_least: set[tuple[tuple[Member, ...], int]] = set()  # budgets that no plan of such steps fits
 
     def forward(self) -> Forward:
         """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
@@ -93,9 +93,7 @@ class Steps:
         every = self.members.every if looks else []
         if every and threading.current_thread() is not threading.main_thread():
             self.say(_ELSEWHERE)
-        elif every and is_measuring():
-            self._warn_of_measuring()
-        elif every and StepLook.possible():
+        elif every and StepLook.possible() and not is_measuring():
             self._count_unseen()
             look = StepLook(every[0].planner.device, lambda moments: None)
         return Forward(self, look)
@@ -112,14 +110,14 @@ class Steps:
             )
         self.unseen += 1
 
-    def _warn_of_measuring(self) -> None:
-        """Say, once, that steps are to be observed, and are not."""
+    def warn_of_measuring(self) -> None:
+        """Say, once, that a step is to be observed, and is not."""
         if _MEASURED not in self.said:
             self.said.add(_MEASURED)
             warn(
-                f"{self.front.name}: a step is to be observed, so that such steps can be planned, but its memory is "
-                "being measured. It runs with least memory where its graphs were not planned together, and may exceed "
-                "the budget. Run it twice before you measure it",
+                f"{self.front.name}: the graphs of a step were not planned together yet. For a plan, it is to be "
+                "observed, but its memory is measured: it runs with least memory, and may exceed the budget. Run it "
+                "twice before you measure it",
                 BudgetWarning,
             )
 
@@ -216,6 +214,10 @@ class Steps:
             if not (terms.least or unsettled):
                 self.problem = problem
                 return
+            if (sequence.members, terms.budget) in self.said_least:
+                sequence.chosen = sequence.choose(error.min_budget)
+                return
+            self.said_least.add((sequence.members, terms.budget))
             sequence.chosen = sequence.choose(least_instead(problem))
 
     def warn_of_sizes(self, least: int, budget: int) -> None:
@@ -440,6 +442,8 @@ class Forward:
         if self.living:
             self.steps.last = self.past.sequence = self.living[0][0]
         self.steps.past = self.past
+        if self.ran and not self.living and is_measuring():
+            self.steps.warn_of_measuring()
         if self.ran:
             front = self.steps.front
             if isinstance(front.terms.budget, int):
@@ -474,8 +478,8 @@ class Forward:
         if self.waits and graph_is_retained():
             self._warn_of_retained()
         first = i not in self.reached
-        came = [g for g in gradients if g is not None]
-        self.reached[i] = bytes_of(came), bytes_of(filter(is_shared, came))
+        handed = self.seen.outputs[i].came.values() if self.seen is not None else ()
+        self.reached[i] = bytes_that_came([Gradient.of(g) for g in gradients if g is not None], handed)
         if not first:
             return
         self.past.backward()
@@ -498,22 +502,6 @@ class Forward:
                 backward.store.warned = True
         warn_unplanned(RETAINED)
 
-
-def bytes_of(gradients: Iterable[torch.Tensor]) -> int:
-    """Of all, each storage once."""
-    return sum({storage_key(g): storage_bytes(g) for g in gradients}.values())
-
-
-def is_shared(gradient: torch.Tensor) -> bool:
-    """Whether others than the hook that ``gradient`` was given to hold it, as a sum hands one gradient to all that it
-    adds. Where torch does not tell, they may.
-    """
-    uses = getattr(gradient, "_use_count", None)
-    return uses is None or uses() > _OF_A_HOOK
-
-
-_OF_A_HOOK = 2
-"""Uses of a gradient within a hook: by autograd, which hands it over, and by Python."""
 
 _NONE_CAME = (0, 0)
 

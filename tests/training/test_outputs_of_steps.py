@@ -129,3 +129,45 @@ def test_steps_that_use_outputs_now_and_then_are_observed(odd: str) -> None:
     for number in (2, 3):
         assert measure_peak(lambda number=number: step(number), "cpu") <= plan.budget  # type: ignore[misc]
     assert measure_peak(lambda: step(3), "cpu") > measure_peak(lambda: step(2), "cpu")
+
+
+class TwoHeads(nn.Module):
+    """One head is in the graph of the trunk, the other behind the value that Python reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (m for k in range(4) for m in (nn.Linear(24 if k == 0 else 128, 128), nn.Tanh()))
+        self.trunk, self.policy, self.value, self.largest = (
+            nn.Sequential(*layers),
+            nn.Linear(128, 4),
+            nn.Linear(128, 1),
+            0,
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.trunk(x)
+        policy = self.policy(h)
+        self.largest = policy.detach().max().item()
+        return policy, self.value(h)
+
+
+def test_a_gradient_that_waits_for_another_is_counted_once() -> None:
+    """That of what both heads read: it is there when the backward comes to the first output of the graph."""
+    torch.manual_seed(0)
+    model, x = TwoHeads(), randn(1792, 24, seed=0)
+
+    def step() -> None:
+        sum(y.mean() for y in model(x)).backward()
+        model.zero_grad()
+
+    step()
+    eager = measure_peak(step)
+    handle = attach(model, int(0.95 * eager), costs="flops")
+    for _ in range(5):
+        step()
+    measured, half_an_activation = measure_peak(step), 1792 * 128 * 2
+    assert handle.plan is not None
+    assert measured <= handle.plan.predicted_peak < measured + half_an_activation
+    handle.budget = int(0.75 * eager)
+    step()
+    assert measure_peak(step) <= handle.budget

@@ -247,6 +247,7 @@ def again(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 @pytest.mark.filterwarnings("ignore:the forward of .* runs other graphs than those:rockmate.BudgetWarning")
+@pytest.mark.filterwarnings("ignore:Breaks was captured for the 9th time.*model.seen:rockmate.PlanningWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_eager_and_within_the_budget(name: str) -> None:
     """A step of a sequence that was not seen before may exceed the budget; it is planned from the next such step on."""

@@ -166,7 +166,7 @@ def test_a_measured_step_that_is_to_be_observed_is_said_to_run_without_a_plan() 
         model.zero_grad()
 
     step()
-    with pytest.warns(BudgetWarning, match="is to be observed"):
+    with pytest.warns(BudgetWarning, match="not planned together yet"):
         measure_peak(step)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
