@@ -424,6 +424,8 @@ class Forward:
     def _run_as_it_is(self, graph: Graph, call: Call, inputs: Sequence[Any], guard: GuardFailed) -> Any:
         """The graph computes with a number that it reads from a tensor, and that is another now."""
         del self.ran[-1], self.past.gaps[-1]
+        last = len(self.ran)
+        self.living = [(sequence, {p: n for p, n in places.items() if n < last}) for sequence, places in self.living]
         if self.seen is not None:
             self.seen.marks = [mark for mark in self.seen.marks if mark != ("begin", len(self.ran))]
         self.small += 1
