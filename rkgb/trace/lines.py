@@ -14,14 +14,14 @@ from types import FrameType
 import torch
 
 _RKGB = os.path.dirname(os.path.dirname(__file__))
-_CALLERS = os.path.join(os.path.dirname(_RKGB), "rockmate")
+_ROCKMATE = os.path.join(os.path.dirname(_RKGB), "rockmate")
 _INSIDE = (
     _RKGB + os.sep,
-    *(os.path.join(_CALLERS, part) for part in ("calls" + os.sep, "planning" + os.sep, "run" + os.sep, "module.py")),
+    *(os.path.join(_ROCKMATE, part) for part in ("calls" + os.sep, "planning" + os.sep, "run" + os.sep, "module.py")),
     contextlib.__file__,
     str(torch.__path__[0]) + os.sep,
 )
-"""Beside the demo's model and rotor's, which are traced as a user's."""
+"""What is no user's. The models of the demo and of rotor are as a user's."""
 
 _told = threading.local()
 

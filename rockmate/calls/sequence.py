@@ -55,7 +55,7 @@ class GraphSequence:
         stages, options = list(self._counted), list(self.options)
         for k in range(at):
             made = (done or {}).get(k)
-            one = _NOTHING if made is None else self._choice(k, made)
+            one = _NOTHING if made is None else self._choice(stages[k], k, made)
             options[k] = () if made is None else (made,)
             stages[k] = replace(stages[k], choices=(one,))
         found = choose(stages, budget)
@@ -76,9 +76,9 @@ class GraphSequence:
         parts = zip(self.stages, self.members, self.options, strict=True)
         return tuple(replace(stage, choices=tuple(m.choices[k] for k in of)) for stage, m, of in parts)
 
-    def _choice(self, k: int, made: int) -> Choice:
-        """What choice ``made`` of member k is to this step; one that it has not: to any."""
-        known = dict(zip(self.options[k], self._counted[k].choices, strict=True))
+    def _choice(self, stage: Stage, k: int, made: int) -> Choice:
+        """What choice ``made`` of member k, whose ``stage`` this is, is to the step; one that it has not: to any."""
+        known = dict(zip(self.options[k], stage.choices, strict=True))
         return known.get(made, self.members[k].choices[made])
 
     @property
@@ -88,8 +88,10 @@ class GraphSequence:
 
     def kept(self, done: dict[int, int]) -> int:
         """Bytes that a step keeps from its forward to its backward, of which members of ``done`` have made choices."""
-        between = min(self.stages[-1].after, self.stages[-1].beside)
-        return sum(self._choice(k, made).kept for k, made in done.items()) + max(0, between)
+        stages, last = self._counted, self.stages[-1]
+        return sum(self._choice(stages[k], k, made).kept for k, made in done.items()) + max(
+            0, min(last.after, last.beside)
+        )
 
     @property
     def predicted_peak(self) -> int:

@@ -112,14 +112,12 @@ class Steps:
 
     def warn_of_measuring(self) -> None:
         """Say, once, that a step is to be observed, and is not."""
-        if _MEASURED not in self.said:
-            self.said.add(_MEASURED)
-            warn(
-                f"{self.front.name}: the graphs of a step were not planned together yet. For a plan, it is to be "
-                "observed, but its memory is measured: it runs with least memory, and may exceed the budget. Run it "
-                "twice before you measure it",
-                BudgetWarning,
-            )
+        self.warn_once(
+            _MEASURED,
+            f"{self.front.name}: the graphs of a step were not planned together yet. For a plan, it is to be "
+            "observed, but its memory is measured: it runs with least memory, and may exceed the budget. Run it "
+            "twice before you measure it",
+        )
 
     def turn(self, sequence: GraphSequence, unsure: bool) -> None:
         """A step was none of those that were observed, or, not ``unsure``, such a step was observed by now."""
@@ -182,6 +180,12 @@ class Steps:
             self.said.add(line)
             LOG.info("%s: %s", self.front.name, line)
 
+    def warn_once(self, what: str, message: str) -> None:
+        """Warn of ``what``, unless this was done before."""
+        if what not in self.said:
+            self.said.add(what)
+            warn(message, BudgetWarning)
+
     def solve(self, sequence: GraphSequence) -> None:
         """Choose for the budget of now."""
         terms = self.front.terms
@@ -222,15 +226,13 @@ class Steps:
 
     def warn_of_sizes(self, least: int, budget: int) -> None:
         """Say, once, that a step of the largest sizes of all graphs would not fit."""
-        if _SIZES not in self.said:
-            self.said.add(_SIZES)
-            warn(
-                f"the graphs of {self.front.name} have other sizes in each step. If all were as large as they have "
-                f"been at most, a step would take {show_at_least(least)}, more than the budget of "
-                f"{show_at_most(budget)}. So each step runs with its least memory, and one of such sizes exceeds the "
-                "budget",
-                BudgetWarning,
-            )
+        self.warn_once(
+            _SIZES,
+            f"the graphs of {self.front.name} have other sizes in each step. If all were as large as they have "
+            f"been at most, a step would take {show_at_least(least)}, more than the budget of "
+            f"{show_at_most(budget)}. So each step runs with its least memory, and one of such sizes exceeds the "
+            "budget",
+        )
 
     def set_budget(self, budget: Budget) -> None:
         """Choose anew for ``budget``. Raises ``InfeasibleBudgetError`` where no plan fits it, and nothing changes."""
@@ -354,12 +356,11 @@ class Forward:
             except InfeasibleError:
                 del self.living[0]
         self.steps.news = True
-        if before is not None and _UNKNOWN not in self.steps.said:
-            self.steps.said.add(_UNKNOWN)
-            warn(
+        if before is not None:
+            self.steps.warn_once(
+                _UNKNOWN,
                 f"the forward of {self.steps.front.name} runs other graphs than those that were planned together: such "
                 "steps are planned from the next one on, and this one may exceed the budget",
-                BudgetWarning,
             )
         return member.least
 
@@ -444,13 +445,14 @@ class Forward:
         if self.living:
             self.steps.last = self.past.sequence = self.living[0][0]
         self.steps.past = self.past
-        if self.ran and not self.living and is_measuring():
+        if not self.ran:
+            return
+        if not self.living and is_measuring():
             self.steps.warn_of_measuring()
-        if self.ran:
-            front = self.steps.front
-            if isinstance(front.terms.budget, int):
-                front.check_alone(self.living[0][0].predicted_peak if self.living else self.kept)
-            front.follow(self, self.kept)
+        front, kept = self.steps.front, self.kept
+        if isinstance(front.terms.budget, int):
+            front.check_alone(self.living[0][0].predicted_peak if self.living else kept)
+        front.follow(self, kept)
 
     def follow(self, i: int, result: Any) -> None:
         """Be called when the backward comes to an output of member i."""
