@@ -20,7 +20,7 @@ EXISTING = $(wildcard $(SOURCES))
 
 help:
 	@echo "make demo   train a small model under a memory budget; ARGS='...' is passed on (try ARGS=--help)"
-	@echo "make test   run the tests; ARGS='...' goes to pytest, JOBS=1 runs them in one process"
+	@echo "make test   run the tests; ARGS='...' goes to pytest, JOBS=0 runs them in pytest's own process"
 	@echo "make check  formatting, lint, types, and the documentation"
 	@echo "make docs   build the documentation in site/"
 	@echo "make package  build the wheel and the source distribution in dist/, install each, and run it"
