@@ -20,6 +20,8 @@ Mark = Callable[[], Any]
 TimedRun = Callable[[Mark], Sequence[tuple[Any, Any]]]
 """Runs a piece once, and returns pairs of marks: begin and end of each part that is timed."""
 
+_LINE = 8  # numbers of 8 bytes that a line of a processor's caches holds: to read one brings all of them
+_COLD = 1.25  # a forward from memory that takes longer than this, relative to one from the caches, is timed again
 _ENOUGH = 25_000_000  # ns of timed runs of each part after which no more are made
 
 
@@ -51,7 +53,7 @@ class Clock:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         kind = kind_of(device)
         used = min(touched, kind.caches) // 8
-        again = (torch.ones(used, dtype=torch.float64, device=device),) if used else ()
+        again = (torch.ones(used, dtype=torch.float64, device=device)[::_LINE],) if used else ()
         return cls(tuple(kind.to_read(device)), again=again)
 
     def once(self, run: TimedRun, device: torch.device) -> list[int]:
@@ -88,11 +90,13 @@ class Clock:
         forward, backward = self.medians(run, piece.device)
         if not grads:
             return Times(forward, 0)
-        again = max(forward, self._again(piece)) if self.again else forward
+        again = max(forward, self._again(piece, forward)) if self.again else forward
         return Times(again, max(1, forward + backward - again), forward)
 
-    def _again(self, piece: Piece) -> int:
-        """The shorter of two forwards from memory."""
+    def _again(self, piece: Piece, warm: int) -> int:
+        """The time of a forward from memory, where one from the caches takes ``warm``: of two the shorter, if the first
+        takes much longer, since it may have been disturbed.
+        """
 
         def run(mark: Mark) -> Sequence[tuple[Any, Any]]:
             read(self.again)
@@ -102,7 +106,8 @@ class Clock:
             del results
             return ((start, end),)
 
-        return min(self.once(run, piece.device)[0] for _ in range(2))
+        first = self.once(run, piece.device)[0]
+        return first if first <= _COLD * warm else min(first, self.once(run, piece.device)[0])
 
     def _once(self, run: TimedRun, device: torch.device, launched: int) -> tuple[list[int], int]:
         """The times of the parts, and how long the host took for the run, which was ``launched`` ns the last time."""
