@@ -9,7 +9,8 @@ from rkgb.graphs import D_graph, S_graph, S_node, Saved
 from rkgb.trace.guards import is_guard
 
 # These operations change running statistics, on which their results in training do not depend. So they may be
-# recomputed, on copies of the statistics. An operation that changes any other buffer runs once.
+# recomputed, on copies of the statistics. Other operations that read these run once, as does one that changes any other
+# buffer.
 STATISTICS = frozenset(
     "batch_norm instance_norm native_batch_norm _batch_norm_impl_index cudnn_batch_norm cumulative_batch_norm".split()
 )
@@ -38,9 +39,10 @@ def D_to_S(d: D_graph) -> S_graph:
                 uses.setdefault(v, set()).add(index)
     nodes: list[S_node] = []
     clean: set[int] = {v for v in d.sources if not d.values[v].requires_grad}  # no gradient reaches these
-    changed = _changed_sources(d)
+    changed, statistics = _changed_sources(d)
     for index, ops in enumerate(groups):
-        nodes.append(_node(d, ops, index, uses, clean, changed))
+        once = any(_reads_changing(d, op, changed, statistics) or d.facts[op].unseen for op in ops)
+        nodes.append(_node(d, ops, index, uses, clean, once))
     s = S_graph(d, tuple(nodes), ((0, len(nodes)),) if nodes else (), (*d.made_by, "D_to_S"))
     s.verify()
     return s
@@ -87,10 +89,14 @@ def _ordered(d: D_graph, groups: list[list[int]]) -> list[list[int]]:
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(groups)))
     last_write: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}  # of each storage, since the last write
     for k, node in enumerate(d.nodes):
         sources = [of[maker[v]] for v in node.reads() if v in maker]
-        touched = {d.values[v].storage for v in node.reads()} | set(d.facts[k].writes)
-        sources += [of[last_write[s]] for s in touched if s in last_write]
+        read = {d.values[v].storage for v in node.reads()}
+        sources += [of[last_write[s]] for s in read.union(d.facts[k].writes) if s in last_write]
+        sources += [of[reader] for s in d.facts[k].writes for reader in readers.pop(s, ())]
+        for s in read:
+            readers.setdefault(s, []).append(k)
         graph.add_edges_from((g, of[k]) for g in sources if g != of[k])
         last_write.update(dict.fromkeys(d.facts[k].writes, k))
     random = [of[k] for k, f in enumerate(d.facts) if f.random]
@@ -172,19 +178,24 @@ def _position(d: D_graph, ops: list[int]) -> int:
     return min(real, default=ops[0])
 
 
-def _changed_sources(d: D_graph) -> set[int]:
-    """Storages of inputs and buffers that the program changes: what reads them cannot run again."""
-    return {
-        s
-        for node, facts in zip(d.nodes, d.facts, strict=True)
-        for s in facts.writes
-        if d.storages[s].owner is None and node.name not in STATISTICS
-    }
+def _changed_sources(d: D_graph) -> tuple[set[int], set[int]]:
+    """Storages of inputs and buffers that the program changes, and those of them that are running statistics."""
+    changed: set[int] = set()
+    statistics: set[int] = set()
+    for node, facts in zip(d.nodes, d.facts, strict=True):
+        found = (s for s in facts.writes if d.storages[s].owner is None)
+        (statistics if node.name in STATISTICS else changed).update(found)
+    return changed, statistics
 
 
-def _node(
-    d: D_graph, ops: list[int], index: int, uses: dict[int, set[int]], clean: set[int], changed: set[int]
-) -> S_node:
+def _reads_changing(d: D_graph, k: int, changed: set[int], statistics: set[int]) -> bool:
+    """Whether D node k reads an input or buffer that the program changes, so that it cannot run again."""
+    node = d.nodes[k]
+    read = {d.values[v].storage for v in node.reads()}
+    return not read.isdisjoint(changed) or (node.name not in STATISTICS and not read.isdisjoint(statistics))
+
+
+def _node(d: D_graph, ops: list[int], index: int, uses: dict[int, set[int]], clean: set[int], once: bool) -> S_node:
     made = [v for op in ops for v in d.nodes[op].outputs]
     reads = tuple(dict.fromkeys(v for op in ops for v in d.nodes[op].reads() if v not in made))
     makes = tuple(v for v in made if uses.get(v, set()) - {index})
@@ -194,7 +205,6 @@ def _node(
     inner = [d.storages[s].bytes for s in known if s in mine and s not in storages]
     private = tuple(b for op in ops for b in d.facts[op].saved.private) + tuple(inner)
     main = next((op for op in ops if any(d.values[v].storage in mine for v in d.nodes[op].outputs)), ops[0])
-    once = bool(changed & {d.values[v].storage for v in reads}) or any(d.facts[op].unseen for op in ops)
     requires_grad = any(d.values[v].requires_grad for v in made)
     random = any(d.facts[op].random for op in ops)
     pure = not requires_grad and not random and all(v in clean for v in reads)

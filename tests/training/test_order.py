@@ -79,3 +79,62 @@ def test_gradients_of_uses_are_added_in_the_order_of_the_program(function: Calla
             return function(self, x)
 
     assert_two_steps_equal(Uses)
+
+
+class BeforeAndBehind(nn.Module):
+    """Reads a buffer, changes it, and adds in place to what it has computed with the old values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        h -= self.mean
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0) + 1, 0.1)
+        h += self.b(x)
+        return self.c(F.gelu(h))
+
+
+class ParameterBeforeAndBehind(BeforeAndBehind):
+    """The same with a parameter, which forward limits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        h -= self.c.bias.detach()
+        with torch.no_grad():
+            self.c.bias.clamp_(-0.01, 0.01)
+        h += self.b(x)
+        return self.c(F.gelu(h))
+
+
+@pytest.mark.parametrize("make", [BeforeAndBehind, ParameterBeforeAndBehind])
+def test_what_reads_memory_before_it_changes_stays_before(make: Callable[[], nn.Module]) -> None:
+    assert_two_steps_equal(make)
+
+
+class ReadsStatistics(nn.Module):
+    """Reads running statistics in the place ``where``, with an operation of its own or in the memory of the result."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if self.where == "before":
+            h = F.gelu(h - self.norm.running_mean) + self.norm(h)
+        elif self.where == "behind":
+            h = F.gelu(self.norm(h) - self.norm.running_mean) * (1 + self.norm.running_var.view(1, -1).sqrt())
+        else:
+            h = self.norm(h)
+            h -= self.norm.running_mean
+        return self.b(F.gelu(h))
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "in place"])
+def test_what_reads_running_statistics_does_not_run_again(where: str) -> None:
+    assert_two_steps_equal(lambda: nn.Sequential(*(ReadsStatistics(where) for _ in range(3))))
