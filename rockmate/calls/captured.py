@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx
 
 from rkgb.graphs import Source
+from rkgb.probe.skeleton import content
 from rkgb.trace.lines import line_of_trace, told
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
@@ -255,6 +258,13 @@ def _wrappers(program: fx.GraphModule) -> Iterator[fx.Node]:
             yield node
 
 
+def program_identity(program: fx.GraphModule) -> Hashable:
+    """The code of a program, and what it reads that is no input."""
+    read = [attrgetter(str(n.target))(program) for n in program.graph.find_nodes(op="get_attr")]
+    known = [program_identity(x) if isinstance(x, fx.GraphModule) else content(x) for x in read]
+    return program.code, tuple(known)
+
+
 class Checkpointed(torch.nn.Module):
     """The body of a checkpoint."""
 
@@ -275,6 +285,16 @@ class Function(torch.nn.Module):
         self.parts = (forward, backward)
         self.dirty = frozenset(marks.get("dirty_idx") or ())
         self.without_gradient = frozenset(marks.get("non_differentiable_idx") or ())
+
+    @property
+    def identity(self) -> Hashable:
+        """Functions with equal ones compute the same."""
+        marks = tuple(sorted(self.dirty)), tuple(sorted(self.without_gradient))
+        return tuple(program_identity(part) for part in self.parts), *marks
+
+    def __repr__(self) -> str:
+        """Nodes that call functions count as equal where these print alike."""
+        return f"Function({hashlib.sha256(repr(self.identity).encode()).hexdigest()[:16]})"
 
     def forward(self, *arguments: Any) -> Any:
         return _Applied.apply(self, *arguments)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rkgb.probe.skeleton import content
-from rockmate.calls.captured import Checkpointed, Function, captured_sources
+from rockmate.calls.captured import Checkpointed, Function, captured_sources, program_identity
 from rockmate.calls.numbers import is_number
 
 _ARITHMETIC = frozenset(
@@ -94,12 +94,11 @@ def _argument(a: Any, numbers: dict[fx.Node, int], sized: bool) -> Hashable:
 def _constant(x: Any) -> Hashable:
     """What a node reads that is no input: a tensor, by its values if they are few; a program; another module."""
     if isinstance(x, fx.GraphModule):
-        inside = (_constant(attrgetter(str(n.target))(x)) for n in x.graph.find_nodes(op="get_attr"))
-        return x.code, *inside
+        return program_identity(x)
     if isinstance(x, torch.Tensor):
         return content(x)
     if isinstance(x, Checkpointed):
         return structure_of(x.body)
     if isinstance(x, Function):
-        return tuple(_constant(part) for part in x.parts), x.dirty, x.without_gradient
+        return x.identity
     return id(x)

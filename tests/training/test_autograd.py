@@ -13,6 +13,7 @@ from models import SEVERAL, case, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
+from rkgb.device import kind_of
 from rockmate import BudgetWarning, Rockmate, attach, frontier, measure_peak
 
 
@@ -454,3 +455,55 @@ def test_sparse_gradients_take_what_they_take(kind: str) -> None:
     measured = measure_peak(lambda: step(rk))
     assert measured <= rk.budget
     assert measured <= rk.plan.predicted_peak + rk.plan.room.scalars  # numbers of the loss are not in the prediction
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+
+class SumOfSines(torch.autograd.Function):
+    """Takes and returns what ``Square`` does, and as much again many times meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return (x.unsqueeze(-1) * torch.linspace(0, 1, 32)).sin().sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        factors = torch.linspace(0, 1, 32)
+        return g * ((x.unsqueeze(-1) * factors).cos() * factors).sum(-1)
+
+
+@pytest.mark.parametrize("order", [(Square, SumOfSines), (SumOfSines, Square)])
+def test_functions_of_the_same_form_are_measured_each(order: tuple[type[torch.autograd.Function], ...]) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in order)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer, function in zip(self.layers, order, strict=True):
+                x = function.apply(layer(x))
+            return x
+
+    x = randn(256, 16, seed=0)
+    rk = Rockmate(Both(), x, "100%", costs="flops")
+
+    def fresh_step() -> None:
+        rk.zero_grad()
+        step(rk, (x,))
+
+    fresh_step()
+    rk.zero_grad()
+    peak = measure_peak(fresh_step, "cpu")
+    assert abs(peak - rk.plan.predicted_peak) <= kind_of(torch.device("cpu")).scalars
