@@ -100,6 +100,10 @@ class Attachment(Front):
         """As in ``Front``. Models that hold their handle are not complete yet where copies of them make theirs."""
         return sum(p.nbytes for p in self.model.parameters())
 
+    def missing_gradients(self) -> dict[str, int]:
+        """As in ``Front``."""
+        return {name: p.nbytes for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None}
+
     # ----------------------------------------------------------------- what users ask
 
     @property
@@ -130,8 +134,8 @@ class Attachment(Front):
         """
         if self._steps is not None:
             self._check_place()
-            last = None if self._steps.problem is not None else self._steps.last
-            return None if last is None else last.plan
+            last = self._steps.last
+            return None if last is None or last.problem is not None else last.plan
         return self.variant.plan if self.variant is not None else None
 
     @property
@@ -165,6 +169,7 @@ class Attachment(Front):
         if self._detached:
             raise InputError(f"{self.name} was detached, and has no budget: rockmate.attach(model, {budget!r})")
         wanted, before = parse_budget(budget), self.terms.budget
+        end_look()  # what it is to say is for the budget of before
         if self._steps is not None:
             self._steps.set_budget(wanted)
         elif self.last is None:
@@ -180,6 +185,7 @@ class Attachment(Front):
             calls.spacious.clear()
             calls.free = None
             calls.binding.clear()
+            calls.measured = 0
 
     def _check_place(self) -> None:
         """Say that ``model.compile()`` has put its code in the place of the plan, which torch tells nobody."""
@@ -357,7 +363,7 @@ class Attachment(Front):
         finally:
             self.inside.forward = None
         forward.over()
-        if not (forward.ran or forward.small or steps.members.every):  # else all of it was left out in this step
+        if not (forward.ran or forward.small or self._capture.graphs):  # else all of it was left out in this step
             self._steps = None
             warn(
                 f"{self.name}: nothing of this call could be captured, and it ran with no plan. The next call is "

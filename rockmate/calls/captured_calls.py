@@ -21,7 +21,7 @@ from rockmate.calls.bound import Results, rough_peak
 from rockmate.calls.calls import Calls
 from rockmate.calls.captured import Captured, captured_sources
 from rockmate.calls.front import Front
-from rockmate.calls.keys import call_key
+from rockmate.calls.keys import call_key, in_force
 from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.steps import Forward
@@ -31,6 +31,10 @@ from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitErro
 from rockmate.run.executor import CallState
 from rockmate.run.watch import Watch
 from rockmate.tell import LOG
+
+MOST_KINDS = 256
+"""Kinds of calls of a graph that are remembered where the budget does not bind, and that are measured at most: a number
+that changes in each step makes each a kind of its own."""
 
 
 class Planned(Exception):
@@ -59,6 +63,13 @@ class Spacious(NamedTuple):
     missing: frozenset[str]
 
 
+class Spare(NamedTuple):
+    """A kind of call for which the budget does not bind, and the only one under the modes and settings ``in_force``."""
+
+    kind: Hashable
+    in_force: Hashable
+
+
 class FreeCall:
     """A call that ran without a plan. Its graph owns it, by a hook. ``waits``: no backward has come to it."""
 
@@ -81,7 +92,7 @@ class CapturedCalls(Calls):
         self.terms = front.terms
         self.split = split(program)
         self.tensors = self.split.program if self.split else program  # without computations with numbers
-        self.free: Hashable | None = None  # the kind of all calls, if the budget binds for none
+        self.free: Spare | None = None  # the only kind of call, if the budget does not bind for it
         self.refused = False  # no plan can be made
         self.ready = False
         self.now = threading.local()  # the arguments of the call that this thread is in
@@ -89,11 +100,12 @@ class CapturedCalls(Calls):
         self.kept: dict[Hashable, int] = {}  # bytes that such calls keep for their backward, if they ran without a plan
         self.binding: set[Hashable] = set()
         self.extents: dict[Hashable, Extent] = {}  # by kinds of calls
+        self.measured = 0  # calls for which the budget seemed not to bind
 
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
-        if self.free is not None:
-            return self._run_alone(self.free, arguments)
+        if self.free is not None and self.free.in_force == in_force():
+            return self._run_alone(self.free.kind, arguments)
         if self.refused:
             return self.program.forward(*arguments)
         wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
@@ -236,6 +248,8 @@ class CapturedCalls(Calls):
         if budget is None:
             return False
         if kind not in self.extents:
+            if len(self.extents) == MOST_KINDS:
+                self._forget_kinds()
             self.extents[kind] = Extent(self.sizeless(call), self.results.counts(arguments))
         extent = self.extents[kind]
         rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
@@ -243,6 +257,11 @@ class CapturedCalls(Calls):
             return True
         self.binding.add(kind)  # to look at all sizes takes longer than a small step
         return False
+
+    def _forget_kinds(self) -> None:
+        """Begin again with what is known of kinds of calls, which are too many."""
+        for known in (self.extents, self.spacious, self.kept, self.binding):
+            known.clear()
 
     def _larger_fits(self, extent: Extent, missing: frozenset[str], budget: int) -> bool:
         """Whether a call of no smaller sizes fits with everything kept, as was measured, or planned."""
@@ -253,17 +272,19 @@ class CapturedCalls(Calls):
 
     def _run_freely(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> Any:
         """Run the captured program as it is; the first such step is measured."""
-        if self._known_to_fit(kind, missing) or not WholeLook.possible():
+        if self._known_to_fit(kind, missing) or self.measured >= MOST_KINDS or not WholeLook.possible():
             return self._run_alone(kind, arguments)
-        said, budget = self.front.described(self.module.names, call.leaves), self.front.budget
+        said, budget, then = self.front.described(self.module.names, call.leaves), self.front.budget, in_force()
 
         def forward_measured(kept: int) -> None:
             self.kept[kind] = kept
 
         def measured(peak: int) -> None:
+            self.measured += 1
             if peak <= budget:
                 self.spacious[kind] = Spacious(said, missing)
-                self.free = kind if self.split is None and len(missing) == self.module.trained else None
+                alone = self.split is None and len(missing) == self.module.trained
+                self.free = Spare(kind, then) if alone else None
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",
                     self.front.name, ", ".join(said), show_bytes(peak), show_bytes(budget),

@@ -144,6 +144,10 @@ class Front:
         """Bytes of the model's parameters; 0 where no model is known."""
         return 0
 
+    def missing_gradients(self) -> dict[str, int]:
+        """Bytes of the gradients of the model's parameters that are not there, by name. No model: none."""
+        return {}
+
     @property
     def budget(self) -> int:
         """Bytes that one forward and its backward may allocate. It is set as it is given to ``attach``: shares are of

@@ -34,7 +34,11 @@ def _described(x: Any, sized: bool) -> tuple[Hashable, ...]:
 
 def call_key(leaves: list[Any], spec: Any, sized: bool = True) -> Hashable:
     """Calls of a pure program with equal keys run the same graph; if not ``sized``, perhaps at other sizes."""
-    described = tuple(_described(x, sized) for x in leaves)
+    return spec, tuple(_described(x, sized) for x in leaves), in_force()
+
+
+def in_force() -> Hashable:
+    """Modes and settings of torch, on which the memory of any call depends."""
     mode = current_mode()
     cached = bool(mode.autocast) and torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
-    return spec, described, mode, cached, settings()
+    return mode, cached, settings()

@@ -102,6 +102,23 @@ class Look(ABC):
         return opened.close() if opened is not None else None
 
 
+class InGraph:
+    """Owned by hooks in the graph of a step that is looked at. When they go, there is no backward to wait for."""
+
+    def __init__(self, look: Look) -> None:
+        self.look = look
+
+    def hook(self, called: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A hook that calls ``called``, and owns this."""
+        return partial(self._call, called)
+
+    def _call(self, called: Callable[[Any], None], gradients: Any) -> None:
+        called(gradients)
+
+    def __del__(self) -> None:
+        self.look.abandon()
+
+
 class WholeLook(Look):
     """The memory of a whole step: from now to the end of the next backward in this thread, if that reaches the call."""
 
@@ -123,9 +140,10 @@ class WholeLook(Look):
         """These are what the call returns."""
         if self.window is not None:
             self.window.mark()
+        hook = InGraph(self).hook(self._reach)
         for t in outputs:
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                t.grad_fn.register_prehook(self._reach)
+                t.grad_fn.register_prehook(hook)
 
     def _reach(self, _: Any) -> None:
         self.reached = True

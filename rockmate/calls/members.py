@@ -109,7 +109,8 @@ class Members:
         self._sizes[sizeless] += 1
         if member.free:
             self._free.setdefault(_program_key(graph, call, sizeless), []).insert(0, member)
-        same = (m for m in self.every if m.family is member.family and m.base is m and m.covers(call))
+        alike = (m for m in self.every if m.family is member.family and member.planner.missing <= m.planner.missing)
+        same = (m for m in alike if m.base is m and m.covers(call))
         member.base = next(same, member)
         self._remember(key, member)
         return member

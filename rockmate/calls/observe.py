@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.cost.memory import window
 from rkgb.cost.usage import Usage, assigned, differentiable, turned_strides
@@ -174,11 +175,11 @@ class ObservedCall:
         self.observer, self.warn_of_kept = observer, warn_of_kept
         self.thread, self.task = threading.get_ident(), -1
         self.refs = [weakref.ref(t) for t in outputs]
-        self.memory: dict[int, Any] = {}  # of outputs that only the caller has, as far as the program goes
+        self.memory: dict[int, StorageWeakRef] = {}  # of outputs that only the caller has, as far as the program goes
         for k, t in enumerate(outputs):
             stored = program.data_of.get(program.s.d.outputs[k]) in program.stored
             if not stored and observer.storages[k] not in observer.saved and t.layout == torch.strided:
-                self.memory[k] = t.untyped_storage()._weak_ref()
+                self.memory[k] = StorageWeakRef(t.untyped_storage())
         self.reached: dict[int, bool] = {}
         self.held: frozenset[int] = frozenset()
         self.attached: frozenset[int] = frozenset()
@@ -219,7 +220,7 @@ class ObservedCall:
             if self.thread == threading.get_ident():
                 self.nodes = sequence_number() - self.first
             self.attached = frozenset(k for k, ref in enumerate(self.refs) if _has_owner(ref))
-            alive = (k for k, memory in self.memory.items() if not torch.UntypedStorage._expired(memory))
+            alive = (k for k, memory in self.memory.items() if not memory.expired())
             self.held = self.attached.union(alive)
             if self.look is not None:
                 self.look.mark()

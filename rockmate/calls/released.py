@@ -37,9 +37,12 @@ class Gradient:
         """Of ``t``, within a hook that it is given to."""
         uses = getattr(t, "_use_count", None)
         shared = uses is None or uses() > _OF_A_HOOK
+        size = t.numel() * t.element_size()
+        if t.layout != torch.strided or not torch._C._has_storage(t):  # sparse, or of several backwards at once (vmap)
+            return cls(-id(t), size, size, shared)
         # Its storage is not asked: what Python has seen of it, autograd no longer adds to in place.
         extent = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-        return cls(t.data_ptr(), extent * t.element_size(), t.numel() * t.element_size(), shared)
+        return cls(t.data_ptr(), extent * t.element_size(), size, shared)
 
 
 def bytes_that_came(here: Collection[Gradient], handed: Collection[list[Gradient]]) -> tuple[int, int]:

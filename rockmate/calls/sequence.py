@@ -24,6 +24,7 @@ class GraphSequence:
     seen, if there are any. ``gaps``: how many nodes code before a member, or behind the last, added to autograd's
     graph. ``unsure``: a step differed from those that were observed, so all outputs are counted, and their gradients;
     ``odd``: how often that was so. ``doubtful``: the step of ``seen`` captured, and may have kept more by that.
+    ``missing``: parameters whose gradients these steps made. ``problem``: why no plan fits, and what would, in bytes.
     """
 
     members: tuple[Member, ...]
@@ -42,6 +43,8 @@ class GraphSequence:
     unsure: bool = False
     odd: int = 0
     doubtful: bool = False
+    missing: frozenset[str] = frozenset()
+    problem: tuple[str, int] | None = None
 
     def place(self, member: Member, start: int) -> int | None:
         """Where ``member`` comes next."""

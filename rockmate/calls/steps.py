@@ -23,7 +23,7 @@ from rkgb.trace.guards import GuardFailed
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.front import Front, least_instead
-from rockmate.calls.look import StepLook, end_look
+from rockmate.calls.look import InGraph, StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
 from rockmate.calls.past import PastStep
@@ -58,7 +58,7 @@ MOST_SEQUENCES = 16
 
 
 class Steps:
-    """The steps of one model. ``known``: sequences of graphs, the longest first. ``problem``: why no plan fits.
+    """The steps of one model. ``known``: sequences of graphs, the longest first.
     ``composites``: classes of torch's modules in the model that have submodules. ``why`` a forward is not one graph.
     """
 
@@ -66,7 +66,6 @@ class Steps:
         self.front, self.members, self.composites, self.why = front, Members(front), composites, why
         self.known: list[GraphSequence] = []
         self.last: GraphSequence | None = None
-        self.problem: InfeasibleBudgetError | None = None
         self.news = True  # steps of a new sequence are to be observed
         self.again = False  # so are more of one whose sizes vary
         self.looks = self.repeated = 0  # observed steps: of new sequences, and of known ones that came in their place
@@ -77,7 +76,7 @@ class Steps:
         self.said_least: set[tuple[tuple[Member, ...], int]] = set()  # budgets that no plan of such steps fits
 
     def forward(self) -> Forward:
-        """A forward begins. Raises ``InfeasibleBudgetError`` if the budget is too small for such steps."""
+        """A forward begins."""
         past, self.past = self.past, None
         if past is not None and past.over() and past.sequence is not None:
             self.turn(past.sequence, unsure=not past.observed)
@@ -85,8 +84,6 @@ class Steps:
             if sequence.shared is not None and sequence.shared.is_new():
                 sequence.stages = sequence.shared.stages
                 self.solve(sequence)
-        if self.problem is not None:
-            raise self.problem
         look = None
         end_look()
         looks = (self.news or self.again) and self.looks < MOST_LOOKS and self.repeated < MOST_REPEATED
@@ -138,11 +135,12 @@ class Steps:
         members, stages, options = found
         before = next((s for s in self.known if s.members == members and s.options == options), None)
         seen = [*(before.seen if before is not None and not before.doubtful else ()), stages]
-        if before is None or (self.again and not before.unsure):
+        new = before is None or not forward.missing <= before.missing
+        if before is None or new or (self.again and not before.unsure):
             self.looks += 1
         else:
             self.repeated += 1
-        if before is None:
+        if new:
             self.news = False
         unsure = before is not None and before.unsure
         self.again = unsure or forward.captured or (forward.varies and len(seen) < SEEN)
@@ -158,9 +156,10 @@ class Steps:
         if before is not None:
             sequence.gaps, sequence.unsure, sequence.odd = before.gaps, unsure, before.odd
         sequence.doubtful = forward.captured
+        sequence.missing = forward.missing if before is None or new else before.missing
         if forward.past is self.past and self.past is not None:
-            new = before is None or unread != before.unread
-            self.past.sequence, self.past.observed, self.past.new = sequence, True, new
+            self.past.new = before is None or unread != before.unread
+            self.past.sequence, self.past.observed = sequence, True
             self.past.gaps = [(i, gap) for i, (_, gap) in enumerate(self.past.gaps)]
         if (places := places_of(None)) is not None:
             shared = before.shared if before is not None else None
@@ -171,7 +170,7 @@ class Steps:
         others = [s for s in self.known if s is not before]
         self.known = sorted([sequence, *others], key=lambda s: -len(s.members))[:MOST_SEQUENCES]
         self.last = sequence
-        if self.problem is None:
+        if sequence.problem is None:
             self.say(_said(sequence.plan))
 
     def say(self, line: str) -> None:
@@ -194,7 +193,7 @@ class Steps:
             self.asked, terms.budget = terms.budget, terms.budget.bytes(settled)
         elif self.asked is not None and self.asked.share is not None:
             terms.budget = max(terms.budget, self.asked.bytes(settled))  # a share is of the largest step so far
-        sequence.budget = terms.budget
+        sequence.budget, sequence.problem = terms.budget, None
         try:
             sequence.chosen = sequence.choose(terms.budget)
         except InfeasibleError as error:
@@ -216,7 +215,8 @@ class Steps:
             problem = InfeasibleBudgetError(message, error.min_budget)
             unsettled = self.known and self.asked is not None and self.asked.share is not None  # larger steps may come
             if not (terms.least or unsettled):
-                self.problem = problem
+                sequence.problem = message, error.min_budget
+                sequence.chosen = sequence.choose(error.min_budget)
                 return
             if (sequence.members, terms.budget) in self.said_least:
                 sequence.chosen = sequence.choose(error.min_budget)
@@ -235,18 +235,20 @@ class Steps:
         )
 
     def set_budget(self, budget: Budget) -> None:
-        """Choose anew for ``budget``. Raises ``InfeasibleBudgetError`` where no plan fits it, and nothing changes."""
+        """Choose anew for ``budget``. Raises ``InfeasibleBudgetError`` where no plan of the last kind of step fits it,
+        and nothing changes.
+        """
         before = self.front.terms.budget, self.asked
         self._choose(budget)
-        if self.problem is not None:
-            problem = self.problem
+        problem = None if self.last is None else self.last.problem
+        if problem is not None:
             self._choose(before[0])
             self.asked = before[1]
-            raise problem
+            raise InfeasibleBudgetError(*problem)
         self.members.as_they_are.clear()  # a graph that is small beside one budget is not beside another
 
     def _choose(self, budget: Budget | int) -> None:
-        self.front.terms.budget, self.problem = budget, None
+        self.front.terms.budget = budget
         for sequence in self.known:
             self.solve(sequence)
 
@@ -268,6 +270,8 @@ _NOTHING = (
 )
 
 _UNKNOWN = "a step ran graphs that were not planned together"
+
+_MISSING = "a step makes gradients that were there when it was planned"
 
 _SIZES = "a step of the largest sizes does not fit"
 
@@ -299,9 +303,10 @@ class Forward:
     """One forward pass, and its backward. Hooks in its graph own it.
 
     ``ran``: the members and their choices so far. ``living``: sequences that these are a part of, and the places of the
-    members in them. ``reached``: members, in the order in which the backward came to them, with the bytes of the
-    gradients that came, and of those of them that others read, too. ``small``: graphs that ran as they are.
-    ``backwards``: of each call that runs a plan; hooks in its graph own them, for longer than its slots own the call.
+    members in them. ``chosen``: a choice for each member of the first, within ``room`` bytes. ``missing``: parameters
+    whose gradients the backward makes. ``reached``: members, in the order in which the backward came to them, with the
+    bytes of the gradients that came, and of those of them that others read, too. ``small``: graphs that ran as they
+    are. ``backwards``: of each call that runs a plan; hooks in its graph own them, for longer than its slots own it.
     ``seen``: what is seen of the step, if it is observed. ``spared``: for each call, the sequence that it was planned
     in, and outputs that this counts as let go. ``past``: what is left of it when the next step begins.
     """
@@ -311,7 +316,10 @@ class Forward:
         self.seen = None if look is None else SeenStep(look)
         self.ran: list[tuple[Member, int]] = []
         self.living: list[tuple[GraphSequence, dict[int, int]]] = [(sequence, {}) for sequence in steps.known]
-        self.chosen = self.living[0][0].chosen if self.living else ()
+        self.chosen: tuple[int, ...] = ()
+        self.room = -1
+        self.missing: frozenset[str] = frozenset()
+        self.beyond: dict[str, int] | None = None  # missing gradients of the model, in bytes, where that is asked
         self.backwards: list[weakref.ref[Backward] | None] = []
         self.reached: dict[int, tuple[int, int]] = {}
         self.spared: list[tuple[GraphSequence, Spared] | None] = []
@@ -319,6 +327,7 @@ class Forward:
         self.small = 0
         self.smaller = False  # whether a member of larger sizes ran
         self.captured = False  # whether something was captured
+        self.in_graph = None if look is None else InGraph(look)  # until forward returns
         if look is not None:
             look.then = partial(steps.learn, self)
             self.mark("start", 0)  # levels are above this one
@@ -341,28 +350,54 @@ class Forward:
     # ------------------------------------------------------------------------- forward
 
     def choice(self, member: Member) -> int:
-        """The choice of ``member``, whose call comes now: that of the sequence which fits the calls so far best."""
+        """The choice of ``member``, whose call comes now: that of the sequence which fits the calls so far best.
+
+        Raises ``InfeasibleBudgetError`` where no plan fits the only one.
+        """
         before = self.living[0][0] if self.living else None
-        self.living = sorted(self._with(member), key=lambda found: (_skipped(found[1]), -len(found[0].members)))
+        self.living, more = sorted(self._with(member), key=_preferred), False
         while self.living:
             sequence, places = self.living[0]
-            at = max(places)
-            if sequence is before:
+            at, room = max(places), self._room(sequence)
+            if sequence.problem is not None:  # for the largest sizes
+                if member.base is member and not self.smaller:
+                    raise InfeasibleBudgetError(*sequence.problem)
+                before = None
+                del self.living[0]
+                continue
+            if sequence is before and room == self.room:
                 return self.chosen[at]
+            done = {place: self.ran[n][1] for place, n in places.items() if place != at}
             try:
-                done = {place: self.ran[n][1] for place, n in places.items() if place != at}
-                self.chosen = sequence.choose(sequence.budget, done, at)
+                known = not done and at == 0 and room == sequence.budget
+                self.chosen, self.room = sequence.chosen if known else sequence.choose(room, done, at), room
                 return self.chosen[at]
             except InfeasibleError:
+                more |= room < sequence.budget
                 del self.living[0]
         self.steps.news = True
-        if before is not None:
+        if more:
+            self.steps.warn_once(
+                _MISSING,
+                f"a step of {self.steps.front.name} makes gradients that the planned steps have found (zero_grad was "
+                "called), and does not fit beside them: such steps are planned from the next one on, and this one may "
+                "exceed the budget",
+            )
+        elif before is not None:
             self.steps.warn_once(
                 _UNKNOWN,
                 f"the forward of {self.steps.front.name} runs other graphs than those that were planned together: such "
                 "steps are planned from the next one on, and this one may exceed the budget",
             )
         return member.least
+
+    def _room(self, sequence: GraphSequence) -> int:
+        """The budget, without gradients that this step makes and steps of ``sequence`` did not make."""
+        if self.missing <= sequence.missing:
+            return sequence.budget
+        if self.beyond is None:
+            self.beyond = self.steps.front.missing_gradients()
+        return sequence.budget - sum(size for name, size in self.beyond.items() if name not in sequence.missing)
 
     def _with(self, member: Member) -> Iterator[tuple[GraphSequence, dict[int, int]]]:
         """The living sequences that ``member`` continues."""
@@ -374,6 +409,7 @@ class Forward:
     def member(self, graph: Graph, call: Call, arguments: tuple[Any, ...]) -> Member | None:
         """The member for such a call, made if there is none; None if the graph runs as it is."""
         members, (key, missing) = self.steps.members, graph.kind(call)
+        self.missing |= missing
         member = members.find(key, missing)
         if member is None and key not in members.as_they_are:
             sizeless = graph.sizeless(call)
@@ -441,7 +477,7 @@ class Forward:
 
     def over(self) -> None:
         """Forward has returned."""
-        self.captured = CAPTURING.captured
+        self.captured, self.in_graph = CAPTURING.captured, None
         if self.living:
             self.steps.last = self.past.sequence = self.living[0][0]
         self.steps.past = self.past
@@ -458,7 +494,8 @@ class Forward:
         """Be called when the backward comes to an output of member i."""
         functions = {t.grad_fn: None for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None}
         for function in functions:
-            function.register_prehook(partial(self.reach, i))
+            reach = partial(self.reach, i)
+            function.register_prehook(reach if self.in_graph is None else self.in_graph.hook(reach))
 
     @property
     def kept(self) -> int:
@@ -510,6 +547,7 @@ class Forward:
 _NONE_CAME = (0, 0)
 
 
-def _skipped(places: dict[int, int]) -> int:
-    """How many graphs of a sequence were left out so far."""
-    return max(places) + 1 - len(places)
+def _preferred(found: tuple[GraphSequence, dict[int, int]]) -> tuple[bool, int, int]:
+    """Sequences for which a plan fits, of these that of which fewest graphs were left out so far, the longest."""
+    sequence, places = found
+    return sequence.problem is not None, max(places) + 1 - len(places), -len(sequence.members)

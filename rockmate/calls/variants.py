@@ -151,6 +151,18 @@ def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inpu
             return make_first(planners, plan.budget, variant.state, observer)
         return variant
     observer.news = False
+    try:
+        return _as_observed(variant, observer, model, inputs)
+    except Warning:  # where warnings are errors, each is raised once
+        raise
+    except BaseException:  # Ctrl-C, too: what was seen must not be lost
+        observer.news = True
+        raise
+
+
+def _as_observed(variant: Variant, observer: Observer, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
+    """See ``adapted``."""
+    planner, plan = variant.planner, variant.plan
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
     now = plan.graph.usage
     fewer = dataclasses.replace(wanted, held=wanted.held & now.held, attached=wanted.attached & now.attached)
