@@ -15,6 +15,7 @@ import torch
 from rkgb.cost.costs import Cost, InputGradient
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph
+from rkgb.trace.guards import Guard
 
 
 def growth(old: S_graph, new: S_graph) -> Fraction:
@@ -26,9 +27,9 @@ def scaled_costs(old: S_graph, new: S_graph, costs: Sequence[Cost]) -> list[Cost
     """The costs of the nodes of ``new``, from ``costs`` of the nodes of ``old``, which has the same skeleton.
 
     Times are scaled by the bytes that a node reads and makes. Memory is an upper bound under two assumptions: temporary
-    memory of a kernel grows no faster than the values that it reads and makes (for operations on all pairs, than the
-    square of their growth), and an operation that chooses by size needs no more for smaller inputs. For those that may
-    (``choosing_anew``) memory is measured.
+    memory of a kernel grows no faster than the values that it reads, makes and keeps (for operations on all pairs, than
+    the square of their growth), and an operation that chooses by size needs no more for smaller inputs. For those that
+    may (``choosing_anew``) memory is measured.
     """
     known: dict[Hashable, Cost] = {}
     every = []
@@ -54,8 +55,11 @@ _CHOOSING = ("conv", "scaled_dot_product_attention", "lstm", "gru", "rnn_", "lin
 
 
 def chooses(s: S_graph, i: int) -> bool:
-    """Whether node i has an operation that takes another amount of temporary memory from some size on."""
-    return _has_one_of(s, i, (*_CHOOSING, *kind_of(s.device).choosing))
+    """Whether node i has an operation that takes another amount of temporary memory from some size on, or one of the
+    user's, of which nothing is known.
+    """
+    own = any(not isinstance(s.d.nodes[op].op, (torch._ops.OpOverload, Guard)) for op in s.nodes[i].ops)
+    return own or _has_one_of(s, i, (*_CHOOSING, *kind_of(s.device).choosing))
 
 
 def _has_one_of(s: S_graph, i: int, parts: Sequence[str]) -> bool:
@@ -65,7 +69,7 @@ def _has_one_of(s: S_graph, i: int, parts: Sequence[str]) -> bool:
 
 def choosing_anew(old: S_graph, new: S_graph) -> frozenset[int]:
     """The nodes of ``new`` that may need more memory than ``scaled_costs`` says: they have an operation that chooses by
-    size, and something they read or make is larger than in ``old``.
+    size, or one of the user's, and something they read or make is larger than in ``old``.
 
     Convolutions may need more for smaller inputs, too: on CPUs some do for a batch of one instead of two, and some that
     have strides for one row less. ``Kind.choosing`` names such operations.
@@ -90,6 +94,9 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     own = sum(before[v] for v in was.makes if v in same)
     fixed = 2 * (NUMBERS + sum(before[v] for v in same) + own) + torch.get_num_threads() * rows
     ratios: list[Fraction] = [Fraction(after[v], before[v]) for v in before if after[v] != before[v]]
+    kept, keeps = sum(was.saved.private), sum(node.saved.private)  # of all pairs, in a product of three tensors
+    if kept and keeps != kept:
+        ratios.append(Fraction(keeps, kept))
     most: Fraction = max(ratios) if ratios else Fraction(1)
     names = {new.d.nodes[op].name for op in node.ops}
     if most > 1 and names & _PAIRS:

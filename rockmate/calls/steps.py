@@ -359,8 +359,8 @@ class Forward:
         while self.living:
             sequence, places = self.living[0]
             at, room = max(places), self._room(sequence)
-            if sequence.problem is not None:  # for the largest sizes
-                if member.base is member and not self.smaller:
+            if sequence.problem is not None:  # where its graphs are as large as in that sequence
+                if sequence.varies or (member.base is member and not self.smaller):
                     raise InfeasibleBudgetError(*sequence.problem)
                 before = None
                 del self.living[0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from rkgb.graphs import Mode
 from rkgb.trace.capture import current_mode
@@ -20,13 +21,15 @@ from rockmate.rotor.values import Parts
 class Situation:
     """Layers and their modes, autocast, parameters, buffers, and the input.
 
+    ``kinds``: of parameters and inputs, and how they lie. ``drops``: of the dropout layers, which change anything.
     ``wants``: which parameters and inputs require grad. ``changing``: the buffers of each layer that runs are known to
     change in place, of which copies are kept for a recompute.
     """
 
     layers: tuple[tuple[nn.Module, bool], ...]
     mode: Mode
-    kinds: tuple[tuple[torch.dtype, torch.device, int], ...]
+    kinds: tuple[tuple[Hashable, ...], ...]
+    drops: tuple[bool, ...]
     wants: tuple[bool, ...]
     shapes: tuple[tuple[int, ...], ...]
     changing: tuple[frozenset[str], ...]
@@ -35,12 +38,14 @@ class Situation:
     def of(cls, functions: tuple[nn.Module, ...], parts: Sequence[Parts], x: Any) -> Situation:
         """The situation of a call of ``functions``, which have these ``parts``, with ``x``."""
         inputs = tensor_leaves(x)
-        tensors = [*(p for of in parts for p in of.parameters.values()), *inputs]
+        parameters = [p for of in parts for p in of.parameters.values()]
+        modules = [m for of in parts for _, m in of.modules]
         return cls(
-            tuple((m, m.training) for of in parts for _, m in of.modules),
+            tuple((m, m.training) for m in modules),
             replace(current_mode(), grad=True),
-            tuple((t.dtype, t.device, t.dim()) for t in tensors),
-            tuple(t.requires_grad for t in tensors),
+            (*((p.dtype, p.device, p.shape) for p in parameters), *map(_kind, inputs)),
+            tuple(m.p > 0 for m in modules if isinstance(m, _DropoutNd)),
+            tuple(t.requires_grad for t in (*parameters, *inputs)),
             tuple(tuple(t.shape) for t in inputs),
             tuple(changing(f) for f in functions),
         )
@@ -48,15 +53,23 @@ class Situation:
     def covers(self, other: Situation) -> bool:
         """Whether a call in ``other`` needs at most the memory of one in this situation.
 
-        Layers, modes, dtypes and devices must be equal. Sizes of the input may be smaller, fewer tensors may require
-        grad, and fewer buffers may change.
+        Layers, modes, dtypes, devices and strides (but of contiguous inputs) must be equal. Sizes of the input may be
+        smaller, fewer tensors may require grad, and fewer buffers may change.
         """
         return (
-            (self.layers, self.mode, self.kinds) == (other.layers, other.mode, other.kinds)
+            (self.layers, self.mode, self.kinds, self.drops) == (other.layers, other.mode, other.kinds, other.drops)
             and all(a or not b for a, b in zip(self.wants, other.wants, strict=True))
             and all(a >= b for a, b in zip(self.changing, other.changing, strict=True))
             and all(a >= b for a, b in zip(_sizes(self.shapes), _sizes(other.shapes), strict=True))
         )
+
+
+def _kind(t: torch.Tensor) -> tuple[Hashable, ...]:
+    """Of an input."""
+    lies: Hashable = t.layout
+    if t.layout == torch.strided and not t.is_contiguous():
+        lies = t.stride()
+    return t.dtype, t.device, t.dim(), lies
 
 
 def _sizes(shapes: tuple[tuple[int, ...], ...]) -> list[int]:

@@ -589,3 +589,36 @@ def test_what_is_replaced_within_a_layer_between_calls_is_noticed() -> None:
             run(x()).square().mean().backward()
         assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
         assert same(m.buffers(), eager.buffers())
+
+
+def test_another_layout_of_the_input_is_measured_anew() -> None:
+    """A linear layer copies it, and keeps the copy."""
+    m = nn.Sequential(nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU())
+    a = torch.randn(64, 64, 128, generator=torch.Generator().manual_seed(0))
+    chk = rotor.Checkpointable(m, a, "16 MiB", costs="flops")
+    for sample in (a, a.transpose(0, 1), a):
+
+        def step(sample: torch.Tensor = sample) -> None:
+            chk.zero_grad()
+            chk(sample).sum().backward()
+
+        assert_in_limit(chk, step)
+        chk.zero_grad()
+        assert measure_peak(step) <= chk.get_expected_memory()
+
+
+def test_dropout_that_begins_is_measured() -> None:
+    """With a rate of 0 it returns its input."""
+    m = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Dropout(0.0))))
+    chk = rotor.Checkpointable(m, x(1024), "8 MiB", costs="flops")
+    for rate in (0.0, 0.1):
+        for layer in m[1::2]:
+            layer.p = rate
+
+        def step() -> None:
+            chk.zero_grad()
+            chk(x(1024)).sum().backward()
+
+        assert_in_limit(chk, step)
+        chk.zero_grad()
+        assert measure_peak(step) <= chk.get_expected_memory()

@@ -273,6 +273,17 @@ class Solved(Summed):
         return torch.linalg.solve(x @ x.mT + torch.eye(len(x[0])), x)
 
 
+class Mixed(nn.Module):
+    """A product of three tensors, which keeps one of all pairs of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bnd,bmd,bme->bne", self.q(x), self.k(x), self.v(x))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]], list[tuple[int, int]]]] = {
     "gpt": (lambda: GPT(2, 24, 2, 64, 64), lambda n: (tokens(3, n, high=64, seed=0),), [(17, 23), (23, 17), (17, 64)]),
     "text": (Language, lambda n: text(5, n), [(17, 40), (40, 17), (12, 13)]),
@@ -309,6 +320,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
         [(200, 100), (100, 400)],
     ),
     "patches": (Patches, lambda n: (randn(2, 1, n, n, seed=0),), [(28, 56), (56, 28), (13, 57)]),
+    "product of three": (Mixed, lambda n: (randn(2, n, 16, seed=0),), [(64, 256), (128, 64)]),
     "solved": (Solved, lambda n: (randn(4, n, n, seed=0),), [(16, 8), (8, 16)]),
 }
 
