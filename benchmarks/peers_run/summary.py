@@ -73,7 +73,7 @@ def how_little(results: Mapping[str, Any]) -> Iterator[str]:
     """What shares of the activation memory cost, as planned and at least, and the smallest peaks."""
     yield "Activation memory is eager mode's peak without the gradients of the parameters. The percentages are the"
     yield "time that a plan within such a share of it takes more, as predicted; predicted and measured times of nine"
-    yield "models differ by 2 points at most ([benchmarks](benchmarks.md#time-predicted-and-measured)). In brackets:"
+    yield "models are [compared](benchmarks.md#time-predicted-and-measured). In brackets:"
     yield "what any schedule of the model's operations takes more at least, by a proven bound. A dash: no plan is so"
     yield "small."
     yield ""
