@@ -342,7 +342,8 @@ class Calls(ABC):
             if size == last.plan.budget == self.terms.budget:
                 return
             with Heeded(), self._progress_of(last.planner):
-                variant = replace(make_variant(last.planner, size, last.state, last.observer), number=last.number)
+                made = make_variant(last.planner, size, last.state, last.observer)
+                variant = replace(made, number=last.number, family=last.family)
             self.cache.replace(last, variant)
             self.last, self.terms.budget = variant, size
 

@@ -150,8 +150,11 @@ class WholeLook(Look):
 
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``."""
+        done = False
         try:
-            return run()
+            result = run()
+            done = True
+            return result
         finally:
             if not self.reached:
                 self.another()
@@ -159,7 +162,7 @@ class WholeLook(Look):
                 if self.window is not None:
                     self.window.mark()
                 seen = self.close()
-                if seen is not None:
+                if done and seen is not None:
                     self.measured(max(moment.peak for moment in seen))
 
     def close(self) -> list[Moment] | None:

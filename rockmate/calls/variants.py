@@ -148,7 +148,8 @@ def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inpu
     if not observer.news:
         with contextlib.suppress(MeasureError):
             planners = [as_before(planner, last, model, inputs), planner]
-            return make_first(planners, plan.budget, variant.state, observer)
+            found = make_first(planners, plan.budget, variant.state, observer)
+            return dataclasses.replace(found, number=variant.number, family=variant.family)
         return variant
     observer.news = False
     try:

@@ -137,6 +137,15 @@ def test_other_lengths_and_batches_are_not_traced_again(traced: Counted) -> None
     assert traced.count == 1
 
 
+def test_a_budget_that_is_set_does_not_forget_other_lengths(traced: Counted) -> None:
+    model = Language()
+    handle = assert_equal(model, tight_budget(model, text(4, 40), fraction=0.5), [text(4, n) for n in (40, 23)])
+    handle.budget = tight_budget(Language(), text(4, 40), fraction=0.3)
+    for n in (23, 37, 40, 31):
+        model(*text(4, n)).backward()
+    assert traced.count == 1
+
+
 def test_longer_batches_than_before_are_solved_for_and_stay_in_the_budget(traced: Counted) -> None:
     model = Language()
     budget = tight_budget(model, text(4, 60), fraction=0.3)

@@ -271,3 +271,20 @@ def test_memory_of_outputs_that_is_watched_is_given_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.UntypedStorage, "_free_weak_ref", staticmethod(let_go))
     train(rk, x, 10)
     assert len(made) == len(freed) >= 10
+
+
+def test_a_backward_that_fails_says_nothing_of_the_memory_of_a_step() -> None:
+    model, x = layers(), randn(256, WIDTH, seed=0)
+    handle = attach(model, "1 GiB", costs="flops", cache=False)
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("a hook of the user's")
+
+    hook = model[0].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="a hook of the user's"):
+        model(x).sum().backward()
+    assert handle.plans == [], "the step was not measured to its end"
+    hook.remove()
+    model.zero_grad()
+    model(x).sum().backward()
+    assert len(handle.plans) == 1
