@@ -192,7 +192,8 @@ def _reads_changing(d: D_graph, k: int, changed: set[int], statistics: set[int])
     """Whether D node k reads an input or buffer that the program changes, so that it cannot run again."""
     node = d.nodes[k]
     read = {d.values[v].storage for v in node.reads()}
-    return not read.isdisjoint(changed) or (node.name not in STATISTICS and not read.isdisjoint(statistics))
+    own = d.facts[k].writes if node.name in STATISTICS else ()
+    return not read.isdisjoint(changed) or not read.isdisjoint(statistics.difference(own))
 
 
 def _node(d: D_graph, ops: list[int], index: int, uses: dict[int, set[int]], clean: set[int], once: bool) -> S_node:

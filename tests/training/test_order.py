@@ -129,12 +129,16 @@ class ReadsStatistics(nn.Module):
             h = F.gelu(h - self.norm.running_mean) + self.norm(h)
         elif self.where == "behind":
             h = F.gelu(self.norm(h) - self.norm.running_mean) * (1 + self.norm.running_var.view(1, -1).sqrt())
-        else:
+        elif self.where == "in place":
             h = self.norm(h)
             h -= self.norm.running_mean
+        else:
+            n = self.norm
+            old = F.batch_norm(h, n.running_mean, n.running_var, n.weight, n.bias)
+            h = F.gelu(old) + F.gelu(n(h))
         return self.b(F.gelu(h))
 
 
-@pytest.mark.parametrize("where", ["before", "behind", "in place"])
+@pytest.mark.parametrize("where", ["before", "behind", "in place", "batch norm"])
 def test_what_reads_running_statistics_does_not_run_again(where: str) -> None:
     assert_two_steps_equal(lambda: nn.Sequential(*(ReadsStatistics(where) for _ in range(3))))
