@@ -145,9 +145,8 @@ def test_a_forward_that_runs_again_is_timed_from_memory_and_the_step_s_time_stay
 def test_as_much_is_read_as_a_step_uses_or_caches_hold() -> None:
     for used, read in ((0, 0), (4096, 4096), (2**30, Cpu.caches)):
         again = Clock.of(nn.Linear(2, 2), used).again
-        assert (
-            sum(t.nelement() * 64 for t in again) == sum(t.untyped_storage().nbytes() for t in again) == read
-        )  # lines
+        lines = sum(t.nelement() for t in again)
+        assert 64 * lines == sum(t.untyped_storage().nbytes() for t in again) == read
 
 
 def test_only_long_runs_on_the_cpu_are_timed_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:

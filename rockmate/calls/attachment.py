@@ -100,7 +100,7 @@ class Attachment(Front):
         """As in ``Front``. Models that hold their handle are not complete yet where copies of them make theirs."""
         return sum(p.nbytes for p in self.model.parameters())
 
-    def missing_gradients(self) -> dict[str, int]:
+    def bytes_of_missing_gradients(self) -> dict[str, int]:
         """As in ``Front``."""
         return {name: p.nbytes for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None}
 

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -286,7 +287,7 @@ class Function(torch.nn.Module):
         self.dirty = frozenset(marks.get("dirty_idx") or ())
         self.without_gradient = frozenset(marks.get("non_differentiable_idx") or ())
 
-    @property
+    @cached_property
     def identity(self) -> Hashable:
         """Functions with equal ones compute the same."""
         marks = tuple(sorted(self.dirty)), tuple(sorted(self.without_gradient))

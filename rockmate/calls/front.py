@@ -144,7 +144,7 @@ class Front:
         """Bytes of the model's parameters; 0 where no model is known."""
         return 0
 
-    def missing_gradients(self) -> dict[str, int]:
+    def bytes_of_missing_gradients(self) -> dict[str, int]:
         """Bytes of the gradients of the model's parameters that are not there, by name. No model: none."""
         return {}
 

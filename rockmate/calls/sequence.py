@@ -92,9 +92,8 @@ class GraphSequence:
     def kept(self, done: dict[int, int]) -> int:
         """Bytes that a step keeps from its forward to its backward, of which members of ``done`` have made choices."""
         stages, last = self._counted, self.stages[-1]
-        return sum(self._choice(stages[k], k, made).kept for k, made in done.items()) + max(
-            0, min(last.after, last.beside)
-        )
+        between = max(0, min(last.after, last.beside))
+        return between + sum(self._choice(stages[k], k, made).kept for k, made in done.items())
 
     @property
     def predicted_peak(self) -> int:

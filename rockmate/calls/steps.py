@@ -156,7 +156,7 @@ class Steps:
         if before is not None:
             sequence.gaps, sequence.unsure, sequence.odd = before.gaps, unsure, before.odd
         sequence.doubtful = forward.captured
-        sequence.missing = forward.missing if before is None or new else before.missing
+        sequence.missing = frozenset(forward.missing) if before is None or new else before.missing
         if forward.past is self.past and self.past is not None:
             self.past.new = before is None or unread != before.unread
             self.past.sequence, self.past.observed = sequence, True
@@ -197,6 +197,12 @@ class Steps:
         try:
             sequence.chosen = sequence.choose(terms.budget)
         except InfeasibleError as error:
+            sequence.chosen = sequence.choose(error.min_budget)
+            if sequence.unsure:
+                return
+            if sequence.varies and sequence.peak <= terms.budget:
+                self.warn_of_sizes(error.min_budget, terms.budget)
+                return
             eager = show_at_least(sequence.eager_peak)
             message = (
                 f"no plan fits a budget of {show_at_most(terms.budget)}: the forward of {self.front.name} is "
@@ -205,24 +211,12 @@ class Steps:
                 f"{_NOTHING if saves_nothing(error.min_budget, sequence.eager_peak) else ''}Raise the budget or make "
                 "the batch smaller."
             )
-            if sequence.unsure:
-                sequence.chosen = sequence.choose(error.min_budget)
-                return
-            if sequence.varies and sequence.peak <= terms.budget:
-                self.warn_of_sizes(error.min_budget, terms.budget)
-                sequence.chosen = sequence.choose(error.min_budget)
-                return
-            problem = InfeasibleBudgetError(message, error.min_budget)
             unsettled = self.known and self.asked is not None and self.asked.share is not None  # larger steps may come
             if not (terms.least or unsettled):
                 sequence.problem = message, error.min_budget
-                sequence.chosen = sequence.choose(error.min_budget)
-                return
-            if (sequence.members, terms.budget) in self.said_least:
-                sequence.chosen = sequence.choose(error.min_budget)
-                return
-            self.said_least.add((sequence.members, terms.budget))
-            sequence.chosen = sequence.choose(least_instead(problem))
+            elif (sequence.members, terms.budget) not in self.said_least:
+                self.said_least.add((sequence.members, terms.budget))
+                least_instead(InfeasibleBudgetError(message, error.min_budget))
 
     def warn_of_sizes(self, least: int, budget: int) -> None:
         """Say, once, that a step of the largest sizes of all graphs would not fit."""
@@ -316,9 +310,8 @@ class Forward:
         self.seen = None if look is None else SeenStep(look)
         self.ran: list[tuple[Member, int]] = []
         self.living: list[tuple[GraphSequence, dict[int, int]]] = [(sequence, {}) for sequence in steps.known]
-        self.chosen: tuple[int, ...] = ()
-        self.room = -1
-        self.missing: frozenset[str] = frozenset()
+        self.chosen, self.room = (self.living[0][0].chosen, self.living[0][0].budget) if self.living else ((), 0)
+        self.missing: set[str] = set()
         self.beyond: dict[str, int] | None = None  # missing gradients of the model, in bytes, where that is asked
         self.backwards: list[weakref.ref[Backward] | None] = []
         self.reached: dict[int, tuple[int, int]] = {}
@@ -396,7 +389,7 @@ class Forward:
         if self.missing <= sequence.missing:
             return sequence.budget
         if self.beyond is None:
-            self.beyond = self.steps.front.missing_gradients()
+            self.beyond = self.steps.front.bytes_of_missing_gradients()
         return sequence.budget - sum(size for name, size in self.beyond.items() if name not in sequence.missing)
 
     def _with(self, member: Member) -> Iterator[tuple[GraphSequence, dict[int, int]]]:
@@ -409,7 +402,7 @@ class Forward:
     def member(self, graph: Graph, call: Call, arguments: tuple[Any, ...]) -> Member | None:
         """The member for such a call, made if there is none; None if the graph runs as it is."""
         members, (key, missing) = self.steps.members, graph.kind(call)
-        self.missing |= missing
+        self.missing.update(missing)
         member = members.find(key, missing)
         if member is None and key not in members.as_they_are:
             sizeless = graph.sizeless(call)
@@ -493,9 +486,10 @@ class Forward:
     def follow(self, i: int, result: Any) -> None:
         """Be called when the backward comes to an output of member i."""
         functions = {t.grad_fn: None for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+        reach = partial(self.reach, i)
+        hook = reach if self.in_graph is None else self.in_graph.hook(reach)
         for function in functions:
-            reach = partial(self.reach, i)
-            function.register_prehook(reach if self.in_graph is None else self.in_graph.hook(reach))
+            function.register_prehook(hook)
 
     @property
     def kept(self) -> int:
