@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,12 @@ from rkgb.probe.contexts import context_tensors, next_number
 from rkgb.probe.decompose import is_split, split
 from rkgb.probe.names import with_display_names
 from rkgb.program import computed, in_mode, same, source_values
-from rkgb.randomness import RandomSource, draws_unseen, node_generators, random_bytes, watched_devices
+from rkgb.randomness import RandomSource, draws_unseen, node_generators, own_generators, random_bytes, watched_devices
 from rkgb.sample import Sample, call_of
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
-from rkgb.trace.operators import written_arguments
+from rkgb.trace.operators import STATISTICS, written_arguments
 
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
 
@@ -67,7 +67,8 @@ def probe(
     with its values by number; ``GraphError`` where it says no.
     """
     with preserved(model, inputs, b.structure.written) as writes, torch.enable_grad(), drop_saved():
-        run = _Probe(b, source_values(b.sources, model, inputs), allowed)
+        own = own_generators(model.modules())
+        run = _Probe(b, source_values(b.sources, model, inputs), own, allowed)
         packed = run.packed  # hooks live as long as the graph, and must not hold the run
         for mode, nodes in itertools.groupby(enumerate(b.nodes), lambda x: x[1].mode):
             with in_mode(mode), saved_tensors_hooks(lambda t: packed.append(memory_of(t)), _refuse):
@@ -115,22 +116,23 @@ class _Storages:
 class _Generators:
     """The states of the generators that operations may draw from, as bytes, which are compared fast."""
 
-    def __init__(self, devices: tuple[torch.device, ...]) -> None:
-        self.devices = devices
+    def __init__(self, devices: tuple[torch.device, ...], own: Sequence[torch.Generator]) -> None:
+        self.devices, self.own = devices, own
         self.states: dict[RandomSource, bytes] = {}
 
-    def before(self, node: Node) -> list[RandomSource]:
+    def before(self, node: Node) -> Iterable[RandomSource]:
         """What ``node`` may draw from, whose states are known from now on."""
-        drawn: list[RandomSource] = [*self.devices, *node_generators(node)]
+        held = self.own if is_python(node) else node_generators(node)
+        drawn: dict[RandomSource, None] = dict.fromkeys((*self.devices, *held))
         for x in drawn:
             if x not in self.states:
                 self.states[x] = random_bytes(x)
         return drawn
 
-    def moved(self, drawn: list[RandomSource]) -> bool:
-        """Whether the state of one of ``drawn`` is another one now."""
+    def moved(self, drawn: Iterable[RandomSource]) -> tuple[RandomSource, ...]:
+        """Those of ``drawn`` whose state is another one now."""
         now = [(x, random_bytes(x)) for x in drawn]
-        moved = any(self.states[x] != state for x, state in now)
+        moved = tuple(x for x, state in now if self.states[x] != state)
         self.states.update(now)
         return moved
 
@@ -156,6 +158,7 @@ class _Probe:
         self,
         b: B_graph,
         sources: dict[int, torch.Tensor],
+        own: Sequence[torch.Generator],
         allowed: Callable[[Node, Callable[[int], Any]], bool] | None = None,
     ) -> None:
         self.b, self.allowed = b, allowed
@@ -164,7 +167,7 @@ class _Probe:
         self.folded: dict[int, Any] = {}
         self.values: dict[int, Value] = {}
         self.storages = _Storages()
-        self.generators = _Generators(watched_devices(sources.values()))
+        self.generators = _Generators(watched_devices(sources.values()), own)
         self.ends = _Ends(b)
         self.numbers_read = False
         self.packed: list[torch.UntypedStorage] = []  # by the node that runs; held so that addresses tell them apart
@@ -233,13 +236,13 @@ class _Probe:
         reads = node.reads()
         drawn = self.generators.before(node)
         versions = {v: self.env[v]._version for v in reads}
-        contents = {v: self.env[v].detach().clone() for v in reads if self._is_buffer(v) and self.values[v].stride}
+        contents = {v: self.env[v].detach().clone() for v in self._uncounted(node) if self.values[v].stride}
         self.packed.clear()
         first = next_number()
         results = computed(node, self.env.__getitem__)
         _check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
-        random = self.generators.moved(drawn) or unseen
+        moved = self.generators.moved(drawn)
         changed = announced_writes(node) | {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         for v, t in zip(node.outputs, results, strict=True):
@@ -251,10 +254,15 @@ class _Probe:
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
         self.nodes.append(node)
-        self.facts.append(Facts(writes, random, saved, unseen, self.storages.saved(kept)))
+        self.facts.append(Facts(writes, moved, saved, unseen, self.storages.saved(kept)))
 
-    def _is_buffer(self, v: int) -> bool:
-        return v in self.b.sources and self.b.sources[v].kind == "buffer"
+    def _uncounted(self, node: Node) -> Iterable[int]:
+        """What the node reads and may change without the version counter showing it."""
+        if node.name in STATISTICS:
+            return set(node.reads()).difference(refs(node.args[:1]))
+        if is_python(node):  # it may write into .data
+            return node.reads()
+        return (v for v in node.reads() if v in self.b.sources and self.b.sources[v].kind == "buffer")
 
     def _gradients_written(self, writes: tuple[int, ...]) -> None:
         """A write into memory without gradients may bring some."""
@@ -295,6 +303,11 @@ def _check_results(node: Node, results: tuple[Any, ...]) -> None:
                 f"{node.name} at {node.line} makes a {'nested' if t.is_nested else 'sparse'} tensor, which no plan "
                 "can keep or drop. Plan the submodules around that line instead of the whole module."
             )
+
+
+def is_python(node: Node) -> bool:
+    """Whether the operation is Python (an ``autograd.Function``), of which no schema says what it does."""
+    return not hasattr(node.op, "_schema") and not is_guard(node)
 
 
 def announced_writes(node: Node) -> set[int]:

@@ -138,16 +138,21 @@ class Saved:
 class Facts:
     """What one run of a D node showed.
 
-    ``writes``: the storages that it changed in place. ``random``: it drew random numbers; ``unseen``: from a state that
-    can neither be read nor restored. ``saved``: its saved tensors. ``context``: what an ``autograd.Function`` keeps as
-    attributes of its ``ctx``.
+    ``writes``: the storages that it changed in place. ``drawn``: what it drew random numbers from, generators and
+    devices (their default ones). ``unseen``: it drew from a state that can neither be read nor restored. ``saved``: its
+    saved tensors. ``context``: what an ``autograd.Function`` keeps as attributes of its ``ctx``.
     """
 
     writes: tuple[int, ...]
-    random: bool
+    drawn: tuple[torch.device | torch.Generator, ...]
     saved: Saved
     unseen: bool = False
     context: Saved = Saved((), ())
+
+    @property
+    def random(self) -> bool:
+        """Whether it drew random numbers."""
+        return bool(self.drawn) or self.unseen
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,21 +109,13 @@ def drawn_by(s: S_graph, i: int) -> tuple[RandomSource, ...]:
     """What node i of S draws from, each once."""
     sources: dict[RandomSource, None] = {}
     for op in s.nodes[i].ops:
-        if s.d.facts[op].random:
-            node = s.d.nodes[op]
-            own: list[RandomSource] = [*node_generators(node)]
-            sources.update(dict.fromkeys(own or [_device(s, node)]))
+        sources.update(dict.fromkeys(s.d.facts[op].drawn))
     return tuple(sources)
 
 
 def node_generators(node: Node) -> list[torch.Generator]:
     """The generators that an operation is given."""
     return generators_in([*node.args, *(a for _, a in node.kwargs)])
-
-
-def _device(s: S_graph, node: Node) -> torch.device:
-    values = (*node.outputs, *node.reads())
-    return s.d.values[values[0]].device if values else torch.device("cpu")
 
 
 def refuse_unseen_draws(module: torch.nn.Module, device: torch.device, what: str) -> None:

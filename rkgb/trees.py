@@ -149,7 +149,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(tree.values()))
 
 
-def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """``tree`` (nested lists, tuples and dicts) with ``function`` applied to its tensors."""
     if isinstance(tree, torch.Tensor):
         return function(tree)

@@ -133,10 +133,11 @@ class _Reader:
         usual = self._storage_name(own[0]) if own else self._name(makes[0]) if makes else ""
         label = match["label"] or usual
         random, args = "random" in flags, tuple(map(Ref, reads))
+        drawn = (self.values[next(iter((*makes, *reads)))].device,) if random else ()
         line = lines[0] if lines else ""
         op = match["op"]
         self.ops.append(Node(Unknown(op), op, args, (), makes, len(makes) > 1, Mode(), line, label=label))
-        self.facts.append(Facts(written.storages, random, saved, context=kept))
+        self.facts.append(Facts(written.storages, drawn, saved, context=kept))
         self.nodes.append(S_node(op, (i,), reads, makes, own, saved, grad, random, "fixed" in flags, label))
 
     def _definitions(self, text: str) -> Iterator[re.Match[str]]:

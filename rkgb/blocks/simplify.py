@@ -7,13 +7,7 @@ import itertools
 from rkgb.blocks.uses import moved_uses, with_aliases
 from rkgb.graphs import D_graph, S_graph, S_node, Saved
 from rkgb.trace.guards import is_guard
-
-# These operations change running statistics, on which their results in training do not depend. So they may be
-# recomputed, on copies of the statistics. Other operations that read these run once, as does one that changes any other
-# buffer.
-STATISTICS = frozenset(
-    "batch_norm instance_norm native_batch_norm _batch_norm_impl_index cudnn_batch_norm cumulative_batch_norm".split()
-)
+from rkgb.trace.operators import STATISTICS
 
 
 def statistics_of(d: D_graph, node: S_node) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
                 where = node.mode, node.line, node.path
                 names.append(_new_name(names, f"{d.storage_names[d.values[v].storage]}.alias"))
                 nodes.append(Node(operation, "alias", (Ref(v),), (), (alias,), False, *where, names[-1]))
-                facts.append(Facts((), False, Saved((), ())))
+                facts.append(Facts((), (), Saved((), ())))
         number[k] = len(nodes)
         nodes.append(_with_reads(node, put) if put else node)
         facts.append(d.facts[k])

@@ -5,7 +5,9 @@ Of equal nodes one is measured, alone (``rkgb/cost/alone.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +22,7 @@ from rkgb.cost.piece import Layouts
 from rkgb.cost.stand_ins import Runs, runs
 from rkgb.cost.usage import Usage, supposed, turned_strides
 from rkgb.cost.warm import on_zeros, warm
-from rkgb.errors import TraceError
+from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import S_graph, S_node
 from rkgb.program import run_node, source_values
 from rkgb.trace.capture import drop_saved, preserved
@@ -184,7 +186,7 @@ def _run_and_measure(
             values = dict(zip(node.reads, (env[v] for v in plan.reads[i]), strict=True))
             if i in plan.measured and key not in costs:
                 run = NodeRun(s.d, node, values, nodes.fed[i], nodes.layouts[i], given, guarded=stand_ins)
-                with gradients_watched(task.model, s.d, node):
+                with gradients_watched(task.model, s.d, node), _derivatives_named(s, node):
                     costs[key], strides = measure_node(run, nodes.held[i], task.known.times(key), times_of)
                 task.known.outgoing[nodes.same[i], nodes.fed[i], nodes.layouts[i]] = strides
                 del run
@@ -193,6 +195,24 @@ def _run_and_measure(
             _release(env, plan, s, i, sources)
             del values
             task.report(done / len(plan.reads))
+
+
+@contextlib.contextmanager
+def _derivatives_named(s: S_graph, node: S_node) -> Iterator[None]:
+    """Errors say which operation has no derivative, and what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _NO_DERIVATIVE.match(str(error)):
+            raise
+        op = s.d.nodes[node.ops[0]]
+        raise UnsupportedError(
+            f"{op.name} at {op.line} has no derivative, and its result may get a gradient, as far as a plan knows. "
+            "Compute it from x.detach(), or under torch.no_grad()."
+        ) from error
+
+
+_NO_DERIVATIVE = re.compile(r"derivative for \S+ is not implemented")
 
 
 def _release(env: dict[int, torch.Tensor], plan: Runs, s: S_graph, i: int, sources: dict[int, torch.Tensor]) -> None:

@@ -33,8 +33,10 @@ from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
 from rkgb.trace.respelled import Respelled, respelled
-from rkgb.trace.written import Written
+from rkgb.trace.written import Written, has_memory
 from rkgb.trees import map_tensors, tensors_in
+
+_C: Any = torch._C
 
 # Calls by which Python reads the data of tensors.
 _HOST_READS = frozenset(
@@ -47,6 +49,11 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 _HOOKS = frozenset({"Tensor.register_hook", "Tensor.register_post_accumulate_grad_hook"})
 
 _SWITCHES = frozenset({"Tensor.requires_grad_", "requires_grad.__set__"})
+
+# Tensors of the program's own numbers, which the tracer records as constants.
+_FROM_NUMBERS = frozenset({"torch.tensor", "torch.as_tensor", "torch.asarray", "Tensor.new_tensor"})
+
+_SAME = frozenset("aten::" + name for name in "to lift_fresh resolve_conj resolve_neg detach alias".split())
 
 # Not recorded: sizes, which are plain numbers in a trace, and printing.
 _UNRECORDED = frozenset(
@@ -76,16 +83,19 @@ def drop_saved() -> saved_tensors_hooks:
 
 
 class Writes:
-    """The changes in place of some tensors from now on."""
+    """The changes in place of some tensors since ``copies`` of them were made."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.before = [(t, t._version) for t in tensors if not t.is_inference()]
-        self.uncounted = [t for t in tensors if t.is_inference()]
+    def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.before = [(t, copy, -1 if t.is_inference() else t._version) for t, copy in copies]
 
     def after(self) -> list[torch.Tensor]:
-        """Copies of the tensors that changed since, as they are now, and of those that do not count their changes."""
-        changed = [t for t, version in self.before if t._version != version]
-        return [t.detach().clone() for t in (*changed, *self.uncounted)]
+        """Copies of the tensors that were written, as they are now. Not all writes count as another version."""
+        written = (
+            t
+            for t, copy, version in self.before
+            if (not t.is_inference() and t._version != version) or not torch.equal(t, copy)
+        )
+        return [t.detach().clone() for t in written]
 
 
 @contextlib.contextmanager
@@ -104,7 +114,7 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
     counted = tuple(t for t, _ in copies if not t.is_inference())
     versions = tuple(t._version for t in counted)
     try:
-        yield Writes(kept)
+        yield Writes(copies)
     finally:
         for module, name, b in holders:
             module._buffers[name] = b
@@ -203,13 +213,15 @@ class Recorder(TorchFunctionMode):
                 return func(*args, **kwargs)
         what = respelled(name, args, kwargs)
         if what is not None or not name.endswith("__get__"):
-            self._look_for_captured((args, kwargs))
+            self._look_for_captured(tracing, (args, kwargs))
         if name == "data.__set__":
             return self._assign_data(*args)
         if what is not None:
             return self._recorded_as(tracing, what, args[0])
         if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
             return self._read(tracing, func, name.split(".")[-1].strip("_"), args, kwargs)
+        if name in _FROM_NUMBERS and _numbers_alone(args[name.startswith("Tensor.") :], kwargs):
+            return self._from_numbers(tracing, func, args, kwargs)
         return self._recorded(tracing, func, name, args, kwargs)
 
     def _refuse(self, func: Any, name: str, args: tuple[Any, ...]) -> None:
@@ -241,7 +253,8 @@ class Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             tracing.pop_scope()
-        self.written.after(copies)
+        with untraced(tracing):
+            self.written.after(copies)
         if self._states(tracing, generator) != before:
             self.draws += self._marked(tracing, list(tensors_in(result)))
         for t in tensors_in(result):
@@ -258,9 +271,17 @@ class Recorder(TorchFunctionMode):
             result = what(t)
         tracing.push_scope(self.scope(what))
         try:
-            torch._C._set_value_trace(result, torch._C._get_value_trace(t.detach()))  # type: ignore[attr-defined]
+            _C._set_value_trace(result, _C._get_value_trace(t.detach()))
         finally:
             tracing.pop_scope()
+        self._remember(result)
+        return result
+
+    def _from_numbers(self, tracing: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Make a tensor of numbers, a constant of the trace. The module gets a copy of it, which it may change."""
+        with untraced(tracing):
+            made = func(*args, **kwargs)
+        result = self._copied(tracing, made)
         self._remember(result)
         return result
 
@@ -310,13 +331,25 @@ class Recorder(TorchFunctionMode):
         finally:
             tracing.pop_scope()
 
-    def _look_for_captured(self, arguments: Any) -> None:
+    def _look_for_captured(self, tracing: Any, arguments: Any) -> None:
         for t in tensors_in(arguments):
             if t.grad_fn is None and not self._knows(t):
                 self._remember(t)
                 self.captured.append(t)
-                with untraced(torch._C._get_tracing_state()):
+                with untraced(tracing):
                     self.written.keep_captured(t)
+                if not t.requires_grad and has_memory(t) and _is_constant(_C._get_value_trace(t)):
+                    _C._set_value_trace(t, _C._get_value_trace(self._copied(tracing, t)))
+
+    def _copied(self, tracing: Any, t: torch.Tensor) -> torch.Tensor:
+        """A copy of what ``t`` holds now, a constant of the trace, which the module may change in each call."""
+        with untraced(tracing):
+            constant = t.clone()
+        tracing.push_scope(self.scope())
+        try:
+            return constant.clone()
+        finally:
+            tracing.pop_scope()
 
     def _remember(self, t: torch.Tensor) -> None:
         if not self._knows(t):
@@ -325,6 +358,24 @@ class Recorder(TorchFunctionMode):
     def _knows(self, t: torch.Tensor) -> bool:
         known = self._known.get(id(t))
         return known is not None and known() is t
+
+
+def _numbers_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the data among the arguments of a call are Python's numbers: no tensor, and no array that it may share.
+
+    A tensor that is to require gradients is no copy of another.
+    """
+    data = next(iter(args), kwargs.get("data"))
+    numbers = isinstance(data, (int, float, complex, list, tuple)) and not any(True for _ in tensors_in((args, kwargs)))
+    return numbers and not kwargs.get("requires_grad")
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value of the trace is a tensor that came from nowhere, as torch's constructors and NumPy make them."""
+    while value.node().kind() in _SAME:
+        value = next(value.node().inputs())
+    constant: bool = value.node().kind() == "prim::Constant"
+    return constant
 
 
 def _mark(t: torch.Tensor) -> torch.Tensor:

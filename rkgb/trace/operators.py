@@ -20,9 +20,17 @@ _ADDED = frozenset(
 )
 
 
+# These operations change running statistics, on which their results in training do not depend. So they may be
+# recomputed, on copies of the statistics. Other operations that read these run once, as does one that changes any other
+# buffer. Version counters and most of their schemas do not show the writes.
+STATISTICS = frozenset(
+    "batch_norm instance_norm native_batch_norm _batch_norm_impl_index cudnn_batch_norm cumulative_batch_norm".split()
+)
+
+
 class _About(NamedTuple):
     """An operator: its name; whether a program may call it where the module does not; the arguments that it writes to,
-    by place and name.
+    by place and name, running statistics among them.
     """
 
     name: str
@@ -33,7 +41,9 @@ class _About(NamedTuple):
 @cache
 def _about(func: Any) -> _About:
     added = func.is_view or func._schema.name.removeprefix("aten::") in _ADDED
-    return _About(str(func), added, written_arguments(func))
+    names = [x.name for x in func._schema.arguments]
+    statistics = [(names.index(name), name) for name in ("running_mean", "running_var") if name in names]
+    return _About(str(func), added, (*written_arguments(func), *statistics))
 
 
 @cache
@@ -46,9 +56,9 @@ def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
 class OperatorCount(TorchDispatchMode):
     """Counts operators while it is active.
 
-    ``given``: counts by operator and arguments that are no tensors. Some arguments have no effect on some values, such
-    as the bounds of ``clamp``, the target that a loss ignores, or a place among zeros. ``before_write``: called with
-    what an operator is about to write to. ``largest``: bytes of the largest result.
+    ``given``: counts by operator and arguments that are numbers and the like. Some arguments have no effect on some
+    values, such as the bounds of ``clamp``, the target that a loss ignores, or a place among zeros. ``before_write``:
+    called with what an operator is about to write to. ``largest``: bytes of the largest result.
     """
 
     def __init__(self) -> None:
@@ -66,15 +76,14 @@ class OperatorCount(TorchDispatchMode):
     def got_arguments_of(self, ours: OperatorCount) -> bool:
         """Whether the operators of this run had, in a run of a program, the same arguments.
 
-        Those that a program may add are compared where it called them as often.
+        Of an operator that a program may add, as many calls may have others as it was called more often.
         """
         here, there = self.operators, ours.operators
-        compared = here.keys() & there.keys()
-        return all(
-            n <= self.given[name, added, arguments]
-            for (name, added, arguments), n in ours.given.items()
-            if name in compared and not (added and here[name] != there[name])
-        )
+        others: Counter[tuple[str, bool]] = Counter()
+        for (name, added, arguments), n in ours.given.items():
+            if name in here:
+                others[name, added] += max(0, n - self.given[name, added, arguments])
+        return all(n <= (there[name] - here[name] if added else 0) for (name, added), n in others.items() if n)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,9 +101,10 @@ class OperatorCount(TorchDispatchMode):
 
 
 def _without_tensors(a: Any) -> Any:
-    """An argument with nothing in place of tensors; lists and tuples are alike."""
+    """An argument with nothing in place of tensors, but of what may be a number; lists and tuples are alike."""
     if isinstance(a, torch.Tensor):
-        return None
+        number = not a.dim() and a.dtype in (torch.int64, torch.float64) and a.layout == torch.strided and not a.is_meta
+        return a.item() if number else None
     if isinstance(a, (list, tuple)):
         return [*map(_without_tensors, a)]
     if isinstance(a, dict):

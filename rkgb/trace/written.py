@@ -16,6 +16,7 @@ from rkgb.storages import storage_key
 from rkgb.trace.operators import OperatorCount
 from rkgb.trees import tensor_leaves
 
+_C: Any = torch._C
 _Copies = list[tuple[torch.Tensor, int, torch.Tensor]]  # tensor, its version, a copy
 
 
@@ -42,9 +43,9 @@ class Written:
         return [(p, p._version, p.detach().clone()) for k, p in given.items() if k not in self._copies]
 
     def after(self, copies: _Copies) -> None:
-        """Keep the copies of parameters that the call changed."""
+        """Keep the copies of parameters that the call changed; batch norm's changes show in no version counter."""
         for p, version, copy in copies:
-            if p._version != version:
+            if p._version != version or not torch.equal(p, copy):
                 self._copies[id(p)] = (p, copy)
 
     def keep(self, t: torch.Tensor) -> None:
@@ -55,7 +56,7 @@ class Written:
 
     def keep_captured(self, t: torch.Tensor) -> None:
         """Copy ``t``, a tensor from outside of the module that is about to be used."""
-        if _has_memory(t) and not torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if has_memory(t):
             self._copies[id(t)] = (t, t.detach().clone())
 
     def is_parameter(self, t: torch.Tensor) -> bool:
@@ -122,9 +123,9 @@ def put_back(model: torch.nn.Module, seen: OperatorCount) -> Iterator[None]:
 
 def _strided(tree: Any) -> Iterable[torch.Tensor]:
     """The tensors of ``tree`` with strided memory."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return (t for t in tensor_leaves(tree) if _has_memory(t) and not wrapped(t))
+    return filter(has_memory, tensor_leaves(tree))
 
 
-def _has_memory(t: torch.Tensor) -> bool:
-    return t.layout == torch.strided and not t.is_nested
+def has_memory(t: torch.Tensor) -> bool:
+    """Whether ``t`` is strided memory, and not what ``vmap`` and its like make of some."""
+    return t.layout == torch.strided and not t.is_nested and not _C._functorch.is_functorch_wrapped_tensor(t)

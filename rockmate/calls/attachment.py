@@ -17,6 +17,7 @@ import torch
 
 from rkgb.errors import GraphError, MeasureError, UnsupportedError
 from rkgb.sample import Call
+from rkgb.trees import tensors_of
 from rkgb.warn import warn, warn_once
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls.capture import Capture
@@ -60,6 +61,11 @@ from rockmate.planning.step import StepPlan
 from rockmate.tell import LOG, described
 from solvers import Frontier
 from solvers.interrupts import Heeded
+
+_NOT_CAPTURED = (
+    "{name} runs as it is, with no plan and no budget: TorchDynamo, which is to capture it, is switched off "
+    "(TORCHDYNAMO_DISABLE, torch._dynamo.config.disable), or told by torch.compiler.set_stance to capture nothing new"
+)
 
 MOST_BEGINNINGS = 4
 """Times that a call is tried as one graph, at most: hooks may be added and removed in every step."""
@@ -307,12 +313,16 @@ class Attachment(Front):
             return self._run_in_steps(model, call, self._steps)
         try:
             self.inside.ran = False  # whether the capture is over, and what it made runs
-            return self._capture.run(model, call, whole=True)
+            result = self._capture.run(model, call, whole=True)
         except Exception as error:
             if self.inside.ran:
                 raise
             self._why, self.inside.captured = _only_said(error), True
             self._hooks = hooks_of(model)
+        else:
+            if not self.inside.ran and any(t.requires_grad for t in tensors_of(result)):
+                warn_once(_NOT_CAPTURED.format(name=self.name), BudgetWarning)
+            return result
         if self.only_plans or self.terms.always:
             return self._run_directly(model, call, self._why)
         return self._begin_steps(model, call, self._why)
@@ -385,7 +395,7 @@ class Attachment(Front):
             raise  # that says nothing of the model
         except (GraphError, InputError, HookError) as error:
             if isinstance(error, CannotBeCalledError) and not self.only_plans:
-                self.reason = before
+                self.reason, self._why, self._hooks = before, None, []
                 return model._call_impl(*call.args, **call.kwargs)  # whose own error comes
             self.cache.clear()
             return self._run_unplanned(model, call, error, reason)

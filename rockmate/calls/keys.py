@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -17,7 +18,9 @@ def _value(x: Any) -> tuple[Hashable, ...]:
     """What distinguishes a leaf that is no tensor; of objects more is seen by ``find``."""
     if not in_key(x):
         return ()
-    return (x.dtype.str, x.shape, x.tobytes()) if isinstance(x, (np.ndarray, np.generic)) else (x,)
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype.str, x.shape, x.tobytes()
+    return (x, math.copysign(1, x)) if type(x) is float and not x else (x,)
 
 
 def _described(x: Any, sized: bool) -> tuple[Hashable, ...]:

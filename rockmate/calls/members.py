@@ -27,6 +27,7 @@ from rockmate.calls.member import (
     schedules_of,
     shapes_of,
 )
+from rockmate.calls.structure import rounds
 from rockmate.errors import CannotBeCalledError
 from rockmate.planning.planner import Planner
 from rockmate.planning.problem import problem_of
@@ -135,7 +136,7 @@ def _member(graph: Graph, planner: Planner, call: Call, family: Family, like: Me
     choices = tuple(choice_of(planner.problem, plan, planner.beside) for plan in schedules)
     shapes = shapes_of(call)
     same = like is not None and same_constants(planner.graphs.S, like.planner.graphs.S)
-    free = moved(shapes, like.shapes) if like is not None and same else frozenset()
+    free = moved(shapes, like.shapes) if like is not None and same and not rounds(graph.program) else frozenset()
     return Member(planner, said, family, schedules, choices, shapes, free)
 
 

@@ -90,12 +90,15 @@ def is_number(node: fx.Node) -> bool:
 
 
 def _numbers(whole: fx.GraphModule) -> dict[fx.Node, None]:
-    """Nodes that are numbers and follow from numbers alone; ``item`` reads a number that was given as a tensor."""
+    """Nodes that are numbers and follow from numbers alone; ``item`` reads a number that was given as a tensor.
+
+    A tensor with other uses may be written before it is read: such a number is none of these.
+    """
     found: dict[fx.Node, None] = {}
     for node in whole.graph.nodes:
         read = node.all_input_nodes
         if is_number(node):
-            given = node.target == "item" and all(n.op == "placeholder" for n in read)
+            given = node.target == "item" and all(map(_is_only_read, read))
         elif node.target is torch.scalar_tensor and all(user.op == "output" for user in node.users):
             given = False  # a number of the module's Python is handed back as a tensor
         else:
@@ -103,6 +106,11 @@ def _numbers(whole: fx.GraphModule) -> dict[fx.Node, None]:
         if node.op == "placeholder" or given or (node.op[:4] == "call" and read and all(n in found for n in read)):
             found[node] = None
     return found
+
+
+def _is_only_read(node: fx.Node) -> bool:
+    """Whether a node is an input of which nothing but ``item`` is taken."""
+    return node.op == "placeholder" and all(user.target == "item" for user in node.users)
 
 
 def _uses(node: fx.Node, numbers: dict[fx.Node, None]) -> list[_Use]:

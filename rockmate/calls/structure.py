@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
 from rkgb.probe.skeleton import content
+from rkgb.trees import tensors_of
 from rockmate.calls.captured import Checkpointed, Function, captured_sources, program_identity
 from rockmate.calls.numbers import is_number
 
@@ -34,6 +36,36 @@ def structure_of(program: fx.GraphModule) -> Hashable:
     ``program``: without wrappers (see ``rockmate.calls.captured``).
     """
     return tuple(_lines(program))
+
+
+def rounds(program: fx.GraphModule) -> bool:
+    """Whether a function in Python may compute sizes otherwise than as polynomials of those that it is given.
+
+    It may then use numbers that are the same at some sizes and differ at others, as ``interpolate`` does with half an
+    odd size.
+    """
+    called = (n for n in program.graph.nodes if n.op.startswith("call") and _is_python(n))
+    return any(map(_may_round, called))
+
+
+def _is_python(node: fx.Node) -> bool:
+    target = getattr(torch.Tensor, node.target, None) if isinstance(node.target, str) else node.target
+    return node.op == "call_module" or isinstance(target, FunctionType)
+
+
+def _may_round(node: fx.Node) -> bool:
+    """Whether a size of a result is no polynomial, or a size that varies has left none in a result."""
+    sizes = _varying_sizes(node)
+    given = {symbol for read in node.all_input_nodes for size in _varying_sizes(read) for symbol in size.free_symbols}
+    left = {symbol for size in sizes for symbol in size.free_symbols}
+    has_sizes = any(t.dim() for t in tensors_of(node.meta.get("example_value")))
+    return not all(size.is_polynomial(*size.free_symbols) for size in sizes) or (has_sizes and not given <= left)
+
+
+def _varying_sizes(node: fx.Node) -> list[Any]:
+    """The sizes of a node's tensors that are no numbers, as expressions of sympy."""
+    sizes: list[Any] = [size for t in tensors_of(node.meta.get("example_value")) for size in t.shape]
+    return [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def inputs_of_functions(program: fx.GraphModule) -> frozenset[str]:

@@ -180,18 +180,28 @@ def modules_that_ask() -> list[Any]:
 
 @contextlib.contextmanager
 def as_eager(asking: list[Any]) -> Iterator[None]:
-    """``asking``, from ``modules_that_ask``, do what they do in eager mode."""
-    originals = [getattr(m, _QUESTION) for m in asking]
-    for m in asking:
-        setattr(m, _QUESTION, _never)
+    """``asking``, from ``modules_that_ask``, do what they do in eager mode. Several threads may enter."""
+    with _ASKING:
+        for m in asking:
+            original, entered = _originals.get(m, (getattr(m, _QUESTION), 0))
+            _originals[m] = original, entered + 1
+            setattr(m, _QUESTION, _never)
     try:
         yield
     finally:
-        for m, original in zip(asking, originals, strict=True):
-            setattr(m, _QUESTION, original)
+        with _ASKING:
+            for m in asking:
+                original, entered = _originals.pop(m)
+                if entered > 1:
+                    _originals[m] = original, entered - 1
+                else:
+                    setattr(m, _QUESTION, original)
 
 
 _QUESTION = "is_torchdynamo_compiling"
+_ASKING = threading.Lock()
+_originals: dict[Any, tuple[Any, int]] = {}
+"""By module that asks: what it asks, and how many times it is entered."""
 
 
 def _never() -> bool:

@@ -23,6 +23,7 @@ from rkgb.cost.usage import Usage
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph, S_node
 from rkgb.settings import settings
+from rkgb.trace.attention import attention_kernels
 from rockmate.planning.disk import named
 from rockmate.planning.places import Places
 from solvers import ChainPlan, Problem, format_schedule, parse_schedule, walk
@@ -56,7 +57,7 @@ class KeptCosts(Kept):
         found = _libraries(s)
         self._depends: tuple[object, ...] | None = None
         if found is not None:
-            where = device.type, kind_of(device).model(device), settings()
+            where = device.type, kind_of(device).model(device), settings(), attention_kernels()
             self._depends = costs, fingerprint(s), s.d.storages, found, where, versions()
 
     def _name(self, usage: Usage, given: frozenset[int]) -> str | None:

@@ -59,12 +59,19 @@ class Plan(PlanFields):
 
     @property
     def status(self) -> Literal["optimal", "feasible"]:
-        """ "optimal": no schedule within the budget takes less time, which is proven. "feasible": some may."""
+        """ "optimal": no schedule within the budget takes less time, which is proven. "feasible": some may.
+
+        This holds for schedules that run operations again in the program's order, each at most once between two
+        backwards. ``lower_bound`` may be that of these alone.
+        """
         return "optimal" if self.gap is not None and self.gap < PROVEN else "feasible"
 
     @property
     def gap(self) -> float | None:
-        """How much less, as a fraction of the planned step, the best schedule can take at most; 0 if none is better."""
+        """How much less, as a fraction of the planned step, the best schedule can take at most; 0 if none is better.
+
+        Of the schedules that ``status`` speaks of.
+        """
         if self.lower_bound is None:
             return None
         planned = walk(self.problem, self.schedule).time
@@ -189,9 +196,8 @@ class Plan(PlanFields):
         gap = self.gap
         if gap is None:
             return ""
-        return (
-            ", proven to be the least" if gap < PROVEN else f", at most {100 * gap:.2f} % of the step above the least"
-        )
+        proven = ", proven to be" if gap < PROVEN else f", at most {100 * gap:.2f} % of the step above"
+        return f"{proven} the least in the program's order"
 
     def _idle_outputs(self) -> list[tuple[str, str]]:
         """Outputs that get no gradient from outside, and what of them counts."""

@@ -7,7 +7,7 @@ are, since eager mode runs the stage once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, ClassVar, NamedTuple
@@ -86,8 +86,27 @@ def quantizations_of(parts: Parts) -> set[str]:
     return {prefix + name for prefix, m in quantizers for name, _ in m.named_buffers()}
 
 
+def configuration(parts: Parts) -> tuple[tuple[str, Hashable], ...]:
+    """The plain attributes that no run was seen to change, by which people set what layers do.
+
+    Of a float only whether it is 0: rates and factors change no memory, but for operations that are left out.
+    """
+    found: list[tuple[str, Hashable]] = []
+    for module, _, own in _watched(parts):
+        changed = Attributes.learned.get(module, _NONE)
+        for name in own:
+            value = module.__dict__[name]
+            if _is_plain(value) and name not in changed:
+                found.append((name, value != 0 if type(value) is float else value))
+    return tuple(found)
+
+
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _NONE: frozenset[str] = frozenset()
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 class _Own(NamedTuple):
@@ -101,23 +120,34 @@ class _Own(NamedTuple):
 
 
 class Attributes:
-    """The plain attributes of a stage's modules (numbers, strings, None), and which buffers they had, at a moment.
+    """The plain attributes of a stage's modules, and which buffers they had, at a moment.
 
-    Other attributes are not held, as they may be activations of an earlier step. What is in lists and dicts is not
-    restored.
+    Plain are numbers, strings, None, and tuples of these. Other attributes are not held, as they may be activations of
+    an earlier step. What is in lists and dicts is not restored.
     """
+
+    learned: ClassVar[weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]]] = weakref.WeakKeyDictionary()
+    """The names of the plain attributes of a module that any run of it has changed."""
 
     def __init__(self, parts: Parts) -> None:
         self.of = [
             _Own(
                 m,
                 names,
-                {k: v for k in own if type(v := m.__dict__[k]) in _PLAIN},
+                {k: v for k in own if _is_plain(v := m.__dict__[k])},
                 frozenset(m._buffers) if m._buffers else _NONE,
                 frozenset([k for k, b in m._buffers.items() if b is not None]) if m._buffers else _NONE,
             )
             for m, names, own in _watched(parts)
         ]
+
+    def learn(self) -> None:
+        """After the run: note which plain attributes it changed."""
+        for own in self.of:
+            now = own.module.__dict__
+            names = {name for name, value in own.plain.items() if now.get(name) != value}
+            if names:
+                self.learned[own.module] = self.learned.get(own.module, frozenset()) | names
 
     @contextmanager
     def restored(self) -> Iterator[None]:

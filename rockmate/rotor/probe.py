@@ -16,9 +16,11 @@ from rkgb.cost.counted import counted_tail, modelled_times
 from rkgb.cost.memory import bytes_by_storage, measure_memory, measure_phases
 from rkgb.cost.piece import backward_memory
 from rkgb.cost.saved import each_saved
+from rkgb.program import same
 from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
+from rockmate.errors import InputError
 from rockmate.rotor.buffers import attributes_kept
 from rockmate.rotor.selective import Choice, Survey, nested_choices, units
 from rockmate.rotor.stage_run import StageRun
@@ -143,7 +145,7 @@ class Probe:
         ``ranks``: what can be kept, by its times; equal stages choose alike.
         """
         with self._untouched():
-            self._stage().first(self.x, _no_backward)  # learns which buffers change
+            self._check_second_run(name)
         stage = self._stage()
         output, pass_peak, state = self._memory(lambda: stage.first(self.x, _no_backward))
         state = max(0, state - self._allocated(output))  # generators, buffers, and what no slot can hold
@@ -175,6 +177,21 @@ class Probe:
         )
         next_x = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), output)
         return Figures(stage_figures, tuple(several), operations, form), next_x
+
+    def _check_second_run(self, name: str) -> None:
+        """Raise ``InputError`` if a second run gives another output. Learns what buffers and attributes runs change."""
+        stage = self._stage()
+        first = tensor_leaves(stage.first(self.x, _no_backward))
+        assert stage.attributes is not None
+        stage.attributes.learn()
+        again = tensor_leaves(stage.fill(self.x, True))
+        if self.preserve_rng_state and not all(map(_alike, first, again)):
+            raise InputError(
+                f"layer {name} ({type(self.function).__name__}) gives another output when it runs again: it reads what "
+                "its own run changes, and that is neither a buffer, a number among its attributes, nor a random state "
+                "of torch's that it holds (a tensor or a list as an attribute, a torch.Generator elsewhere). Make it "
+                "one of these, or leave the layer out of the Checkpointable"
+            )
 
     def times(self, figures: Figures) -> Times:
         """The times of the stage, whose ``figures`` these are."""
@@ -356,6 +373,11 @@ class Probe:
         _, (_, refilled) = measure_phases([skim, lambda _: stage.refill()], self.device)
         stage.clear()
         return max(first_peak - state, again_peak), refilled.peak
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two outputs are equal, up to the rounding of kernels that add in any order."""
+    return same(a, b) or torch.allclose(a, b, rtol=1e-5, atol=1e-8, equal_nan=True)
 
 
 def _no_backward(_: int) -> None:

@@ -8,28 +8,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from rkgb.graphs import Mode
+from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.buffers import changing
+from rockmate.rotor.buffers import changing, configuration
 from rockmate.rotor.values import Parts
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Layers and their modes, autocast, parameters, buffers, and the input.
+    """Layers and their modes, autocast, torch's settings, parameters, buffers, and the input.
 
-    ``kinds``: of parameters and inputs, and how they lie. ``drops``: of the dropout layers, which change anything.
-    ``wants``: which parameters and inputs require grad. ``changing``: the buffers of each layer that runs are known to
-    change in place, of which copies are kept for a recompute.
+    ``kinds``: of parameters and inputs, and how they lie. ``configured``: plain attributes of each layer (see
+    ``configuration``). ``wants``: which parameters and inputs require grad. ``changing``: the buffers of each layer
+    that runs are known to change in place, of which copies are kept for a recompute.
     """
 
     layers: tuple[tuple[nn.Module, bool], ...]
     mode: Mode
+    settings: tuple[Hashable, ...]
     kinds: tuple[tuple[Hashable, ...], ...]
-    drops: tuple[bool, ...]
+    configured: tuple[tuple[tuple[str, Hashable], ...], ...]
     wants: tuple[bool, ...]
     shapes: tuple[tuple[int, ...], ...]
     changing: tuple[frozenset[str], ...]
@@ -43,21 +44,25 @@ class Situation:
         return cls(
             tuple((m, m.training) for m in modules),
             replace(current_mode(), grad=True),
+            settings(),
             (*((p.dtype, p.device, p.shape) for p in parameters), *map(_kind, inputs)),
-            tuple(m.p > 0 for m in modules if isinstance(m, _DropoutNd)),
+            tuple(map(configuration, parts)),
             tuple(t.requires_grad for t in (*parameters, *inputs)),
             tuple(tuple(t.shape) for t in inputs),
             tuple(changing(f) for f in functions),
         )
 
+    def _equal_parts(self) -> Hashable:
+        return self.layers, self.mode, self.settings, self.kinds, self.configured
+
     def covers(self, other: Situation) -> bool:
         """Whether a call in ``other`` needs at most the memory of one in this situation.
 
-        Layers, modes, dtypes, devices and strides (but of contiguous inputs) must be equal. Sizes of the input may be
-        smaller, fewer tensors may require grad, and fewer buffers may change.
+        Layers, modes, settings, attributes, dtypes, devices and strides (but of contiguous inputs) must be equal. Sizes
+        of the input may be smaller, fewer tensors may require grad, and fewer buffers may change.
         """
         return (
-            (self.layers, self.mode, self.kinds, self.drops) == (other.layers, other.mode, other.kinds, other.drops)
+            self._equal_parts() == other._equal_parts()
             and all(a or not b for a, b in zip(self.wants, other.wants, strict=True))
             and all(a >= b for a, b in zip(self.changing, other.changing, strict=True))
             and all(a >= b for a, b in zip(_sizes(self.shapes), _sizes(other.shapes), strict=True))

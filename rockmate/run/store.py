@@ -137,7 +137,7 @@ class Store:
                 raise changed(self.program.s.d.names[v], t, then)
             env[v] = t
         for v in code.again.statistics:  # the node's results do not depend on them
-            env[v] = self.sources[v].clone()
+            env[v] = self.given[v].clone()
         return env
 
     def _run(self, i: int, code: NodeCode, env: dict[int, torch.Tensor]) -> dict[int, torch.Tensor] | None:
@@ -147,8 +147,7 @@ class Store:
             with _FORGET if code.again.saves and code.again.recorded else _NOTHING:
                 run(env)
             return None
-        known = {storage_key(env[v]) for v in code.reads}
-        known.update(storage_key(self.sources[v]) for v in code.again.statistics)
+        known = {storage_key(t) for t in env.values()}
         packed: list[torch.Tensor] = []
         try:
             with saved_tensors_hooks(packed.append, unpack):

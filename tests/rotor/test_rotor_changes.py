@@ -622,3 +622,96 @@ def test_dropout_that_begins_is_measured() -> None:
         assert_in_limit(chk, step)
         chk.zero_grad()
         assert measure_peak(step) <= chk.get_expected_memory()
+
+
+class Remembers(nn.Module):
+    """Reads what its own run changes, held in some form."""
+
+    def __init__(self, held: str) -> None:
+        super().__init__()
+        self.held, self.layer = held, nn.Linear(32, 32)
+        self.mean, self.count, self.generators = torch.ones(()), [0], [torch.Generator()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.held == "tensor":
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().abs().mean()
+            return torch.tanh(y * self.mean)
+        if self.held == "list":
+            self.count[0] += 1
+            return torch.tanh(y * self.count[0])
+        return torch.tanh(y * torch.rand(y.shape, generator=self.generators[0]))
+
+
+@pytest.mark.parametrize("held", ["tensor", "list", "generator"])
+def test_layers_that_read_what_their_run_changes_are_refused(held: str) -> None:
+    """But as a buffer, a number or a generator of the layer's."""
+    m = nn.Sequential(nn.Linear(32, 32), Remembers(held), nn.Linear(32, 32))
+    with pytest.raises(InputError, match=r"layer 1 \(Remembers\) gives another output when it runs again"):
+        rotor.Checkpointable(m, x(), 2**30, costs="flops")
+
+
+class Configured(nn.Module):
+    """Drops at a rate, repeats, and keeps a pair of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rate, self.times, self.pair, self.calls = nn.Linear(32, 32), 0.0, 1, (1.0, 2.0), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(self.times):
+            x = torch.tanh(self.layer(x) * self.pair[0]) * self.pair[1]
+        return F.dropout(x, self.rate) if self.rate else x
+
+
+@pytest.mark.parametrize(("name", "value"), [("rate", 0.1), ("times", 3)])
+def test_what_layers_are_told_to_do_is_measured_anew(name: str, value: Any) -> None:
+    """The counter, which a run changes itself, is no reason to."""
+    m = nn.Sequential(*(Configured() for _ in range(4)))
+    chk = rotor.Checkpointable(m, x(1024), "4 MiB", costs="flops")
+
+    def step() -> None:
+        chk.zero_grad()
+        chk(x(1024)).sum().backward()
+
+    first = chk._measured
+    assert_in_limit(chk, step)
+    assert chk._measured is first
+    for layer in m:
+        setattr(layer, name, value)
+    assert_in_limit(chk, step)
+    chk.zero_grad()
+    assert measure_peak(step) <= chk.get_expected_memory()
+    assert chk._measured is not first
+
+
+def test_a_pair_that_is_set_before_the_backward() -> None:
+    m = nn.Sequential(*(Configured() for _ in range(4)))
+    eager = copy.deepcopy(m)
+    chk = least(m, x())
+    for run in (chk, eager):
+        y = run(x())
+        for layer in run.model if run is chk else run:
+            layer.pair = (5.0, 7.0)
+        y.sum().backward()
+    assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_other_kernels_are_measured_anew() -> None:
+    m = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.Tanh())))
+    image = torch.randn(16, 8, 32, 32, generator=torch.Generator().manual_seed(0))
+    chk = rotor.Checkpointable(m, image, "16 MiB", costs="flops")
+
+    def step() -> None:
+        chk.zero_grad()
+        chk(image).sum().backward()
+
+    assert_in_limit(chk, step)
+    first = chk._measured
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert_in_limit(chk, step)
+        assert chk._measured is not first
+        chk.zero_grad()
+        assert measure_peak(step) <= chk.get_expected_memory()

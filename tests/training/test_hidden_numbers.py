@@ -1,0 +1,232 @@
+"""Sizes and numbers whose first values hide what they do: a program that fits them is not the module's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_same
+from models import randn
+from torch import nn
+from torch.nn import functional as F
+
+import rockmate
+from rockmate import Attachment, attach
+from rockmate.calls.keys import call_key
+
+pytestmark = pytest.mark.filterwarnings("ignore::rockmate.BudgetWarning")  # plans of least memory are plans, too
+
+
+def steps(model: nn.Module, calls: Iterable[tuple[Any, ...]]) -> Iterable[Any]:
+    """What steps give; a tensor and a number among the arguments of a call are those of ``forward``."""
+    for call in calls:
+        model.zero_grad()
+        y = model(*call)
+        y.square().mean().backward()
+        yield y.detach().clone()
+        yield from (None if p.grad is None else p.grad.clone() for p in model.parameters())
+
+
+def assert_equal(model: nn.Module, calls: list[tuple[Any, ...]], budget: str = "90%") -> Attachment:
+    eager = copy.deepcopy(model)
+    handle = attach(model, budget, costs="flops", cache=False, on_infeasible="least")
+    assert_same(steps(model, calls), steps(eager, calls))
+    return handle
+
+
+class Halved(nn.Module):
+    """Two graphs. The second halves a size by a function in Python."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(nn.Conv1d(8, 8, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            x = F.gelu(layer(x))
+        if x.sum() < -1e9:
+            x = x + 1
+        return self.second(x)
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "area":
+            x = F.interpolate(x, scale_factor=0.5, mode="area")
+        elif self.how == "recomputed":
+            x = F.interpolate(x, scale_factor=0.5, mode="linear", recompute_scale_factor=True)
+        else:
+            x = F.adaptive_avg_pool1d(x, x.shape[2] // 4 * 2)
+        for layer in self.layers[2:]:
+            x = F.gelu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("how", ["area", "recomputed", "given"])
+def test_an_odd_size_is_halved_as_it_is(how: str) -> None:
+    """Half of 65 and half of 64 are the same."""
+    torch.manual_seed(0)
+    assert_equal(Halved(how), [(randn(16, 8, size, seed=size),) for size in (65, 65, 64, 64, 63, 61, 51)], "80%")
+
+
+NUMBER = 40
+
+
+class Weighted(nn.Module):
+    """Multiplies some places by a tensor that is made of a number."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        number = 4 if self.of == "constant" else NUMBER
+        return x * torch.where(where, torch.tensor(number), torch.tensor(1))
+
+
+def masked(size: int, some: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    x = randn(size, 16, 32, seed=size)
+    return x, (x > 0) & some
+
+
+def test_a_tensor_of_a_number_that_equals_a_size_is_no_size() -> None:
+    """The first batch of another size has no place where the number counts."""
+    torch.manual_seed(0)
+    calls = [
+        masked(*call)
+        for call in ((4, True), (4, False), (6, False), (6, True), (8, False), (8, True), (3, False), (3, True))
+    ]
+    assert_equal(Weighted("constant"), calls)
+
+
+def test_a_tensor_of_another_number_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Weighted("global")
+    eager = copy.deepcopy(model)
+    attach(model, "90%", costs="flops", cache=False, on_infeasible="least")
+    for number, some in ((40, True), (50, False), (50, True), (60, False), (60, True)):
+        monkeypatch.setitem(globals(), "NUMBER", number)
+        assert_same(steps(model, [masked(7, some)]), steps(eager, [masked(7, some)]))
+
+
+class Scaled(nn.Module):
+    """A power, a factor or a place whose number is the first batch's size, and a statistic that nothing reads."""
+
+    def __init__(self, what: str, dead: bool) -> None:
+        super().__init__()
+        self.what, self.dead = what, dead
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.scale, self.level = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(9, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.dead:
+            (x.detach() ** 2).add(1)[:, 0].mean()
+        if self.what == "power":
+            return x * self.scale**4
+        if self.what == "factor":
+            return torch.add(x, self.level[0], alpha=4)
+        return x + self.level[4]
+
+
+@pytest.mark.parametrize("dead", [True, False])
+@pytest.mark.parametrize("what", ["power", "factor", "place"])
+def test_what_nothing_reads_hides_no_number(what: str, dead: bool) -> None:
+    torch.manual_seed(0)
+    assert_equal(Scaled(what, dead), [(randn(size, 8, 16, seed=size),) for size in (4, 4, 6, 6, 7, 5)])
+
+
+def test_the_zeros_are_two() -> None:
+    """1 / 0.0 and 1 / -0.0 differ."""
+    assert call_key([0.0], None) == call_key([0.0], None) != call_key([-0.0], None)
+
+
+class CountsFirst(nn.Module):
+    """Reads a buffer behind its update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        number = self.count.item()
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x * number
+
+
+def test_a_number_is_read_behind_what_writes_it() -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert_equal(CountsFirst(), [(randn(32, 16, seed=0),)] * 4)
+
+
+# ------------------------------------------------------------------ calls that fail, or are not captured
+
+
+@pytest.mark.parametrize("look", ["hook", "counter"])
+def test_a_call_that_the_model_refuses_changes_nothing(look: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.calls = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if look == "counter":
+                self.calls += 1
+            for layer in self.layers:
+                x = F.gelu(layer(x))
+            return x
+
+    model, seen = Model(), []
+    if look == "hook":
+        model.layers[2].register_forward_hook(lambda *_: seen.append(1))
+    rk = rockmate.Rockmate(model, randn(64, 16, seed=0), "80%", cache=False, costs="flops")
+    rk(randn(64, 16, seed=0)).sum().backward()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        rk(randn(64, 15, seed=0))
+    before = model.calls, len(seen)
+    rk(randn(64, 16, seed=0)).sum().backward()
+    assert (model.calls - before[0], len(seen) - before[1]) == ((1, 0) if look == "counter" else (0, 1))
+    assert rk.plans_made == 1
+
+
+def test_a_model_that_is_not_captured_says_so() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    attach(model, "90%", costs="flops", cache=False)
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.warns(rockmate.BudgetWarning, match="Sequential runs as it is, with no plan and no budget: TorchDynamo"),
+    ):
+        model(randn(4, 16, seed=0)).sum().backward()
+
+
+class Binned(nn.Module):
+    """Returns bins, which the loss does not read, by an operation without a derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x, (x * 10) // 1
+
+
+def test_an_operation_without_a_derivative_is_named() -> None:
+    model, x = Binned(), randn(64, 16, seed=0)
+    attach(model, "60%", costs="flops", cache=False)
+    with pytest.raises(rockmate.UnsupportedError, match=r"floor_divide at .*test_hidden_numbers.py:\d+ has no deriv"):
+        model(x)
+    least = Binned()
+    attach(least, "60%", costs="flops", cache=False, on_infeasible="least")
+    with pytest.warns(rockmate.BudgetWarning, match="floor_divide"):
+        least(x)[0].sum().backward()
