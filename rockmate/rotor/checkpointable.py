@@ -59,17 +59,18 @@ class Checkpointable(nn.Module):
 
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
     then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
-    that may need more is measured and planned anew: with larger inputs than those measured, under another autocast,
-    with other layers, with more that requires grad, or after a call in which a layer changed a buffer in place for the
-    first time; a few such situations are remembered. That call itself may exceed the limit by copies of these buffers,
-    and by tables that a layer makes for a longer input. In ``eval()`` mode, without gradients, and under
-    ``torch.func``'s transforms or with cached parametrizations (with a ``BudgetWarning``) the model itself runs. The
-    limit holds for the path that layers took when they were measured: for one that branches on data or on random
-    numbers, not for the other paths.
+    that may need more is measured and planned anew: with larger inputs than those measured, under another autocast or
+    other settings of torch, with other layers or other numbers as their attributes, with more that requires grad, or
+    after a call in which a layer changed a buffer in place for the first time; a few such situations are remembered.
+    That call itself may exceed the limit by copies of these buffers, and by tables that a layer makes for a longer
+    input. In ``eval()`` mode, without gradients, and under ``torch.func``'s transforms or with cached parametrizations
+    (with a ``BudgetWarning``) the model itself runs. The limit holds for the path that layers took when they were
+    measured: for one that branches on data or on random numbers, not for the other paths.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
     https://hiepacs.gitlabpages.inria.fr/rotor). Raises ``InputError`` for arguments that cannot be used and for a layer
-    that changes its input in place, ``InfeasibleBudgetError`` with the smallest feasible limit.
+    that changes its input in place or gives another output in a second run, ``InfeasibleBudgetError`` with the smallest
+    feasible limit.
     """
 
     def __init__(
