@@ -130,6 +130,7 @@ def _recorded(
     A tensor that is not known is known in the next recording. One that each run makes anew stays a constant.
     """
     captured: list[torch.Tensor] = []
+    recorded = 0
     while True:
         seen = Recorder([*known, *captured], own_generators(forward.model.modules()))
         graph: Any = None
@@ -145,6 +146,12 @@ def _recorded(
         more = [t for t in seen.captured if t.is_leaf and outside_vmap(t) is t]
         if not more or (captured and not any(t.requires_grad for t in more)):
             return graph, results, seen, captured
+        recorded += graph is not None
+        if recorded > 1:
+            raise UnsupportedError(
+                "forward makes a tensor that requires grad (nn.Parameter(...)) in each call: no plan can give it a "
+                "gradient. Make it in __init__, or compute with a tensor that requires none."
+            )
         captured += more
 
 

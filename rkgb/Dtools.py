@@ -30,6 +30,8 @@ from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
 from rkgb.trace.operators import STATISTICS, written_arguments
 
+_DRAW_BY_VALUES = frozenset("poisson binomial rrelu rrelu_ rrelu_with_noise rrelu_with_noise_".split())
+
 _SHAPE_QUESTIONS = frozenset({"size", "device", "dtype", "dim", "numel", "len", "sym_size", "stride"})
 
 
@@ -242,7 +244,7 @@ class _Probe:
         results = computed(node, self.env.__getitem__)
         _check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
-        moved = self.generators.moved(drawn)
+        moved = self.generators.moved(drawn) or self._may_draw(node, reads)
         changed = announced_writes(node) | {v for v in reads if self.env[v]._version != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         for v, t in zip(node.outputs, results, strict=True):
@@ -256,10 +258,14 @@ class _Probe:
         self.nodes.append(node)
         self.facts.append(Facts(writes, moved, saved, unseen, self.storages.saved(kept)))
 
+    def _may_draw(self, node: Node, reads: tuple[int, ...]) -> tuple[RandomSource, ...]:
+        """What an operation draws from that draws for some values only, and may not have done so."""
+        if node.name not in _DRAW_BY_VALUES:
+            return ()
+        return tuple(node_generators(node)) or (self.env[reads[0]].device,)
+
     def _uncounted(self, node: Node) -> Iterable[int]:
         """What the node reads and may change without the version counter showing it."""
-        if node.name in STATISTICS:
-            return set(node.reads()).difference(refs(node.args[:1]))
         if is_python(node):  # it may write into .data
             return node.reads()
         return (v for v in node.reads() if v in self.b.sources and self.b.sources[v].kind == "buffer")
@@ -314,15 +320,16 @@ def announced_writes(node: Node) -> set[int]:
     """The values that the operation writes to by its schema.
 
     In-place operations are left out, since version counters show their writes. An operation that returns nothing
-    (``retain_grad``, ``record_stream``) changes no contents.
+    (``retain_grad``, ``record_stream``) changes no contents. In training batch norm writes its running statistics,
+    which its schema does not say; they may come out as they were.
     """
     schema = getattr(node.op, "_schema", None)
     if schema is None or node.name.endswith("_"):
         return set()
-    names = [name for _, name in written_arguments(node.op)] if schema.returns else []
-    if not names:
-        return set()
     given = {x.name: a for x, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    names = [name for _, name in written_arguments(node.op)] if schema.returns else []
+    if node.name in STATISTICS and any(given.get(flag) for flag in ("training", "use_input_stats")):
+        names += ["running_mean", "running_var"]
     return {v for name in names for v in refs([given.get(name)])}
 
 

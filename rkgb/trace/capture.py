@@ -50,8 +50,8 @@ _HOOKS = frozenset({"Tensor.register_hook", "Tensor.register_post_accumulate_gra
 
 _SWITCHES = frozenset({"Tensor.requires_grad_", "requires_grad.__set__"})
 
-# Tensors of the program's own numbers, which the tracer records as constants.
-_FROM_NUMBERS = frozenset({"torch.tensor", "torch.as_tensor", "torch.asarray", "Tensor.new_tensor"})
+# Operations that return what they are given, if it is of the right kind.
+_DROPOUTS = frozenset("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d".split())
 
 _SAME = frozenset("aten::" + name for name in "to lift_fresh resolve_conj resolve_neg detach alias".split())
 
@@ -220,8 +220,6 @@ class Recorder(TorchFunctionMode):
             return self._recorded_as(tracing, what, args[0])
         if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
             return self._read(tracing, func, name.split(".")[-1].strip("_"), args, kwargs)
-        if name in _FROM_NUMBERS and _numbers_alone(args[name.startswith("Tensor.") :], kwargs):
-            return self._from_numbers(tracing, func, args, kwargs)
         return self._recorded(tracing, func, name, args, kwargs)
 
     def _refuse(self, func: Any, name: str, args: tuple[Any, ...]) -> None:
@@ -248,17 +246,25 @@ class Recorder(TorchFunctionMode):
         before = self._states(tracing, generator)
         with untraced(tracing):
             copies = self.written.before(name, (args, kwargs))
+        numbers = [t for t in tensors_in((args, kwargs)) if not t.dim() and has_memory(t)]
+        uses = [_uses(t) for t in numbers]
         tracing.push_scope(self.scope(generator))
         try:
             result = func(*args, **kwargs)
         finally:
             tracing.pop_scope()
         with untraced(tracing):
-            self.written.after(copies)
+            self.written.after(name, copies)
+        if numbers and any(True for _ in tensors_in(result)):
+            rate = name.split(".")[-1] in _DROPOUTS  # whose own tests of the rate are uses, too
+            for t, before_call in zip(numbers, uses, strict=True):
+                if _uses(t) == before_call or (rate and t is not args[0]):
+                    self._read(tracing, torch.Tensor.item, "item", (t,), {})
         if self._states(tracing, generator) != before:
             self.draws += self._marked(tracing, list(tensors_in(result)))
         for t in tensors_in(result):
             if t.grad_fn is None:
+                self._may_change(tracing, t)
                 self._remember(t)
         if shaped_by_data(name.split(".")[-1], args):
             self._read(tracing, shapes, "shape", tuple(tensors_in(result)), {})
@@ -274,14 +280,6 @@ class Recorder(TorchFunctionMode):
             _C._set_value_trace(result, _C._get_value_trace(t.detach()))
         finally:
             tracing.pop_scope()
-        self._remember(result)
-        return result
-
-    def _from_numbers(self, tracing: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Make a tensor of numbers, a constant of the trace. The module gets a copy of it, which it may change."""
-        with untraced(tracing):
-            made = func(*args, **kwargs)
-        result = self._copied(tracing, made)
         self._remember(result)
         return result
 
@@ -338,16 +336,17 @@ class Recorder(TorchFunctionMode):
                 self.captured.append(t)
                 with untraced(tracing):
                     self.written.keep_captured(t)
-                if not t.requires_grad and has_memory(t) and _is_constant(_C._get_value_trace(t)):
-                    _C._set_value_trace(t, _C._get_value_trace(self._copied(tracing, t)))
+                self._may_change(tracing, t)
 
-    def _copied(self, tracing: Any, t: torch.Tensor) -> torch.Tensor:
-        """A copy of what ``t`` holds now, a constant of the trace, which the module may change in each call."""
+    def _may_change(self, tracing: Any, t: torch.Tensor) -> None:
+        """If the trace has ``t`` as a constant, have it as a copy of a constant, which the module may change."""
+        if t.requires_grad or not has_memory(t) or not _is_constant(_C._get_value_trace(t)):
+            return
         with untraced(tracing):
             constant = t.clone()
         tracing.push_scope(self.scope())
         try:
-            return constant.clone()
+            _C._set_value_trace(t, _C._get_value_trace(constant.clone()))
         finally:
             tracing.pop_scope()
 
@@ -360,14 +359,9 @@ class Recorder(TorchFunctionMode):
         return known is not None and known() is t
 
 
-def _numbers_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the data among the arguments of a call are Python's numbers: no tensor, and no array that it may share.
-
-    A tensor that is to require gradients is no copy of another.
-    """
-    data = next(iter(args), kwargs.get("data"))
-    numbers = isinstance(data, (int, float, complex, list, tuple)) and not any(True for _ in tensors_in((args, kwargs)))
-    return numbers and not kwargs.get("requires_grad")
+def _uses(t: torch.Tensor) -> int:
+    """How many operations of the trace read ``t``."""
+    return len(list(_C._get_value_trace(t).uses()))
 
 
 def _is_constant(value: Any) -> bool:

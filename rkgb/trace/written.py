@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rkgb.storages import storage_key
-from rkgb.trace.operators import OperatorCount
+from rkgb.trace.operators import STATISTICS, OperatorCount
 from rkgb.trees import tensor_leaves
 
 _C: Any = torch._C
@@ -42,10 +42,10 @@ class Written:
         given = {id(p): p for t in _strided(arguments) if (p := self._parameters.get(storage_key(t))) is not None}
         return [(p, p._version, p.detach().clone()) for k, p in given.items() if k not in self._copies]
 
-    def after(self, copies: _Copies) -> None:
+    def after(self, name: str, copies: _Copies) -> None:
         """Keep the copies of parameters that the call changed; batch norm's changes show in no version counter."""
         for p, version, copy in copies:
-            if p._version != version or not torch.equal(p, copy):
+            if p._version != version or name.split(".")[-1] in STATISTICS or not torch.equal(p, copy):
                 self._copies[id(p)] = (p, copy)
 
     def keep(self, t: torch.Tensor) -> None:

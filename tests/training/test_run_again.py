@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from against_eager import assert_trains_as_eager, step, under_budget
 from test_order import assert_two_steps_equal
 from torch import nn
 from torch.nn import functional as F
+
+from rockmate import Rockmate, UnsupportedError
 
 
 class Layer(nn.Module):
@@ -55,6 +60,10 @@ class FromNumbers(Layer):
             total = torch.tensor(0.0)
         elif self.how == "new_tensor":
             total = x.new_tensor([0.0])
+        elif self.how == "NumPy's number":
+            total = torch.tensor(numpy.float32(0))
+        elif self.how == "range":
+            total = torch.tensor(range(16)).float()
         elif self.how == "Tensor":
             total = torch.Tensor([0.0])
         elif self.how == "from_numpy":
@@ -67,7 +76,9 @@ class FromNumbers(Layer):
         return self.b(F.gelu(h)) + total
 
 
-@pytest.mark.parametrize("how", ["tensor", "new_tensor", "as_tensor", "Tensor", "from_numpy"])
+@pytest.mark.parametrize(
+    "how", ["tensor", "new_tensor", "as_tensor", "NumPy's number", "range", "Tensor", "from_numpy"]
+)
 def test_tensors_of_numbers_are_new_in_each_call(how: str) -> None:
     assert_two_steps_equal(lambda: nn.Sequential(*(FromNumbers(how) for _ in range(3))))
 
@@ -99,3 +110,96 @@ class Noisy(Layer):
 
 def test_a_function_that_draws_from_two_generators_draws_the_same_again() -> None:
     assert_two_steps_equal(lambda: nn.Sequential(*(Noisy() for _ in range(6))))
+
+
+# ------------------------------------------------------------------ what the sample does not show
+
+
+def assert_equal_after(sample: torch.Tensor, model: nn.Module, fraction: float = 0.0) -> None:
+    """Planned on ``sample``, and trained on others."""
+    eager = copy.deepcopy(model)
+    rk = under_budget(copy.deepcopy(eager), sample, fraction=fraction)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        for k in range(2):
+            yield from step(call, (torch.randn(sample.shape, generator=torch.Generator().manual_seed(k)),))
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+def test_statistics_that_stay_on_zeros_change_once_on_others() -> None:
+    torch.manual_seed(0)
+    channels = [3, 8, 8, 8, 8]
+    layers = (
+        layer
+        for a, b in itertools.pairwise(channels)
+        for layer in (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+    )
+    assert_equal_after(torch.zeros(8, 3, 16, 16), nn.Sequential(*layers))
+
+
+class DrawsByValue(Layer):
+    """Draws for numbers above, or below, zero."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.a = how, nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.a(x))
+        if self.how == "poisson":
+            h = h * torch.poisson(torch.relu(h.detach()) * 3)
+        elif self.how == "binomial":
+            h = h * torch.binomial(torch.relu(h.detach() * 5).round(), torch.full_like(h, 0.5))
+        else:
+            h = F.rrelu(h, training=True)
+        return self.b(F.gelu(h.exp()) + F.silu(h))
+
+
+@pytest.mark.parametrize("how", ["poisson", "binomial", "rrelu"])
+def test_what_draws_nothing_on_zeros_draws_the_same_again_on_others(how: str) -> None:
+    torch.manual_seed(0)
+    assert_equal_after(torch.zeros(64, 16), nn.Sequential(*(DrawsByValue(how) for _ in range(5))))
+
+
+class FromTensor(nn.Module):
+    """Gives a number to an operation as a tensor, which the operation reads in C++."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layers = how, nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.register_buffer("number", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.how == "huber":
+            return F.huber_loss(3 * x, torch.zeros_like(x), delta=self.number)
+        if self.how == "dropout":
+            return F.dropout(x, self.number)
+        if self.how == "list":
+            return x / torch.tensor([self.number, 1.0])[0]
+        return x + torch.empty_like(x).normal_(0, self.number)
+
+
+@pytest.mark.parametrize("how", ["huber", "dropout", "list", "normal"])
+def test_a_number_that_is_given_as_a_tensor_is_that_of_the_call(how: str) -> None:
+    torch.manual_seed(0)
+    eager = FromTensor(how)
+    rk = under_budget(copy.deepcopy(eager), torch.randn(64, 16), fraction=0.5)
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        for number in (0.5, 0.25, 0.75):
+            model.number.fill_(number)
+            yield from step(call, (torch.randn(64, 16, generator=torch.Generator().manual_seed(1)),))
+
+    assert_trains_as_eager(eager, rk, train)
+
+
+def test_a_parameter_that_forward_makes_is_refused() -> None:
+    class Makes(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.tanh(self.a(x)) * nn.Parameter(torch.ones(16)))
+
+    with pytest.raises(UnsupportedError, match=r"makes a tensor that requires grad .* in each call"):
+        Rockmate(Makes(), torch.randn(64, 16), "80%", costs="flops", cache=False)
