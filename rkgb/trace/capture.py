@@ -247,7 +247,8 @@ class Recorder(TorchFunctionMode):
         with untraced(tracing):
             copies = self.written.before(name, (args, kwargs))
         numbers = [t for t in tensors_in((args, kwargs)) if not t.dim() and has_memory(t)]
-        uses = [_uses(t) for t in numbers]
+        traced = [_C._get_value_trace(t) for t in numbers]
+        uses = [*map(_uses, traced)]
         tracing.push_scope(self.scope(generator))
         try:
             result = func(*args, **kwargs)
@@ -257,8 +258,8 @@ class Recorder(TorchFunctionMode):
             self.written.after(name, copies)
         if numbers and any(True for _ in tensors_in(result)):
             rate = name.split(".")[-1] in _DROPOUTS  # whose own tests of the rate are uses, too
-            for t, before_call in zip(numbers, uses, strict=True):
-                if _uses(t) == before_call or (rate and t is not args[0]):
+            for t, value, before_call in zip(numbers, traced, uses, strict=True):
+                if _uses(value) == before_call or (rate and t is not args[0]):
                     self._read(tracing, torch.Tensor.item, "item", (t,), {})
         if self._states(tracing, generator) != before:
             self.draws += self._marked(tracing, list(tensors_in(result)))
@@ -359,9 +360,9 @@ class Recorder(TorchFunctionMode):
         return known is not None and known() is t
 
 
-def _uses(t: torch.Tensor) -> int:
-    """How many operations of the trace read ``t``."""
-    return len(list(_C._get_value_trace(t).uses()))
+def _uses(value: Any) -> int:
+    """How many operations of the trace read a value."""
+    return len(list(value.uses()))
 
 
 def _is_constant(value: Any) -> bool:

@@ -203,3 +203,20 @@ def test_a_parameter_that_forward_makes_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"makes a tensor that requires grad .* in each call"):
         Rockmate(Makes(), torch.randn(64, 16), "80%", costs="flops", cache=False)
+
+
+def test_a_counter_that_forward_changes_is_no_guard() -> None:
+    """Batch norm reads it as a number, in an operation of its own, and may be called twice."""
+
+    class Twice(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16, momentum=None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.b(torch.tanh(self.norm(self.a(x)))))
+
+    rk = Rockmate(Twice(), torch.randn(64, 16), "99%", costs="flops", cache=False)
+    for _ in range(3):
+        rk(torch.randn(64, 16)).sum().backward()
+    assert (rk.plans_made, rk.plan.guards) == (1, ())
