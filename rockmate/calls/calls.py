@@ -176,7 +176,7 @@ class Calls(ABC):
             return variant
         with TRACING, Heeded(), self._progress_of(variant.planner), undisturbed(), self.module_ready():
             if news:
-                new = adapted(variant, self.last, self.module, inputs)
+                new = adapted(variant, self.last, self.module, inputs, self.terms)
             else:
                 new = solved_again(variant, self._known_of(variant.plan.graph.s, None), self.module, inputs)
                 self.front.tell_again(variant, new)
@@ -324,12 +324,18 @@ class Calls(ABC):
             return carried_variant(_with_auto_solver(planner), self.terms.least_instead(error, planner), like)
 
     def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
-        """The plan for the budget; if none fits, and the terms say so, the plan of least memory."""
+        """The plan for the budget; if none fits, and the terms say so, the plan of least memory.
+
+        That runs for one step, too, where the loss may read less of the outputs than is supposed.
+        """
+        planner = planners[-1]
         try:
-            with self.terms.settling(planners[-1]) as budget:
+            with self.terms.settling(planner) as budget:
                 return make_first(planners, budget, state)
         except InfeasibleBudgetError as error:
-            return make_variant(_with_auto_solver(planners[-1]), self.terms.least_instead(error, planners[-1]), state)
+            supposed = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
+            least = self.terms.least_instead(error, planner, until_seen=supposed)
+            return make_variant(_with_auto_solver(planner), least, state)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""

@@ -60,9 +60,19 @@ class Terms:
             self.budget, self.settled = before
             raise
 
-    def least_instead(self, error: InfeasibleBudgetError, planner: Planner) -> int:
+    def at_most(self, size: int) -> int:
+        """The budget in bytes, if it is known and less than ``size``; else ``size``."""
+        return min(self.budget, size) if isinstance(self.budget, int) else size
+
+    def settle_again(self, before: Planner, now: Planner) -> None:
+        """A step has shown that it takes less than what was supposed, ``before``: a share of that is one of ``now``."""
+        asked, peak = self.settled or (Budget(), 0)
+        if asked.share is not None and peak == before.eager_peak:
+            self.settled, self.budget = (asked, now.eager_peak), asked.bytes(now)
+
+    def least_instead(self, error: InfeasibleBudgetError, planner: Planner, *, until_seen: bool = False) -> int:
         """The bytes of the plan of least memory, with a warning, if that one is to run where no plan of ``planner``
-        fits the budget; else raises ``error``.
+        fits the budget; else raises ``error``. ``until_seen``: it may run until a step shows what the loss reads.
         """
         asked, peak = self.settled or (Budget(), 0)
         if asked.share is not None and planner.eager_peak > peak:
@@ -71,7 +81,9 @@ class Terms:
                 "give bytes, or plan the largest step first (sample=).",
                 error.min_budget,
             )
-        if not self.least:
+        if until_seen:
+            error = InfeasibleBudgetError(f"{error} {_SUPPOSED}", error.min_budget)
+        elif not self.least:
             raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
         with self.settling(planner):
             return least_instead(error)
@@ -83,6 +95,12 @@ class Terms:
                 return None
             self.budget = self.budget.size or kind_of(device).free_for_budgets(device)
         return self.budget
+
+
+_SUPPOSED = (
+    "The loss is supposed to read all outputs that can have a gradient, as no step has shown yet which it reads: the "
+    "next step is planned for what this one shows."
+)
 
 
 def least_instead(error: InfeasibleBudgetError) -> int:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +31,9 @@ from rockmate.run.draws import draw_whole
 from rockmate.run.parts import peaks_of_parts
 from rockmate.run.program import Program
 from solvers import walk
+
+if TYPE_CHECKING:
+    from rockmate.calls.front import Terms
 
 ROOM_TO_KEEP = 4
 """A budget that is so many times a step's peak is taken to hold for a backward of its backward."""
@@ -137,9 +141,13 @@ def solved_again(variant: Variant, known: Known, model: torch.nn.Module, inputs:
     return dataclasses.replace(variant, planner=planner, plan=plan, program=program_of(plan))
 
 
-def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
+def adapted(
+    variant: Variant, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor], terms: Terms
+) -> Variant:
     """``variant``, or one for what its observer has seen; warns where a step has exceeded the budget by that.
 
+    A plan of least memory, which no plan within the budget was found for, ran for what was supposed: now one for the
+    budget of ``terms`` may be found. If not, raises ``InfeasibleBudgetError``, unless the terms want the least.
     What the caller holds though it gets no gradient is planned for where that fits, and is beside the budget otherwise.
     """
     planner, plan, observer = variant.planner, variant.plan, variant.observer
@@ -153,7 +161,7 @@ def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inpu
         return variant
     observer.news = False
     try:
-        return _as_observed(variant, observer, model, inputs)
+        return _as_observed(variant, observer, model, inputs, terms)
     except Warning:  # where warnings are errors, each is raised once
         raise
     except BaseException:  # Ctrl-C, too: what was seen must not be lost
@@ -161,28 +169,40 @@ def adapted(variant: Variant, last: Variant | None, model: torch.nn.Module, inpu
         raise
 
 
-def _as_observed(variant: Variant, observer: Observer, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
+def _as_observed(
+    variant: Variant, observer: Observer, model: torch.nn.Module, inputs: list[torch.Tensor], terms: Terms
+) -> Variant:
     """See ``adapted``."""
     planner, plan = variant.planner, variant.plan
+    budget = terms.at_most(plan.budget)
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
     now = plan.graph.usage
     fewer = dataclasses.replace(wanted, held=wanted.held & now.held, attached=wanted.attached & now.attached)
-    problem: Exception | None = None
+    problem: InfeasibleBudgetError | None = None
     for usage in dict.fromkeys((wanted, fewer)):
         try:
             seen = planner.for_usage(model, inputs, usage, observer.room, observer.unsure)
         except MeasureError:  # the caller measures this very call: plan at the next one
             observer.news = True
             return variant
-        if (seen.graphs.K.usage, seen.room) == (plan.graph.usage, plan.room):
+        if usage is wanted and not observer.unsure and set(wanted.roots) < set(now.roots):
+            terms.settle_again(planner, seen)
+            budget = terms.at_most(plan.budget)
+        if (seen.graphs.K.usage, seen.room) == (plan.graph.usage, plan.room) and budget == plan.budget:
             return variant
         try:
-            found = seen.kept_plan(plan) or seen.plan(plan.budget)
+            found = seen.kept_plan(plan) if budget == plan.budget else None
+            found = found or seen.plan(budget)
         except InfeasibleBudgetError as error:
             problem = error
             continue
         return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
-    if observer.unsure or not _asks_for_more(wanted, observer.room, plan):
+    if budget < plan.budget and problem is not None and not observer.unsure:
+        if not terms.least:
+            raise problem
+        found = dataclasses.replace(seen, options=seen.options.with_auto_solver()).plan(problem.min_budget)
+        return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
+    if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
         return variant  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
     warn(
         f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",

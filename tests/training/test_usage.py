@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from models import part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import BudgetWarning, Rockmate, attach, frontier, measure_peak
+from rockmate import Attachment, BudgetWarning, InfeasibleBudgetError, Rockmate, attach, frontier, measure_peak
 from rockmate.planning.planner import SCALARS
 
 VOCABULARY, WIDTH, LENGTH = 512, 32, 64
@@ -561,3 +562,58 @@ class TwoHeads(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.body(x)
         return self.a(x), self.b(x)
+
+
+class HiddenStates(nn.Module):
+    """Returns them beside its result, as models do for those who want them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(6))
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        states = []
+        for block in self.blocks:
+            x = x + block(x)
+            states.append(x)
+        return self.head(x), states
+
+
+def hidden_states(budget: float | str) -> tuple[Callable[[], None], int, Attachment]:
+    """A step whose loss reads the result alone, what it takes in eager mode, and the handle for ``budget``, in parts of
+    that or as it is.
+    """
+    torch.manual_seed(0)
+    model, x, y = HiddenStates(), torch.randn(512, 32), torch.randint(5, (512,))
+
+    def step() -> None:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x)[0], y).backward()
+
+    step()
+    model.zero_grad()
+    peak = measure_peak(step)
+    size = budget if isinstance(budget, str) else int(budget * peak)
+    return step, peak, attach(model, size, costs="flops", cache=False)
+
+
+@pytest.mark.parametrize("budget", [1.1, 0.8, "80%"])
+def test_outputs_that_the_loss_does_not_read_are_counted_for_one_step(budget: float | str) -> None:
+    step, peak, handle = hidden_states(budget)
+    fits = isinstance(budget, str)  # as much of what is supposed does
+    with nullcontext() if fits else pytest.warns(BudgetWarning, match="is supposed to read all outputs .* next step"):
+        step()
+    step()
+    assert abs(handle.budget - (budget if isinstance(budget, float) else 0.8) * peak) < 0.02 * peak
+    assert handle.plan is not None and (handle.plan.recomputed == 0) == (budget == 1.1)
+    assert measure_peak(step) <= handle.budget
+
+
+def test_a_budget_that_is_too_small_for_what_the_loss_reads_is_refused_at_the_second_step() -> None:
+    step, _, _ = hidden_states(0.2)
+    with pytest.warns(BudgetWarning, match="is supposed to read all outputs"):
+        step()
+    for _ in range(2):
+        with pytest.raises(InfeasibleBudgetError, match="no plan fits a budget of"):
+            step()
