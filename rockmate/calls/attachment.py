@@ -373,7 +373,8 @@ class Attachment(Front):
         finally:
             self.inside.forward = None
         forward.over()
-        if not (forward.ran or forward.small or self._capture.graphs):  # else all of it was left out in this step
+        nothing = not (forward.ran or forward.small or self._capture.graphs)  # else all was left out in this step
+        if nothing or steps.captures_nothing:
             self._steps = None
             warn(
                 f"{self.name}: nothing of this call could be captured, and it ran with no plan. The next call is "

@@ -71,6 +71,7 @@ class Steps:
         self.looks = self.repeated = 0  # observed steps: of new sequences, and of known ones that came in their place
         self.past: PastStep | None = None
         self.unseen = 0  # steps since that could not be observed to their end
+        self.idle = 0  # the last forwards, which ran no graph
         self.asked: Budget | None = None
         self.said: set[str] = set()
         self.said_least: set[tuple[tuple[Member, ...], int]] = set()  # budgets that no plan of such steps fits
@@ -94,6 +95,13 @@ class Steps:
             self._count_unseen()
             look = StepLook(every[0].planner.device, lambda moments: None)
         return Forward(self, look)
+
+    @property
+    def captures_nothing(self) -> bool:
+        """Whether graphs that were captured run no more: TorchDynamo gives a function up when it fails for one of the
+        modules that call it. Where steps are known, their graphs were only left out.
+        """
+        return self.idle >= MOST_UNSEEN and not self.known
 
     def _count_unseen(self) -> None:
         """Another step is to be observed: say where those before could not be."""
@@ -474,6 +482,7 @@ class Forward:
         if self.living:
             self.steps.last = self.past.sequence = self.living[0][0]
         self.steps.past = self.past
+        self.steps.idle = 0 if self.ran or self.small else self.steps.idle + 1
         if not self.ran:
             return
         if not self.living and is_measuring():
