@@ -447,15 +447,25 @@ class Attachment(Front):
         model = self.model
         if self._signature is None:
             self._signature = inspect.signature(type(model).forward)
-        parameters = list(self._signature.parameters)[1:]
+        given = [p for p in self._signature.parameters.values() if p.kind in _BY_POSITION]
 
         def name_of(name: str) -> str:
             match = re.match(r"args\.(\d+)(.*)", name)
-            if match and int(match[1]) < len(parameters):
-                return parameters[int(match[1])] + match[2]
+            at = int(match[1]) + 1 if match else 0  # the first one is the module
+            if match and given and given[-1].kind is given[-1].VAR_POSITIONAL and at >= len(given) - 1:
+                return f"{given[-1].name}[{at - len(given) + 1}]{match[2]}"
+            if match and at < len(given):
+                return given[at].name + match[2]
             return name.removeprefix("kwargs.").removeprefix("model.")
 
         return described([name_of(name) for name in names], values, model.training)
+
+
+_BY_POSITION = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
 
 
 def _check_tensors(call: Call) -> None:

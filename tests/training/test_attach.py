@@ -841,6 +841,22 @@ def test_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "This is plan 4: pad inputs" in lines[3]
 
 
+def test_inputs_have_the_names_that_forward_gives_them() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())))
+
+        def forward(self, first: torch.Tensor, *others: torch.Tensor, task: str = "sum", **more: Any) -> torch.Tensor:
+            return self.layers(sum(others, first)) * more["factor"]
+
+    model, x = Sums(), randn(64, 16, seed=0)
+    handle = attach(model, "80%", costs="flops", cache=False)
+    model(x, x + 1, x + 2, factor=x[0]).sum().backward()
+    given = {"first float32[64, 16]", "others[0] float32[64, 16]", "others[1] float32[64, 16]", "factor float32[16]"}
+    assert given < set(handle.plans[0].call)
+
+
 def test_kinds_of_calls_have_names_of_their_own() -> None:
     """Also where they differ in what the words for inputs and mode do not say."""
 
