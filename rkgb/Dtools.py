@@ -237,7 +237,7 @@ class _Probe:
             raise GraphError(f"{node.name} at {node.line} is not to run with such arguments")
         reads = node.reads()
         drawn = self.generators.before(node)
-        versions = {v: self.env[v]._version for v in reads}
+        versions = {v: _version(self.env[v]) for v in reads}
         contents = {v: self.env[v].detach().clone() for v in self._uncounted(node) if self.values[v].stride}
         self.packed.clear()
         first = next_number()
@@ -245,7 +245,7 @@ class _Probe:
         _check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
         moved = self.generators.moved(drawn) or self._may_draw(node, reads)
-        changed = announced_writes(node) | {v for v in reads if self.env[v]._version != versions[v]}
+        changed = announced_writes(node) | {v for v in reads if _version(self.env[v]) != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         for v, t in zip(node.outputs, results, strict=True):
             self._define(v, t, len(self.nodes))
@@ -268,7 +268,10 @@ class _Probe:
         """What the node reads and may change without the version counter showing it."""
         if is_python(node):  # it may write into .data
             return node.reads()
-        return (v for v in node.reads() if v in self.b.sources and self.b.sources[v].kind == "buffer")
+        return (v for v in node.reads() if self._is_buffer(v) or self.env[v].is_inference())
+
+    def _is_buffer(self, v: int) -> bool:
+        return v in self.b.sources and self.b.sources[v].kind == "buffer"
 
     def _gradients_written(self, writes: tuple[int, ...]) -> None:
         """A write into memory without gradients may bring some."""
@@ -293,6 +296,11 @@ class _Probe:
             b.notes,
             made_by=(*b.made_by, "probe"),
         )
+
+
+def _version(t: torch.Tensor) -> int:
+    """The version counter; tensors made in inference mode have none."""
+    return 0 if t.is_inference() else t._version
 
 
 def _check_results(node: Node, results: tuple[Any, ...]) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -103,6 +104,12 @@ class K_graph(Displayed):
     missing: frozenset[int]
     idle: frozenset[int] = frozenset()
     made_by: tuple[str, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def has_dead_ends(self) -> bool:
+        """Whether nodes have no backward though autograd would save tensors for one: what they lead to is detached."""
+        pairs = zip(self.s.nodes, self.nodes, strict=True)
+        return any(n.requires_grad and own.backward is None and i not in self.idle for i, (n, own) in enumerate(pairs))
 
     @property
     def gradient_bytes(self) -> int:

@@ -114,8 +114,7 @@ class D_graph(Displayed):
     Invariants: those of B. Every node makes an output or a value that a later node reads, or changes a buffer, draws
     random numbers or is a guard. Every tensor has its ``Value``, every node its ``Facts``.
 
-    ``storage_names``: the display names of the storages. ``operator_counts``: how often the module called each operator
-    below autograd; empty if that is not known, and of a pure one.
+    ``storage_names``: the display names of the storages.
     """
 
     names: tuple[str, ...]
@@ -128,7 +127,6 @@ class D_graph(Displayed):
     facts: tuple[Facts, ...]
     notes: tuple[str, ...] = ()
     storage_names: tuple[str, ...] = ()
-    operator_counts: Mapping[str, int] = field(default_factory=dict, compare=False)
     made_by: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property

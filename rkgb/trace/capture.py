@@ -11,6 +11,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -51,8 +52,6 @@ _HOOKS = frozenset({"Tensor.register_hook", "Tensor.register_post_accumulate_gra
 _SWITCHES = frozenset({"Tensor.requires_grad_", "requires_grad.__set__"})
 
 # Operations that return what they are given, if it is of the right kind.
-_DROPOUTS = frozenset("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d".split())
-
 _SAME = frozenset("aten::" + name for name in "to lift_fresh resolve_conj resolve_neg detach alias".split())
 
 # Not recorded: sizes, which are plain numbers in a trace, and printing.
@@ -220,6 +219,10 @@ class Recorder(TorchFunctionMode):
             return self._recorded_as(tracing, what, args[0])
         if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
             return self._read(tracing, func, name.split(".")[-1].strip("_"), args, kwargs)
+        inner = _without_override(func)
+        if inner is not None:
+            with self:
+                return inner(*args, **kwargs)
         return self._recorded(tracing, func, name, args, kwargs)
 
     def _refuse(self, func: Any, name: str, args: tuple[Any, ...]) -> None:
@@ -257,9 +260,8 @@ class Recorder(TorchFunctionMode):
         with untraced(tracing):
             self.written.after(name, copies)
         if numbers and any(True for _ in tensors_in(result)):
-            rate = name.split(".")[-1] in _DROPOUTS  # whose own tests of the rate are uses, too
             for t, value, before_call in zip(numbers, traced, uses, strict=True):
-                if _uses(value) == before_call or (rate and t is not args[0]):
+                if _uses(value) == before_call:
                     self._read(tracing, torch.Tensor.item, "item", (t,), {})
         if self._states(tracing, generator) != before:
             self.draws += self._marked(tracing, list(tensors_in(result)))
@@ -371,6 +373,26 @@ def _is_constant(value: Any) -> bool:
         value = next(value.node().inputs())
     constant: bool = value.node().kind() == "prim::Constant"
     return constant
+
+
+@functools.cache
+def _without_override(func: Any) -> Callable[..., Any] | None:
+    """``func``, if it is a function in Python of torch's, without its own question whether a mode overrides it.
+
+    So the recorder sees each call in it: those under ``no_grad``, and what Python reads from tensors.
+    """
+    if not isinstance(func, FunctionType) or func.__module__ not in ("torch.nn.functional", "torch.functional"):
+        return None
+    asks = {name: _overridden_by_nothing for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    if not asks:
+        return None
+    made = FunctionType(func.__code__, {**func.__globals__, **asks}, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
+def _overridden_by_nothing(*_: Any) -> bool:
+    return False
 
 
 def _mark(t: torch.Tensor) -> torch.Tensor:

@@ -268,7 +268,8 @@ class CapturedCalls(Calls):
         kinds = [kind for kind, other in self.extents.items() if other.covers(extent)]
         if any(self._known_to_fit(kind, missing) for kind in kinds):
             return True
-        return any(v.planner.eager_peak <= budget for kind in kinds for v in self.cache.find(kind, missing))
+        planners = (v.planner for kind in kinds for v in self.cache.find(kind, missing))
+        return any(p.eager_peak <= budget and not p.graphs.K.has_dead_ends for p in planners)
 
     def _run_freely(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> Any:
         """Run the captured program as it is; the first such step is measured."""

@@ -120,11 +120,12 @@ class Member:
         return self.covers(call) and self.free >= moved(self.shapes, shapes_of(call))
 
     def program(self, k: int) -> Program | None:
-        """The program of choice ``k``; None if it is the captured program: nothing runs again, or in another order."""
+        """The program of choice ``k``; None if it is the captured program: see ``Variant.is_plain``."""
         if k not in self._programs:
             program = compile_schedule(self.planner.graphs.K, self.schedules[k].schedule)
             plain = not self.schedules[k].walk.recompute and program.undo.last < 0
-            self._programs[k] = None if plain and self.planner.graphs.S.in_order else program
+            graphs = self.planner.graphs
+            self._programs[k] = None if plain and graphs.S.in_order and not graphs.K.has_dead_ends else program
         return self._programs[k]
 
     @cached_property

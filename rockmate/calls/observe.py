@@ -147,7 +147,8 @@ class Observer:
         self.usage = now if self.usage is None else _union(self.usage, now)
         if self.measures and seen is not None:
             peak, level, left = seen
-            kept = max(0, level - sum(self.bytes[k] for k in roots), left - self.gradients)
+            # What is left and was not there when the backward began, the backward has made, as a state of optimizers.
+            kept = max(0, level - sum(self.bytes[k] for k in roots), min(level, left - self.gradients))
             peak, kept = (scaled(x, self.outputs, self._outputs) for x in (peak, kept))
             self._peak, self._kept = max(self._peak, peak), max(self._kept, kept)
 

@@ -68,9 +68,12 @@ class Variant:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the plan is the traced program: nothing runs again, in another order, or is compared."""
+        """Whether the plan is the traced program: nothing runs again, in another order, or is compared, and autograd
+        saves nothing else.
+        """
+        k = self.plan.graph
         watched = self.program.exceeding or self.program.undo.last >= 0
-        return not self.plan.recomputed and not watched and self.plan.graph.s.in_order
+        return not self.plan.recomputed and not watched and k.s.in_order and not k.has_dead_ends
 
     @cached_property
     def is_provisional(self) -> bool:
@@ -170,10 +173,17 @@ def adapted(
 
 
 def _as_observed(
-    variant: Variant, observer: Observer, model: torch.nn.Module, inputs: list[torch.Tensor], terms: Terms
+    variant: Variant,
+    observer: Observer,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    terms: Terms,
+    *,
+    settles: bool = True,
 ) -> Variant:
-    """See ``adapted``."""
+    """See ``adapted``. ``settles``: a share becomes one of what was seen, if it can be planned for."""
     planner, plan = variant.planner, variant.plan
+    before = terms.budget, terms.settled
     budget = terms.at_most(plan.budget)
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
     now = plan.graph.usage
@@ -185,7 +195,7 @@ def _as_observed(
         except MeasureError:  # the caller measures this very call: plan at the next one
             observer.news = True
             return variant
-        if usage is wanted and not observer.unsure and set(wanted.roots) < set(now.roots):
+        if settles and usage is wanted and not observer.unsure and set(wanted.roots) < set(now.roots):
             terms.settle_again(planner, seen)
             budget = terms.at_most(plan.budget)
         if (seen.graphs.K.usage, seen.room) == (plan.graph.usage, plan.room) and budget == plan.budget:
@@ -197,6 +207,9 @@ def _as_observed(
             problem = error
             continue
         return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
+    if problem is not None and (terms.budget, terms.settled) != before:
+        terms.budget, terms.settled = before
+        return _as_observed(variant, observer, model, inputs, terms, settles=False)
     if budget < plan.budget and problem is not None and not observer.unsure:
         if not terms.least:
             raise problem

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from rkgb.sample import Call
-from rockmate.calls.calls import Calls
+from rockmate.calls.calls import Calls, L
+from rockmate.calls.families import Family
 from rockmate.calls.front import Front
 from rockmate.calls.held import undone_if_it_fails
 from rockmate.calls.keys import call_key
@@ -16,6 +17,7 @@ from rockmate.calls.python_state import Place, PythonState, find
 from rockmate.calls.state import check_wrappers, module_key, watched_hooks
 from rockmate.calls.variants import Variant
 from rockmate.planning.planner import Planner
+from rockmate.progress import Report
 
 
 class WatchedCalls(Calls):
@@ -33,6 +35,14 @@ class WatchedCalls(Calls):
     def sizeless(self, call: Call) -> Hashable:
         """As in ``Calls``."""
         return call_key(call.leaves, call.spec, sized=False), module_key(self.module)[0]
+
+    def resized_planner(
+        self, call: Call, latest: Callable[[Family], L | None], report: Report
+    ) -> tuple[Planner, L] | None:
+        """None: at other sizes the module's Python may do otherwise in ways that change gradients and no value, so that
+        each size is traced.
+        """
+        return None
 
     def fitting(self, found: list[Variant], call: Call) -> list[Variant]:
         """Those for which the objects that the code can read are as they were."""

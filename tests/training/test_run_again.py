@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from against_eager import assert_trains_as_eager, step, under_budget
+from against_eager import assert_same, assert_trains_as_eager, step, under_budget
 from test_order import assert_two_steps_equal
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import Rockmate, UnsupportedError
+from rockmate import BudgetWarning, Rockmate, UnsupportedError, attach
 
 
 class Layer(nn.Module):
@@ -175,6 +176,10 @@ class FromTensor(nn.Module):
             x = torch.tanh(layer(x))
         if self.how == "huber":
             return F.huber_loss(3 * x, torch.zeros_like(x), delta=self.number)
+        if self.how == "smooth":
+            return F.smooth_l1_loss(3 * x, torch.zeros_like(x), beta=self.number)
+        if self.how == "triplet":
+            return F.triplet_margin_loss(x, x.flip(0), x.roll(1, 0), margin=self.number)
         if self.how == "dropout":
             return F.dropout(x, self.number)
         if self.how == "list":
@@ -182,7 +187,7 @@ class FromTensor(nn.Module):
         return x + torch.empty_like(x).normal_(0, self.number)
 
 
-@pytest.mark.parametrize("how", ["huber", "dropout", "list", "normal"])
+@pytest.mark.parametrize("how", ["huber", "smooth", "triplet", "dropout", "list", "normal"])
 def test_a_number_that_is_given_as_a_tensor_is_that_of_the_call(how: str) -> None:
     torch.manual_seed(0)
     eager = FromTensor(how)
@@ -220,3 +225,55 @@ def test_a_counter_that_forward_changes_is_no_guard() -> None:
     for _ in range(3):
         rk(torch.randn(64, 16)).sum().backward()
     assert (rk.plans_made, rk.plan.guards) == (1, ())
+
+
+# ------------------------------------------------------------------ models that are traced as a whole
+
+
+class Traced(Layer):
+    """TorchDynamo captures it as two graphs."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.other = what, nn.Parameter(torch.ones(16))
+        if what == "boxes":
+            nn.init.zeros_(self.b.weight)
+            nn.init.zeros_(self.b.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        h = torch.tanh(self.a(x)).exp().sin()
+        if self.what == "likelihood":
+            return F.gaussian_nll_loss(self.b(h), h, h.abs() + 1, eps=2.0)
+        if self.what == "boxes":
+            return self.b(h) * torch.tensor([float(len(x)), 1.0] * 8)
+        with torch.set_grad_enabled(len(x) <= 64):
+            h = h * self.other
+        return self.b(h)
+
+
+@pytest.mark.parametrize("what", ["likelihood", "boxes", "grad"])
+def test_gradients_that_no_output_shows(what: str) -> None:
+    """A part without gradient in a function of torch's, a constant of sizes behind zeros, a mode that follows sizes."""
+    torch.manual_seed(0)
+    eager = Traced(what)
+
+    def train(model: nn.Module) -> Any:
+        for size in (64, 48, 40):
+            model.zero_grad()
+            yield from step(model, (torch.randn(size, 16, generator=torch.Generator().manual_seed(size)),))
+            yield from (None if p.grad is None else p.grad.clone() for p in model.parameters())
+
+    model = copy.deepcopy(eager)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        attach(model, "90%", sample=torch.randn(64, 16), costs="flops", cache=False, on_infeasible="least")
+        assert_same(train(model), train(eager))
+
+
+def test_a_sample_of_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.randn(64, 16)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    model[0].requires_grad_(False)
+    Rockmate(model, x, "90%", costs="flops", cache=False)(x).sum().backward()

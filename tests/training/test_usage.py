@@ -617,3 +617,78 @@ def test_a_budget_that_is_too_small_for_what_the_loss_reads_is_refused_at_the_se
     for _ in range(2):
         with pytest.raises(InfeasibleBudgetError, match="no plan fits a budget of"):
             step()
+
+
+class EndsWithout(nn.Module):
+    """A branch with gradients of which only values are used."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        layers = [nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh()))) for _ in "ab"]
+        self.a, self.b = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branch = self.b(x)
+        if self.how == "graphs" and branch.sum() > 1e9:
+            branch = branch + 1
+        if self.how == "argmax":
+            return self.a(x) * (branch.argmax(-1, keepdim=True) > 16)
+        return self.a(x) * branch.detach()
+
+
+@pytest.mark.parametrize("how", ["detach", "argmax", "graphs"])
+def test_what_a_branch_without_a_backward_would_save_is_not_kept(how: str) -> None:
+    """Where nothing runs again the captured program would do, but for what autograd keeps of the branch."""
+    torch.manual_seed(0)
+    model, x = EndsWithout(how), torch.randn(1024, 32)
+    handle = attach(model, "100%", costs="flops", cache=False, on_infeasible="least")
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    for _ in range(4):
+        step()
+    model.zero_grad()
+    assert handle.plan is not None
+    assert measure_peak(step) <= handle.plan.predicted_peak + SCALARS
+
+
+def test_what_a_backward_makes_is_nothing_that_the_loss_keeps() -> None:
+    """An optimizer in hooks makes its state in the first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())))
+    x = torch.randn(512, 256)
+    for p in model.parameters():
+        optimizer = torch.optim.Adam([p])
+        p.register_post_accumulate_grad_hook(lambda _, own=optimizer: own.step() or own.zero_grad())
+    handle = attach(model, "80%", costs="flops", cache=False)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    for _ in range(3):
+        step()
+    peak = measure_peak(step)
+    assert handle.plan is not None
+    assert 0.9 * handle.plan.predicted_peak < peak <= handle.plan.predicted_peak + SCALARS
+
+
+def test_a_share_that_was_planned_for_stays_where_less_is_seen_and_does_not_fit() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh()))) for _ in "ab"]
+            self.a, self.b = blocks
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.a(x), self.b(x)
+
+    torch.manual_seed(0)
+    model, x = Beside(), torch.randn(1024, 32)
+    handle = attach(model, "64%", costs="flops", cache=False)
+    for _ in range(3):
+        model(x)[0].square().mean().backward()
+        model.zero_grad()
+    assert handle.plan is not None and handle.plan.predicted_peak <= handle.budget
