@@ -29,8 +29,10 @@ from rkgb.cost.usage import Usage, assigned, differentiable, turned_strides
 from rkgb.device import kind_of
 from rkgb.device.kind import Window
 from rkgb.Ktools import K_graph
+from rkgb.warn import warn
 from rockmate.calls.look import Look
 from rockmate.calls.surroundings import RETAINED, graph_is_retained
+from rockmate.errors import BudgetWarning
 from rockmate.planning.room import Room, bytes_of_outputs, device_of_outputs, scaled, seen_room
 from rockmate.run.program import Program
 
@@ -80,6 +82,7 @@ class Observer:
         self._outputs = self.outputs  # for which these are: of this size, or of a larger one
         self._looks = 0
         self._look = True  # at the next call
+        self._said = False  # that there are no more
 
     @property
     def room(self) -> Room | None:
@@ -99,6 +102,13 @@ class Observer:
 
     def look(self) -> CallLook | None:
         """A close look at the call whose forward is about to run, if it is worth one."""
+        if self.unsure and self._look and self._looks == _LOOKS and not self._said:
+            self._said = True
+            warn(
+                f"the loss is another one in each of {_LOOKS} observed steps, and steps are observed no more: where it "
+                "takes more than was seen, a step exceeds the budget. Declare what it takes at most (loss_memory=)",
+                BudgetWarning,
+            )
         if not self._look or self._looks >= _LOOKS or not self.places or not CallLook.possible():
             return None
         self._looks += 1

@@ -692,3 +692,15 @@ def test_a_share_that_was_planned_for_stays_where_less_is_seen_and_does_not_fit(
         model(x)[0].square().mean().backward()
         model.zero_grad()
     assert handle.plan is not None and handle.plan.predicted_peak <= handle.budget
+
+
+def test_a_loss_that_is_another_one_in_each_step_is_said_to_be_observed_no_more() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    attach(model, "60%", costs="flops", cache=False)
+    with pytest.warns(BudgetWarning, match="the loss is another one in each of 8 observed steps"):
+        for k in range(20):
+            losses = [model(torch.randn(256, 32)).mean()]
+            for _ in range(k):
+                losses.append(losses[-1] * 1.01)
+            sum(losses[1:], losses[0]).backward()
