@@ -14,7 +14,9 @@ from torch.autograd.graph import Node
 
 from rkgb.errors import GraphError, MeasureError
 from rkgb.sample import Call
+from rkgb.storages import storage_key
 from rkgb.trace.patches import TRACING
+from rkgb.trace.written import has_memory
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
 from rockmate.calls.bound import Results, rough_peak
@@ -25,7 +27,7 @@ from rockmate.calls.keys import call_key, in_force
 from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.steps import Forward
-from rockmate.calls.structure import inputs_of_functions, structure_of
+from rockmate.calls.structure import inputs_of_functions, may_write, structure_of
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
 from rockmate.run.executor import CallState
@@ -188,14 +190,27 @@ class CapturedCalls(Calls):
 
     def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
         """As in ``Calls``; a plan is for one graph."""
-        return (id(self), call_key(call.leaves, None)), self.module.missing_among(self.now.inputs)
+        return (id(self), call_key(call.leaves, None), self._shared()), self.module.missing_among(self.now.inputs)
 
     def sizeless(self, call: Call) -> Hashable:
         """As in ``Calls``; whole numbers that a graph is given count as sizes."""
         numbers = [(k, x) for x, k in zip(call.leaves, self.module.given, strict=True) if type(x) is int]
         others = [x for x in call.leaves if type(x) is not int]
         exact = tuple(x for k, x in numbers if k in self.exact)
-        return self.structure, exact, call_key(others, None, sized=False)
+        return self.structure, exact, call_key(others, None, sized=False), self._shared()
+
+    def _shared(self) -> tuple[int, ...]:
+        """Which inputs share memory, where the program may write into some: others may then not be read later."""
+        if not self.may_write:
+            return ()
+        first: dict[int, int] = {}
+        tensors = (t for t in self.now.inputs if isinstance(t, torch.Tensor) and has_memory(t))
+        return tuple(first.setdefault(storage_key(t), k) for k, t in enumerate(tensors))
+
+    @cached_property
+    def may_write(self) -> bool:
+        """See ``may_write``."""
+        return may_write(self.tensors)
 
     @cached_property
     def structure(self) -> Hashable:

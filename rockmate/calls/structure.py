@@ -27,6 +27,8 @@ _ARITHMETIC = frozenset(
 )
 """Where a whole number is a factor or the like, and no size. TorchDynamo makes an input of one that changes."""
 
+_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split())
+
 _SIZES = frozenset(["size", "stride", "dim", "numel", "storage_offset", "sym_size", "sym_stride", "sym_numel"])
 
 
@@ -36,6 +38,20 @@ def structure_of(program: fx.GraphModule) -> Hashable:
     ``program``: without wrappers (see ``rockmate.calls.captured``).
     """
     return tuple(_lines(program))
+
+
+def may_write(program: fx.GraphModule) -> bool:
+    """Whether the program may change what it is given in place."""
+    return any(map(_may_write, program.graph.nodes))
+
+
+def _may_write(node: fx.Node) -> bool:
+    if not node.op.startswith("call"):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    in_place = name.endswith("_") and not name.endswith("__")
+    assigns = node.op == "call_function" and (name in _IN_PLACE or name == "setitem")
+    return in_place or assigns or node.op == "call_module" or bool({"out", "inplace"} & node.kwargs.keys())
 
 
 def rounds(program: fx.GraphModule) -> bool:

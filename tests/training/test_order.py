@@ -13,6 +13,8 @@ from models import randn
 from torch import nn
 from torch.nn import functional as F
 
+from rockmate import attach
+
 
 def assert_two_steps_equal(make: Callable[[], nn.Module]) -> None:
     """Under a budget that makes something run again."""
@@ -142,3 +144,34 @@ class ReadsStatistics(nn.Module):
 @pytest.mark.parametrize("where", ["before", "behind", "in place", "batch norm"])
 def test_what_reads_running_statistics_does_not_run_again(where: str) -> None:
     assert_two_steps_equal(lambda: nn.Sequential(*(ReadsStatistics(where) for _ in range(3))))
+
+
+class WritesAnInput(nn.Module):
+    """Changes one input before it adds another one in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("queue", torch.ones(64, 16))
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        h = self.a(z)
+        self.queue.mul_(0.5)
+        h += x
+        return self.b(torch.sin(torch.cos(h).exp())).exp().sin()
+
+
+def test_inputs_that_share_memory_with_what_is_written_are_another_kind_of_call() -> None:
+    torch.manual_seed(0)
+    model = WritesAnInput()
+    eager = copy.deepcopy(model)
+    attach(model, "85%", costs="flops", cache=False)
+    z = randn(64, 16, seed=1)
+    for shares in (False, True, False, True):
+        results = []
+        for run in (model, eager):
+            run.zero_grad()
+            y = run(run.queue[:64] if shares else randn(64, 16, seed=0), z)
+            y.sum().backward()
+            results.append([y.detach(), *(p.grad for p in run.parameters()), run.queue])
+        assert all(map(torch.equal, *results))
