@@ -102,7 +102,7 @@ class Observer:
 
     def look(self) -> CallLook | None:
         """A close look at the call whose forward is about to run, if it is worth one."""
-        if self.unsure and self._look and self._looks == _LOOKS and not self._said:
+        if self.unsure and self._look and len(self._known) >= _LOOKS <= self._looks and not self._said:
             self._said = True
             warn(
                 f"the loss is another one in each of {_LOOKS} observed steps, and steps are observed no more: where it "
