@@ -15,9 +15,9 @@ import torch
 from rkgb.sample import Sample
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
-from rockmate.calls.front import Terms, is_least
 from rockmate.calls.others import warn_of_whole, watch_others
 from rockmate.calls.state import check_compiled
+from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import InputError
 from rockmate.planning.checks import checked_call, checked_module, checked_type
 from rockmate.planning.options import options_of

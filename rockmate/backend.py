@@ -10,7 +10,8 @@ import torch
 from rkgb.warn import warn_once
 from rockmate.budget import parse_budget
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
-from rockmate.calls.front import Front, Terms, is_least
+from rockmate.calls.front import Front
+from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import BudgetError, BudgetWarning, InputError
 from rockmate.planning.options import options_of
 from rockmate.tell import be_heard

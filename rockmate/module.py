@@ -12,9 +12,9 @@ from rkgb.sample import Sample
 from rkgb.trace.patches import TRACING
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment, PlannedCall
-from rockmate.calls.front import Terms
 from rockmate.calls.state import NO_REPLICAS
 from rockmate.calls.surroundings import undisturbed
+from rockmate.calls.terms import Terms
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetError, InputError
 from rockmate.facade import Facade, signed_as_original

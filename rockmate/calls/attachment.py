@@ -24,7 +24,7 @@ from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
 from rockmate.calls.dynamo import capture_again, composites_of, composites_too
 from rockmate.calls.engine import not_captured
-from rockmate.calls.front import Front, Terms
+from rockmate.calls.front import Front
 from rockmate.calls.held import undone_if_it_fails
 from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.state import Hooks, any_is_gone, hooks_of
@@ -41,6 +41,7 @@ from rockmate.calls.surroundings import (
     warn_of_saved_hooks,
     without_global_hooks,
 )
+from rockmate.calls.terms import Terms
 from rockmate.calls.unguarded import is_overridden
 from rockmate.calls.variants import Variant
 from rockmate.calls.watched import WatchedCalls

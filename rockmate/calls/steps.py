@@ -22,7 +22,7 @@ from rkgb.sample import Call
 from rkgb.trace.guards import GuardFailed
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
-from rockmate.calls.front import Front, least_instead
+from rockmate.calls.front import Front
 from rockmate.calls.look import InGraph, StepLook, end_look
 from rockmate.calls.member import Graph, Member
 from rockmate.calls.members import Members
@@ -32,6 +32,7 @@ from rockmate.calls.seen import SeenStep
 from rockmate.calls.sequence import GraphSequence, bounds_of
 from rockmate.calls.shared import SharedStages
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
+from rockmate.calls.terms import least_instead
 from rockmate.calls.unguarded import CAPTURING
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.least import saves_nothing

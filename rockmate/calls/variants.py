@@ -9,7 +9,6 @@ import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +21,7 @@ from rkgb.warn import warn
 from rockmate.calls.families import Family
 from rockmate.calls.observe import CallLook, Observer
 from rockmate.calls.python_state import PythonState
+from rockmate.calls.terms import Terms
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
@@ -31,9 +31,6 @@ from rockmate.run.draws import draw_whole
 from rockmate.run.parts import peaks_of_parts
 from rockmate.run.program import Program
 from solvers import walk
-
-if TYPE_CHECKING:
-    from rockmate.calls.front import Terms
 
 ROOM_TO_KEEP = 4
 """A budget that is so many times a step's peak is taken to hold for a backward of its backward."""

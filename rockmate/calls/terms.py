@@ -1,0 +1,107 @@
+"""What is asked of the plans of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from rkgb.device import kind_of
+from rkgb.warn import warn
+from rockmate.budget import Budget, show_bytes
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.planner import Planner
+
+
+@dataclass
+class Terms:
+    """What is asked of the plans of one model.
+
+    ``budget``: bytes, from the first plan on. ``least``: where no plan fits the budget, the one of least memory is
+    made. ``always``: plan also where the budget does not bind. ``progress``: as for ``Rockmate``.
+    """
+
+    budget: int | Budget
+    options: PlanOptions
+    progress: bool | None = None
+    least: bool = False
+    always: bool = False
+    settled: tuple[Budget, int] | None = field(default=None, init=False)  # what it was, of a step of so many bytes
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be used when it is given, not at the first call that is planned."""
+        if not (self.progress is None or isinstance(self.progress, bool)):
+            raise InputError(f"progress={self.progress!r}: give True, False, or None for terminals only")
+
+    @contextmanager
+    def settling(self, planner: Planner) -> Iterator[int]:
+        """The budget in bytes, the same for all kinds of calls from now on if a plan is made within the context: shares
+        are of the step of ``planner``.
+        """
+        before = self.budget, self.settled
+        if isinstance(self.budget, Budget):
+            self.settled = self.budget, planner.eager_peak
+            self.budget = self.budget.bytes(planner)
+        try:
+            yield self.budget
+        except BaseException:
+            self.budget, self.settled = before
+            raise
+
+    def at_most(self, size: int) -> int:
+        """The budget in bytes, if it is known and less than ``size``; else ``size``."""
+        return min(self.budget, size) if isinstance(self.budget, int) else size
+
+    def settle_again(self, before: Planner, now: Planner) -> None:
+        """A step has shown that it takes less than what was supposed, ``before``: a share of that is one of ``now``."""
+        asked, peak = self.settled or (Budget(), 0)
+        if asked.share is not None and peak == before.eager_peak:
+            self.settled, self.budget = (asked, now.eager_peak), asked.bytes(now)
+
+    def least_instead(self, error: InfeasibleBudgetError, planner: Planner, *, until_seen: bool = False) -> int:
+        """The bytes of the plan of least memory, with a warning, if that one is to run where no plan of ``planner``
+        fits the budget; else raises ``error``. ``until_seen``: it may run until a step shows what the loss reads.
+        """
+        asked, peak = self.settled or (Budget(), 0)
+        if asked.share is not None and planner.eager_peak > peak:
+            error = InfeasibleBudgetError(
+                f"{error} The budget is {asked} of the first step that was planned, which takes {show_bytes(peak)}: "
+                "give bytes, or plan the largest step first (sample=).",
+                error.min_budget,
+            )
+        if until_seen:
+            error = InfeasibleBudgetError(f"{error} {_SUPPOSED}", error.min_budget)
+        elif not self.least:
+            raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
+        with self.settling(planner):
+            return least_instead(error)
+
+    def bytes_known(self, device: torch.device) -> int | None:
+        """The budget in bytes, if that does not depend on the model."""
+        if isinstance(self.budget, Budget):
+            if self.budget.share is not None:
+                return None
+            self.budget = self.budget.size or kind_of(device).free_for_budgets(device)
+        return self.budget
+
+
+_SUPPOSED = (
+    "The loss is supposed to read all outputs that can have a gradient, as no step has shown yet which it reads: the "
+    "next step is planned for what this one shows."
+)
+
+
+def least_instead(error: InfeasibleBudgetError) -> int:
+    """The bytes of the plan of least memory, with a warning that it runs."""
+    warn(f"{error} The plan of least memory runs instead.", BudgetWarning)
+    return error.min_budget
+
+
+def is_least(on_infeasible: object) -> bool:
+    """What ``on_infeasible`` asks for: ``Terms.least``."""
+    if on_infeasible not in ("error", "least"):
+        raise InputError(f'on_infeasible={on_infeasible!r}: give "error" or "least"')
+    return on_infeasible == "least"
