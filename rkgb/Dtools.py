@@ -25,7 +25,7 @@ from rkgb.probe.names import with_display_names
 from rkgb.program import computed, in_mode, same, source_values
 from rkgb.randomness import RandomSource, draws_unseen, node_generators, own_generators, random_bytes, watched_devices
 from rkgb.sample import Sample, call_of
-from rkgb.storages import memory_of, storage_key
+from rkgb.storages import memory_of, storage_key, version_of
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
 from rkgb.trace.operators import STATISTICS, written_arguments
@@ -237,7 +237,7 @@ class _Probe:
             raise GraphError(f"{node.name} at {node.line} is not to run with such arguments")
         reads = node.reads()
         drawn = self.generators.before(node)
-        versions = {v: _version(self.env[v]) for v in reads}
+        versions = {v: version_of(self.env[v]) for v in reads}
         contents = {v: self.env[v].detach().clone() for v in self._uncounted(node) if self.values[v].stride}
         self.packed.clear()
         first = next_number()
@@ -245,7 +245,7 @@ class _Probe:
         _check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
         moved = self.generators.moved(drawn) or self._may_draw(node, reads)
-        changed = announced_writes(node) | {v for v in reads if _version(self.env[v]) != versions[v]}
+        changed = announced_writes(node) | {v for v in reads if version_of(self.env[v]) != versions[v]}
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         for v, t in zip(node.outputs, results, strict=True):
             self._define(v, t, len(self.nodes))
@@ -296,11 +296,6 @@ class _Probe:
             b.notes,
             made_by=(*b.made_by, "probe"),
         )
-
-
-def _version(t: torch.Tensor) -> int:
-    """The version counter; tensors made in inference mode have none."""
-    return 0 if t.is_inference() else t._version
 
 
 def _check_results(node: Node, results: tuple[Any, ...]) -> None:

@@ -108,8 +108,11 @@ class K_graph(Displayed):
     @cached_property
     def has_dead_ends(self) -> bool:
         """Whether nodes have no backward though autograd would save tensors for one: what they lead to is detached."""
-        pairs = zip(self.s.nodes, self.nodes, strict=True)
-        return any(n.requires_grad and own.backward is None and i not in self.idle for i, (n, own) in enumerate(pairs))
+        return any(map(self.is_dead_end, range(len(self.nodes))))
+
+    def is_dead_end(self, i: int) -> bool:
+        """Whether node i is one of these."""
+        return self.s.nodes[i].requires_grad and self.nodes[i].backward is None and i not in self.idle
 
     @property
     def gradient_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Which memory a tensor lies in."""
+"""Which memory a tensor lies in, and how often it was written."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def storage_key(t: torch.Tensor) -> int:
     memory = t.untyped_storage() if t.layout == torch.strided else memory_of(t)
     key: int = memory._cdata
     return key
+
+
+def version_of(t: torch.Tensor) -> int:
+    """The version counter of ``t``; 0 for a tensor made in inference mode, which has none."""
+    return 0 if t.is_inference() else t._version

@@ -30,6 +30,7 @@ from rkgb.randomness import (
     set_random_state,
     watched_devices,
 )
+from rkgb.storages import version_of
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
@@ -85,16 +86,12 @@ class Writes:
     """The changes in place of some tensors since ``copies`` of them were made."""
 
     def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.before = [(t, copy, -1 if t.is_inference() else t._version) for t, copy in copies]
+        self.before = [(t, copy, version_of(t)) for t, copy in copies]
 
     def after(self) -> list[torch.Tensor]:
         """Copies of the tensors that were written, as they are now. Not all writes count as another version."""
-        written = (
-            t
-            for t, copy, version in self.before
-            if (not t.is_inference() and t._version != version) or not torch.equal(t, copy)
-        )
-        return [t.detach().clone() for t in written]
+        before = self.before
+        return [t.detach().clone() for t, copy, v in before if version_of(t) != v or not torch.equal(t, copy)]
 
 
 @contextlib.contextmanager
@@ -252,11 +249,8 @@ class Recorder(TorchFunctionMode):
         numbers = [t for t in tensors_in((args, kwargs)) if not t.dim() and has_memory(t)]
         traced = [_C._get_value_trace(t) for t in numbers]
         uses = [*map(_uses, traced)]
-        tracing.push_scope(self.scope(generator))
-        try:
+        with scoped(tracing, self.scope(generator)):
             result = func(*args, **kwargs)
-        finally:
-            tracing.pop_scope()
         with untraced(tracing):
             self.written.after(name, copies)
         if numbers and any(True for _ in tensors_in(result)):
@@ -278,11 +272,8 @@ class Recorder(TorchFunctionMode):
         with untraced(tracing):
             self.written.keep(t)
             result = what(t)
-        tracing.push_scope(self.scope(what))
-        try:
+        with scoped(tracing, self.scope(what)):
             _C._set_value_trace(result, _C._get_value_trace(t.detach()))
-        finally:
-            tracing.pop_scope()
         self._remember(result)
         return result
 
@@ -326,11 +317,8 @@ class Recorder(TorchFunctionMode):
 
     def _marked(self, tracing: Any, tree: Any) -> Any:
         """``tree`` with each tensor replaced by a marker: an empty tensor whose node in the trace reads it."""
-        tracing.push_scope(self.scope())
-        try:
+        with scoped(tracing, self.scope()):
             return map_tensors(tree, lambda t: _mark(outside_vmap(t)))
-        finally:
-            tracing.pop_scope()
 
     def _look_for_captured(self, tracing: Any, arguments: Any) -> None:
         for t in tensors_in(arguments):
@@ -347,11 +335,8 @@ class Recorder(TorchFunctionMode):
             return
         with untraced(tracing):
             constant = t.clone()
-        tracing.push_scope(self.scope())
-        try:
+        with scoped(tracing, self.scope()):
             _C._set_value_trace(t, _C._get_value_trace(constant.clone()))
-        finally:
-            tracing.pop_scope()
 
     def _remember(self, t: torch.Tensor) -> None:
         if not self._knows(t):
@@ -409,6 +394,16 @@ def outside_vmap(t: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(4096)
 def _call_name(func: Any) -> str:
     return ".".join((resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-2:])
+
+
+@contextlib.contextmanager
+def scoped(tracing: Any, name: str) -> Iterator[None]:
+    """A context in which what the tracer records is in the scope ``name``."""
+    tracing.push_scope(name)
+    try:
+        yield
+    finally:
+        tracing.pop_scope()
 
 
 @contextlib.contextmanager

@@ -18,11 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from rkgb.randomness import Drawn, random_state, set_random_state
-from rkgb.storages import storage_key
+from rkgb.storages import storage_key, version_of
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import Attributes, Buffers, statistics_of
 from rockmate.rotor.selective import NOTHING, Choice, Keep, Kept, Replay
-from rockmate.rotor.values import Fixed, Function, Held, Parts, detached, generator_states, version_of, versions_of_all
+from rockmate.rotor.values import Fixed, Function, Held, Parts, detached, generator_states, versions_of_all
 
 Prepare = Callable[[int], None]
 _PLAINLY = nullcontext()

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rkgb.randomness import Drawn, generators_in, random_state
+from rkgb.storages import version_of
 from rkgb.trees import tensor_leaves
 
 Function = Callable[[Any], Any]
@@ -61,11 +62,6 @@ class Held:
 def versions_of(value: Any) -> list[int]:
     """The version counters of the tensors in ``value``."""
     return [version_of(t) for t in tensor_leaves(value)]
-
-
-def version_of(t: torch.Tensor) -> int:
-    """The version counter of ``t``; 0 for a tensor made in inference mode, which has none."""
-    return 0 if t.is_inference() else t._version
 
 
 def versions_of_all(tensors: dict[str, torch.Tensor]) -> list[int]:

@@ -215,7 +215,7 @@ class _Lowering:
             known=(*((v, d) for v, d in read if d < 0 or d in self.roles.tracked), *results),
             private=Place() if private is None else Place(data=private),
             native=i in self.roles.native,
-            no_backward=node.requires_grad and k.nodes[i].backward is None and i not in k.idle,
+            no_backward=k.is_dead_end(i),
         )
 
     def _again(self, i: int, private: int | None) -> SecondRun:
