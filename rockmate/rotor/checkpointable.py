@@ -161,9 +161,9 @@ class Checkpointable(nn.Module):
         """Make ``sequence``: the fastest that ``algo`` finds within the limit (bytes, or text such as "700 MB").
 
         ``mem_limit`` is the same argument by another name. Without either, the constructor's limit holds, or 90 % of
-        the memory that is free on the device. ``algo``: "persistent" (optimal, may keep part of what a backward reads),
-        "rotor" (optimal with whole stages only, as in the paper), "no_checkpoint", "sequential", "griewank". With
-        measured costs "persistent" is what ``solvers.rotor.plans.simplest`` finds, within 1 % of the optimal time.
+        the memory that is free on the device. ``algo``: "persistent" or "rotor" (optimal, as in the paper),
+        "no_checkpoint", "sequential", "griewank". With measured costs "persistent" is what
+        ``solvers.rotor.plans.simplest`` finds, within 1 % of the optimal time.
         """
         if algo not in ALGORITHMS:
             raise InputError(f"there is no algorithm {algo!r}: use one of {', '.join(ALGORITHMS)}")
@@ -229,8 +229,7 @@ class Checkpointable(nn.Module):
             self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
         names = self.names if self.verbosity > 1 else None
-        assert self._measured is not None
-        return Call(functions, self.sequence, names, self.preserve_rng_state, self._measured.keeps, parts).forward(x)
+        return Call(functions, self.sequence, names, self.preserve_rng_state, parts).forward(x)
 
     def _gets_sizes(self) -> bool:
         """Whether layers get their sizes in this call, so that there is nothing to measure yet."""

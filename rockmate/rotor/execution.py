@@ -16,7 +16,6 @@ from typing import Any
 from rkgb.settings import are_in_force, settings, under_settings
 from rkgb.trace.attention import attention_by, attention_kernels
 from rockmate.rotor.checks import in_place_message
-from rockmate.rotor.selective import NOTHING, Choice
 from rockmate.rotor.stages import Stage
 from rockmate.rotor.values import Function, Held, Parts, versions_of
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
@@ -26,8 +25,7 @@ class Call:
     """One forward and its backward, by the operations of ``sequence``.
 
     ``names``: of the stages; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a
-    recompute draws the same random numbers. ``keeps[i][w]``: what way w > 0 of stage i keeps. ``parts``: those of the
-    stages, if they are known.
+    recompute draws the same random numbers. ``parts``: those of the stages, if they are known.
     """
 
     def __init__(
@@ -36,10 +34,8 @@ class Call:
         sequence: Sequence | Many[Operation],
         names: Many[str] | None = None,
         preserve_rng_state: bool = True,
-        keeps: Many[Many[Choice]] = (),
         parts: Many[Parts] = (),
     ) -> None:
-        self.keeps = keeps
         operations = tuple(sequence)
         end = next((k for k, op in enumerate(operations) if isinstance(op, Loss)), len(operations))
         self.forward_part, self.backward_part = operations[:end], operations[end + 1 :]
@@ -68,29 +64,21 @@ class Call:
             if i != done or i >= len(self.stages):
                 raise ValueError(f"{operation!r} stands where stage {done} of {len(self.stages)} has to run")
             self._announce(operation)
-            if isinstance(operation, Fe) and not operation.way:
+            if isinstance(operation, Fe):
                 x = self.stages[i].keep_all(x)
             else:
                 if isinstance(operation, Fck):
                     self.stored[i] = Held.of(x)
-                x = self._first(i, x, self._kept(operation))
+                x = self._first(i, x)
             done += 1
         if done < len(self.stages):
             raise ValueError(f"the sequence runs {done} of {len(self.stages)} stages before Loss")
         return x
 
-    def _kept(self, operation: Fn | Fck | Fe) -> Choice:
-        way = operation.way if isinstance(operation, Fe) else 0
-        if not way:
-            return NOTHING
-        if operation.index >= len(self.keeps) or way >= len(self.keeps[operation.index]):
-            raise ValueError(f"{operation!r}: stage {operation.index} has no way {way}")
-        return self.keeps[operation.index][way]
-
-    def _first(self, i: int, x: Any, keep: Choice) -> Any:
+    def _first(self, i: int, x: Any) -> Any:
         stage = self.stages[i]
         versions = versions_of(x)
-        output = stage.first(x, partial(self.prepare, i), keep)
+        output = stage.first(x, partial(self.prepare, i))
         if versions != versions_of(x):
             raise ValueError(in_place_message(i, self._name(i)))
         return output
@@ -123,9 +111,6 @@ class Call:
                 self._rerun(operation, following == B(operation.index))
             else:  # the backward of that stage was not needed, or read no saved tensor
                 self.stored.pop(operation.index, None)
-        if self.stages[i].input is not None:
-            self.stages[i].refill()
-            self.stages[i].release_states()
         if self.stages[i].slots[index] is None:
             self._from_start(i)
         self._drop_unread()
@@ -154,9 +139,8 @@ class Call:
         else:
             self.stored.pop(i, None)
         stage = self.stages[i]
-        keep = self._kept(operation)
-        if keep or not isinstance(operation, Fe):
-            x = stage.skim(x, keep)
+        if not isinstance(operation, Fe):
+            x = stage.skim(x)
         else:
             x = stage.fill(x, not last)
             stage.release_states()

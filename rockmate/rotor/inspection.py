@@ -18,8 +18,7 @@ from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.buffers import attributes_kept
 from rockmate.rotor.checks import warm_up
-from rockmate.rotor.probe import Figures, Probe, Ranks, Times
-from rockmate.rotor.selective import Choice
+from rockmate.rotor.probe import Figures, Probe, Times
 from rockmate.rotor.values import Function, Parts
 from solvers.rotor.chain import Chain
 
@@ -33,12 +32,10 @@ TIMED = 5
 class Measured:
     """A measured chain.
 
-    ``keeps[i][w]``: what way w of stage i keeps. ``output_floats``: bytes of the outputs if each number takes at least
-    four, as losses compute in single precision.
+    ``output_floats``: bytes of the outputs if each number takes at least four, as losses compute in single precision.
     """
 
     chain: Chain
-    keeps: tuple[tuple[Choice, ...], ...]
     output_floats: int
 
 
@@ -61,7 +58,6 @@ def measure_chain(
     """
     measured: list[Figures] = []
     times: dict[Hashable, list[Times]] = {}
-    ranks: Ranks = {}
     identities: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensor_leaves(sample))}
     values = [tuple(identities.values())]
     x = sample
@@ -75,18 +71,18 @@ def measure_chain(
             warm_up(function, x, (i, name), preserve_rng_state)
             probe = Probe(function, x, clock, preserve_rng_state)
             with _named(i, name):
-                figures, x = probe.figures(name, ranks)
+                figures, x = probe.figures(name)
                 known = times.setdefault(figures.key, [])
                 if len(known) < TIMED:
-                    known.append(probe.times(figures))
+                    known.append(probe.times())
             del probe
             measured.append(figures)
             identities = _identities(function, x, identities, len(functions) + i * 1000)
             values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensor_leaves(x)}.values()))
     gradient = sum(storage_bytes(t) for t in tensor_leaves(x) if t.requires_grad)
     floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in tensor_leaves(x) if t.requires_grad)
-    stages, keeps = zip(*(f.timed(Times.medians(times[f.key])) for f in measured), strict=True)
-    return Measured(Chain(stages, tuple(values), gradient), keeps, floats)
+    stages = tuple(f.timed(Times.medians(times[f.key])) for f in measured)
+    return Measured(Chain(stages, tuple(values), gradient), floats)
 
 
 @contextmanager

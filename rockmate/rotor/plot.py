@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rockmate.rotor.checkpointable import Checkpointable
-from solvers.rotor.ops import B, Fck, Fe, Fn
+from solvers.rotor.ops import B, Fck, Fe, Fn, Operation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_KINDS = {Fn: ("F_∅", "tab:gray"), Fck: ("F_ck", "tab:orange"), Fe: ("F_all", "tab:blue"), B: ("B", "tab:green")}
+_KINDS: dict[type[Operation], tuple[str, str]] = {
+    Fn: ("F_∅", "tab:gray"),
+    Fck: ("F_ck", "tab:orange"),
+    Fe: ("F_all", "tab:blue"),
+    B: ("B", "tab:green"),
+}
 _MIB = 2**20
 
 

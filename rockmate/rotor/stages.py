@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,9 @@ from rkgb.randomness import Drawn, random_state, set_random_state
 from rkgb.storages import storage_key, version_of
 from rkgb.trees import tensor_leaves
 from rockmate.rotor.buffers import Attributes, Buffers, statistics_of
-from rockmate.rotor.selective import NOTHING, Choice, Keep, Kept, Replay
-from rockmate.rotor.values import Fixed, Function, Held, Parts, detached, generator_states, versions_of_all
+from rockmate.rotor.values import Fixed, Function, Parts, detached, generator_states, versions_of_all
 
 Prepare = Callable[[int], None]
-_PLAINLY = nullcontext()
 
 
 class Stop(Exception):
@@ -68,8 +66,7 @@ class Stage:
     changed them. ``autocasts``, ``autocast_cache``, ``attributes``: as in the first run. ``versions``: of the
     parameters and buffers of the first run. ``parts``: of the function then; ``statistics``: buffers that norms write
     in training, and do not read. ``saved_by_autograd``: whether the first run left its saved tensors to autograd.
-    ``finished``: whether ``generators`` and ``buffers`` were released. ``input``, ``kept``: what ``refill`` recomputes
-    from.
+    ``finished``: whether ``generators`` and ``buffers`` were released.
     """
 
     function: Function
@@ -87,8 +84,6 @@ class Stage:
     statistics: dict[str, torch.Tensor] = field(default_factory=dict)
     saved_by_autograd: bool = False
     finished: bool = False
-    kept: Kept = field(default_factory=Kept)
-    input: Held | None = None
     unpacked: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
     saves_early: bool = False
     stopped: bool = False
@@ -98,11 +93,8 @@ class Stage:
         """The class of the layer, for messages."""
         return type(self.function).__name__
 
-    def first(self, x: Any, prepare: Prepare, keep: Choice = NOTHING) -> Any:
-        """Run for the first time; the output, with history. Slots stand for saved tensors, and ``prepare`` fills them.
-
-        ``keep``: results that are kept, together with ``x``, for ``refill``.
-        """
+    def first(self, x: Any, prepare: Prepare) -> Any:
+        """Run for the first time; the output, with history. Slots stand for saved tensors; ``prepare`` fills them."""
         parts = self._remember(x)
         generators = generator_states(parts, x) if self.preserve_rng_state else {}
         before = Buffers(self.function, parts)
@@ -119,7 +111,7 @@ class Stage:
             kinds.append((t.shape, t.dtype))
             return Slot(self, index, prepare)
 
-        with saved_tensors_hooks(pack, _unpack), self._keeping(x, keep):
+        with saved_tensors_hooks(pack, _unpack):
             output = self.function(x)
         self.generators = {d: s for d, s in generators.items() if not torch.equal(s, random_state(d))}
         self.buffers = before.changed()
@@ -136,7 +128,7 @@ class Stage:
         buffers.learn()
         return output
 
-    def fill(self, x: Any, wanted: bool, mode: AbstractContextManager[Any] = _PLAINLY) -> Any:
+    def fill(self, x: Any, wanted: bool) -> Any:
         """Recompute the saved tensors from the detached input ``x``, into the slots.
 
         Returns the detached output if ``wanted``; else None, and the run stops at the last saved tensor if it can.
@@ -157,29 +149,14 @@ class Stage:
                         self.stopped = True
                         raise Stop
 
-            output = self._recompute(x, pack, mode)
+            output = self._recompute(x, pack)
             if wanted:
                 return output
         return None
 
-    def refill(self) -> None:
-        """Recompute the saved tensors from the kept input and results, into the slots."""
-        assert self.input is not None
-        x, self.input = self.input.read(self.name), None
-        kept, self.kept = self.kept, Kept()
-        self.fill(x, False, Replay(kept))
-        if kept.results:  # this run took another path than the first
-            self.fill(x, False)
-
-    def skim(self, x: Any, keep: Choice = NOTHING) -> Any:
+    def skim(self, x: Any) -> Any:
         """Recompute the detached output from the detached input ``x``, without its saved tensors."""
-        return self._recompute(x, lambda _: None, self._keeping(x, keep))
-
-    def _keeping(self, x: Any, keep: Choice) -> AbstractContextManager[Any]:
-        if not keep:
-            return _PLAINLY
-        self.input, self.kept = Held.of(x), Kept()
-        return Keep(keep, self.kept)
+        return self._recompute(x, lambda _: None)
 
     def still_alive(self, index: int) -> torch.Tensor | None:
         """The tensor that the slot held, if it is alive: a custom function may read a saved tensor twice."""
@@ -187,24 +164,23 @@ class Stage:
         return None if tensor is None else tensor()
 
     def clear(self) -> None:
-        """Release what the slots hold, and what ``refill`` recomputes from."""
+        """Release what the slots hold."""
         self.slots = [None] * len(self.slots)
-        self.input, self.kept = None, Kept()
 
     def release_states(self) -> None:
         """Release random states and buffers of the first run: the last recompute is done."""
         self.finished = self.finished or bool(self.generators or self.buffers)
         self.generators, self.buffers = {}, {}
 
-    def _recompute(self, x: Any, pack: Callable[[torch.Tensor], None], mode: AbstractContextManager[Any]) -> Any:
-        """Run again from ``x``, the function alone in ``mode``."""
+    def _recompute(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
+        """Run again from ``x``."""
         if self.finished:
             raise RuntimeError(self._gone())
         assert self.attributes is not None
         with self.attributes.restored():
-            return self._recompute_there(x, pack, mode)
+            return self._recompute_there(x, pack)
 
-    def _recompute_there(self, x: Any, pack: Callable[[torch.Tensor], None], mode: AbstractContextManager[Any]) -> Any:
+    def _recompute_there(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
         assert self.parts is not None
         parts = self.parts
         scratch = {name: t.clone() for name, t in (self.statistics | self.buffers).items()}  # eager mode runs once
@@ -221,7 +197,7 @@ class Stage:
                 buffers[key] = t
         x = detached(x)  # autograd may hold the input of this run, and must not hold ours
         self.stopped = False
-        with self._modes(x, parts), saved_tensors_hooks(pack, _lost), mode:
+        with self._modes(x, parts), saved_tensors_hooks(pack, _lost):
             try:
                 if instead and isinstance(self.function, torch.nn.Module):
                     output = functional_call(self.function, instead, (x,), strict=False)

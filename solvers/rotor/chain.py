@@ -4,26 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from solvers.errors import ProblemError
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run a stage whose backward follows (F_all of the paper). Way 0 keeps all that the backward reads.
-
-    ``held``: bytes kept until the backward, without the stage's input and output. ``forward_peak``: the most bytes that
-    the run allocates, results included. ``refill_time``, ``refill_peak``: time and most bytes of the reruns before the
-    backward. ``refilled``: bytes kept after these reruns, in place of ``held``. ``run_time``: of a run in this way; for
-    way 0, ``Stage.runs`` says it.
-    """
-
-    held: int
-    forward_peak: int
-    refilled: int
-    refill_time: int = 0
-    refill_peak: int = 0
-    run_time: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +34,25 @@ class Runs:
 class Stage:
     """One stage of a chain. Times have one unit, which the caller chooses; memory is in bytes. The paper's symbols:
 
-    ``runs``: times of its forward. ``pass_peak`` (o_f): the most that a run allocates if it keeps nothing, the output
-    included. ``stop_peak``: the same for way 0 if it stops with the last tensor that the backward reads.
-    ``backward_time`` (u_b). ``backward_peak`` (o_b): the most that the backward allocates beyond what was live before
-    it. ``state``: bytes of generator state, kept from the first run on for later runs. ``input_gradient`` (δ): bytes of
-    the gradient of the input. ``parameter_gradients``: bytes of parameters' gradients that the backward makes and that
-    stay. ``keeps_input``, ``keeps_output``: whether way 0 keeps them for the backward. ``ways``: way 0 and others.
+    ``runs``: times of its forward. ``backward_time`` (u_b). ``held``: bytes kept for the backward, without the stage's
+    input and output. ``forward_peak`` (o_f): the most that a run allocates that keeps these, the output included.
+    ``pass_peak``, ``stop_peak``: the same for a run that keeps nothing, and for one that stops with the last tensor
+    that the backward reads. ``backward_peak`` (o_b): the most that the backward allocates beyond what was live before
+    it. ``input_gradient`` (δ): bytes of the gradient of the input. ``parameter_gradients``: bytes of parameters'
+    gradients that the backward makes and that stay. ``keeps_input``, ``keeps_output``: whether the backward reads them.
+    ``state``: bytes of generator state, kept from the first run on for later runs.
     """
 
     name: str
     runs: Runs
     backward_time: int
+    held: int
+    forward_peak: int
     pass_peak: int
     stop_peak: int
     backward_peak: int
     input_gradient: int
     parameter_gradients: int
-    ways: tuple[Way, ...]
     keeps_input: bool = True
     keeps_output: bool = False
     state: int = 0
@@ -76,12 +61,6 @@ class Stage:
     def forward_time(self) -> int:
         """u_f: the time of the first run, if autograd keeps what the backward reads."""
         return self.runs.whole
-
-    def run_time(self, way: int, *, first: bool) -> int:
-        """The time of a run in ``way``, the ``first`` one or one after the loss, if the output is wanted."""
-        if way:
-            return self.ways[way].run_time
-        return self.runs.whole if first else self.runs.filling
 
 
 @dataclass(frozen=True)
@@ -108,11 +87,8 @@ class Chain:
         if not self.stages or len(self.values) != len(self.stages) + 1:
             raise ProblemError("a chain has at least one stage, and one value more than stages")
         for i, stage in enumerate(self.stages):
-            if not stage.ways:
-                raise ProblemError(f"stage {i} ({stage.name}) has no way to run")
-            runs, ways = stage.runs, stage.ways[1:]
-            others = (runs.passing, runs.filling, *(way.run_time for way in ways))
-            if min(others) < runs.whole or not 0 <= runs.stopping <= runs.filling:
+            runs = stage.runs
+            if min(runs.passing, runs.filling) < runs.whole or not 0 <= runs.stopping <= runs.filling:
                 raise ProblemError(
                     f"stage {i} ({stage.name}): of whole runs the one that keeps everything is the shortest: {runs}"
                 )
@@ -135,15 +111,8 @@ class Chain:
     @cached_property
     def parameter_gradients_after(self) -> tuple[int, ...]:
         """For each stage, the bytes of parameters' gradients that are live before its backward."""
-        bytes_after = [0]
-        for stage in reversed(self.stages[1:]):
-            bytes_after.append(bytes_after[-1] + stage.parameter_gradients)
-        return tuple(reversed(bytes_after))
-
-    @property
-    def state(self) -> int:
-        """Bytes of generator states if all stages run again."""
-        return sum(stage.state for stage in self.stages)
+        behind = [stage.parameter_gradients for stage in reversed(self.stages[1:])]
+        return tuple(accumulate(behind, initial=0))[::-1]
 
     def __str__(self) -> str:
         """A table with a line for each stage; bytes are in slots of ``unit``, rounded up."""
@@ -153,14 +122,12 @@ class Chain:
 
         rows: list[tuple[str, ...]] = [("stage", "u_f", "u_b", "a", "ā", "o_f", "o_b")]
         for i, s in enumerate(self.stages):
-            kept = s.ways[0].held + self.value_bytes[i + 1]
+            kept = s.held + self.value_bytes[i + 1]
             sizes = (self.value_bytes[i], kept, s.pass_peak, s.backward_peak)
-            rows.append((s.name, str(s.forward_time), str(s.backward_time), *(str(slots(b)) for b in sizes)))
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+            rows.append((s.name, str(s.runs.whole), str(s.backward_time), *(str(slots(b)) for b in sizes)))
+        first, *rest = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = [
-            "  ".join(
-                text.ljust(w) if k == 0 else text.rjust(w) for k, (text, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
+            "  ".join([name.ljust(first), *(text.rjust(width) for text, width in zip(texts, rest, strict=True))])
+            for name, *texts in rows
         ]
         return "\n".join([*lines, f"slots of {self.unit} bytes, times in ns"])

@@ -10,8 +10,6 @@ heterogeneous chains: how to train deep neural networks with limited memory", In
     Fe_i    F_all^i  run stage i, keep what its backward reads
     Loss    L        end of the forward phase: what lies behind the chain runs, forward and backward
     B_i     B^i      run the backward of stage i
-
-``Fe_i:w`` with w > 0 keeps part of what the backward reads (way w of the stage) and makes the rest again before B_i.
 """
 
 from __future__ import annotations
@@ -19,64 +17,47 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import overload
+from typing import ClassVar, overload
 
 from solvers.errors import ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Run stage ``index`` forward. The subclasses differ in what they keep."""
+class OnStage:
+    """An operation on stage ``index``, with the names that rotor and the paper give it."""
 
     index: int
+    sign: ClassVar[str]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}_{self.index}"
+
+    def __str__(self) -> str:
+        return f"{self.sign}^{self.index}"
 
 
-@dataclass(frozen=True, slots=True)
-class Fn(Forward):
+class Fn(OnStage):
     """Run a stage, and keep its output only."""
 
-    def __repr__(self) -> str:
-        return f"Fn_{self.index}"
-
-    def __str__(self) -> str:
-        return f"F_∅^{self.index}"
+    sign = "F_∅"
 
 
-@dataclass(frozen=True, slots=True)
-class Fck(Forward):
+class Fck(OnStage):
     """Run a stage, and keep its input as a checkpoint."""
 
-    def __repr__(self) -> str:
-        return f"Fck_{self.index}"
-
-    def __str__(self) -> str:
-        return f"F_ck^{self.index}"
+    sign = "F_ck"
 
 
-@dataclass(frozen=True, slots=True)
-class Fe(Forward):
-    """Run a stage, and keep what its backward reads: all of it (``way`` 0) or a part."""
+class Fe(OnStage):
+    """Run a stage, and keep what its backward reads."""
 
-    way: int = 0
-
-    def __repr__(self) -> str:
-        return f"Fe_{self.index}" + (f":{self.way}" if self.way else "")
-
-    def __str__(self) -> str:
-        return f"F_all^{self.index}" + (f":{self.way}" if self.way else "")
+    sign = "F_all"
 
 
-@dataclass(frozen=True, slots=True)
-class B:
-    """Run the backward of stage ``index``."""
+class B(OnStage):
+    """Run the backward of a stage."""
 
-    index: int
-
-    def __repr__(self) -> str:
-        return f"B_{self.index}"
-
-    def __str__(self) -> str:
-        return f"B^{self.index}"
+    sign = "B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +73,8 @@ class Loss:
 
 Operation = Fn | Fck | Fe | B | Loss
 
-_PATTERN = re.compile(r"(?:(Fn|Fck|Fe|B)_(\d+)(?::(\d+))?|Loss)")
+_PATTERN = re.compile(r"(Fn|Fck|Fe|B)_(\d+)")
+_KINDS: dict[str, type[Fn | Fck | Fe | B]] = {"Fn": Fn, "Fck": Fck, "Fe": Fe, "B": B}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +88,11 @@ class Sequence:
     def parse(cls, text: str) -> Sequence:
         """The sequence whose ``repr`` is ``text``. ``ScheduleError`` names the first word that is no operation."""
         operations: list[Operation] = []
-        for word in text.strip().strip("[]").split(","):
-            match = _PATTERN.fullmatch(word.strip())
-            if not match or (match[3] and match[1] != "Fe"):
-                raise ScheduleError(f"{word.strip()!r} is no operation: Fn_i, Fck_i, Fe_i, Fe_i:w, B_i or Loss")
-            if match[1] is None:
-                operations.append(Loss())
-            elif match[1] == "Fe":
-                operations.append(Fe(int(match[2]), int(match[3] or 0)))
-            else:
-                kinds: dict[str, type[Fn] | type[Fck] | type[B]] = {"Fn": Fn, "Fck": Fck, "B": B}
-                operations.append(kinds[match[1]](int(match[2])))
+        for word in map(str.strip, text.strip().strip("[]").split(",")):
+            match = _PATTERN.fullmatch(word)
+            if not match and word != "Loss":
+                raise ScheduleError(f"{word!r} is no operation: Fn_i, Fck_i, Fe_i, B_i or Loss")
+            operations.append(_KINDS[match[1]](int(match[2])) if match else Loss())
         return cls(tuple(operations))
 
     @overload

@@ -3,9 +3,9 @@
 All return the fastest sequence of their kind whose walked peak is at most ``limit`` bytes. They raise
 ``InfeasibleError`` if they have none, with the smallest limit for which they have one.
 
-``persistent``: the optimal persistent sequence (``solvers.rotor.table``), with all ways of the stages; up to slots of
-memory, so of a chain of at most 120 stages the sequences of all other algorithms are compared with it. ``rotor``: the
-same with way 0 only, which is the problem of the paper. ``no_checkpoint``: keep everything.
+``persistent``, ``rotor``: the optimal persistent sequence, the problem of the paper (``solvers.rotor.costs``), up to
+slots of memory, so of a chain of at most 120 stages the sequences of all other algorithms are compared with it.
+``no_checkpoint``: keep everything.
 ``sequential``: equal segments, each checkpointed but the last, as ``torch.utils.checkpoint.checkpoint_sequential``;
 the number of segments is chosen. ``griewank``: binomial checkpointing as if all stages were alike (Griewank and
 Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkpoints that fits.
@@ -14,17 +14,16 @@ Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from solvers.chain.revolve import Splits, binomial_splits
+from solvers.chain.table import ChainTable
 from solvers.errors import InfeasibleError
 from solvers.rotor.chain import Chain
-from solvers.rotor.needs import LeastMemory, build
+from solvers.rotor.costs import build, costs_of, from_table, of_least_memory
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
-from solvers.rotor.table import Table
 from solvers.rotor.walk import Walked, walk_sequence
 
-# The table counts values that share memory twice, so sequences for a larger nominal limit may fit the real one.
+# The table rounds to slots, so sequences for a larger nominal limit may fit the real one.
 _NOMINAL = (1.05, 1.6)
 ALIKE = 0.01
 """Of a step's time: sequences that differ by less take as long, as far as times are measured."""
@@ -48,30 +47,22 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
             break
     if chain.length > _LONG and fitting:
         return _fastest(chain, limit, fitting)
-    least = Sequence(LeastMemory(chain).sequence(), name)
+    least = Sequence(of_least_memory(costs_of(chain)), name)
     return _fastest(chain, limit, [*fitting, least, *sequential_sequences(chain), *_revolve_sequences(chain)])
 
 
-def rotor(chain: Chain, limit: int, slots: int) -> Sequence:
-    """The fastest persistent sequence of whole stages."""
-    stages = tuple(replace(stage, ways=stage.ways[:1]) for stage in chain.stages)
-    return persistent(replace(chain, stages=stages), limit, slots)
-
-
 def simplest(chain: Chain, limit: int, slots: int) -> Sequence:
-    """The simplest sequence whose step takes at most ``ALIKE`` longer than that of ``persistent``: equal segments, else
-    whole stages, else that of ``persistent``. For measured times, which are not known better than that.
+    """Equal segments, if their step takes at most ``ALIKE`` longer than that of ``persistent``, else the latter.
+
+    For measured times, which are not known better than that.
     """
     fastest = persistent(chain, limit, slots)
-    most = (1 + ALIKE) * walk_sequence(chain, fastest).time
-    for algorithm in (sequential, rotor):
-        try:
-            found = algorithm(chain, limit, slots)
-        except InfeasibleError:
-            continue
-        if walk_sequence(chain, found).time <= most:
-            return found
-    return fastest
+    try:
+        segments = sequential(chain, limit, slots)
+    except InfeasibleError:
+        return fastest
+    alike = walk_sequence(chain, segments).time <= (1 + ALIKE) * walk_sequence(chain, fastest).time
+    return segments if alike else fastest
 
 
 def _from_table(chain: Chain, limit: int, slots: int, nominal: float, name: str) -> tuple[list[Sequence], bool]:
@@ -79,13 +70,14 @@ def _from_table(chain: Chain, limit: int, slots: int, nominal: float, name: str)
 
     Except for rounding, walked peaks grow with the nominal memory, so bisection finds it.
     """
-    table = Table(chain, max(1.0, nominal * max(1, limit - chain.state) / slots), slots)
+    unit = max(1, int(nominal * limit / slots))
+    table = ChainTable(costs_of(chain, unit), unit, slots)
     steps = table.breakpoints()
     fitting: list[Sequence] = []
     low, high = 0, len(steps)
     while low < high:
         middle = (low + high) // 2
-        sequence = Sequence(table.sequence(steps[middle]), name)
+        sequence = Sequence(from_table(table, steps[middle]), name)
         if walk_sequence(chain, sequence).peak <= limit:
             fitting, low = [sequence], middle + 1
         else:
@@ -145,16 +137,13 @@ def _revolve_sequences(chain: Chain) -> Iterable[Sequence]:
 
 def revolve_sequence(chain: Chain, checkpoints: int, splits: Splits | None = None) -> Sequence:
     """Fewest forward runs when at most ``checkpoints`` values beside the input are stored at a time."""
-    splits = splits or binomial_splits(chain.length, checkpoints)
-    return Sequence(
-        build(
-            chain,
-            lambda s, t, c: (0, s + 1) if s == t else (None, s + splits[c][t - s + 1]),
-            checkpoints,
-            lambda s, k, way, c: c - 1 if c else 0,
-        ),
-        f"griewank({checkpoints} checkpoints)",
-    )
+    splits, length = splits or binomial_splits(chain.length, checkpoints), chain.length
+
+    def choose(i: int, j: int, c: int) -> tuple[int | None, int, int]:
+        size = min(j, length - 1) - i + 1
+        return (0, i + 1, c) if size == 1 else (None, i + splits[c][size], max(0, c - 1))
+
+    return Sequence(build(length, choose, checkpoints), f"griewank({checkpoints} checkpoints)")
 
 
 def _fastest(chain: Chain, limit: int, sequences: Iterable[Sequence]) -> Sequence:
@@ -184,7 +173,7 @@ def infeasible(chain: Chain, limit: int, tried: Iterable[Sequence]) -> Infeasibl
 
 ALGORITHMS: dict[str, Callable[[Chain, int, int], Sequence]] = {
     "persistent": persistent,
-    "rotor": rotor,
+    "rotor": persistent,
     "no_checkpoint": no_checkpoint,
     "sequential": sequential,
     "griewank": griewank,

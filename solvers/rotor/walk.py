@@ -52,7 +52,7 @@ def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
         walker.step(operation, operations[k + 1] if k + 1 < len(operations) else None)
     if walker.next_backward >= 0:
         raise ScheduleError(f"the sequence ends before B_{walker.next_backward}")
-    base = sum(s.forward_time + s.backward_time for s in chain.stages)
+    base = sum(s.runs.whole + s.backward_time for s in chain.stages)
     return Walked(max(m.peak for m in walker.moments), walker.time, base, tuple(walker.moments))
 
 
@@ -64,10 +64,11 @@ class _Walker:
     time: int = 0
     current: int | None = 0
     stored: set[int] = field(default_factory=set)
-    enabled: dict[int, int] = field(default_factory=dict)
+    enabled: set[int] = field(default_factory=set)
     states: set[int] = field(default_factory=set)
     moments: list[Moment] = field(default_factory=list)
     in_forward: bool = True
+    output_again: int = 0
 
     def __post_init__(self) -> None:
         self.sizes = {storage: size for value in self.chain.values for storage, size in value}
@@ -106,21 +107,20 @@ class _Walker:
         if isinstance(operation, Fe) and i in self.enabled:
             raise ScheduleError(f"{operation!r}: what its backward reads is there already")
         self._fetch(operation)
+        stops = False
         if isinstance(operation, Fe):
-            way = stage.ways[operation.way]
-            stops = last and not self.in_forward and operation.way == 0
-            first = operation.way and i not in self.states
-            peak = self.level + (stage.stop_peak if stops else way.forward_peak) + (stage.state if first else 0)
-            self.time += stage.runs.stopping if stops else stage.run_time(operation.way, first=self.in_forward)
-            self.enabled[i] = operation.way
-            self.level += way.held
-            if stage.keeps_input or operation.way:
+            stops = last and not self.in_forward
+            peak = self.level + (stage.stop_peak if stops else stage.forward_peak)
+            runs = stage.runs
+            self.time += runs.stopping if stops else runs.whole if self.in_forward else runs.filling
+            self.enabled.add(i)
+            self.level += stage.held
+            if stage.keeps_input:
                 self.hold(i)
             if i in self.stored:
                 self.stored.remove(i)
                 self.drop(i)
         else:
-            stops = False
             # The state is kept by the first run, and put aside by those that draw again.
             peak = self.level + stage.pass_peak + stage.state
             self.time += stage.runs.passing
@@ -130,8 +130,8 @@ class _Walker:
             elif isinstance(operation, Fn) and i in self.stored:
                 self.stored.remove(i)
                 self.drop(i)
-        self._remember(i, stage.state, last_run=isinstance(operation, Fe) and operation.way == 0)
-        self._advance(i, stops, isinstance(operation, Fe) and operation.way == 0 and stage.keeps_output)
+        self._remember(i, stage.state, last_run=isinstance(operation, Fe))
+        self._advance(i, stops, isinstance(operation, Fe) and stage.keeps_output)
         return peak
 
     def _remember(self, i: int, state: int, last_run: bool) -> None:
@@ -154,7 +154,10 @@ class _Walker:
             self.current = i
 
     def _advance(self, i: int, stops: bool, keeps_output: bool) -> None:
-        if keeps_output:
+        if keeps_output and i == self.chain.length - 1 and not self.in_forward:
+            self.output_again = self.chain.value_bytes[-1]  # the caller holds that of the first run
+            self.level += self.output_again
+        elif keeps_output:
             self.hold(i + 1)
         if stops:
             self.current = None
@@ -184,18 +187,18 @@ class _Walker:
         if self.current is not None:
             self.drop(self.current)
             self.current = None
-        stage, way = self.chain.stages[i], self.enabled.pop(i)
-        kept = stage.ways[way]
-        peak = self.level + kept.refill_peak
-        self.time += kept.refill_time + stage.backward_time
+        stage = self.chain.stages[i]
+        self.enabled.remove(i)
+        self.time += stage.backward_time
         self._remember(i, stage.state, last_run=True)
-        self.level += kept.refilled - kept.held
-        peak = max(peak, self.level + stage.backward_peak)
-        self.level += self.chain.gradient_bytes[i] - self.chain.gradient_bytes[i + 1] - kept.refilled
+        peak = self.level + stage.backward_peak
+        self.level += self.chain.gradient_bytes[i] - self.chain.gradient_bytes[i + 1] - stage.held
         self.level += stage.parameter_gradients
-        if stage.keeps_input or way:
+        if stage.keeps_input:
             self.drop(i)
-        if stage.keeps_output and way == 0:
+        if self.output_again:
+            self.level, self.output_again = self.level - self.output_again, 0
+        elif stage.keeps_output:
             self.drop(i + 1)
         self.next_backward -= 1
         return peak

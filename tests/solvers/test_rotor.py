@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from math import inf
-from unittest import mock
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers.errors import InfeasibleError, ProblemError, ScheduleError
-from solvers.rotor import fill
-from solvers.rotor.chain import Chain, Runs, Stage, Way
-from solvers.rotor.needs import LeastMemory, Needs
+from solvers.rotor.chain import Chain, Runs, Stage
+from solvers.rotor.costs import costs_of, of_least_memory
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 from solvers.rotor.plans import (
     ALGORITHMS,
@@ -27,35 +22,29 @@ from solvers.rotor.plans import (
     segments_sequence,
     simplest,
 )
-from solvers.rotor.table import Table
 from solvers.rotor.walk import walk_sequence
 
 SIZES, TIMES = st.integers(0, 6), st.integers(0, 9)
 
 
 @st.composite
-def chains(draw: st.DrawFn, longest: int = 4, ways: int = 2) -> Chain:
+def chains(draw: st.DrawFn, longest: int = 4) -> Chain:
     """Small chains in which every stage keeps its input, where the dynamic program counts exactly."""
     stages, values = [], [((0, 0),)]
     for i in range(draw(st.integers(1, longest))):
         out, held, whole, filling = draw(SIZES), draw(SIZES), draw(TIMES), draw(TIMES)
         runs = Runs(whole, whole + draw(TIMES), whole + filling, draw(st.integers(0, whole + filling)))
-        options = [Way(held, held + out + draw(SIZES), held)]
-        if draw(st.booleans()) and ways > 1:
-            part = draw(st.integers(0, held))
-            options.append(
-                Way(part, out + part + draw(SIZES), held, draw(TIMES), held + draw(SIZES), whole + draw(TIMES))
-            )
         stage = Stage(
             name=f"stage {i}",
             runs=runs,
             backward_time=draw(st.integers(0, 9)),
+            held=held,
+            forward_peak=held + out + draw(SIZES),
             pass_peak=out + draw(SIZES),
             stop_peak=held + draw(SIZES),
             backward_peak=draw(SIZES),
             input_gradient=values[-1][0][1],
             parameter_gradients=draw(st.integers(0, 3)),
-            ways=tuple(options),
         )
         stages.append(stage)
         values.append(((i + 1, out),))
@@ -63,27 +52,26 @@ def chains(draw: st.DrawFn, longest: int = 4, ways: int = 2) -> Chain:
 
 
 def all_persistent(chain: Chain, s: int, t: int) -> Iterator[tuple[Operation, ...]]:
-    """Every persistent sequence of stages s..t."""
-    last = chain.length - 1
-    ways = range(len(chain.stages[s].ways)) if s < t or t == last else range(1)
-    for way in ways:
-        if s == t:
-            yield (Fe(s, way), *((Loss(),) if t == last else ()), B(s))
-        else:
-            for rest in all_persistent(chain, s + 1, t):
-                yield (Fe(s, way), *rest, B(s))
-    for k in range(s + 1, t + 1):
-        for later in all_persistent(chain, k, t):
-            for earlier in all_persistent(chain, s, k - 1):
-                yield (Fck(s), *(Fn(j) for j in range(s + 1, k)), *later, *earlier)
+    """Every persistent sequence of stages s..t; t is their number in the first forward phase, which the loss ends."""
+    if s > t:
+        yield ()
+    elif s == t == chain.length:
+        yield (Loss(),)
+    else:
+        for rest in all_persistent(chain, s + 1, t):
+            yield (Fe(s), *rest, B(s))
+        for k in range(s + 1, t + 1):
+            for later in all_persistent(chain, k, t):
+                for earlier in all_persistent(chain, s, k - 1):
+                    yield (Fck(s), *(Fn(j) for j in range(s + 1, k)), *later, *earlier)
 
 
 @settings(max_examples=60, deadline=None)
 @given(chains(), st.floats(0, 1))
 def test_persistent_is_the_best_of_all(chain: Chain, share: float) -> None:
-    walks = [walk_sequence(chain, Sequence(s)) for s in all_persistent(chain, 0, chain.length - 1)]
+    walks = [walk_sequence(chain, Sequence(s)) for s in all_persistent(chain, 0, chain.length)]
     least, most = min(w.peak for w in walks), max(w.peak for w in walks)
-    assert walk_sequence(chain, Sequence(LeastMemory(chain).sequence())).peak == least
+    assert walk_sequence(chain, Sequence(of_least_memory(costs_of(chain)))).peak == least
     limit = max(1, int(least + share * (most - least)))
     if limit < least:
         with pytest.raises(InfeasibleError) as error:
@@ -93,54 +81,6 @@ def test_persistent_is_the_best_of_all(chain: Chain, share: float) -> None:
     found = walk_sequence(chain, persistent(chain, limit, 100 * limit))
     assert found.peak <= limit
     assert found.time == min(w.time for w in walks if w.peak <= limit)
-
-
-def least_time(chain: Chain) -> Callable[[int, int, int], float]:
-    """T[s,t](m) by the equations, a slot being a byte."""
-    needs, stages = Needs(chain), chain.stages
-
-    @cache
-    def least(s: int, t: int, m: int) -> float:
-        stage = stages[s]
-        if s == t:
-            first = s == chain.length - 1
-            return min(
-                (
-                    (stage.run_time(w, first=True) if first else stage.runs.stopping)
-                    + stage.ways[w].refill_time
-                    + stage.backward_time
-                    for w in needs.leaf_ways(s)
-                    if m >= needs.leaf(s, w)
-                ),
-                default=inf,
-            )
-        offers = [inf]
-        for w, way in enumerate(stage.ways):
-            if m >= max(needs.enable(s, w)[t], needs.kept(s, w)):
-                rest = least(s + 1, t, m - needs.kept(s, w))
-                run = stage.run_time(w, first=t == chain.length - 1)
-                offers.append(run + stage.backward_time + way.refill_time + rest)
-        for k, passes in zip(range(s + 1, t + 1), needs.passes(s, t), strict=True):
-            if m >= max(passes, needs.a[k]):
-                run = sum(x.runs.passing for x in stages[s:k])
-                offers.append(run + least(k, t, m - needs.a[k]) + least(s, k - 1, m))
-        return min(offers)
-
-    return least
-
-
-@settings(max_examples=25, deadline=None)
-@given(chains(longest=18), st.sampled_from((1, 100)))
-def test_table_is_what_the_equations_say(chain: Chain, parts_from: int) -> None:
-    """All cells, across tiles and, in half of the examples, parts of the columns."""
-    size = 60
-    with mock.patch.object(fill, "LONG", parts_from):
-        table = Table(chain, 1, size)
-    least = least_time(chain)
-    for s in range(chain.length):
-        for t in range(s, chain.length):
-            found = table.times[:, s, t].reshape(-1)[: size + 1] * table.terms.scale
-            np.testing.assert_allclose(found, [least(s, t, m) for m in range(size + 1)], rtol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
@@ -170,7 +110,7 @@ def test_persistent_is_no_worse_than_the_comparisons(chain: Chain, share: float)
 
 
 def homogeneous(length: int) -> Chain:
-    stage = Stage("s", Runs.alike(1), 1, 1, 1, 0, 1, 0, (Way(1, 2, 1),))
+    stage = Stage("s", Runs.alike(1), 1, 1, 2, 1, 1, 0, 1, 0)
     values = tuple(((i, 1 if i else 0),) for i in range(length + 1))
     return Chain((stage,) * length, values, 1)
 
@@ -189,16 +129,12 @@ def test_the_simplest_takes_hardly_longer(chain: Chain, share: float) -> None:
     walked = walk_sequence(chain, found)
     assert walked.peak <= limit
     assert walked.time <= (1 + ALIKE) * least
-    alike = {}
-    for name in ("sequential", "rotor"):
-        try:
-            alike[name] = walk_sequence(chain, ALGORITHMS[name](chain, limit, 100 * limit)).time <= (1 + ALIKE) * least
-        except InfeasibleError:
-            alike[name] = False
+    try:
+        alike = walk_sequence(chain, ALGORITHMS["sequential"](chain, limit, 100 * limit)).time <= (1 + ALIKE) * least
+    except InfeasibleError:
+        alike = False
     segments = any(found.operations == segments_sequence(chain, n).operations for n in range(1, chain.length + 1))
-    assert segments or not alike["sequential"]
-    if alike["rotor"]:
-        assert all(operation.way == 0 for operation in found.operations if isinstance(operation, Fe))
+    assert segments or not alike
 
 
 def test_griewank_runs_as_often_as_binomial_checkpointing_must() -> None:
@@ -225,12 +161,12 @@ def test_values_that_share_memory_count_once() -> None:
 
 
 def test_text() -> None:
-    sequence = Sequence((Fck(0), Fn(1), Fe(2), Loss(), B(2), Fe(0), Fe(1, 3), B(1), B(0)))
-    assert str(sequence) == "F_ck^0 F_∅^1 F_all^2 L B^2 F_all^0 F_all^1:3 B^1 B^0"
-    assert repr(sequence) == "[Fck_0, Fn_1, Fe_2, Loss, B_2, Fe_0, Fe_1:3, B_1, B_0]"
+    sequence = Sequence((Fck(0), Fn(1), Fe(2), Loss(), B(2), Fe(0), Fe(1), B(1), B(0)))
+    assert str(sequence) == "F_ck^0 F_∅^1 F_all^2 L B^2 F_all^0 F_all^1 B^1 B^0"
+    assert repr(sequence) == "[Fck_0, Fn_1, Fe_2, Loss, B_2, Fe_0, Fe_1, B_1, B_0]"
     assert Sequence.parse(repr(sequence)) == sequence
     assert len(sequence) == 9 and sequence[3] == Loss() and sequence[:2] == (Fck(0), Fn(1))
-    for wrong in ("Fx_1", "Fn_1:2", "B", "Fe_"):
+    for wrong in ("Fx_1", "Fe_1:2", "B", "Fe_"):
         with pytest.raises(ScheduleError, match="is no operation"):
             Sequence.parse(f"[Fe_0, {wrong}]")
 
@@ -258,8 +194,6 @@ def test_chains_that_cannot_be() -> None:
     stage = homogeneous(1).stages[0]
     with pytest.raises(ProblemError, match="at least one stage"):
         Chain((), (((0, 0),),), 0)
-    with pytest.raises(ProblemError, match="has no way"):
-        replace(homogeneous(1), stages=(replace(stage, ways=()),))
     for runs in (Runs.alike(1, tail=2), Runs(2, 1, 2, 1), Runs(2, 2, 1, 1), Runs(1, 1, 1, 2)):
         with pytest.raises(ProblemError, match="keeps everything is the shortest"):
             replace(homogeneous(1), stages=(replace(stage, runs=runs),))

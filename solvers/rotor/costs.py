@@ -1,0 +1,124 @@
+"""Chains of whole stages for the dynamic program of ``solvers.chain.table``, and the sequence of least memory.
+
+A stage is a block with two options. *Keep* (F_all of the paper) holds what its backward reads. *Stop* is the run right
+before the backward of the stage, which ends with the last tensor that this backward reads. Every stage that runs again
+was passed once in the forward phase; what that took longer than a run that keeps everything is added to its options.
+
+Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how to train
+deep neural networks with limited memory", Inria RR-9302 (2019), Theorem 1. Further than there, the last stage may run
+again as well. Known shortcoming: x_{i+1} counts behind stage i even if no backward reads it; the walker counts exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from solvers.block.ilp import Option
+from solvers.chain.costs import ChainCosts
+from solvers.chain.table import ChainTable
+from solvers.rotor.chain import Chain, Stage
+from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation
+
+_NEVER = 1 << 60
+"""Bytes that no table has."""
+
+Choose = Callable[[int, int, int], tuple[int | None, int, int]]
+"""(i, j, m) -> (option, i+1), or (None, k) to keep x_i and go on from k, and what is left of m for stages from there.
+
+It is for stages i..j with m slots beyond x_i; in the first forward phase, which ends with the loss, j is their number.
+"""
+
+
+def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
+    """The costs of ``chain``; generator states are left out.
+
+    ``unit``: bytes of a slot of the table. The table rounds up, so half a slot is taken off each value: what rounding
+    adds to them would add up over the chain. The walker counts exactly.
+    """
+    values = [dict(value) for value in chain.values]
+    beyond = [[sum(size for x, size in b.items() if x not in a) - unit // 2 for b in values] for a in values[:-1]]
+    behind = [
+        chain.value_bytes[-1] + chain.gradient_bytes[i + 1] + after
+        for i, after in enumerate(chain.parameter_gradients_after)
+    ]
+    length = chain.length
+    return ChainCosts(
+        options=tuple(
+            _options(stage, chain.value_bytes[i + 1], i + 1 < length) for i, stage in enumerate(chain.stages)
+        ),
+        interface_bytes=tuple((0,) * (i + 1) + tuple(of[i + 1 :]) for i, of in enumerate(beyond)),
+        pass_peak=tuple(stage.pass_peak for stage in chain.stages),
+        pass_time=tuple(stage.runs.passing for stage in chain.stages),
+        first_base=(0,) * length,
+        rerun_base=tuple(behind),
+        backward_base=tuple(behind),
+        loss_peak=chain.output_gradient + chain.loss,
+    )
+
+
+def _options(stage: Stage, output: int, inner: bool) -> tuple[Option, Option]:
+    runs, again = stage.runs, stage.held + stage.backward_peak + (output if stage.keeps_output else 0)
+    once = runs.passing - runs.whole
+    filling = runs.filling + once
+    kept = again if inner else stage.held + stage.backward_peak  # the caller holds the last output
+    keep = Option((), stage.held, stage.forward_peak, kept, 0, filling, False, True, 0)
+    stop = Option((), _NEVER, 0, max(stage.stop_peak, again), runs.stopping + once, filling, True, True, 0)
+    return keep, stop
+
+
+def build(length: int, choose: Choose, m: int) -> tuple[Operation, ...]:
+    """The operations for ``m`` slots. It uses a stack, since chains may be too long for recursion."""
+    done: list[Operation] = []
+    todo: list[tuple[int, int, int] | Operation] = [(0, length, m)]
+    while todo:
+        item = todo.pop()
+        if not isinstance(item, tuple):
+            done.append(item)
+            continue
+        i, j, m = item
+        if i == length == j:
+            done.append(Loss())
+        elif i <= j:
+            option, k, left = choose(i, j, m)
+            if option is None:
+                done += [Fck(i), *(Fn(n) for n in range(i + 1, k))]
+                todo += [(i, k - 1, m), (k, j, left)]
+            else:
+                done.append(Fe(i))
+                todo += [B(i), (k, j, left)]
+    return tuple(done)
+
+
+def from_table(table: ChainTable, m: int) -> tuple[Operation, ...]:
+    """The operations that take least time with ``m`` slots."""
+    length = table.costs.blocks
+    return build(length, lambda i, j, m: table.top_choice(i, m) if j == length else table.inner_choice(i, j, m), m)
+
+
+def of_least_memory(costs: ChainCosts) -> tuple[Operation, ...]:
+    """The operations of least memory: the same equations with peak bytes in place of time, without slots."""
+    length = costs.blocks
+    least = np.zeros((length + 1, length + 1), np.int64)  # by i and j
+    least[length, length] = costs.loss_peak
+    choices: dict[tuple[int, int], tuple[int | None, int, int]] = {}
+    for i in reversed(range(length)):
+        keep, stop = costs.options[i]
+        beyond = np.array(costs.interface_bytes[i], np.int64)
+        passes = np.maximum.accumulate(beyond[i:-1] + np.array(costs.pass_peak[i:], np.int64))
+        for j in range(i, length + 1):
+            base = costs.first_base[i] if j == length else costs.rerun_base[j]
+            if i == j:
+                best = costs.backward_base[i] + stop.backward_peak
+            else:
+                rest = keep.save + int(beyond[i + 1] + least[i + 1, j])
+                best = max(base + keep.forward_peak, costs.backward_base[i] + keep.backward_peak, rest)
+            least[i, j], choices[i, j] = best, (0, i + 1, 0)
+            if i < j:
+                behind = np.maximum(beyond[i + 1 : j + 1] + least[i + 1 : j + 1, j], least[i, i:j])
+                peaks = np.maximum(behind, base + passes[: j - i])
+                k = int(peaks.argmin())
+                if peaks[k] < best:
+                    least[i, j], choices[i, j] = peaks[k], (None, i + 1 + k, 0)
+    return build(length, lambda i, j, _: choices[i, j], 0)
