@@ -187,12 +187,6 @@ class S_graph(Displayed):
         assert not self.blocks or ends[-1] == len(self.nodes)
         assert len({node.label for node in self.nodes}) == len(self.nodes), "two nodes have one label"
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the operations, node by node, are in the order of D."""
-        order = [op for node in self.nodes for op in node.ops]
-        return order == sorted(order)
-
     @cached_property
     def shown(self) -> dict[int, str]:
         """The display names of sources and of values that nodes make.

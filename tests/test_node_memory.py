@@ -223,7 +223,7 @@ class Halves(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Multiplies by numbers. Autograd saves each where nothing runs again."""
+    """Multiplies by numbers, which autograd saves as tensors where they are no constants."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from rockmate.calls.families import Family
 from rockmate.calls.front import Front
 from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.python_state import PythonState
-from rockmate.calls.surroundings import undisturbed, warn_unplanned
+from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import (
     Variant,
     adapted,
@@ -146,7 +146,9 @@ class Calls(ABC):
         self.front.check_alone(variant.plan.predicted_peak)
         look = variant.look()
         with abandoned(look):
-            result, program_outputs, state = self.computed(variant, call)
+            state = CallState(variant.program, self.sources(variant, call.tensors))
+            outputs = state.forward()
+            result = self.returned(variant.structure, outputs)
         self.cache.used(variant)
         self.last = variant
         if variant.is_provisional and variant.family is not None:
@@ -154,19 +156,12 @@ class Calls(ABC):
         if variant.observer is not None:
             if look is not None:
                 look.then = self.learner(variant, call.tensors)
-            kept = None if not variant.is_tight else warn_unplanned if state is None else state.store.warn_unplanned
-            observed = variant.observer.watch(variant.program, program_outputs, look, kept)
+            kept = state.store.warn_unplanned if variant.is_tight else None
+            observed = variant.observer.watch(variant.program, outputs, look, kept)
             if observed is not None:
                 self.front.follow(observed, variant.plan.kept)
-                if state is not None:
-                    state.backward.arrived = observed.begin
+                state.backward.arrived = observed.begin
         return result
-
-    def computed(self, variant: Variant, call: Call) -> tuple[Any, list[torch.Tensor], CallState | None]:
-        """What the module returns; the outputs of the program; what the plan keeps of the call."""
-        state = CallState(variant.program, self.sources(variant, call.tensors))
-        outputs = state.forward()
-        return self.returned(variant.structure, outputs), outputs, state
 
     def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:
         """The variant for what earlier calls have shown."""

@@ -27,11 +27,9 @@ from rockmate.calls.keys import call_key, in_force
 from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.steps import Forward
-from rockmate.calls.structure import inputs_of_functions, may_write, structure_of
+from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
-from rockmate.run.executor import CallState
-from rockmate.run.watch import Watch
 from rockmate.tell import LOG
 
 MOST_KINDS = 256
@@ -213,6 +211,11 @@ class CapturedCalls(Calls):
         return may_write(self.tensors)
 
     @cached_property
+    def computes_unread(self) -> bool:
+        """See ``computes_unread``."""
+        return computes_unread(self.tensors)
+
+    @cached_property
     def structure(self) -> Hashable:
         """See ``structure_of``."""
         return structure_of(self.tensors)
@@ -226,13 +229,6 @@ class CapturedCalls(Calls):
     def traced_on(self, call: Call) -> Call:
         """As in ``Calls``; inputs are leaves: a write in place fails, and does not make the trace their history."""
         return call.with_tensors(lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad))
-
-    def computed(self, variant: Variant, call: Call) -> tuple[Any, list[torch.Tensor], CallState | None]:
-        """As in ``Calls``; where the plan is what the captured program does, that runs as it is."""
-        if not variant.is_plain or Watch.current is not None:  # only the executor knows when an operation begins
-            return super().computed(variant, call)
-        result = self.tensors.forward(*self.now.inputs)
-        return result, [t for t in result if isinstance(t, torch.Tensor)], None
 
     def learner(self, variant: Variant, inputs: list[torch.Tensor]) -> Callable[[], None]:
         """As in ``Calls``; parameters and buffers are those of this call."""
@@ -284,7 +280,9 @@ class CapturedCalls(Calls):
         if any(self._known_to_fit(kind, missing) for kind in kinds):
             return True
         planners = (v.planner for kind in kinds for v in self.cache.find(kind, missing))
-        return any(p.eager_peak <= budget and not p.graphs.K.has_dead_ends for p in planners)
+        return any(
+            p.eager_peak <= budget and not p.graphs.K.has_dead_ends and not self.computes_unread for p in planners
+        )
 
     def _run_freely(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> Any:
         """Run the captured program as it is; the first such step is measured."""

@@ -28,6 +28,7 @@ from rockmate.planning.problem import problem_of
 from rockmate.planning.room import Room
 from rockmate.progress import Report
 from rockmate.run.compiled import compile_schedule
+from rockmate.run.draws import draw_whole
 from rockmate.run.program import Program
 from solvers import Bwd, ChainPlan, ChainPlanner, Loss, Problem, Run, Schedule, keep_everything, walk
 from solvers.pareto import evenly, undominated
@@ -95,7 +96,7 @@ class Member:
     choices: tuple[Choice, ...]
     shapes: tuple[tuple[int, ...], ...]
     free: frozenset[tuple[int, int]]
-    _programs: dict[int, Program | None] = field(default_factory=dict)
+    _programs: dict[int, Program] = field(default_factory=dict)
     _needed: dict[int, set[int]] = field(default_factory=dict)
     _choices: dict[frozenset[int], tuple[Choice, ...]] = field(default_factory=dict)
 
@@ -119,13 +120,13 @@ class Member:
         """Whether ``call``, whose tensors are of these sizes or smaller, runs the same program."""
         return self.covers(call) and self.free >= moved(self.shapes, shapes_of(call))
 
-    def program(self, k: int) -> Program | None:
-        """The program of choice ``k``; None if it is the captured program: see ``Variant.is_plain``."""
+    def program(self, k: int) -> Program:
+        """The program of choice ``k``, which draws masks whole where the peak of its forward leaves the memory."""
         if k not in self._programs:
-            program = compile_schedule(self.planner.graphs.K, self.schedules[k].schedule)
-            plain = not self.schedules[k].walk.recompute and program.undo.last < 0
-            graphs = self.planner.graphs
-            self._programs[k] = None if plain and graphs.S.in_order and not graphs.K.has_dead_ends else program
+            plan = self.schedules[k]
+            program, forward = compile_schedule(self.planner.graphs.K, plan.schedule), plan.schedule.index(Loss())
+            levels = plan.walk.timeline[:forward]
+            self._programs[k] = draw_whole(program, self.planner.problem, plan.schedule, levels)
         return self._programs[k]
 
     @cached_property

@@ -65,9 +65,9 @@ _OF_A_HOOK = 2
 class Spared:
     """Outputs of one call that its step is planned to let go before the backward comes, and the graph not to need."""
 
-    def __init__(self, member: Member, k: int, gone: Collection[int], store: Store | None, result: Any) -> None:
+    def __init__(self, member: Member, k: int, gone: Collection[int], store: Store, result: Any) -> None:
         """``k``: the choice that ran; ``gone``: outputs, by their data. ``store``, ``result``: see ``Outputs``."""
-        self.store = None if store is None else weakref.ref(store)
+        self.store = weakref.ref(store)
         tensors = tensors_of(member, result) if gone else ()
         place = {x: n for n, x in enumerate(member.output_data)}
         spared = [x for x in gone if member.spare(k, (x,))] if tensors else []
@@ -75,7 +75,7 @@ class Spared:
 
     def let_go(self) -> bool:
         """Whether nobody holds them now."""
-        store = None if self.store is None else self.store()
+        store = self.store()
         return all(_holders(memory) <= _held(store, x) for x, memory in self.memory.items())
 
 
@@ -95,9 +95,9 @@ class Outputs:
     of each root, the gradients that such code has handed over.
     """
 
-    def __init__(self, member: Member, store: Store | None, result: Any) -> None:
-        """``result``: what the call returned. ``store``: of the call; None if it ran as it was captured."""
-        self.store = None if store is None else weakref.ref(store)
+    def __init__(self, member: Member, store: Store, result: Any) -> None:
+        """``result``: what the call returned. ``store``: of the call."""
+        self.store = weakref.ref(store)
         self.memory: dict[int, StorageWeakRef] = {}
         self.edges: dict[tuple[int, int], int] = {}
         self.end = sequence_number()
@@ -117,7 +117,7 @@ class Outputs:
 
     def let_go(self) -> frozenset[int]:
         """Those that now nobody holds but perhaps the executor, for runs in the backward."""
-        store = None if self.store is None else self.store()
+        store = self.store()
         return frozenset(x for x, memory in self.memory.items() if _holders(memory) <= _held(store, x))
 
 

@@ -435,27 +435,21 @@ class Forward:
         self.past.begin(place)
         self.ran.append((member, k))
         self.mark("begin", i)
-        state = None
         program = member.program(k)
-        if program is None:
-            result = graph.tensors.forward(*inputs)
-        else:
-            state = CallState(program, graph.module.values_of(program.s.d.sources, call.tensors, inputs))
-            try:
-                result = graph.returned(program.s.d.structure, state.forward())
-            except GuardFailed as guard:
-                return self._run_as_it_is(graph, call, inputs, guard)
-        self.backwards.append(None if state is None else weakref.ref(state.backward))
-        if state is not None:
-            state.backward.arrived = partial(self.reach, i)  # before anything runs again
+        state = CallState(program, graph.module.values_of(program.s.d.sources, call.tensors, inputs))
+        try:
+            result = graph.returned(program.s.d.structure, state.forward())
+        except GuardFailed as guard:
+            return self._run_as_it_is(graph, call, inputs, guard)
+        self.backwards.append(weakref.ref(state.backward))
+        state.backward.arrived = partial(self.reach, i)  # before anything runs again
         self.follow(i, result)
-        store = None if state is None else state.store
         if self.seen is not None:
-            self.seen.outputs.append(Outputs(member, store, result))
+            self.seen.outputs.append(Outputs(member, state.store, result))
         if sequence is None or sequence.unsure:
             self.spared.append(None)
         else:
-            self.spared.append((sequence, Spared(member.base, k, sequence.unread[place], store, result)))
+            self.spared.append((sequence, Spared(member.base, k, sequence.unread[place], state.store, result)))
         self.past.end()
         self.mark("end", i)
         return result

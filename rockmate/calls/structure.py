@@ -16,7 +16,9 @@ import torch
 from torch import fx
 
 from rkgb.probe.skeleton import content
-from rkgb.trees import tensors_of
+from rkgb.storages import storage_key
+from rkgb.trace.written import has_memory
+from rkgb.trees import tensors_in, tensors_of
 from rockmate.calls.captured import Checkpointed, Function, captured_sources, program_identity
 from rockmate.calls.numbers import is_number
 
@@ -52,6 +54,28 @@ def _may_write(node: fx.Node) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     assigns = node.op == "call_function" and (name in _IN_PLACE or name == "setitem")
     return in_place or assigns or node.op == "call_module" or bool({"out", "inplace"} & node.kwargs.keys())
+
+
+def computes_unread(program: fx.GraphModule) -> bool:
+    """Whether the program may make tensors on which neither its outputs nor what it is given depend. Plans leave out
+    what makes these.
+    """
+    *before, output = program.graph.nodes
+    needed = {*output.all_input_nodes}
+    live = {x for n in before if not n.op.startswith("call") or n in needed for x in _memory(n)}
+    for node in reversed([n for n in before if n.op.startswith("call")]):
+        read = {x for n in node.all_input_nodes for x in _memory(n)}
+        if node in needed or (_may_write(node) and live & read):
+            needed.update(node.all_input_nodes)
+            live.update(read)
+        elif not read >= _memory(node):
+            return True
+    return False
+
+
+def _memory(node: fx.Node) -> set[int]:
+    """What tells the memory of a node's tensors from others'."""
+    return {storage_key(t) for t in tensors_in(node.meta.get("example_value")) if has_memory(t)}
 
 
 def rounds(program: fx.GraphModule) -> bool:

@@ -43,8 +43,7 @@ MAX_PLANS = 128
 class Variant:
     """The plan for one kind of call, ready to run.
 
-    Where nothing is recomputed the program is that of eager mode without the module's Python, whose local
-    variables would hold tensors beyond the prediction. ``state``: what the module's Python read, where that is watched.
+    ``state``: what the module's Python read, where that is watched.
     ``observer``: watches what the caller does with the outputs; None for a plan from a file, which stays as it is.
     ``family``: the calls of other sizes that run the same graph. ``number``: rises from one kind of call to the next.
     """
@@ -62,15 +61,6 @@ class Variant:
     def call(self) -> tuple[str, ...]:
         """The call that the plan is for, in a few words."""
         return self.plan.call
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether the plan is the traced program: nothing runs again, in another order, or is compared, and autograd
-        saves nothing else.
-        """
-        k = self.plan.graph
-        watched = self.program.exceeding or self.program.undo.last >= 0
-        return not self.plan.recomputed and not watched and k.s.in_order and not k.has_dead_ends
 
     @cached_property
     def is_provisional(self) -> bool:

@@ -24,7 +24,6 @@ from rockmate.errors import InfeasibleBudgetError, PlanError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import LOADED, Bounded, kept_or_made
 from rockmate.planning.least import too_small
-from rockmate.planning.numbers import bytes_of_numbers, peak_with_numbers
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.places import places_of
 from rockmate.planning.plan import Plan
@@ -97,15 +96,10 @@ class Planner:
 
     @property
     def reserved(self) -> int:
-        """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, for what
-        is ``beside`` the problem, and for numbers that the program multiplies by.
+        """Bytes taken off every budget: for the numbers of the loss, for what it keeps through the backward, and for
+        what is ``beside`` the problem.
         """
-        return self.room.scalars + self.room.kept + self.beside + sum(self.numbers)
-
-    @cached_property
-    def numbers(self) -> list[int]:
-        """For each node, bytes of numbers; see ``bytes_of_numbers``."""
-        return bytes_of_numbers(self.graphs.S, self.device)
+        return self.room.scalars + self.room.kept + self.beside
 
     @cached_property
     def beside(self) -> int:
@@ -119,7 +113,7 @@ class Planner:
 
     @property
     def device(self) -> torch.device:
-        """Where the step runs. A model on another device than the CPU may have numbers there, too."""
+        """Where the step runs."""
         return self.graphs.S.device
 
     def chain(self) -> ChainPlanner:
@@ -282,8 +276,7 @@ class Planner:
         d, usage = self.graphs.D, self.graphs.K.usage
         losses = sum(d.values[v].bytes for v in usage.root_values(d) if not d.values[v].shape)
         walked = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule)
-        peak = peak_with_numbers(walked, solution.schedule, self.numbers)
-        return peak + losses + self.room.predicted_kept + self.beside
+        return walked.peak + losses + self.room.predicted_kept + self.beside
 
     def for_usage(
         self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, seen: Room | None, unsure: bool

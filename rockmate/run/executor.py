@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from rkgb.program import in_mode
 from rockmate.run.backward import Backward
+from rockmate.run.functions import Whole
 from rockmate.run.program import Program
 from rockmate.run.recorder import Recorder
 from rockmate.run.slots import Slot
@@ -36,11 +38,24 @@ class CallState:
 
     def forward(self) -> list[torch.Tensor]:
         """The program's outputs, in autograd's graph. Raises ``GuardFailed`` as ``Recorder.outputs``."""
-        recorder = WatchedRecorder if self.watched else Recorder
-        outputs = recorder(self.store, self, self.backward.stop_before).outputs()
+        whole = None if self.watched else self.program.whole
+        if whole is None:
+            recorder = WatchedRecorder if self.watched else Recorder
+            outputs = recorder(self.store, self, self.backward.stop_before).outputs()
+        else:
+            outputs = self._run(whole)
         if self.program.exceeding:
             self.backward.watch_outputs(outputs)
         return outputs
+
+    def _run(self, whole: Whole) -> list[torch.Tensor]:
+        """The outputs, where nothing is to be held: autograd keeps what it saves."""
+        self.program.check_held(self.store.sources)
+        try:
+            with in_mode(self.program.mode):
+                return whole(self.store.sources)
+        finally:
+            self.store.clear()
 
     def made_for(self, slot: Slot) -> Any:
         """The datum of ``slot``, which is not live: by the steps of a stage that was left out, or outside of any."""

@@ -12,9 +12,13 @@ import torch
 
 from rkgb.graphs import Mode, Node, Ref, refs
 from rkgb.program import in_mode
+from rkgb.trace.capture import drop_saved
 
 Function = Callable[[dict[int, torch.Tensor]], None]
 """Takes what a node reads from values by their numbers, and puts what it makes there."""
+
+Whole = Callable[[dict[int, torch.Tensor]], list[torch.Tensor]]
+"""The outputs of a program, from the values of its sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,19 @@ def functions_of(nodes: Iterable[tuple[Sequence[Op], Collection[int], bool]]) ->
     return tuple(writer.names[name] for name in names)
 
 
+def whole_of(
+    segments: Iterable[tuple[bool, Iterable[tuple[Sequence[Op], Collection[int]]]]], outputs: Sequence[int]
+) -> Whole:
+    """One function for all nodes, in the program's mode. ``segments``: whether autograd is to save nothing, and of each
+    node the operations and the values that go after it.
+    """
+    writer = _Writer()
+    name = writer.define_whole(segments, outputs)
+    exec(_compiled("\n".join(writer.lines)), writer.names)
+    whole: Whole = writer.names[name]
+    return whole
+
+
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> CodeType:
     """The code of ``source``, which is the same for a graph at other sizes."""
@@ -77,7 +94,11 @@ class _Writer:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {"in_mode": in_mode, "unrecorded": torch._C._AutoDispatchBelowAutograd}
+        self.names: dict[str, Any] = {
+            "in_mode": in_mode,
+            "unrecorded": torch._C._AutoDispatchBelowAutograd,
+            "unsaved": drop_saved,
+        }
         self.own: set[int] = set()  # values that the function has made so far
 
     def define(self, ops: Sequence[Op], wanted: Collection[int], recorded: bool) -> str:
@@ -92,6 +113,24 @@ class _Writer:
         self.lines += [f" env[{v}] = v{v}" for v in sorted(self.own.intersection(wanted))]
         self.lines.append(" return")
         return name
+
+    def define_whole(
+        self, segments: Iterable[tuple[bool, Iterable[tuple[Sequence[Op], Collection[int]]]]], outputs: Sequence[int]
+    ) -> str:
+        """Write one function for all nodes; its name."""
+        self.lines.append("def whole(env):")
+        for unsaved, nodes in segments:
+            if unsaved:
+                self.lines.append(" with unsaved():")
+            for ops, dead in nodes:
+                for op in ops:
+                    self.run(op, " " if unsaved else "")
+                gone = sorted(self.own.intersection(dead))
+                if gone:
+                    self.lines.append(f"{' ' if unsaved else ''} del {', '.join(f'v{v}' for v in gone)}")
+                    self.own.difference_update(gone)
+        self.lines.append(f" return [{', '.join(self.spelled(Ref(v)) for v in outputs)}]")
+        return "whole"
 
     def run(self, op: Op, indent: str) -> None:
         """Write the line for one operation."""

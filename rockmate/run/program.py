@@ -10,7 +10,7 @@ import torch
 from rkgb.graphs import Mode, S_graph
 from rkgb.randomness import Drawn
 from rkgb.trace.guards import Guard, GuardFailed
-from rockmate.run.functions import Function, Op, functions_of
+from rockmate.run.functions import Function, Op, Whole, functions_of, whole_of
 from rockmate.run.slots import Place
 from rockmate.run.undo import Undo
 from solvers.schedule import Del, Run
@@ -140,6 +140,23 @@ class Program:
         return tuple(
             (i, function, n, bool(n.first.keeps or n.first.aliases or i in self.stage_of))
             for i, (function, n) in enumerate(zip(functions, self.nodes, strict=True))
+        )
+
+    @cached_property
+    def whole(self) -> Whole | None:
+        """The forward phase as one function, where autograd alone holds what backwards read, and nothing is compared
+        or done before one of them; else None.
+        """
+        native = all(native for native, *_ in self.segments) and not any(n.first.keeps for n in self.nodes)
+        if not native or self.stages or self.undo.last >= 0:
+            return None
+        segments = ((unsaved, self.nodes[start:stop]) for _, unsaved, start, stop in self.segments)
+        return whole_of(
+            (
+                (unsaved, [(n.first.ops, n.first.inner.union(n.first.dead_values)) for n in nodes])
+                for unsaved, nodes in segments
+            ),
+            self.s.d.outputs,
         )
 
     @cached_property

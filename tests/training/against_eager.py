@@ -14,7 +14,7 @@ from models import Case, outputs_of, square_loss
 from torch import nn
 
 from rkgb.sample import call_of
-from rockmate import Rockmate, measure_peak
+from rockmate import Attachment, Rockmate, attach, measure_peak
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
 from solvers import all_baselines, walk
@@ -38,6 +38,18 @@ def under_budget(model: nn.Module, *args: Any, fraction: float = 0.3, **kwargs: 
     rk = Rockmate(model, args, tight_budget(model, args, kwargs, fraction), sample_kwargs=kwargs, costs="flops")
     assert rk.plan.recomputed > 0, "the budget forces nothing"
     return rk
+
+
+WAYS = ("attach", "Rockmate")
+"""How a model comes under a budget."""
+
+
+def planned_by(way: str, model: nn.Module, budget: int | str, *args: Any) -> tuple[nn.Module, Attachment | Rockmate]:
+    """What is called in the place of ``model``, and what has the plan, for calls with ``args`` by one of ``WAYS``."""
+    if way == "attach":
+        return model, attach(model, budget, sample=args, costs="flops", cache=False)
+    rk = Rockmate(model, args, budget, costs="flops")
+    return rk, rk
 
 
 _PLANS = tempfile.TemporaryDirectory()
