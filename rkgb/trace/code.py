@@ -9,15 +9,18 @@ import os
 import random
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 _OURS = frozenset({"rkgb", "rockmate", "solvers", "torch", "numpy"}) | sys.stdlib_module_names
 _DRAW = frozenset({"random", "getrandbits", "seed", "setstate"})
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,14 @@ class Code:
         mine, theirs = ([(id(v), read) for v, read in c.scopes] for c in (self, other))
         cells, others = ([(f, k, id(cell)) for f, k, cell in c.cells] for c in (self, other))
         return self.names == other.names and mine == theirs and cells == others
+
+
+def not_compiled(function: _Function) -> _Function:
+    """``function``, which TorchDynamo leaves alone, with all that it calls, where a compiled function comes to it."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 class Draws(Exception):
@@ -114,6 +125,7 @@ def watched() -> Iterator[Watch]:
     watch = Watch()
     functions, generator = watch.functions, random.random.__self__  # type: ignore[attr-defined]
 
+    @not_compiled
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             functions[frame.f_code] = frame.f_globals

@@ -27,8 +27,8 @@ from rockmate.rotor.checks import check_tensors
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import Measured, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
+from rockmate.rotor.parts import Parts
 from rockmate.rotor.situation import Situation
-from rockmate.rotor.values import Parts
 from solvers.errors import InfeasibleError
 from solvers.interrupts import Heeded
 from solvers.rotor.chain import Chain

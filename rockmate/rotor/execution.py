@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from rkgb.settings import are_in_force, settings, under_settings
-from rkgb.trace.attention import attention_by, attention_kernels
+from rkgb.program import in_mode
+from rkgb.settings import settings
+from rkgb.trace.capture import current_mode
+from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.rotor.checks import in_place_message
+from rockmate.rotor.parts import Parts
 from rockmate.rotor.stages import Stage
-from rockmate.rotor.values import Function, Held, Parts, versions_of
+from rockmate.rotor.values import Function, Held, versions_of
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 
@@ -45,7 +49,7 @@ class Call:
         self.stored: dict[int, Held] = {}
         self.current: tuple[int, Any] | None = None
         self.start: Held | None = None
-        self.kernels, self.settings = attention_kernels(), settings()
+        self.mode, self.settings = replace(current_mode(), grad=True), settings()
 
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history.
@@ -86,13 +90,10 @@ class Call:
     def prepare(self, i: int, index: int) -> None:
         """Run the sequence up to the backward of stage ``i``, so that its slots are filled, ``index`` among them.
 
-        Settings of torch, and the kernels that attention may use, are those of the forward meanwhile.
+        Autocast, grad mode and settings of torch are those of the forward meanwhile.
         """
-        if are_in_force(self.settings) and self.kernels == attention_kernels():
+        with in_mode(self.mode) if runs_plainly(self.settings) else running_in(self.mode, self.settings):
             self._prepare(i, index)
-        else:
-            with under_settings(self.settings), attention_by(self.kernels):
-                self._prepare(i, index)
 
     def _prepare(self, i: int, index: int) -> None:
         todo = self.backward_part
@@ -121,7 +122,7 @@ class Call:
         for backward, run, following in zip(todo[0::2], todo[1::2], todo[2::2], strict=False):
             if not isinstance(backward, B) or not isinstance(run, Fe) or following != B(run.index):
                 break
-            if self.stages[run.index].slots or self.stages[run.index].saved_by_autograd:
+            if self.stages[run.index].slots:
                 break
             self.stored.pop(run.index, None)
 

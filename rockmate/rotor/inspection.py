@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.buffers import attributes_kept
 from rockmate.rotor.checks import warm_up
-from rockmate.rotor.probe import Figures, Probe, Times
-from rockmate.rotor.values import Function, Parts
-from solvers.rotor.chain import Chain
+from rockmate.rotor.parts import Parts, kept
+from rockmate.rotor.probe import Probe
+from rockmate.rotor.values import Function
+from solvers.rotor.chain import Chain, Runs, Stage
 
 __all__ = ["Chain", "Measured", "measure_chain"]
 
@@ -56,8 +57,8 @@ def measure_chain(
     Raises ``InputError`` for a stage that changes its input in place, draws from Python's or NumPy's generators,
     returns tensors whose memory cannot be measured, or cannot run again (TorchScript, a transform of torch.func in it).
     """
-    measured: list[Figures] = []
-    times: dict[Hashable, list[Times]] = {}
+    measured: list[tuple[Stage, Hashable]] = []
+    times: dict[Hashable, list[tuple[int, ...]]] = {}
     identities: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensor_leaves(sample))}
     values = [tuple(identities.values())]
     x = sample
@@ -66,23 +67,29 @@ def measure_chain(
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
     clock = None if costs == "flops" else Clock(repeat=repeat)
-    with attributes_kept(modules), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
+    with kept(Parts(modules)), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             warm_up(function, x, (i, name), preserve_rng_state)
             probe = Probe(function, x, clock, preserve_rng_state)
             with _named(i, name):
-                figures, x = probe.figures(name)
-                known = times.setdefault(figures.key, [])
+                stage, key, x = probe.figures(name)
+                known = times.setdefault(key, [])
                 if len(known) < TIMED:
                     known.append(probe.times())
             del probe
-            measured.append(figures)
+            measured.append((stage, key))
             identities = _identities(function, x, identities, len(functions) + i * 1000)
             values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensor_leaves(x)}.values()))
     gradient = sum(storage_bytes(t) for t in tensor_leaves(x) if t.requires_grad)
     floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in tensor_leaves(x) if t.requires_grad)
-    stages = tuple(f.timed(Times.medians(times[f.key])) for f in measured)
+    stages = tuple(_timed(stage, times[key]) for stage, key in measured)
     return Measured(Chain(stages, tuple(values), gradient), floats)
+
+
+def _timed(stage: Stage, times: list[tuple[int, ...]]) -> Stage:
+    """With the median of each time of equal stages, so that no stage seems faster than another by chance."""
+    *runs, backward = (int(median(each)) for each in zip(*times, strict=True))
+    return replace(stage, runs=Runs(*runs), backward_time=backward)
 
 
 @contextmanager

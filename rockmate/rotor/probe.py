@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
-from statistics import median
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.buffers import attributes_kept, configuration
+from rockmate.rotor.parts import Parts, kept
 from rockmate.rotor.stage_run import StageRun
 from rockmate.rotor.stages import Stage
-from rockmate.rotor.values import Function, Parts, device_of, mapped
+from rockmate.rotor.values import Function, detached, device_of
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Runs
 
@@ -31,135 +31,63 @@ from solvers.rotor.chain import Runs
 _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Nanoseconds of a stage: its runs and its backward."""
-
-    runs: Runs
-    backward: int
-
-    @classmethod
-    def medians(cls, measured: Sequence[Times]) -> Times:
-        """The median of each time of equal stages, so that no stage seems faster than another by chance."""
-        each = [(*astuple(t.runs), t.backward) for t in measured]
-        *runs, backward = (int(median(times)) for times in zip(*each, strict=True))
-        return cls(Runs(*runs), backward)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What is known of a stage beside its times.
-
-    ``stage``: with no times. ``form``: classes, plain attributes, parameters and input.
-    Stages whose figures are equal, names apart, take equally long.
-    """
-
-    stage: rotor_chain.Stage
-    form: Hashable
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for equal stages."""
-        return replace(self.stage, name=""), self.form
-
-    def timed(self, times: Times) -> rotor_chain.Stage:
-        """The stage with its times."""
-        return replace(self.stage, runs=times.runs, backward_time=times.backward)
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """What a run leaves until its backward.
-
-    ``private``: bytes beside input, output and parameters. ``lasting``: the part of them that is no saved tensor and
-    may stay as long as the graph. ``keeps_input``, ``keeps_output``: whether autograd saves these. ``any``: whether it
-    saves any tensor beside parameters and buffers.
-    """
-
-    private: int
-    keeps_input: bool
-    keeps_output: bool
-    lasting: int
-    any: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Backward:
-    """Memory of a backward in bytes: ``added`` at its peak beside the incoming gradient, and the gradients it makes."""
-
-    added: int = 0
-    input_gradient: int = 0
-    parameter_gradients: int = 0
-
-
 class Probe:
     """One stage on its real input ``x``. Without a ``clock`` its times are computed from counted operations."""
 
     def __init__(self, function: Function, x: Any, clock: Clock | None, preserve_rng_state: bool) -> None:
-        self.function, self.clock = function, clock
-        self.preserve_rng_state = preserve_rng_state
-        self.x = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), x)
-        self.device = device_of(self.x)
-        self.output: Any = None
-        self.saved = _Saved(0, False, False, 0, any=False)
+        self.function, self.clock, self.preserve_rng_state = function, clock, preserve_rng_state
+        self.x, self.device = detached(x), device_of(x)
+        self.saves = False
+        self.touched = 0
 
-    def figures(self, name: str) -> tuple[Figures, Any]:
-        """The figures of the stage, and its output for the next one."""
-        with self._untouched():
-            self._check_second_run(name)
+    def figures(self, name: str) -> tuple[rotor_chain.Stage, Hashable, Any]:
+        """The stage without its times, what is equal for stages that take equally long, and the output."""
+        self._check_second_run(name)
         stage = self._stage()
         output, pass_peak, state = self._memory(lambda: stage.first(self.x, _no_backward))
-        state = max(0, state - self._allocated(output))  # generators, buffers, and what no slot can hold
-        run, kept_peak, kept = self._memory(self._run)
-        saved = self._saved(kept - self._allocated(run))
+        output, state = detached(output), max(0, state - self._allocated(output))  # what stays, and no slot can hold
+        run, kept_peak, stays = self._memory(lambda: self.function(self.x))
+        stays -= self._allocated(run)
         del run
-        stop_peak = self._fill_peak(stage, wanted=False)
-        kept_peak = max(kept_peak, self._fill_peak(stage, wanted=True))
-        backward = self._backward(StageRun(self.function, self.x), output)
-        self.saved, self.output = saved, mapped(torch.Tensor.detach, output)
-        stage_figures = rotor_chain.Stage(
+        stop_peak, fill_peak = (self._fill_peak(stage, wanted) for wanted in (False, True))
+        sizes, inputs, outputs, owned = self._saved()
+        private = sum(size for key, size in sizes.items() if key not in inputs | outputs | owned)
+        lasting = max(0, stays - private)  # no saved tensors, so they may stay as long as the graph
+        backward_peak, input_gradient, parameter_gradients = self._backward(output)
+        self.saves = bool(sizes.keys() - owned)
+        self.touched = sum(t.nbytes for t in tensor_leaves((self.x, output))) + private + lasting
+        found = rotor_chain.Stage(
             name,
             runs=Runs.alike(0),
             backward_time=0,
-            held=saved.private,
-            forward_peak=kept_peak,
+            held=private + lasting,
+            forward_peak=max(kept_peak, fill_peak),
             pass_peak=pass_peak - state,
             stop_peak=stop_peak,
-            backward_peak=backward.added,
-            input_gradient=backward.input_gradient,
-            parameter_gradients=backward.parameter_gradients + saved.lasting,
-            keeps_input=saved.keeps_input,
-            keeps_output=saved.keeps_output,
+            backward_peak=backward_peak,
+            input_gradient=input_gradient,
+            parameter_gradients=parameter_gradients + lasting,
+            keeps_input=bool(inputs & sizes.keys()),
+            keeps_output=bool((outputs - inputs) & sizes.keys()),
             state=state,
         )
-        next_x = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), output)
-        return Figures(stage_figures, self._form()), next_x
+        return found, (replace(found, name=""), self._form()), output
 
-    def _check_second_run(self, name: str) -> None:
-        """Raise ``InputError`` if a second run gives another output. Learns what buffers and attributes runs change."""
-        stage = self._stage()
-        first = tensor_leaves(stage.first(self.x, _no_backward))
-        assert stage.attributes is not None
-        stage.attributes.learn()
-        again = tensor_leaves(stage.fill(self.x, True))
-        if self.preserve_rng_state and not all(map(_alike, first, again)):
-            raise InputError(
-                f"layer {name} ({type(self.function).__name__}) gives another output when it runs again: it reads what "
-                "its own run changes, and that is neither a buffer, a number among its attributes, nor a random state "
-                "of torch's that it holds (a tensor or a list as an attribute, a torch.Generator elsewhere). Make it "
-                "one of these, or leave the layer out of the Checkpointable"
-            )
-
-    def times(self) -> Times:
-        """The times of the stage, whose figures are known."""
+    def times(self) -> tuple[int, ...]:
+        """The times of ``Runs``, then that of the backward, in nanoseconds. The figures are known."""
+        piece = StageRun(self.function, self.x)
         with self._untouched():
-            return self._times(StageRun(self.function, self.x))
-
-    def _form(self) -> Hashable:
-        parts = Parts(self.function)
-        classes = tuple(type(m) for _, m in parts.modules) or (id(self.function),)
-        tensors = (*parts.owned.values(), *tensor_leaves(self.x))
-        return classes, configuration(parts), tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+            if self.clock is None:
+                with _uncompiled():
+                    whole, backward = modelled_times(
+                        piece, self.touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
+                    )
+                    tail = counted_tail(lambda: self.function(self.x)) // _FLOPS_PER_NS if self.saves else whole
+                return whole, whole, whole, whole - tail, backward
+            backward = self.clock.times(piece).backward
+            whole, passing, filling, stopping = self.clock.medians(self._every_run, self.device)
+            filling = max(filling, whole)
+            return whole, max(passing, whole), filling, min(stopping, filling), backward
 
     # ------------------------------------------------------------------------------------------ memory
 
@@ -170,11 +98,24 @@ class Probe:
     def _untouched(self) -> Iterator[None]:
         """Afterwards buffers, attributes and generators are as before, so that all runs are alike."""
         module = self.function if isinstance(self.function, torch.nn.Module) else torch.nn.Module()
-        with attributes_kept(module), preserved(module, []):
+        with kept(Parts(module)), preserved(module, []):
             yield
 
-    def _run(self) -> Any:
-        return self.function(self.x)
+    def _check_second_run(self, name: str) -> None:
+        """Raise ``InputError`` if a second run gives another output. Learns what buffers and attributes runs change."""
+        with self._untouched():
+            stage = self._stage()
+            first = tensor_leaves(stage.first(self.x, _no_backward))
+            assert stage.moment is not None
+            stage.moment.learn_attributes()
+            again = tensor_leaves(stage.fill(self.x, True))
+        if self.preserve_rng_state and not all(map(_alike, first, again)):
+            raise InputError(
+                f"layer {name} ({type(self.function).__name__}) gives another output when it runs again: it reads what "
+                "its own run changes, and that is neither a buffer, a number among its attributes, nor a random state "
+                "of torch's that it holds (a tensor or a list as an attribute, a torch.Generator elsewhere). Make it "
+                "one of these, or leave the layer out of the Checkpointable"
+            )
 
     def _memory(self, function: Callable[[], Any]) -> tuple[Any, int, int]:
         """(result, peak, net) of ``function`` in bytes.
@@ -188,78 +129,70 @@ class Probe:
 
     def _allocated(self, output: Any) -> int:
         """Bytes of ``output`` that the run allocated: not those of input, parameters or buffers."""
-        old = self._owned() | bytes_by_storage(tensor_leaves(self.x)).keys()
+        old = _keys([*Parts(self.function).owned.values(), *tensor_leaves(self.x)])
         return sum(size for key, size in bytes_by_storage(tensor_leaves(output)).items() if key not in old)
 
-    def _owned(self) -> set[int]:
-        return {storage_key(t) for t in Parts(self.function).owned.values()}
-
-    def _fill_peak(self, stage: Stage, *, wanted: bool) -> int:
+    def _fill_peak(self, stage: Stage, wanted: bool) -> int:
         peak = self._memory(lambda: stage.fill(self.x, wanted))[1]
         stage.clear()
         return peak
 
-    def _saved(self, stays: int) -> _Saved:
-        """What a run leaves, of which ``stays`` bytes beside its output were measured."""
+    def _saved(self) -> tuple[dict[int, int], set[int], set[int], set[int]]:
+        """By storage, the bytes that autograd saves; the storages of the input, the output, and what modules own."""
         tensors: list[torch.Tensor] = []
         with self._untouched(), each_saved(tensors.append):
-            output = self._run()
-        sizes = bytes_by_storage(tensors)
-        inputs = {storage_key(t) for t in tensor_leaves(self.x)}
-        outputs = {storage_key(t) for t in tensor_leaves(output)}
-        elsewhere = self._owned() | inputs | outputs
-        private = sum(size for key, size in sizes.items() if key not in elsewhere)
-        lasting = max(0, stays - private)
-        kept = bool(inputs & sizes.keys()), bool((outputs - inputs) & sizes.keys())
-        return _Saved(private + lasting, *kept, lasting, any=bool(sizes.keys() - self._owned()))
+            output = self.function(self.x)
+        owned = _keys(Parts(self.function).owned.values())
+        return bytes_by_storage(tensors), _keys(tensor_leaves(self.x)), _keys(tensor_leaves(output)), owned
 
-    def _backward(self, piece: StageRun, output: Any) -> _Backward:
-        if not piece.ends(tensor_leaves(output)):
-            return _Backward()
-        found = _Backward()
+    def _backward(self, output: Any) -> tuple[int, ...]:
+        """Bytes of the backward's peak beside the incoming gradient, and of the gradients of input and parameters."""
+        piece = StageRun(self.function, self.x)
         own = tuple(None if t.is_contiguous() else t.stride() for t in piece.ends(tensor_leaves(output)))
-        for piece.layouts in (None, own) if any(own) else (None,):  # the gradient may come in either layout
+        found = [(0, 0, 0)]
+        for piece.layouts in (None, own) if any(own) else (None,) if own else ():  # the gradient may come in either
             with self._untouched():
                 memory = backward_memory(piece)
             passed = bytes_by_storage(g for g in memory.inputs if g is not None)
-            this = _Backward(memory.peak - memory.incoming, sum(passed.values()), piece.parameter_gradients())
+            found.append((memory.peak - memory.incoming, sum(passed.values()), piece.parameter_gradients()))
             piece.drop_gradients()
-            found = _Backward(*map(max, astuple(found), astuple(this)))
-        return found
+        return tuple(map(max, zip(*found, strict=True)))
 
     # ------------------------------------------------------------------------------------------- times
 
-    def _times(self, piece: StageRun) -> Times:
-        if self.clock is None:
-            touched = sum(t.nbytes for t in tensor_leaves((self.x, self.output))) + self.saved.private
-            whole, backward = modelled_times(
-                piece, touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
-            )
-            tail = counted_tail(self._run) // _FLOPS_PER_NS if self.saved.any else whole
-            return Times(Runs.alike(whole, tail), backward)
-        backward = self.clock.times(piece).backward
-        whole, passing, filling, stopping = self.clock.medians(self._every_run, self.device)
-        passing, filling = max(passing, whole), max(filling, whole)
-        return Times(Runs(whole, passing, filling, min(stopping, filling)), backward)
+    def _form(self) -> Hashable:
+        parts = Parts(self.function)
+        classes = tuple(type(m) for _, m in parts.modules) or (id(self.function),)
+        tensors = (*parts.owned.values(), *tensor_leaves(self.x))
+        forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+        return classes, parts.configuration(), forms
 
     def _every_run(self, mark: Mark) -> list[tuple[Any, Any]]:
         """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""
-        spans = []
-
-        def timed(function: Callable[[], Any]) -> None:
+        stage, spans = self._stage(), []
+        for run in (
+            lambda: self._stage().keep_all(self.x),
+            lambda: stage.first(self.x, _no_backward),
+            lambda: stage.fill(self.x, True),
+            lambda: stage.fill(self.x, False),
+        ):
             read(tensor_leaves(self.x))  # which the stage before has just made
             start = mark()
-            result = function()
+            result = run()
             spans.append((start, mark()))
             del result
             stage.clear()
-
-        stage = self._stage()
-        timed(lambda: self._stage().keep_all(self.x))
-        timed(lambda: stage.first(self.x, _no_backward))
-        timed(lambda: stage.fill(self.x, True))
-        timed(lambda: stage.fill(self.x, False))
         return spans
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Operations are counted one by one, and what torch.compile sees meanwhile it would never compile again."""
+    loaded = "torch._dynamo" in sys.modules  # it takes a second, and without it nothing is compiled
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+
+def _keys(tensors: Any) -> set[int]:
+    return {storage_key(t) for t in tensors}
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,17 +13,16 @@ from rkgb.graphs import Mode
 from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.buffers import changing, configuration
-from rockmate.rotor.values import Parts
+from rockmate.rotor.parts import Parts, changing
 
 
 @dataclass(frozen=True)
 class Situation:
     """Layers and their modes, autocast, torch's settings, parameters, buffers, and the input.
 
-    ``kinds``: of parameters and inputs, and how they lie. ``configured``: plain attributes of each layer (see
-    ``configuration``). ``wants``: which parameters and inputs require grad. ``changing``: the buffers of each layer
-    that runs are known to change in place, of which copies are kept for a recompute.
+    ``kinds``: of parameters and inputs, and how they lie. ``configured``: plain attributes of each layer. ``wants``:
+    which parameters and inputs require grad. ``changing``: the buffers of each layer that runs are known to change in
+    place, of which copies are kept for a recompute.
     """
 
     layers: tuple[tuple[nn.Module, bool], ...]
@@ -46,7 +45,7 @@ class Situation:
             replace(current_mode(), grad=True),
             settings(),
             (*((p.dtype, p.device, p.shape) for p in parameters), *map(_kind, inputs)),
-            tuple(map(configuration, parts)),
+            tuple(of.configuration() for of in parts),
             tuple(t.requires_grad for t in (*parameters, *inputs)),
             tuple(tuple(t.shape) for t in inputs),
             tuple(changing(f) for f in functions),

@@ -6,32 +6,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.func import functional_call
 
 from rkgb.cost.memory import storage_bytes
 from rkgb.cost.piece import Gradients, Layouts, Tap, gradient, ignore
 from rkgb.randomness import set_random_state
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.values import Function, Parts, device_of, generator_states, mapped
+from rockmate.rotor.parts import Moment, Parts
+from rockmate.rotor.values import Function, device_of, mapped
 
 
 class StageRun:
     """A stage on the input ``x`` (``Piece`` in ``rkgb/cost/piece.py``).
 
-    Parameters are replaced by tensors in the same memory with a ``.grad`` of their own, so that the model's stay as
-    they are.
+    Its parameters are replaced by others in the same memory with a ``.grad`` of their own, so that the model's stay as
+    they are. They are parameters, too, as a compiled layer is compiled again for other kinds of tensors.
     """
 
     layouts: Layouts | None = None
 
     def __init__(self, function: Function, x: Any) -> None:
-        self.function, self.x = function, x
-        self.device = device_of(x)
-        self.states = generator_states(Parts(function), x)
+        self.function, self.x, self.device = function, x, device_of(x)
+        self.moment = Moment(Parts(function))
+        parts = self.moment.parts
+        self.states = parts.generator_states(x)
         self.anchor = torch.zeros((), requires_grad=True)
-        self.leaves: dict[str, torch.Tensor] = {}
-        if isinstance(function, torch.nn.Module):
-            self.leaves = {n: p.detach().requires_grad_(p.requires_grad) for n, p in function.named_parameters()}
+        self.leaves: dict[str, torch.Tensor] = {
+            n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in parts.parameters.items()
+        }
 
     def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
         """The tensors of the output, with history. ``collect`` gets the gradients of ``x`` from the backward."""
@@ -43,9 +44,8 @@ class StageRun:
         if tapped:
             taps = iter(Tap.apply(collect, self.anchor, *tapped))
             x = mapped(lambda t: next(taps) if t.requires_grad else t, x)
-        if isinstance(self.function, torch.nn.Module):
-            return tensor_leaves(functional_call(self.function, self.leaves, (x,)))
-        return tensor_leaves(self.function(x))
+        with self.moment.again(self.leaves):
+            return tensor_leaves(self.function(x))
 
     def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results that require grad."""

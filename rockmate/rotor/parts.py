@@ -1,0 +1,225 @@
+"""The modules of a layer at a moment, and what its runs change in them.
+
+A second run must find parameters, buffers and plain attributes as the first run found them, or it may take another
+branch; and it must leave all as it is now, since eager mode runs the layer once. Plain attributes are numbers, strings,
+None, and tuples of these. Others are not held, as they may be activations of an earlier step; what is in lists and
+dicts is not put back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.ao.quantization.fake_quantize import FakeQuantizeBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from rkgb.randomness import Drawn, generators_in, random_state
+from rkgb.storages import version_of
+from rkgb.trees import tensor_leaves
+from rockmate.rotor.values import Function
+
+Dict = dict[str, Any]
+_Learned = weakref.WeakKeyDictionary[Any, frozenset[str]]
+_NONE: frozenset[str] = frozenset()
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_OF_ALL = frozenset(vars(nn.Module())) - {"training"}
+_NORMS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
+"""These write running statistics in training, and compute nothing from them."""
+
+_changed_buffers: _Learned = weakref.WeakKeyDictionary()
+_changed_attributes: _Learned = weakref.WeakKeyDictionary()
+
+
+def changing(function: Function) -> frozenset[str]:
+    """The names of the buffers that any run of the layer ``function`` has changed in place so far."""
+    return _changed_buffers.get(function, _NONE) if isinstance(function, nn.Module) else _NONE
+
+
+class Parts:
+    """The modules of a layer, each once, and their parameters and buffers by name (``owned``: both).
+
+    ``modules``: with their names, which end with a dot; none for a plain function. ``homes``: for each parameter and
+    buffer the dictionaries that hold it, and its name there. ``held``: these dictionaries, and what they held.
+    It is one walk: torch's ``named_parameters`` and the like take a good part of the time of a small layer.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.homes: dict[str, list[tuple[Dict, str]]] = {}
+        self.held: list[tuple[Dict, Dict]] = []
+        named: dict[int, str] = {}
+        todo = [("", function)] if isinstance(function, nn.Module) else []
+        seen: set[int] = set()
+        while todo:
+            prefix, module = todo.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            self.modules.append((prefix, module))
+            todo += reversed([(f"{prefix}{k}.", m) for k, m in module._modules.items() if m is not None])
+            for owned, tensors in ((self.parameters, module._parameters), (self.buffers, module._buffers)):
+                for k, t in tensors.items():
+                    if t is not None:
+                        name = named.setdefault(id(t), prefix + k)
+                        owned.setdefault(name, t)
+                        self.homes.setdefault(name, []).append((tensors, k))
+            self.held += [(d, dict(d)) for d in (module._modules, module._parameters, module._buffers)]
+        self.owned = self.parameters | self.buffers
+
+    @classmethod
+    def again(cls, function: Function, before: Parts | None) -> Parts:
+        """Those of now; ``before``: those of an earlier moment, which are these if nothing has changed."""
+        known = before is not None and before.function is function and before.are_unchanged()
+        return before if known and before is not None else cls(function)
+
+    def are_unchanged(self) -> bool:
+        """Whether the modules have the same modules, parameters and buffers as then."""
+        return all(_is_same(d, then) for d, then in self.held)
+
+    def attributes(self) -> Iterator[tuple[nn.Module, Dict, tuple[str, ...]]]:
+        """Each module whose attributes Python holds, these, and the names of its own: not what all modules have."""
+        for _, m in self.modules:
+            if not isinstance(m, torch.jit.ScriptModule):
+                yield m, m.__dict__, _own(tuple(m.__dict__))
+
+    def configuration(self) -> tuple[tuple[str, Hashable], ...]:
+        """The plain attributes that no run was seen to change, by which people set what layers do.
+
+        Of a float only whether it is 0: rates and factors change no memory, but for operations that are left out.
+        """
+        found: list[tuple[str, Hashable]] = []
+        for module, attributes, own in self.attributes():
+            changed = _changed_attributes.get(module, _NONE)
+            plain = ((k, attributes[k]) for k in own if k not in changed and _is_plain(attributes[k]))
+            found += [(k, v != 0 if type(v) is float else v) for k, v in plain]
+        return tuple(found)
+
+    def generator_states(self, x: Any) -> dict[Drawn, torch.Tensor]:
+        """The states of the generators that a run on the input ``x`` may draw from.
+
+        These are the default generators of the CPU and of the devices of ``x`` and the parameters, and those that the
+        modules hold.
+        """
+        devices = {t.device for t in (*tensor_leaves(x), *self.parameters.values())} | {torch.device("cpu")}
+        values = (attributes[k] for _, attributes, own in self.attributes() for k in own)
+        sources: list[Drawn] = [*devices, *dict.fromkeys(generators_in(values))]
+        return {source: random_state(source) for source in sources}
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """The running statistics that batch and instance norms update in training, by name.
+
+        A class with a forward of its own may read its statistics, which are then buffers like others.
+        """
+        norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
+        names = [p + k for p in norms for k in ("running_mean", "running_var", "num_batches_tracked")]
+        return {name: self.buffers[name] for name in names if name in self.buffers}
+
+
+@lru_cache(maxsize=4096)
+def _own(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _OF_ALL)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
+
+
+def _is_same(d: Dict, then: Dict) -> bool:
+    return len(d) == len(then) and all(map(is_, d.values(), then.values())) and [*d] == [*then]
+
+
+class Moment:
+    """A layer when a run of it begins: its ``parts``, their version counters, statistics of norms, plain attributes."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.statistics = parts, parts.statistics()
+        self.versions = [version_of(t) for t in parts.owned.values()]
+        self.plain = [(m, d, tuple(d), {k: v for k in own if _is_plain(v := d[k])}) for m, d, own in parts.attributes()]
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """Copies of the buffers, to see later which of them the run changed: some operations leave version counters
+        alone. A buffer may change in some runs only (a codebook at every third step), so all are copied.
+        """
+        return {n: b.clone() for n, b in self.parts.buffers.items() if n not in self.statistics}
+
+    def learn_buffers(self, copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """After the run: note which buffers it changed in place, statistics of norms left out.
+
+        Returns of the ``copies`` those of buffers that this run, or an earlier one, changed: a plan counts them. What
+        fake quantizations observe always counts as changed.
+        """
+        parts = self.parts
+        if len(parts.buffers) > len(self.statistics):
+            versions = zip(parts.owned.items(), self.versions, strict=True)
+            names = {n for (n, t), then in versions if n in parts.buffers and version_of(t) != then}
+            names |= {n for n, copy in copies.items() if not torch.equal(parts.buffers[n], copy)}
+            quantizers = [(prefix, m) for prefix, m in parts.modules if isinstance(m, FakeQuantizeBase)]
+            names |= {prefix + k for prefix, m in quantizers for k, _ in m.named_buffers()} & parts.buffers.keys()
+            _changed_buffers[parts.function] = changing(parts.function) | names - self.statistics.keys()
+        return {n: copies[n] for n in changing(parts.function) if n in copies}
+
+    def learn_attributes(self) -> None:
+        """After the run: note which plain attributes it changed."""
+        for module, now, _, plain in self.plain:
+            if names := {k for k, v in plain.items() if now.get(k) != v}:
+                _changed_attributes[module] = _changed_attributes.get(module, _NONE) | names
+
+    def check(self, name: str, scratch: dict[str, torch.Tensor]) -> None:
+        """Raise ``RuntimeError`` if a parameter or buffer of the layer called ``name`` was changed in place since.
+
+        ``scratch``: those of which there is a copy.
+        """
+        for (k, t), then in zip(self.parts.owned.items(), self.versions, strict=True):
+            if version_of(t) != then and k not in scratch:
+                parameter = isinstance(t, nn.Parameter)
+                before = "optimizer.step()" if parameter else "the next forward, or what else changes it"
+                raise RuntimeError(
+                    f"{k} of {name} was changed in place between forward and backward, and the layer has to run "
+                    f"again: call backward before {before}"
+                )
+
+    @contextmanager
+    def again(self, instead: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Meanwhile the layer is as it was then, with other tensors ``instead`` of some parameters and buffers;
+        afterwards it is as it is now.
+        """
+        parts = self.parts
+        with kept(parts):
+            if not parts.are_unchanged():
+                for d, then in parts.held:
+                    d.clear()
+                    d.update(then)
+            for name, t in instead.items():
+                for d, key in parts.homes[name]:
+                    d[key] = t
+            for _, d, names, plain in self.plain:
+                if tuple(d) != names:
+                    for name in d.keys() - set(names):
+                        del d[name]
+                d.update(plain)
+            yield
+
+
+@contextmanager
+def kept(parts: Parts) -> Iterator[None]:
+    """Afterwards the modules have the same attributes, parameters and buffers as before."""
+    dicts = [d for d, _ in parts.held] + [d for _, d, _ in parts.attributes()]
+    before = [(d, dict(d)) for d in dicts]
+    try:
+        yield
+    finally:
+        for d, then in before:
+            if not _is_same(d, then):
+                d.clear()
+                d.update(then)
