@@ -1,4 +1,4 @@
-"""rotor runs layers under torch.compile as they are: compiled, in the first run and in later ones, and outside of it."""
+"""rotor runs layers under torch.compile as they are: compiled, in first and later runs, and outside of it afterwards."""
 
 from __future__ import annotations
 
