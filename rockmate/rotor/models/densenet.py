@@ -6,6 +6,7 @@ parameters and buffers are torchvision's, so its state dicts load.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 
 import torch
@@ -45,30 +46,24 @@ class DenseNet(nn.Sequential):
         drop_rate: float = 0.0,
         num_classes: int = 1000,
     ) -> None:
-        super().__init__()
-        features = nn.Sequential()
-        features.add_module("conv0", nn.Conv2d(3, num_init_features, 7, 2, padding=3, bias=False))
-        features.add_module("norm0", BatchNorm2dReLU(num_init_features))
+        width, features = num_init_features, nn.Sequential()
+        features.add_module("conv0", nn.Conv2d(3, width, 7, 2, padding=3, bias=False))
+        features.add_module("norm0", BatchNorm2dReLU(width))
         features.add_module("pool0", nn.MaxPool2d(3, 2, padding=1))
-        width = num_init_features
         for k, count in enumerate(block_config, start=1):
+            if k > 1:
+                half = BatchNorm2dReLU(width), nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2, 2)
+                transition = OrderedDict(zip(("norm", "conv", "pool"), half, strict=True))
+                features.add_module(f"transition{k - 1}", nn.Sequential(transition))
+                width //= 2
             block = nn.Sequential()
             for n in range(1, count + 1):
                 block.add_module(f"denselayer{n}", DenseLayer(width, growth_rate, bn_size, drop_rate))
                 width += growth_rate
             features.add_module(f"denseblock{k}", block)
-            if k < len(block_config):
-                transition = nn.Sequential()
-                transition.add_module("norm", BatchNorm2dReLU(width))
-                transition.add_module("conv", nn.Conv2d(width, width // 2, 1, bias=False))
-                transition.add_module("pool", nn.AvgPool2d(2, 2))
-                features.add_module(f"transition{k}", transition)
-                width //= 2
         features.add_module("norm5", BatchNorm2dReLU(width))
-        self.add_module("features", features)
-        self.add_module("avgpool", nn.AdaptiveAvgPool2d(1))
-        self.add_module("flatten", nn.Flatten())
-        self.add_module("classifier", nn.Linear(width, num_classes))
+        ends = features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)
+        super().__init__(OrderedDict(zip(("features", "avgpool", "flatten", "classifier"), ends, strict=True)))
         initialize(self, "fan_in")
 
 

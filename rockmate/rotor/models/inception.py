@@ -7,11 +7,34 @@ The auxiliary classifier hangs at the side of the chain and is left out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+_POOLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "avg": lambda x: F.avg_pool2d(x, 3, stride=1, padding=1),
+    "max": lambda x: F.max_pool2d(x, 3, stride=2),
+}
+# Branches are parted by ";". A step is a pool, or a convolution: name, outputs, kernel (11 if none), and "/" if it halves
+# the image, where it is not padded. Convolutions joined by "+" read the same, and are concatenated.
+_DOUBLE = "3x3dbl_1 64, 3x3dbl_2 96 33, 3x3dbl_3 96 33"
+_AT_35 = "1x1 64; 5x5_1 48, 5x5_2 64 55; " + _DOUBLE + "; avg, _pool {}"
+_AT_17 = (
+    "1x1 192; 7x7_1 {0}, 7x7_2 {0} 17, 7x7_3 192 71; "
+    "7x7dbl_1 {0}, 7x7dbl_2 {0} 71, 7x7dbl_3 {0} 17, 7x7dbl_4 {0} 71, 7x7dbl_5 192 17; avg, _pool 192"
+)
+_AT_8 = (
+    "1x1 320; 3x3_1 384, 3x3_2a 384 13 + 3x3_2b 384 31; "
+    "3x3dbl_1 448, 3x3dbl_2 384 33, 3x3dbl_3a 384 13 + 3x3dbl_3b 384 31; avg, _pool 192"
+)
+_MIXED = {
+    **{f"Mixed_5{k}": _AT_35.format(pool) for k, pool in zip("bcd", (32, 64, 64), strict=True)},
+    "Mixed_6a": f"3x3 384 33/; {_DOUBLE}/; max",
+    **{f"Mixed_6{k}": _AT_17.format(inner) for k, inner in zip("bcde", (128, 160, 160, 192), strict=True)},
+    "Mixed_7a": "3x3_1 192, 3x3_2 320 33/; 7x7x3_1 192, 7x7x3_2 192 17, 7x7x3_3 192 71, 7x7x3_4 192 33/; max",
+    **{f"Mixed_7{k}": _AT_8 for k in "bc"},
+}
 
 
 class BasicConv2d(nn.Module):
@@ -27,130 +50,38 @@ class BasicConv2d(nn.Module):
         return F.relu(self.bn(self.conv(x)), inplace=True)
 
 
-@dataclass(frozen=True)
-class Conv:
-    """A ``BasicConv2d`` by name; ``same``: padded so that the size stays."""
-
-    name: str
-    outputs: int
-    kernel: tuple[int, int] = (1, 1)
-    stride: int = 1
-    same: bool = True
-
-
-Step = Conv | str | tuple[Conv, Conv]
-Branch = tuple[Step, ...]
-_POOLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "avg": lambda x: F.avg_pool2d(x, 3, stride=1, padding=1),
-    "max": lambda x: F.max_pool2d(x, 3, stride=2),
-}
-
-
 class Mixed(nn.Module):
-    """Branches side by side, their results concatenated. A pair of convolutions is a fork, concatenated too."""
+    """Branches side by side, their results concatenated; ``text`` as above."""
 
-    def __init__(self, inputs: int, branches: tuple[Branch, ...]) -> None:
+    def __init__(self, inputs: int, text: str) -> None:
         super().__init__()
-        self.branches = branches
+        self.branches: list[list[list[str]]] = []
         self.outputs = 0
-        for branch in branches:
-            width = inputs
-            for step in branch:
-                forks = () if isinstance(step, str) else step if isinstance(step, tuple) else (step,)
-                for c in forks:
-                    self.add_module(c.name, BasicConv2d(width, c.outputs, c.kernel, c.stride, c.same))
-                width = sum(c.outputs for c in forks) or width
+        for branch in text.split("; "):
+            width, steps = inputs, []
+            for step in branch.split(", "):
+                forks = [fork.split() for fork in step.split(" + ")]
+                steps.append([forks[0][0] if step in _POOLS else f"branch{name}" for name, *_ in forks])
+                if step not in _POOLS:
+                    for name, outputs, *kernel in forks:
+                        k = kernel[0] if kernel else "11"
+                        shape, halves = (int(k[0]), int(k[1])), k.endswith("/")
+                        self.add_module(
+                            f"branch{name}", BasicConv2d(width, int(outputs), shape, 1 + halves, not halves)
+                        )
+                    width = sum(int(outputs) for _, outputs, *_ in forks)
+            self.branches.append(steps)
             self.outputs += width
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         results = []
-        for branch in self.branches:
+        for steps in self.branches:
             y = x
-            for step in branch:
-                if isinstance(step, str):
-                    y = _POOLS[step](y)
-                elif isinstance(step, tuple):
-                    y = torch.cat([self.get_submodule(c.name)(y) for c in step], 1)
-                else:
-                    y = self.get_submodule(step.name)(y)
+            for names in steps:
+                made = [_POOLS[name](y) if name in _POOLS else self.get_submodule(name)(y) for name in names]
+                y = made[0] if len(made) == 1 else torch.cat(made, 1)
             results.append(y)
         return torch.cat(results, 1)
-
-
-def _mixed_35(pool: int) -> tuple[Branch, ...]:
-    return (
-        (Conv("branch1x1", 64),),
-        (Conv("branch5x5_1", 48), Conv("branch5x5_2", 64, (5, 5))),
-        (
-            Conv("branch3x3dbl_1", 64),
-            Conv("branch3x3dbl_2", 96, (3, 3)),
-            Conv("branch3x3dbl_3", 96, (3, 3)),
-        ),
-        ("avg", Conv("branch_pool", pool)),
-    )
-
-
-_MIXED_35_TO_17: tuple[Branch, ...] = (
-    (Conv("branch3x3", 384, (3, 3), 2, False),),
-    (
-        Conv("branch3x3dbl_1", 64),
-        Conv("branch3x3dbl_2", 96, (3, 3)),
-        Conv("branch3x3dbl_3", 96, (3, 3), 2, False),
-    ),
-    ("max",),
-)
-
-
-def _mixed_17(inner: int) -> tuple[Branch, ...]:
-    return (
-        (Conv("branch1x1", 192),),
-        (Conv("branch7x7_1", inner), Conv("branch7x7_2", inner, (1, 7)), Conv("branch7x7_3", 192, (7, 1))),
-        (
-            Conv("branch7x7dbl_1", inner),
-            Conv("branch7x7dbl_2", inner, (7, 1)),
-            Conv("branch7x7dbl_3", inner, (1, 7)),
-            Conv("branch7x7dbl_4", inner, (7, 1)),
-            Conv("branch7x7dbl_5", 192, (1, 7)),
-        ),
-        ("avg", Conv("branch_pool", 192)),
-    )
-
-
-_MIXED_17_TO_8: tuple[Branch, ...] = (
-    (Conv("branch3x3_1", 192), Conv("branch3x3_2", 320, (3, 3), 2, False)),
-    (
-        Conv("branch7x7x3_1", 192),
-        Conv("branch7x7x3_2", 192, (1, 7)),
-        Conv("branch7x7x3_3", 192, (7, 1)),
-        Conv("branch7x7x3_4", 192, (3, 3), 2, False),
-    ),
-    ("max",),
-)
-
-_MIXED_8: tuple[Branch, ...] = (
-    (Conv("branch1x1", 320),),
-    (Conv("branch3x3_1", 384), (Conv("branch3x3_2a", 384, (1, 3)), Conv("branch3x3_2b", 384, (3, 1)))),
-    (
-        Conv("branch3x3dbl_1", 448),
-        Conv("branch3x3dbl_2", 384, (3, 3)),
-        (Conv("branch3x3dbl_3a", 384, (1, 3)), Conv("branch3x3dbl_3b", 384, (3, 1))),
-    ),
-    ("avg", Conv("branch_pool", 192)),
-)
-
-_MIXED: dict[str, tuple[Branch, ...]] = {
-    "Mixed_5b": _mixed_35(32),
-    "Mixed_5c": _mixed_35(64),
-    "Mixed_5d": _mixed_35(64),
-    "Mixed_6a": _MIXED_35_TO_17,
-    "Mixed_6b": _mixed_17(128),
-    "Mixed_6c": _mixed_17(160),
-    "Mixed_6d": _mixed_17(160),
-    "Mixed_6e": _mixed_17(192),
-    "Mixed_7a": _MIXED_17_TO_8,
-    "Mixed_7b": _MIXED_8,
-    "Mixed_7c": _MIXED_8,
-}
 
 
 class Inception3(nn.Sequential):
@@ -166,8 +97,8 @@ class Inception3(nn.Sequential):
         self.add_module("Conv2d_4a_3x3", BasicConv2d(80, 192, (3, 3), 1, False))
         self.add_module("maxpool2", nn.MaxPool2d(3, 2))
         width = 192
-        for name, branches in _MIXED.items():
-            mixed = Mixed(width, branches)
+        for name, text in _MIXED.items():
+            mixed = Mixed(width, text)
             self.add_module(name, mixed)
             width = mixed.outputs
         self.add_module("avgpool", nn.AdaptiveAvgPool2d(1))

@@ -10,33 +10,33 @@ from functools import partial
 import torch
 from torch import nn
 
-from rockmate.rotor.models.utils import AtomicSequential, BatchNorm2dReLU
+from rockmate.rotor.models.utils import AtomicSequential, BatchNorm2dReLU, initialize
 
 
 class Residual(nn.Module):
-    """``relu(body(x) + shortcut(x))``; a subclass makes the body of named layers."""
+    """``relu(body(x) + shortcut(x))``; the body has convolutions of ``widths``, kernels and strides as given."""
 
-    expansion = 1
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(
+        self, inputs: int, widths: tuple[int, ...], kernels: tuple[int, ...], strides: tuple[int, ...]
+    ) -> None:
         super().__init__()
-        outputs = width * self.expansion
-        self.make_body(inputs, width, stride)
+        pairs = zip((inputs, *widths), widths, kernels, strides, strict=False)
+        for k, (before, after, kernel, stride) in enumerate(pairs, 1):
+            norm = nn.BatchNorm2d if k == len(widths) else BatchNorm2dReLU
+            self.add_module(f"conv{k}", nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False))
+            self.add_module(f"bn{k}", norm(after))
+        self.body = [*self._modules]
+        outputs, stride = widths[-1], max(strides)
         self.downsample: nn.Module | None = None
-        if stride != 1 or inputs != outputs:
-            self.downsample = AtomicSequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+        if stride > 1 or inputs != outputs:
+            shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            self.downsample = AtomicSequential(*shortcut)
         self.relu = nn.ReLU(inplace=True)
 
-    def make_body(self, inputs: int, width: int, stride: int) -> None:
-        raise NotImplementedError
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.body(x)
+        out = x
+        for name in self.body:
+            out = self._modules[name](out)  # type: ignore[misc]
         out += x if self.downsample is None else self.downsample(x)
         y: torch.Tensor = self.relu(out)
         return y
@@ -45,15 +45,10 @@ class Residual(nn.Module):
 class BasicBlock(Residual):
     """Two 3x3 convolutions."""
 
-    def make_body(self, inputs: int, width: int, stride: int) -> None:
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
-        self.bn1 = BatchNorm2dReLU(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
+    expansion = 1
 
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.bn2(self.conv2(self.bn1(self.conv1(x))))
-        return y
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__(inputs, (width, width), (3, 3), (stride, 1))
 
 
 class Bottleneck(Residual):
@@ -61,41 +56,33 @@ class Bottleneck(Residual):
 
     expansion = 4
 
-    def make_body(self, inputs: int, width: int, stride: int) -> None:
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.bn1 = BatchNorm2dReLU(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.bn2 = BatchNorm2dReLU(width)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(4 * width)
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.bn3(self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x))))))
-        return y
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__(inputs, (width, width, 4 * width), (1, 3, 1), (1, stride, 1))
 
 
 class ResNet(nn.Sequential):
     """Images (batch, 3, height, width) to scores (batch, ``num_classes``)."""
 
-    def __init__(self, block: type[Residual], layers: tuple[int, int, int, int], num_classes: int = 1000) -> None:
+    def __init__(
+        self, block: type[BasicBlock | Bottleneck], layers: tuple[int, int, int, int], num_classes: int = 1000
+    ) -> None:
         super().__init__()
         self.add_module("conv1", nn.Conv2d(3, 64, 7, 2, padding=3, bias=False))
         self.add_module("bn1", BatchNorm2dReLU(64))
         self.add_module("maxpool", nn.MaxPool2d(3, 2, padding=1))
         inputs = 64
         for k, count in enumerate(layers):
-            width = 64 * 2**k
-            outputs = width * block.expansion
-            first = block(inputs, width, 1 if k == 0 else 2)
-            rest = [block(outputs, width, 1) for _ in range(count - 1)]
-            self.add_module(f"layer{k + 1}", nn.Sequential(first, *rest))
-            inputs = outputs
+            part = nn.Sequential()
+            for n in range(count):
+                part.append(block(inputs, 64 * 2**k, 2 if k and not n else 1))
+                inputs = 64 * 2**k * block.expansion
+            self.add_module(f"layer{k + 1}", part)
         self.add_module("avgpool", nn.AdaptiveAvgPool2d(1))
         self.add_module("flatten", nn.Flatten())
         self.add_module("fc", nn.Linear(inputs, num_classes))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                initialize(module, "fan_out")
 
 
 resnet18 = partial(ResNet, BasicBlock, (2, 2, 2, 2))

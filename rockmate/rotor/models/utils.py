@@ -20,36 +20,30 @@ class ReLUAtEnd(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
-        self.relu = nn.ReLU(inplace=True)
+        self.module, self.relu = module, nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.relu(self.module(x))
         return y
 
 
-# The same with the names of the parameters as without the ReLU, so that state dicts fit.
+class _ReLUAfter(nn.Module):
+    """The same with the names of the parameters as without the ReLU, so that state dicts fit."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.relu(super().forward(input), inplace=True)  # type: ignore[misc]
 
 
-class Conv2dReLU(nn.Conv2d):
+class Conv2dReLU(_ReLUAfter, nn.Conv2d):
     """A convolution and an in-place ReLU on its result."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.relu(super().forward(input), inplace=True)
 
-
-class LinearReLU(nn.Linear):
+class LinearReLU(_ReLUAfter, nn.Linear):
     """A linear layer and an in-place ReLU on its result."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.relu(super().forward(input), inplace=True)
 
-
-class BatchNorm2dReLU(nn.BatchNorm2d):
+class BatchNorm2dReLU(_ReLUAfter, nn.BatchNorm2d):
     """A batch norm and an in-place ReLU on its result."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.relu(super().forward(input), inplace=True)
 
 
 def initialize(model: nn.Module, mode: str, linear_std: float | None = None) -> None:
