@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ from rockmate.calls.surroundings import (
 )
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.planning.checks import gets_sizes, refuse_lazy
-from rockmate.rotor.checks import check_tensors
 from rockmate.rotor.execution import Call
-from rockmate.rotor.inspection import Measured, measure_chain
+from rockmate.rotor.inspection import check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
 from rockmate.rotor.parts import Parts
 from rockmate.rotor.situation import Situation
@@ -36,9 +36,6 @@ from solvers.rotor.ops import Sequence
 from solvers.rotor.plans import ALGORITHMS, simplest
 from solvers.rotor.walk import Walked, walk_sequence
 
-# Room for the loss, beside the outputs and their gradients, in multiples of the outputs in single precision. Cross
-# entropy takes one, a mean square three.
-_LOSS_OUTPUTS = 3
 # Attributes that belong to one situation, and how many earlier situations are remembered.
 _OF_A_SITUATION = ("_situation", "_measured", "names", "chain", "sequence")
 _MOST_EARLIER = 8
@@ -101,7 +98,7 @@ class Checkpointable(nn.Module):
         self.algo = "persistent"
         self.chain: Chain | None = None
         self.sequence: Sequence | None = None
-        self._measured: Measured | None = None
+        self._measured: Chain | None = None
         self._situation: Situation | None = None
         self._earlier: list[dict[str, Any]] = []
         self._parts: list[Parts] = []
@@ -144,11 +141,8 @@ class Checkpointable(nn.Module):
         """Make ``chain`` from what was measured, in slots of ``mem_limit / mem_slots`` bytes."""
         if self._measured is None:
             raise InputError("nothing has been measured: call measure(sample) before compute_sequence()")
-        m = self._measured.chain
         unit = max(1, -(-parse_bytes(mem_limit) // self.mem_slots))
-        floats = self._measured.output_floats
-        loss = _LOSS_OUTPUTS * floats + max(0, floats - m.output_gradient) + self.loss_tmp_memory_usage
-        self.chain = Chain(m.stages, m.values, m.output_gradient, loss, unit)
+        self.chain = replace(self._measured, loss=self._measured.loss + self.loss_tmp_memory_usage, unit=unit)
 
     def compute_sequence(
         self,

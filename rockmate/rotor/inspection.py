@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -13,31 +13,26 @@ import torch
 from rkgb.cost.clock import Clock
 from rkgb.cost.memory import storage_bytes
 from rkgb.device import kind_of, one_device
+from rkgb.randomness import refuse_unseen_draws
 from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
+from rkgb.trace.code import watched
+from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.checks import warm_up
-from rockmate.rotor.parts import Parts, kept
+from rockmate.rotor.parts import Function, Parts, device_of, kept, mapped, versions_of
 from rockmate.rotor.probe import Probe
-from rockmate.rotor.values import Function
 from solvers.rotor.chain import Chain, Runs, Stage
 
-__all__ = ["Chain", "Measured", "measure_chain"]
+__all__ = ["Chain", "measure_chain"]
 
 TIMED = 5
 """Equal stages that are timed, at most; all have the medians of their times."""
 
-
-@dataclass(frozen=True)
-class Measured:
-    """A measured chain.
-
-    ``output_floats``: bytes of the outputs if each number takes at least four, as losses compute in single precision.
-    """
-
-    chain: Chain
-    output_floats: int
+_LOSS_OUTPUTS = 3
+"""Room for the loss, beside the outputs and their gradients, in multiples of the outputs in single precision, in which
+losses compute. Cross entropy takes one, a mean square three.
+"""
 
 
 def measure_chain(
@@ -47,7 +42,7 @@ def measure_chain(
     costs: str = "measured",
     repeat: int = 3,
     preserve_rng_state: bool = True,
-) -> Measured:
+) -> Chain:
     """The chain of ``functions``, measured on ``sample`` (a tensor, or what the first function takes).
 
     Times are in nanoseconds, memory is in bytes of the allocator. ``costs``: "measured" takes medians of ``repeat``
@@ -59,8 +54,8 @@ def measure_chain(
     """
     measured: list[tuple[Stage, Hashable]] = []
     times: dict[Hashable, list[tuple[int, ...]]] = {}
-    identities: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensor_leaves(sample))}
-    values = [tuple(identities.values())]
+    storages: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensor_leaves(sample))}
+    values = [tuple(storages.values())]
     x = sample
     modules = torch.nn.ModuleList([f for f in functions if isinstance(f, torch.nn.Module)])
     inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensor_leaves(sample)))
@@ -78,12 +73,19 @@ def measure_chain(
                     known.append(probe.times())
             del probe
             measured.append((stage, key))
-            identities = _identities(function, x, identities, len(functions) + i * 1000)
-            values.append(tuple({storage_key(t): identities[storage_key(t)] for t in tensor_leaves(x)}.values()))
-    gradient = sum(storage_bytes(t) for t in tensor_leaves(x) if t.requires_grad)
-    floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in tensor_leaves(x) if t.requires_grad)
+            # Those of parameters and buffers have no bytes, those of the input are known.
+            before = {storage_key(t): (-1, 0) for t in Parts(function).owned.values()} | storages
+            new = {
+                storage_key(t): (len(functions) + 1000 * i + k, storage_bytes(t))
+                for k, t in enumerate(tensor_leaves(x))
+            }
+            storages = {key: before.get(key, found) for key, found in new.items()}
+            values.append(tuple(storages.values()))
+    outputs = [t for t in tensor_leaves(x) if t.requires_grad]
+    gradient = sum(map(storage_bytes, outputs))
+    floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in outputs)
     stages = tuple(_timed(stage, times[key]) for stage, key in measured)
-    return Measured(Chain(stages, tuple(values), gradient), floats)
+    return Chain(stages, tuple(values), gradient, _LOSS_OUTPUTS * floats + max(0, floats - gradient))
 
 
 def _timed(stage: Stage, times: list[tuple[int, ...]]) -> Stage:
@@ -106,17 +108,50 @@ def _named(i: int, name: str) -> Iterator[None]:
         ) from error
 
 
-def _identities(
-    function: Function, output: Any, before: dict[int, tuple[int, int]], fresh: int
-) -> dict[int, tuple[int, int]]:
-    """(identity, bytes) of the storages of ``output`` and of those ``before``.
+def warm_up(function: Function, x: Any, where: tuple[int, str], preserve_rng_state: bool) -> None:
+    """Run a stage for the first time, on ``x``, and check that it can run again with the same result.
 
-    A new storage gets an identity from ``fresh`` on; one of a parameter or buffer has 0 bytes.
+    ``where``: the layer's number and name. ``preserve_rng_state``: whether it must draw the same numbers again. Raises
+    ``InputError`` if it changes its input in place, draws from generators that are not torch's, or returns what
+    ``check_tensors`` refuses.
     """
-    owned = {storage_key(t) for t in Parts(function).owned.values()}
-    known = dict(before)
-    here: dict[int, tuple[int, int]] = {}
-    for k, t in enumerate(tensor_leaves(output)):
-        key = storage_key(t)
-        here[key] = known.get(key, (fresh + k, 0 if key in owned else storage_bytes(t)))
-    return here
+    device = device_of(x)
+    kind = kind_of(device)
+    x = mapped(lambda t: t.detach(), x)
+    versions = versions_of(x)
+    layer, outputs = f"layer {where[0]} ({where[1]})", list[Any]()
+
+    def run() -> None:
+        with torch.no_grad():
+            outputs.append(function(x))
+
+    with watched() as watch, other_draws(watch) as drawn:
+        run()
+    if kind.keeps_workspaces and not drawn:
+        kind.first_use(run, device)
+    if versions != versions_of(x):
+        raise InputError(in_place_message(*where))
+    if drawn and preserve_rng_state:
+        raise InputError(
+            f"{layer} draws from {drawn[0]}, where it would draw other numbers when it runs again: draw with "
+            "torch instead (torch.rand(()) < p)"
+        )
+    if preserve_rng_state and isinstance(function, torch.nn.Module):
+        refuse_unseen_draws(function, device, layer)
+    check_tensors(outputs[0], f"{layer} returns")
+
+
+def in_place_message(i: int, name: str) -> str:
+    """The error of layer ``i``, called ``name``, that changes its input in place, and what to do."""
+    return (
+        f"layer {i} ({name}) changes its input in place, so it cannot run again from it. Make it out of place, or "
+        "join it with the layer before: rotor.models.utils.ReLUAtEnd(layer) is layer and an in-place ReLU in one"
+    )
+
+
+def check_tensors(value: Any, where: str) -> None:
+    """Raise ``InputError`` for tensors in ``value`` whose bytes cannot be counted; ``where`` begins the sentence."""
+    for t in tensor_leaves(value):
+        if t.is_meta or t.layout != torch.strided:
+            kind = "a tensor on the meta device" if t.is_meta else f"a tensor of the layout {t.layout}"
+            raise InputError(f"{where} {kind}, whose memory cannot be measured: use dense tensors with values")

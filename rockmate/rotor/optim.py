@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.execution import Call
-from rockmate.rotor.values import Function
+from rockmate.rotor.parts import Function
 from solvers.rotor.ops import Operation, Sequence
 
 

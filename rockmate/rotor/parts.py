@@ -1,4 +1,4 @@
-"""The modules of a layer at a moment, and what its runs change in them.
+"""The modules and values of a layer at a moment, and what its runs change in the modules.
 
 A second run must find parameters, buffers and plain attributes as the first run found them, or it may take another
 branch; and it must leave all as it is now, since eager mode runs the layer once. Plain attributes are numbers, strings,
@@ -9,8 +9,9 @@ dicts is not put back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import is_
 from typing import Any
@@ -20,11 +21,14 @@ from torch import nn
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils import _pytree as pytree
 
 from rkgb.randomness import Drawn, generators_in, random_state
 from rkgb.storages import version_of
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.values import Function
+
+Function = Callable[[Any], Any]
+"""A stage: a module or a function of one value (a tensor, or a structure of tensors)."""
 
 Dict = dict[str, Any]
 _Learned = weakref.WeakKeyDictionary[Any, frozenset[str]]
@@ -223,3 +227,47 @@ def kept(parts: Parts) -> Iterator[None]:
             if not _is_same(d, then):
                 d.clear()
                 d.update(then)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value from which a stage is recomputed, and the version counters of its tensors."""
+
+    value: Any
+    versions: list[int]
+
+    @classmethod
+    def of(cls, x: Any) -> Held:
+        """``x`` without its history, as it is now."""
+        return cls(detached(x), versions_of(x))
+
+    def read(self, name: str) -> Any:
+        """The value; ``name`` is the stage's. Raises ``RuntimeError`` if it was changed in place since."""
+        if versions_of(self.value) != self.versions:
+            raise RuntimeError(
+                f"the input of {name} was changed in place between forward and backward, and the layer has to run "
+                "again from it: change a copy of it, or call backward first"
+            )
+        return self.value
+
+
+def versions_of(value: Any) -> list[int]:
+    """The version counters of the tensors in ``value``."""
+    return [version_of(t) for t in tensor_leaves(value)]
+
+
+def detached(value: Any) -> Any:
+    """The same memory without history, requiring grad where the original does."""
+    return mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
+
+
+def device_of(x: Any) -> torch.device:
+    """The device of the first tensor in ``x``; the CPU where there is none."""
+    return next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
+
+
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with ``change(t)`` for each tensor t in it."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return pytree.tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, value)

@@ -12,18 +12,17 @@ import torch
 
 from rkgb.cost.clock import Clock, Mark, read
 from rkgb.cost.counted import counted_tail, modelled_times
-from rkgb.cost.memory import bytes_by_storage, measure_memory
-from rkgb.cost.piece import backward_memory
+from rkgb.cost.memory import bytes_by_storage, measure_memory, storage_bytes
+from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, gradient, ignore
 from rkgb.cost.saved import each_saved
 from rkgb.program import same
+from rkgb.randomness import set_random_state
 from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.parts import Parts, kept
-from rockmate.rotor.stage_run import StageRun
+from rockmate.rotor.parts import Function, Moment, Parts, detached, device_of, kept, mapped
 from rockmate.rotor.stages import Stage
-from rockmate.rotor.values import Function, detached, device_of
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Runs
 
@@ -183,6 +182,56 @@ class Probe:
             del result
             stage.clear()
         return spans
+
+
+class StageRun:
+    """A stage on the input ``x`` (``Piece`` in ``rkgb/cost/piece.py``).
+
+    Its parameters are replaced by others in the same memory with a ``.grad`` of their own, so that the model's stay as
+    they are. They are parameters, too, as a compiled layer is compiled again for other kinds of tensors.
+    """
+
+    layouts: Layouts | None = None
+
+    def __init__(self, function: Function, x: Any) -> None:
+        self.function, self.x, self.device = function, x, device_of(x)
+        self.moment = Moment(Parts(function))
+        parts = self.moment.parts
+        self.states = parts.generator_states(x)
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.leaves: dict[str, torch.Tensor] = {
+            n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in parts.parameters.items()
+        }
+
+    def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
+        """The tensors of the output, with history. ``collect`` gets the gradients of ``x`` from the backward."""
+        self.drop_gradients()
+        for source, state in self.states.items():
+            set_random_state(source, state)  # all runs take one path
+        x = self.x
+        tapped = [t for t in tensor_leaves(x) if t.requires_grad]
+        if tapped:
+            taps = iter(Tap.apply(collect, self.anchor, *tapped))
+            x = mapped(lambda t: next(taps) if t.requires_grad else t, x)
+        with self.moment.again(self.leaves):
+            return tensor_leaves(self.function(x))
+
+    def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results that require grad."""
+        return [t for t in results if t.requires_grad]
+
+    def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """New gradients of ones for ``ends(results)``."""
+        return [gradient(t.shape, None, t.dtype, t.device) for t in self.ends(results)]
+
+    def drop_gradients(self) -> None:
+        """Remove the ``.grad`` of all parameters of this run."""
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    def parameter_gradients(self) -> int:
+        """Bytes of the gradients of parameters that a backward has made."""
+        return sum(storage_bytes(leaf.grad) for leaf in self.leaves.values() if leaf.grad is not None)
 
 
 def _uncompiled() -> AbstractContextManager[None]:

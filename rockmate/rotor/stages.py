@@ -20,8 +20,7 @@ from rkgb.randomness import Drawn, drawing_again, random_state
 from rkgb.storages import storage_key
 from rkgb.trace.code import not_compiled
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.parts import Moment, Parts
-from rockmate.rotor.values import Function, detached
+from rockmate.rotor.parts import Function, Moment, Parts, detached
 from rockmate.run.slots import changed
 
 Prepare = Callable[[int], None]

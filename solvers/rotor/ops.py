@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, overload
+from typing import Any, ClassVar
 
 from solvers.errors import ScheduleError
 
@@ -95,11 +95,7 @@ class Sequence:
             operations.append(_KINDS[match[1]](int(match[2])) if match else Loss())
         return cls(tuple(operations))
 
-    @overload
-    def __getitem__(self, index: int) -> Operation: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Operation, ...]: ...
-    def __getitem__(self, index: int | slice) -> Operation | tuple[Operation, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self.operations[index]
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from solvers.chain.revolve import Splits, binomial_splits
 from solvers.chain.table import ChainTable
@@ -41,9 +42,7 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
         return everything
     fitting: list[Sequence] = []
     for nominal in _NOMINAL:
-        sequences, top = _from_table(chain, limit, slots, nominal, name)
-        fitting += sequences
-        if not top:
+        if not _from_table(chain, limit, max(1, int(nominal * limit / slots)), slots, name, fitting):
             break
     if chain.length > _LONG and fitting:
         return _fastest(chain, limit, fitting)
@@ -65,32 +64,28 @@ def simplest(chain: Chain, limit: int, slots: int) -> Sequence:
     return segments if alike else fastest
 
 
-def _from_table(chain: Chain, limit: int, slots: int, nominal: float, name: str) -> tuple[list[Sequence], bool]:
-    """The sequence of the largest nominal memory whose walked peak fits; whether it is the last of the table.
+def _from_table(chain: Chain, limit: int, unit: int, slots: int, name: str, fitting: list[Sequence]) -> bool:
+    """Add sequences whose walked peak fits, the last of the largest nominal memory; whether the table ends there.
 
     Except for rounding, walked peaks grow with the nominal memory, so bisection finds it.
     """
-    unit = max(1, int(nominal * limit / slots))
     table = ChainTable(costs_of(chain, unit), unit, slots)
     steps = table.breakpoints()
-    fitting: list[Sequence] = []
     low, high = 0, len(steps)
     while low < high:
         middle = (low + high) // 2
         sequence = Sequence(from_table(table, steps[middle]), name)
         if walk_sequence(chain, sequence).peak <= limit:
-            fitting, low = [sequence], middle + 1
+            fitting.append(sequence)
+            low = middle + 1
         else:
             high = middle
-    return fitting, bool(steps) and low == len(steps)
+    return bool(steps) and low == len(steps)
 
 
 def no_checkpoint_sequence(chain: Chain) -> Sequence:
     """Keep everything, recompute nothing."""
-    length = chain.length
-    return Sequence(
-        (*(Fe(i) for i in range(length)), Loss(), *(B(i) for i in reversed(range(length)))), "no_checkpoint"
-    )
+    return replace(segments_sequence(chain, 1), algorithm="no_checkpoint")
 
 
 def no_checkpoint(chain: Chain, limit: int, slots: int = 0) -> Sequence:
@@ -147,23 +142,18 @@ def revolve_sequence(chain: Chain, checkpoints: int, splits: Splits | None = Non
 
 
 def _fastest(chain: Chain, limit: int, sequences: Iterable[Sequence]) -> Sequence:
-    tried = list(sequences)
-    fitting: list[tuple[Walked, Sequence]] = []
-    for sequence in tried:
-        walked = walk_sequence(chain, sequence)
-        if walked.peak <= limit:
-            fitting.append((walked, sequence))
+    walked = [(walk_sequence(chain, sequence), sequence) for sequence in sequences]
+    fitting = [(found.time, sequence) for found, sequence in walked if found.peak <= limit]
     if not fitting:
-        raise infeasible(chain, limit, tried)
-    return min(fitting, key=lambda pair: pair[0].time)[1]
+        raise infeasible(chain, limit, [found for found, _ in walked])
+    return min(fitting, key=lambda pair: pair[0])[1]
 
 
-def infeasible(chain: Chain, limit: int, tried: Iterable[Sequence]) -> InfeasibleError:
-    """The error for a limit that none of ``tried`` fits."""
-    least = min((walk_sequence(chain, s) for s in tried), key=lambda walked: walked.peak)
+def infeasible(chain: Chain, limit: int, tried: Iterable[Walked]) -> InfeasibleError:
+    """The error for a limit that none of the sequences ``tried`` fits."""
+    least = min(tried, key=lambda walked: walked.peak)
     operation = least.tightest.operation
-    index = getattr(operation, "index", None)
-    where = f"{operation!r}" + (f" ({chain.stages[index].name})" if index is not None else "")
+    where = repr(operation) if isinstance(operation, Loss) else f"{operation!r} ({chain.stages[operation.index].name})"
     return InfeasibleError(
         f"no sequence fits {limit} bytes; the smallest limit that one fits is {least.peak} bytes, set by {where}",
         least.peak,

@@ -6,8 +6,7 @@ Shares no code with the algorithms. Memory is counted by storage, so values that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from solvers.errors import ScheduleError
 from solvers.rotor.chain import Chain
@@ -56,39 +55,32 @@ def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
     return Walked(max(m.peak for m in walker.moments), walker.time, base, tuple(walker.moments))
 
 
-@dataclass
 class _Walker:
-    chain: Chain
-    held: Counter[int] = field(default_factory=Counter)
-    level: int = 0
-    time: int = 0
-    current: int | None = 0
-    stored: set[int] = field(default_factory=set)
-    enabled: set[int] = field(default_factory=set)
-    states: set[int] = field(default_factory=set)
-    moments: list[Moment] = field(default_factory=list)
-    in_forward: bool = True
-    output_again: int = 0
+    """``current``: the value that a forward may read next. ``stored``: checkpoints. ``enabled``: stages whose backward
+    has what it reads. ``states``: stages whose generator states are kept, from their first run to their last.
+    """
 
-    def __post_init__(self) -> None:
-        self.sizes = {storage: size for value in self.chain.values for storage, size in value}
-        self.next_backward = self.chain.length - 1
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.values = [dict(value) for value in chain.values]
+        self.held: Counter[int] = Counter()
+        self.level = self.time = self.output_again = 0
+        self.current: int | None = 0
+        self.stored: set[int] = set()
+        self.enabled: set[int] = set()
+        self.states: set[int] = set()
+        self.moments: list[Moment] = []
+        self.in_forward = True
+        self.next_backward = chain.length - 1
         self.hold(0)
 
-    def hold(self, i: int) -> None:
-        for storage in self._storages(i):
-            self.held[storage] += 1
-            if self.held[storage] == 1:
-                self.level += self.sizes[storage]
-
-    def drop(self, i: int) -> None:
-        for storage in self._storages(i):
-            self.held[storage] -= 1
-            if self.held[storage] == 0:
-                self.level -= self.sizes[storage]
-
-    def _storages(self, i: int) -> Iterable[int]:
-        return {storage for storage, _ in self.chain.values[i]}
+    def hold(self, i: int, times: int = 1) -> None:
+        """x_i is held once more, or once less (-1)."""
+        for storage, size in self.values[i].items():
+            before = self.held[storage]
+            self.held[storage] += times
+            if not (before and self.held[storage]):
+                self.level += times * size
 
     def step(self, operation: Operation, following: Operation | None) -> None:
         if isinstance(operation, Loss):
@@ -96,52 +88,40 @@ class _Walker:
         elif isinstance(operation, B):
             peak = self._backward(operation)
         else:
-            peak = self._forward(operation, following == B(operation.index))
+            peak = self._forward(operation, following == B(operation.index) and not self.in_forward)
         self.moments.append(Moment(operation, peak, self.level, self.time))
 
-    def _forward(self, operation: Fn | Fck | Fe, last: bool) -> int:
-        i = operation.index
+    def _forward(self, operation: Fn | Fck | Fe, stops: bool) -> int:
+        i, keeps = operation.index, isinstance(operation, Fe)
         if not 0 <= i < self.chain.length:
             raise ScheduleError(f"{operation!r}: the chain has {self.chain.length} stages")
         stage = self.chain.stages[i]
-        if isinstance(operation, Fe) and i in self.enabled:
+        if keeps and i in self.enabled:
             raise ScheduleError(f"{operation!r}: what its backward reads is there already")
         self._fetch(operation)
-        stops = False
-        if isinstance(operation, Fe):
-            stops = last and not self.in_forward
+        if keeps:
             peak = self.level + (stage.stop_peak if stops else stage.forward_peak)
-            runs = stage.runs
-            self.time += runs.stopping if stops else runs.whole if self.in_forward else runs.filling
+            self.time += stage.runs.stopping if stops else stage.runs.whole if self.in_forward else stage.runs.filling
             self.enabled.add(i)
             self.level += stage.held
-            if stage.keeps_input:
-                self.hold(i)
-            if i in self.stored:
-                self.stored.remove(i)
-                self.drop(i)
-        else:
-            # The state is kept by the first run, and put aside by those that draw again.
-            peak = self.level + stage.pass_peak + stage.state
+            self.hold(i, int(stage.keeps_input))
+        else:  # the state is kept by the first run, and put aside by those that draw again
+            stops, peak = False, self.level + stage.pass_peak + stage.state
             self.time += stage.runs.passing
-            if isinstance(operation, Fck) and i not in self.stored:
-                self.stored.add(i)
-                self.hold(i)
-            elif isinstance(operation, Fn) and i in self.stored:
-                self.stored.remove(i)
-                self.drop(i)
-        self._remember(i, stage.state, last_run=isinstance(operation, Fe))
-        self._advance(i, stops, isinstance(operation, Fe) and stage.keeps_output)
+        if isinstance(operation, Fck) != (i in self.stored):
+            self.hold(i, 1 if isinstance(operation, Fck) else -1)
+            self.stored ^= {i}
+        self._remember(i, not keeps)
+        if keeps and stage.keeps_output:
+            if i == self.chain.length - 1 and not self.in_forward:
+                self.output_again = self.chain.value_bytes[-1]  # the caller holds that of the first run
+                self.level += self.output_again
+            else:
+                self.hold(i + 1)
+        self.current = None if stops else i + 1
+        self.hold(i + 1, int(not stops))
+        self.hold(i, -1)
         return peak
-
-    def _remember(self, i: int, state: int, last_run: bool) -> None:
-        """Generator state of stage i is kept from its first run to its last."""
-        if last_run and i in self.states:
-            self.states.remove(i)
-            self.level -= state
-        elif not last_run and i not in self.states:
-            self.states.add(i)
-            self.level += state
 
     def _fetch(self, operation: Fn | Fck | Fe) -> None:
         i = operation.index
@@ -149,22 +129,15 @@ class _Walker:
             if i not in self.stored:
                 raise ScheduleError(f"{operation!r}: its input is not there")
             if self.current is not None:
-                self.drop(self.current)
+                self.hold(self.current, -1)
             self.hold(i)
             self.current = i
 
-    def _advance(self, i: int, stops: bool, keeps_output: bool) -> None:
-        if keeps_output and i == self.chain.length - 1 and not self.in_forward:
-            self.output_again = self.chain.value_bytes[-1]  # the caller holds that of the first run
-            self.level += self.output_again
-        elif keeps_output:
-            self.hold(i + 1)
-        if stops:
-            self.current = None
-        else:
-            self.hold(i + 1)
-            self.current = i + 1
-        self.drop(i)
+    def _remember(self, i: int, again: bool) -> None:
+        """The generator state of stage i stays if the stage runs ``again``."""
+        if again != (i in self.states):
+            self.level += self.chain.stages[i].state if again else -self.chain.stages[i].state
+            self.states ^= {i}
 
     def _loss(self) -> int:
         if not self.in_forward:
@@ -185,20 +158,16 @@ class _Walker:
         if i not in self.enabled:
             raise ScheduleError(f"{operation!r}: what it reads is not there")
         if self.current is not None:
-            self.drop(self.current)
+            self.hold(self.current, -1)
             self.current = None
-        stage = self.chain.stages[i]
+        stage, gradients = self.chain.stages[i], self.chain.gradient_bytes
         self.enabled.remove(i)
         self.time += stage.backward_time
-        self._remember(i, stage.state, last_run=True)
+        self._remember(i, False)
         peak = self.level + stage.backward_peak
-        self.level += self.chain.gradient_bytes[i] - self.chain.gradient_bytes[i + 1] - stage.held
-        self.level += stage.parameter_gradients
-        if stage.keeps_input:
-            self.drop(i)
-        if self.output_again:
-            self.level, self.output_again = self.level - self.output_again, 0
-        elif stage.keeps_output:
-            self.drop(i + 1)
+        self.level += gradients[i] - gradients[i + 1] + stage.parameter_gradients - stage.held - self.output_again
+        self.hold(i, -int(stage.keeps_input))
+        self.hold(i + 1, -int(stage.keeps_output and not self.output_again))
+        self.output_again = 0
         self.next_backward -= 1
         return peak

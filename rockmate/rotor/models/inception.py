@@ -16,8 +16,8 @@ _POOLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "avg": lambda x: F.avg_pool2d(x, 3, stride=1, padding=1),
     "max": lambda x: F.max_pool2d(x, 3, stride=2),
 }
-# Branches are parted by ";". A step is a pool, or a convolution: name, outputs, kernel (11 if none), and "/" if it halves
-# the image, where it is not padded. Convolutions joined by "+" read the same, and are concatenated.
+# Branches are parted by ";". A step is a pool, or a convolution: name, outputs, kernel (11 if none), and "/" if it
+# halves the image, where it is not padded. Convolutions joined by "+" read the same, and are concatenated.
 _DOUBLE = "3x3dbl_1 64, 3x3dbl_2 96 33, 3x3dbl_3 96 33"
 _AT_35 = "1x1 64; 5x5_1 48, 5x5_2 64 55; " + _DOUBLE + "; avg, _pool {}"
 _AT_17 = (

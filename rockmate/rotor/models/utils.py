@@ -31,7 +31,7 @@ class _ReLUAfter(nn.Module):
     """The same with the names of the parameters as without the ReLU, so that state dicts fit."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.relu(super().forward(input), inplace=True)  # type: ignore[misc]
+        return F.relu(super().forward(input), inplace=True)
 
 
 class Conv2dReLU(_ReLUAfter, nn.Conv2d):
