@@ -1,4 +1,4 @@
-"""rotor runs layers under torch.compile as they are: compiled, in first and later runs, and outside of it afterwards."""
+"""rotor runs layers under torch.compile as they are: compiled, in first and later runs, and outside of it."""
 
 from __future__ import annotations
 
