@@ -40,6 +40,7 @@ from peers_run.models import MixerLayer
 from rotor import transformer
 
 from solvers.rotor.chain import Chain as RotorChain
+from solvers.rotor.walk import walk_sequence
 
 Chain = tuple[Callable[[], tuple[nn.Sequential, torch.Tensor]], tuple[int, ...]]
 PLAIN, SEGMENTS = "plain", "checkpoint_sequential"
@@ -115,11 +116,14 @@ def overhead_of_segments(chain: RotorChain, segments: int) -> float:
     return extra / sum(stage.runs.whole + stage.backward_time for stage in chain.stages)
 
 
-def in_one_process(chain: Chain, rounds: int) -> list[dict[str, Any]]:
-    """For each number of segments: peaks and predicted overheads, and logarithms of each round's ratios."""
+def in_one_process(case: Chain, rounds: int) -> list[dict[str, Any]]:
+    """For each number of segments: peaks, predicted overheads, and logarithms of each round's ratios.
+
+    Those of rotor and of segments are predicted by the same measured times.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    make, numbers = chain
+    make, numbers = case
     model, x = make()
     step(model, model, x)
     plain = measure_peak(partial(step, model, model, x))
@@ -130,16 +134,18 @@ def in_one_process(chain: Chain, rounds: int) -> list[dict[str, Any]]:
         step(model, theirs, x)
         peak = measure_peak(partial(step, model, theirs, x))
         model.zero_grad()
+        chain: RotorChain | None = None
         rockmate = Rockmate(model, x, peak, cache=False)
         predicted = {"Rockmate": rockmate.plan.predicted_overhead}
         calls["Rockmate"] = rockmate
         for name, algorithm in (("rotor", "persistent"), ("rotor, the paper's", "rotor")):
-            ours = rotor.Checkpointable(model, x)
+            ours = calls[name] = rotor.Checkpointable(model, x)
             ours.compute_sequence(peak, algo=algorithm)
-            predicted[name] = ours.walked().overhead
-            calls[name] = ours
-        assert ours.chain is not None
-        predicted[SEGMENTS] = overhead_of_segments(ours.chain, segments)
+            assert ours.chain is not None and ours.sequence is not None
+            chain = chain or ours.chain
+            predicted[name] = walk_sequence(chain, ours.sequence).overhead
+        assert chain is not None
+        predicted[SEGMENTS] = overhead_of_segments(chain, segments)
         for _, call in 3 * [*calls.items()]:  # the first steps may plan anew, by what the loss was seen to take
             step(model, call, x)
         model.zero_grad()

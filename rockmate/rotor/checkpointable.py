@@ -124,11 +124,11 @@ class Checkpointable(nn.Module):
         check_tensors(custom_input, "the sample is")
         check_tensors([*self.model.parameters()], "a parameter is")
         self.names, functions = zip(*flatten(self.model), strict=True)
-        nested = [n for n, f in zip(self.names, functions, strict=True) if _has_limit(f)]
-        if nested:
-            raise InputError(
-                f"layer {nested[0]} is or has a Checkpointable, whose limit would not hold within another: use .model"
-            )
+        for name, function in zip(self.names, functions, strict=True):
+            if any(isinstance(m, Checkpointable) for m in function.modules()):
+                raise InputError(
+                    f"layer {name} is or has a Checkpointable, whose limit would not hold within another: use .model"
+                )
         with Heeded(), without_saved_hooks(), without_cached_parametrizations():
             self._measured = measure_chain(
                 functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
@@ -165,9 +165,8 @@ class Checkpointable(nn.Module):
             raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
         self.mem_slots = self.mem_slots if mem_slots is None else _slots(mem_slots)
         self._earlier = []
-        self._compute(
-            next((g for g in (custom_mem_limit_bytes, mem_limit, self.mem_limit) if g is not None), None), algo
-        )
+        given = (custom_mem_limit_bytes, mem_limit, self.mem_limit)
+        self._compute(next((limit for limit in given if limit is not None), None), algo)
 
     def _compute(self, mem_limit: int | float | str | None, algo: str) -> None:
         limit = self.free_limit() if mem_limit is None else parse_bytes(mem_limit)
@@ -186,7 +185,12 @@ class Checkpointable(nn.Module):
                 least,
             ) from None
         self.mem_limit, self.algo, self.sequence = limit, algo, sequence
-        self._say(limit)
+        if self.verbosity > 0:
+            walked = self.walked()
+            sys.stderr.write(
+                f"rotor: {algo}, {len(self.functions)} stages, limit {show_bytes(limit)}, predicted peak "
+                f"{show_bytes(walked.peak)}, predicted overhead {100 * walked.overhead:.1f} %\n{sequence}\n"
+            )
 
     def free_limit(self) -> int:
         """90 % of the bytes that are free on the parameters' device (on the CPU: available in the machine)."""
@@ -258,14 +262,6 @@ class Checkpointable(nn.Module):
         """The predicted time of a forward and its backward, in seconds."""
         return self.walked().time / 1e9
 
-    def _say(self, limit: int) -> None:
-        if self.verbosity > 0:
-            walked = self.walked()
-            sys.stderr.write(
-                f"rotor: {self.algo}, {len(self.functions)} stages, limit {show_bytes(limit)}, predicted peak "
-                f"{show_bytes(walked.peak)}, predicted overhead {100 * walked.overhead:.1f} %\n{self.sequence}\n"
-            )
-
 
 def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """(name, layer) of all layers of ``model``; a nested ``nn.Sequential`` counts as its layers.
@@ -290,18 +286,13 @@ def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module
     return layers
 
 
-def _has_limit(layer: nn.Module) -> bool:
-    return any(isinstance(m, Checkpointable) for m in layer.modules())
-
-
 def _is_atomic(module: nn.Sequential) -> bool:
     computes = type(module).forward is not nn.Sequential.forward
     return isinstance(module, AtomicSequential) or computes or _has_hooks(module)
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def _whole(name: str, number: Any) -> int:

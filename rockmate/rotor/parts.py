@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -51,8 +52,9 @@ class Parts:
     """The modules of a layer, each once, and their parameters and buffers by name (``owned``: both).
 
     ``modules``: with their names, which end with a dot; none for a plain function. ``homes``: for each parameter and
-    buffer the dictionaries that hold it, and its name there. ``held``: these dictionaries, and what they held.
-    It is one walk: torch's ``named_parameters`` and the like take a good part of the time of a small layer.
+    buffer the dictionaries that hold it, and its name there. ``held``: these dictionaries, and what they held;
+    ``bare``: those that held nothing. It is one walk: torch's ``named_parameters`` and the like take a good part of the
+    time of a small layer.
     """
 
     def __init__(self, function: Function) -> None:
@@ -62,6 +64,7 @@ class Parts:
         self.buffers: dict[str, torch.Tensor] = {}
         self.homes: dict[str, list[tuple[Dict, str]]] = {}
         self.held: list[tuple[Dict, Dict]] = []
+        self.bare: list[Dict] = []
         named: dict[int, str] = {}
         todo = [("", function)] if isinstance(function, nn.Module) else []
         seen: set[int] = set()
@@ -78,24 +81,33 @@ class Parts:
                         name = named.setdefault(id(t), prefix + k)
                         owned.setdefault(name, t)
                         self.homes.setdefault(name, []).append((tensors, k))
-            self.held += [(d, dict(d)) for d in (module._modules, module._parameters, module._buffers)]
+            for d in (module._modules, module._parameters, module._buffers):
+                if d:
+                    self.held.append((d, dict(d)))
+                else:
+                    self.bare.append(d)
         self.owned = self.parameters | self.buffers
+        self.things = [thing for _, then in self.held for thing in then.values()]
 
     @classmethod
     def again(cls, function: Function, before: Parts | None) -> Parts:
         """Those of now; ``before``: those of an earlier moment, which are these if nothing has changed."""
-        known = before is not None and before.function is function and before.are_unchanged()
-        return before if known and before is not None else cls(function)
+        if before is None or before.function is not function or not before.are_unchanged():
+            return cls(function)
+        vars(before).pop("attributes", None)
+        return before
 
     def are_unchanged(self) -> bool:
         """Whether the modules have the same modules, parameters and buffers as then."""
-        return all(_is_same(d, then) for d, then in self.held)
+        things = chain.from_iterable(d.values() for d, _ in self.held)
+        equal = all(map(is_, things, self.things)) and not any(self.bare)
+        return equal and all(len(d) == len(then) for d, then in self.held)
 
-    def attributes(self) -> Iterator[tuple[nn.Module, Dict, tuple[str, ...]]]:
-        """Each module whose attributes Python holds, these, and the names of its own: not what all modules have."""
-        for _, m in self.modules:
-            if not isinstance(m, torch.jit.ScriptModule):
-                yield m, m.__dict__, _own(tuple(m.__dict__))
+    @cached_property
+    def attributes(self) -> list[tuple[nn.Module, Dict, tuple[str, ...], tuple[str, ...]]]:
+        """Each module whose attributes Python holds, these, all names, and its own: not what all modules have."""
+        modules = [m for _, m in self.modules if not isinstance(m, torch.jit.ScriptModule)]
+        return [(m, m.__dict__, names := tuple(m.__dict__), _own(names)) for m in modules]
 
     def configuration(self) -> tuple[tuple[str, Hashable], ...]:
         """The plain attributes that no run was seen to change, by which people set what layers do.
@@ -103,7 +115,7 @@ class Parts:
         Of a float only whether it is 0: rates and factors change no memory, but for operations that are left out.
         """
         found: list[tuple[str, Hashable]] = []
-        for module, attributes, own in self.attributes():
+        for module, attributes, _, own in self.attributes:
             changed = _changed_attributes.get(module, _NONE)
             plain = ((k, attributes[k]) for k in own if k not in changed and _is_plain(attributes[k]))
             found += [(k, v != 0 if type(v) is float else v) for k, v in plain]
@@ -116,7 +128,7 @@ class Parts:
         modules hold.
         """
         devices = {t.device for t in (*tensor_leaves(x), *self.parameters.values())} | {torch.device("cpu")}
-        values = (attributes[k] for _, attributes, own in self.attributes() for k in own)
+        values = (attributes[k] for _, attributes, _, own in self.attributes for k in own)
         sources: list[Drawn] = [*devices, *dict.fromkeys(generators_in(values))]
         return {source: random_state(source) for source in sources}
 
@@ -139,17 +151,15 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
-def _is_same(d: Dict, then: Dict) -> bool:
-    return len(d) == len(then) and all(map(is_, d.values(), then.values())) and [*d] == [*then]
-
-
 class Moment:
     """A layer when a run of it begins: its ``parts``, their version counters, statistics of norms, plain attributes."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts, self.statistics = parts, parts.statistics()
         self.versions = [version_of(t) for t in parts.owned.values()]
-        self.plain = [(m, d, tuple(d), {k: v for k in own if _is_plain(v := d[k])}) for m, d, own in parts.attributes()]
+        self.plain = [
+            (m, d, names, {k: v for k in own if _is_plain(v := d[k])}) for m, d, names, own in parts.attributes
+        ]
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers, to see later which of them the run changed: some operations leave version counters
@@ -201,7 +211,7 @@ class Moment:
         parts = self.parts
         with kept(parts):
             if not parts.are_unchanged():
-                for d, then in parts.held:
+                for d, then in (*parts.held, *((d, {}) for d in parts.bare)):
                     d.clear()
                     d.update(then)
             for name, t in instead.items():
@@ -218,13 +228,16 @@ class Moment:
 @contextmanager
 def kept(parts: Parts) -> Iterator[None]:
     """Afterwards the modules have the same attributes, parameters and buffers as before."""
-    dicts = [d for d, _ in parts.held] + [d for _, d, _ in parts.attributes()]
-    before = [(d, dict(d)) for d in dicts]
+    held = [(d, dict(d)) for d in (*(d for d, _ in parts.held), *(d for _, d, _, _ in parts.attributes))]
+    held += [(d, dict(d)) for d in parts.bare if d]
+    bare = [d for d in parts.bare if not d]
     try:
         yield
     finally:
-        for d, then in before:
-            if not _is_same(d, then):
+        for d in bare:
+            d.clear()
+        for d, then in held:
+            if not (len(d) == len(then) and all(map(is_, d.values(), then.values())) and [*d] == [*then]):
                 d.clear()
                 d.update(then)
 

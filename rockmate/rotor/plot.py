@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rockmate.rotor.checkpointable import Checkpointable
 from solvers.rotor.ops import B, Fck, Fe, Fn, Operation
@@ -32,17 +32,15 @@ def plot_memory(model: Checkpointable) -> Figure:
     figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    start, times, levels = 0.0, [0.0], [0.0]
+    times, levels = [0.0], [0.0]
     for moment in walked.moments:
-        end = moment.end / 1e6
+        start, end = times[-1], moment.end / 1e6
         kind = _KINDS.get(type(moment.operation))
         if kind is not None:
-            axes.bar(
-                start, moment.peak / _MIB, end - start, align="edge", color=kind[1], edgecolor="white", linewidth=0.3
-            )
+            look: Any = {"align": "edge", "color": kind[1], "edgecolor": "white", "linewidth": 0.3}
+            axes.bar(start, moment.peak / _MIB, end - start, **look)
         times.append(end)
         levels.append(moment.after / _MIB)
-        start = end
     axes.step(times, levels, where="post", color="black", linewidth=1, label="after each operation")
     for name, color in _KINDS.values():
         axes.bar(0, 0, 0, color=color, label=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,30 +52,24 @@ class Situation:
             tuple(changing(f) for f in functions),
         )
 
-    def _equal_parts(self) -> Hashable:
-        return self.layers, self.mode, self.settings, self.kinds, self.configured
-
     def covers(self, other: Situation) -> bool:
         """Whether a call in ``other`` needs at most the memory of one in this situation.
 
         Layers, modes, settings, attributes, dtypes, devices and strides (but of contiguous inputs) must be equal. Sizes
         of the input may be smaller, fewer tensors may require grad, and fewer buffers may change.
         """
-        return (
-            self._equal_parts() == other._equal_parts()
-            and all(a or not b for a, b in zip(self.wants, other.wants, strict=True))
-            and all(a >= b for a, b in zip(self.changing, other.changing, strict=True))
-            and all(a >= b for a, b in zip(_sizes(self.shapes), _sizes(other.shapes), strict=True))
+        equal = all(
+            getattr(self, k) == getattr(other, k) for k in ("layers", "mode", "settings", "kinds", "configured")
         )
+        no_less: Any = (
+            (self.wants, other.wants),
+            (self.changing, other.changing),
+            (chain.from_iterable(self.shapes), chain.from_iterable(other.shapes)),
+        )
+        return equal and all(a >= b for mine, others in no_less for a, b in zip(mine, others, strict=True))
 
 
 def _kind(t: torch.Tensor) -> tuple[Hashable, ...]:
     """Of an input."""
-    lies: Hashable = t.layout
-    if t.layout == torch.strided and not t.is_contiguous():
-        lies = t.stride()
+    lies = t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride()
     return t.dtype, t.device, t.dim(), lies
-
-
-def _sizes(shapes: tuple[tuple[int, ...], ...]) -> list[int]:
-    return [size for shape in shapes for size in shape]

@@ -30,18 +30,8 @@ class Stop(Exception):
     """Ends a recompute when all slots are filled."""
 
 
-@dataclass(slots=True)
-class Fixed:
-    """A saved parameter or buffer, whose memory stays anyway, and its version counter when it was saved."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def take(self) -> torch.Tensor:
-        """The tensor. Raises ``RuntimeError``, as autograd does, if it was changed in place since."""
-        if self.tensor._version != self.version:
-            raise changed(f"a parameter or buffer of shape {tuple(self.tensor.shape)}", self.tensor, self.version)
-        return self.tensor
+Fixed = tuple[torch.Tensor, int]
+"""A saved parameter or buffer, whose memory stays anyway, and its version counter when it was saved."""
 
 
 @dataclass(slots=True)
@@ -120,7 +110,7 @@ class Stage:
         def pack(t: torch.Tensor) -> Slot | Fixed:
             if storage_key(t) in fixed:
                 saved.append(None)
-                return Fixed(t, t._version)
+                return t, t._version
             index = len(slots)
             saved.append(index)
             slots.append(None)
@@ -247,7 +237,12 @@ def _saves_early(function: Function, output: Any, x: Any, saved: int) -> bool:
 
 @not_compiled
 def _unpack(packed: Slot | Fixed) -> torch.Tensor:
-    return packed.take()
+    if isinstance(packed, Slot):
+        return packed.take()
+    t, then = packed
+    if t._version != then:
+        raise changed(f"a parameter or buffer of shape {tuple(t.shape)}", t, then)
+    return t
 
 
 @not_compiled
