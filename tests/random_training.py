@@ -1,0 +1,316 @@
+"""A random module trained in eager mode and under budgets: everything must be equal, and the budget must hold."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import random
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from models import part_way
+from random_modules import RandomModule
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import rkgb.warn
+import rockmate
+from rkgb.device import kind_of
+from rockmate import BudgetWarning, GraphError, InfeasibleBudgetError, MeasureError, measure_peak
+from rockmate.errors import RockmateError
+
+STEPS = 4
+RATE = 0.05
+"""Steps of each training, the last of which is measured, and the rate at which they change parameters."""
+
+KNOWN = ("IndexError: list index out of range",)
+"""Finds that are being mended."""
+
+
+def loaded(source: str) -> Any:
+    """The module of Python that ``source`` is; tracebacks show its lines."""
+    name = "random_module"
+    found = sys.modules[name] = types.ModuleType(name)
+    file = f"{name}_{abs(hash(source))}.py"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), vars(found))
+    return found
+
+
+class Training:
+    """Steps of the module of ``source``. ``call``: what is called. ``states``: what was there after each step.
+    ``eager_peak``: bytes of a step in eager mode.
+    """
+
+    def __init__(self, source: str, eager_peak: int = 0) -> None:
+        self.source, self.code, self.eager_peak = source, loaded(source), eager_peak
+        torch.manual_seed(0)
+        self.model: nn.Module = self.code.Net()
+        self.call: Callable[..., Any] = self.model
+        self.states: list[dict[str, Any]] = []
+        self.held: Any = None
+        torch.manual_seed(5)
+
+    def step(self) -> None:
+        """A step that is not measured."""
+        self._begin()
+        self._run()
+        self._end()
+
+    def measured_step(self) -> int | None:
+        """A step, and its peak in bytes; None where a plan has to be made in it."""
+        self._begin()
+        try:
+            peak = measure_peak(self._run, "cpu")
+        except MeasureError:
+            self._begin()
+            self._run()
+            peak = None
+        self._end()
+        return peak
+
+    def _begin(self) -> None:
+        self.held = None
+        self.arguments = self.code.batch(len(self.states))
+        for p in self.model.parameters():
+            p.grad = None
+
+    def _run(self) -> None:
+        result = self.call(*self.arguments)
+        loss = self.code.loss(result)
+        loss.backward()
+        self.held = result, loss
+
+    def _end(self) -> None:
+        self.states.append(dict(self._state()))
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-RATE)
+
+    def _state(self) -> Iterator[tuple[str, Any]]:
+        """All that a step gives or changes, under its name."""
+        result, loss = self.held
+        yield "loss", _copy(loss)
+        yield "result", _copy(result)
+        yield "arguments", _copy(self.arguments)
+        yield "gradients of arguments", [_copy(t.grad) for t in self.arguments]
+        for name, p in self.model.named_parameters():
+            yield f"parameter {name}", _copy(p)
+            yield f"gradient of {name}", _copy(p.grad)
+        yield from ((f"buffer {name}", _copy(b)) for name, b in self.model.named_buffers())
+        yield from ((f"attribute {name}", _copy(x)) for name, x in vars(self.model).items() if name[0] != "_")
+        yield "generator", torch.get_rng_state()
+
+
+def _copy(found: Any) -> Any:
+    """Tensors as they are now, and states of generators, in what else they are in."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return leaf.get_state()
+        return (leaf.detach().clone(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(one, found)
+
+
+def differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[str]:
+    """What is not equal bit for bit."""
+    found = []
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        names = [name for name in {**a, **b} if name not in a or name not in b or not _equal(a[name], b[name])]
+        found += [f"step {step}: {name} differs" for name in names]
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    (ours, form), (theirs, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return form == other and all(map(_same, ours, theirs))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b) and (a == b or (a != a and b != b))
+    alike = a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    return alike and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@dataclass
+class Outcome:
+    """Of one module trained in one way. ``verdict``: "planned", "refused" (with the reason), "failed" (with what went
+    wrong), "known" (it is in ``KNOWN``), "not promised" (a ``BudgetWarning`` said so), or "not run", as eager mode
+    fails. Sizes are bytes; None where there is no plan, and where the step was not measured. ``least``: the minimum
+    that an error stated.
+    """
+
+    way: str
+    fraction: float
+    verdict: str = "planned"
+    reason: str = ""
+    least: int = 0
+    budget: int = 0
+    predicted: int | None = None
+    measured: int | None = None
+    warned: list[str] = field(default_factory=list)
+
+    def be(self, verdict: str, reason: str) -> None:
+        self.verdict, self.reason = verdict, reason
+
+
+def under_rockmate(training: Training, outcome: Outcome) -> Any:
+    """Steps of a ``Rockmate`` that runs nothing again, then of the budget."""
+    arguments = training.code.batch(0)
+    rk = training.call = rockmate.Rockmate(training.model, arguments, "100%", costs="flops", cache=False)
+    return _then_budgeted(training, outcome, rk)
+
+
+def under_attach(training: Training, outcome: Outcome) -> Any:
+    """The same of an attached model."""
+    handle = rockmate.attach(training.model, "100%", costs="flops", cache=False)
+    return _then_budgeted(training, outcome, handle)
+
+
+def _then_budgeted(training: Training, outcome: Outcome, planned: Any) -> Any:
+    training.step()
+    training.step()
+    if planned.plan is not None:
+        planned.budget = max(outcome.least, part_way(planned.frontier(), outcome.fraction))
+    return planned
+
+
+def under_attach_at_once(training: Training, outcome: Outcome) -> Any:
+    """Steps of a model that was attached with the budget in bytes: a share of what eager mode takes."""
+    budget = max(outcome.least, round(training.eager_peak * (0.3 + 0.7 * outcome.fraction)))
+    handle = rockmate.attach(training.model, budget, costs="flops", cache=False)
+    training.step()
+    training.step()
+    return handle
+
+
+WAYS = {"attach": under_attach, "attach at once": under_attach_at_once, "Rockmate": under_rockmate}
+
+
+class Eager:
+    """A module trained in eager mode: its states, and the peak of its last step. ``fails``: with what, if it does."""
+
+    def __init__(self, source: str) -> None:
+        self.source, self.fails, self.peak = source, "", 0
+        try:
+            with _heard([]):
+                training = Training(source)
+                for _ in range(STEPS - 1):
+                    training.step()
+                self.peak = training.measured_step() or 0
+        except Exception as error:  # noqa: BLE001 - whatever fails in eager mode is not compared
+            self.fails = f"{type(error).__name__}: {error}"
+            return
+        self.states = training.states
+
+    @property
+    def kinds(self) -> int:
+        """How many kinds of steps there may be, each with a least budget of its own."""
+        return 4 if "self.count %" in self.source or " else " in self.source else 1
+
+
+def outcome_of(eager: Eager, way: str, fraction: float) -> Outcome:
+    """What comes of the training in one way, under a budget at ``fraction`` of the way from the least to eager's."""
+    outcome = Outcome(way, fraction)
+    if eager.fails:
+        outcome.be("not run", eager.fails)
+        return outcome
+    for _ in range(1 + eager.kinds):
+        _run(eager, outcome)
+        if outcome.verdict != "infeasible":
+            return outcome
+    outcome.be("failed", f"the stated minimum does not hold: {outcome.reason}")
+    return outcome
+
+
+def _run(eager: Eager, outcome: Outcome) -> None:
+    """Fill ``outcome``; where its budget is infeasible, with the least one that was stated."""
+    outcome.be("planned", "")
+    outcome.warned.clear()
+    torch.compiler.reset()
+    rkgb.warn._said.clear()
+    training = Training(eager.source, eager.peak)
+    try:
+        with _heard(outcome.warned):
+            planned = WAYS[outcome.way](training, outcome)
+            training.step()
+            outcome.measured = training.measured_step()
+        outcome.budget = planned.budget
+    except InfeasibleBudgetError as error:
+        outcome.least = max(error.min_budget, outcome.least + 1)
+        outcome.be("infeasible", str(error))
+    except (RockmateError, GraphError) as error:
+        outcome.be("refused", f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - whatever is raised where eager mode raises nothing is a find
+        outcome.be("failed", f"{type(error).__name__}: {error}")
+    if different := differences(training.states, eager.states):
+        outcome.be("failed", f"not eager mode's: {', '.join(different[:4])}")
+    elif outcome.verdict == "planned":
+        _judge(outcome, planned.plan)
+    if outcome.verdict == "failed" and outcome.reason.startswith(KNOWN):
+        outcome.be("known", outcome.reason)
+
+
+def _judge(outcome: Outcome, plan: Any) -> None:
+    """Whether the budget and the prediction hold. A prediction leaves out the numbers of the loss itself."""
+    outcome.predicted = None if plan is None else plan.predicted_peak
+    measured, most = outcome.measured, outcome.budget
+    if measured is not None and outcome.predicted is not None:
+        most = min(most, outcome.predicted + kind_of(torch.device("cpu")).scalars)
+    if measured is None or measured <= most:
+        return
+    reason = (
+        f"{'above the budget' if measured > outcome.budget else 'above the prediction'}: {measured}, not {most} bytes"
+    )
+    if plan is not None and plan.recomputed == 0:
+        outcome.be("known", f"the captured program is {reason}")
+    else:
+        outcome.be("not promised" if outcome.warned else "failed", reason)
+
+
+@contextlib.contextmanager
+def _heard(said: list[str]) -> Iterator[None]:
+    """Collects what ``BudgetWarning``s say; other warnings are no matter."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            said += [str(w.message) for w in heard if issubclass(w.category, BudgetWarning)]
+
+
+def fraction_of(module: RandomModule, way: str) -> float:
+    """Where the budget of a module lies in a way of training, between the least (0) and eager's peak (1)."""
+    draw = random.Random(f"{module.number} {way}")
+    return draw.choice((0.0, round(draw.random(), 2), 1.0))
+
+
+def ways_of(module: RandomModule) -> list[str]:
+    """In which the module can be trained: a ``Rockmate`` is for models of one graph."""
+    return [way for way in WAYS if not (way == "Rockmate" and module.breaks)]
+
+
+def sort_of(outcome: Outcome) -> str:
+    """The verdict, and its reason up to where what differs from module to module begins."""
+    words = re.split(r"[\d(]", outcome.reason)[0].rstrip(" :")
+    return f"{outcome.verdict}: {words}" if words else outcome.verdict
+
+
+def smallest(module: RandomModule, outcome: Outcome, tries: int = 80) -> RandomModule:
+    """``module`` without what ``outcome`` does not need, as far as so many ``tries`` find that."""
+    wanted, left = sort_of(outcome), [*module.smaller()]
+    while left and tries:
+        tries -= 1
+        smaller, *left = left
+        if sort_of(outcome_of(Eager(smaller.source), outcome.way, outcome.fraction)) == wanted:
+            module, left = smaller, [*smaller.smaller()]
+    return module
