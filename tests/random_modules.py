@@ -57,13 +57,15 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class RandomModule:
-    """The parts of a text. ``number``: see ``random_module``. ``shape``: of the input. ``read``: names of what the loss
-    reads of what forward returns. ``form``: how that is returned. ``loss``: a key of ``LOSSES``.
+    """The parts of a text. ``number``: see ``random_module``. ``shape``: of the input. ``left``: names of what nobody
+    reads, not even the caller. ``read``: names of what the loss reads of what forward returns. ``form``: how that is
+    returned. ``loss``: a key of ``LOSSES``.
     """
 
     number: int
     shape: tuple[int, ...]
     statements: tuple[Statement, ...]
+    left: tuple[str, ...]
     read: tuple[str, ...]
     form: str
     loss: str
@@ -71,8 +73,8 @@ class RandomModule:
 
     @property
     def returned(self) -> tuple[str, ...]:
-        """Names of all that no statement reads."""
-        return unread(self.statements)
+        """Names of what no statement reads, but for what is ``left``."""
+        return tuple(name for name in unread(self.statements) if name not in self.left)
 
     @property
     def breaks(self) -> bool:
@@ -87,6 +89,7 @@ class RandomModule:
 
     def _more(self) -> list[str]:
         found = ["gradient of the input"] if self.input_gradient else []
+        found += ["what nobody reads"] if set(self.left).intersection(unread(self.statements)) else []
         return found + (["an output that the loss leaves out"] if len(self.read) < len(self.returned) else [])
 
     @property
@@ -119,7 +122,7 @@ class RandomModule:
         """The same with less: a statement, or an output that the loss reads. Not all of these run."""
         for k in reversed(range(len(self.statements))):
             rest = self.statements[:k] + self.statements[k + 1 :]
-            returned = unread(rest)
+            returned = replace(self, statements=rest).returned
             read = tuple(name for name in self.read if name in returned) or returned[-1:]
             yield replace(self, statements=rest, read=read)
         if len(self.read) > 1:
@@ -294,7 +297,8 @@ class Drawing:
 
     def add(self) -> None:
         """Take a random operation, or none where that does not fit: each kind of a group is as likely."""
-        group = self.draw.choice(GROUPS)
+        groups, weights = zip(*GROUPS.values(), strict=True)
+        group = self.draw.choices(groups, weights)[0]
         kind = self.draw.choice(sorted({operation.kind for operation in group}))
         self.take(self.draw.choice([operation for operation in group if operation.kind == kind]))
 
@@ -317,15 +321,16 @@ class Drawing:
 
     def module(self, number: int) -> RandomModule | None:
         """What was drawn, if it can be trained."""
-        names, returned = self.live.names, unread(self.taken)
-        carried = [name for name in returned if names[name].requires_grad]
+        names, unused = self.live.names, unread(self.taken)
+        carried = [name for name in unused if names[name].requires_grad]
         if not carried or not any(p.requires_grad for p in self.live.module.parameters()):
             return None
         first = self.draw.choice(carried)
         read = tuple(name for name in carried if name == first or self.draw.random() < 0.6)
-        form = self.draw.choice(("tuple", "dict") if len(returned) > 1 else ("tensor", "tensor", "tuple", "dict"))
-        loss = self.draw.choice(sorted(LOSSES))
-        return RandomModule(number, self.shape, self.taken, read, form, loss, self.input_gradient)
+        left = tuple(name for name in unused if name not in read and self.draw.random() < 0.3)
+        forms = ("tuple", "dict") if len(unused) > 1 + len(left) else ("tensor", "tensor", "tuple", "dict")
+        form, loss = self.draw.choice(forms), self.draw.choice(sorted(LOSSES))
+        return RandomModule(number, self.shape, self.taken, left, read, form, loss, self.input_gradient)
 
 
 def random_module(number: int) -> RandomModule:

@@ -79,7 +79,7 @@ LAYERS = [
     *_layers("dropout layer", "nn.Dropout(0.3)", "nn.Dropout(0.2, inplace=True)"),
 ]
 
-TIED = [
+PARAMETERS = [
     *_all(
         "tied weights",
         "{new} = F.linear(torch.tanh(self.{layer}({x})), self.{layer}.weight.t())",
@@ -295,12 +295,6 @@ DRAWS = [
         "{x}[torch.randperm({x}.shape[0])]",
         "F.rrelu({x}, training=True)",
     ),
-    *_all(
-        "own generator",
-        "{new} = {x} * torch.rand({x}.shape, generator=self.generator)",
-        "{new} = {x} + torch.randn({last}, generator=self.generator)",
-        breaks=True,
-    ),
 ]
 
 BUFFERS = [
@@ -347,37 +341,42 @@ PYTHON = [
     ),
 ]
 
-BREAKS = _all(
-    "break",
-    "print(end='')\n{new} = F.gelu({x})",
-    "{new} = {x} * {x}.mean().item()",
-    "{new} = {x} * 2 if {x}.mean() > {c} else {x}.sin()",
-    "{new} = {x} + torch.from_numpy(np.sort({x}.detach().numpy()))",
-    "self.log.append(float({x}.sum()))\n{new} = {x} * {c}",
-    "torch._dynamo.graph_break()\n{new} = {x}.sigmoid()",
-    breaks=True,
-)
-
-GROUPS = [
-    LAYERS,
-    LAYERS,
-    TIED,
-    ELEMENTWISE,
-    ELEMENTWISE,
-    REDUCTIONS,
-    VIEWS,
-    JOINED,
-    INDEXED,
-    IN_PLACE,
-    IN_PLACE,
-    DTYPES,
-    DRAWS,
-    BUFFERS,
-    DETACHED,
-    PYTHON,
-    BREAKS,
+BREAKS = [
+    *_all(
+        "break",
+        "print(end='')\n{new} = F.gelu({x})",
+        "{new} = {x} * {x}.mean().item()",
+        "{new} = {x} * 2 if {x}.mean() > {c} else {x}.sin()",
+        "{new} = {x} + torch.from_numpy(np.sort({x}.detach().numpy()))",
+        "self.log.append(float({x}.sum()))\n{new} = {x} * {c}",
+        "torch._dynamo.graph_break()\n{new} = {x}.sigmoid()",
+        breaks=True,
+    ),
+    *_all(
+        "own generator",
+        "{new} = {x} * torch.rand({x}.shape, generator=self.generator)",
+        "{new} = {x} + torch.randn({last}, generator=self.generator)",
+        breaks=True,
+    ),
 ]
-"""What is drawn from: a group first, then an operation of it."""
+
+GROUPS = {
+    "layers": (LAYERS, 4),
+    "parameters": (PARAMETERS, 2),
+    "elementwise": (ELEMENTWISE, 4),
+    "reductions": (REDUCTIONS, 2),
+    "views": (VIEWS, 3),
+    "joined": (JOINED, 2),
+    "indexed": (INDEXED, 1),
+    "in place": (IN_PLACE, 3),
+    "dtypes": (DTYPES, 1),
+    "draws": (DRAWS, 2),
+    "buffers": (BUFFERS, 1),
+    "detached": (DETACHED, 2),
+    "python": (PYTHON, 1),
+    "breaks": (BREAKS, 0.7),
+}
+"""What is drawn from: a group first, as often as its number says, then a kind of it, then an operation of that."""
 
 SCOPES = {
     "no_grad": "with torch.no_grad():",

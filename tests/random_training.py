@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
+import logging
 import random
 import re
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 from models import part_way
-from random_modules import RandomModule
+from random_modules import RandomModule, random_module
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -271,10 +273,7 @@ def _judge(outcome: Outcome, plan: Any) -> None:
     reason = (
         f"{'above the budget' if measured > outcome.budget else 'above the prediction'}: {measured}, not {most} bytes"
     )
-    if plan is not None and plan.recomputed == 0:
-        outcome.be("known", f"the captured program is {reason}")
-    else:
-        outcome.be("not promised" if outcome.warned else "failed", reason)
+    outcome.be("not promised" if outcome.warned else "failed", reason)
 
 
 @contextlib.contextmanager
@@ -286,6 +285,21 @@ def _heard(said: list[str]) -> Iterator[None]:
             yield
         finally:
             said += [str(w.message) for w in heard if issubclass(w.category, BudgetWarning)]
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Much shorter, where many modules are trained: Python's collector, which planning and measuring call, leaves out
+    what is there now, which is all of TorchDynamo; and torch's own logs are not formatted, which pytest asks for.
+    """
+    outcome_of(Eager(random_module(0).source), "attach", 1.0)  # imports TorchDynamo
+    gc.freeze()
+    before, logging.root.manager.disable = logging.root.manager.disable, logging.CRITICAL
+    try:
+        yield
+    finally:
+        logging.root.manager.disable = before
+        gc.unfreeze()
 
 
 def fraction_of(module: RandomModule, way: str) -> float:
