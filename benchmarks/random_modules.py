@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import multiprocessing
 import sys
 from collections import Counter
@@ -28,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the packages nee
 
 import torch
 from random_modules import RandomModule, random_module
-from random_training import WAYS, Eager, Outcome, fraction_of, outcome_of, smallest, sort_of, ways_of
+from random_training import WAYS, Eager, Outcome, fraction_of, lasting, outcome_of, smallest, sort_of, ways_of
 
 from solvers.tables import text_table
 
-RENEWED = 100
-"""Modules that one process trains: TorchDynamo keeps what it captured."""
+RENEWED = 50
+"""Modules that one process trains at most: TorchDynamo keeps what it captured."""
 
 NUMBERS = 10**6
 """Modules of one seed."""
@@ -45,10 +44,15 @@ def outcomes(module: RandomModule, ways: list[str]) -> list[Outcome]:
     return [outcome_of(eager, way, fraction_of(module, way)) for way in ways]
 
 
-def row(number: int) -> dict[str, Any]:
-    """What came of module ``number`` in all ways, with its finds made smaller."""
+def rows(numbers: range) -> list[dict[str, Any]]:
+    """What came of the modules of these numbers."""
     torch.set_num_threads(1)
-    logging.getLogger("rockmate").setLevel(logging.WARNING)
+    with lasting():
+        return [_row(number) for number in numbers]
+
+
+def _row(number: int) -> dict[str, Any]:
+    """What came of module ``number`` in all ways, with its finds made smaller."""
     module = random_module(number)
     found = outcomes(module, ways_of(module))
     finds = [_find(module, o) for o in found if o.verdict == "failed"]
@@ -73,21 +77,21 @@ def shown(find: dict[str, Any]) -> str:
     return f"\n# {where}: {find['reason']}\n{find['source']}"
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts over all modules. ``verdicts``: of each way, and ``examples`` of modules that came to each."""
-    every = [o | {"number": r["number"]} for r in rows for o in r["outcomes"]]
+    every = [o | {"number": r["number"]} for r in found for o in r["outcomes"]]
     verdicts = {way: dict(Counter(o["sort"] for o in every if o["way"] == way).most_common()) for way in WAYS}
     planned = [o for o in every if o["verdict"] == "planned" and None not in (o["measured"], o["predicted"])]
     below = [o["predicted"] - o["measured"] for o in planned]
     return {
-        "modules": len(rows),
+        "modules": len(found),
         "verdicts": verdicts,
         "examples": {o["sort"]: o["number"] for o in every if o["verdict"] != "planned"},
-        "kinds": dict(Counter(kind for r in rows for kind in r["kinds"]).most_common()),
+        "kinds": dict(Counter(kind for r in found for kind in r["kinds"]).most_common()),
         "measured": len(planned),
         "exact": sum(gap <= 0 for gap in below),
         "most below": max(below, default=0),
-        "finds": [find for r in rows for find in r["finds"]],
+        "finds": [find for r in found for find in r["finds"]],
     }
 
 
@@ -127,11 +131,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.number is not None:
         return show(options.number, options.way)
-    first = options.seed * NUMBERS
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(options.jobs, maxtasksperchild=RENEWED) as pool:
-        rows = list(pool.imap_unordered(row, range(first, first + options.examples)))
-    found = summary(sorted(rows, key=lambda r: r["number"]))
+    numbers = range(options.seed * NUMBERS, options.seed * NUMBERS + options.examples)
+    parts = [numbers[k : k + RENEWED] for k in range(0, len(numbers), RENEWED)]
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
+        found = summary([row for part in pool.imap(rows, parts) for row in part])
     print(tables(found))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

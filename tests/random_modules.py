@@ -123,8 +123,9 @@ class RandomModule:
         for k in reversed(range(len(self.statements))):
             rest = self.statements[:k] + self.statements[k + 1 :]
             returned = replace(self, statements=rest).returned
-            read = tuple(name for name in self.read if name in returned) or returned[-1:]
-            yield replace(self, statements=rest, read=read)
+            if returned:
+                read = tuple(name for name in self.read if name in returned) or returned[-1:]
+                yield replace(self, statements=rest, read=read)
         if len(self.read) > 1:
             yield from (replace(self, read=tuple(n for n in self.read if n != name)) for name in self.read)
         if self.form != "tensor" and len(self.returned) == 1:

@@ -336,7 +336,7 @@ PYTHON = [
     *_all(
         "counter",
         "self.count += 1\n{new} = {x} * {c}",
-        "self.count += 1\n{new} = {x} / (1 + self.count)",
+        "self.count += 1\n{new} = {x}.clamp(max=1 + self.count)",
         "{new} = {x}.sin() if self.count % 2 else {x}.cos()\nself.count += 1",
     ),
 ]

@@ -294,11 +294,12 @@ def lasting() -> Iterator[None]:
     """
     outcome_of(Eager(random_module(0).source), "attach", 1.0)  # imports TorchDynamo
     gc.freeze()
-    before, logging.root.manager.disable = logging.root.manager.disable, logging.CRITICAL
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.root.manager.disable = before
+        logging.disable(before)
         gc.unfreeze()
 
 

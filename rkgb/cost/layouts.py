@@ -55,7 +55,7 @@ def gradient_layouts(
     """
     strides = dict(roots)
     layouts: list[Layouts] = []
-    with preserved(model, [], s.d.structure.written), torch.enable_grad():
+    with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
         for node, results, same in zip(reversed(s.nodes), reversed(fed), reversed(keys), strict=True):
             layouts.append(tuple(strides.pop(node.makes[k], None) for k in results))
             if not results:

@@ -59,7 +59,8 @@ class Piece(Protocol):
 
 
 class Tap(torch.autograd.Function):
-    """Identity of its tensors. Its backward calls ``collect`` with their gradients and ends there.
+    """Identity of its tensors. Its backward calls ``collect`` with their gradients and ends there. The results lie in
+    the tensors' memory and are no views, which could not be read after a write within ``no_grad``.
 
     ``anchor``: a scalar that requires grad, so that autograd records the function whatever the tensors are.
     """
@@ -68,7 +69,7 @@ class Tap(torch.autograd.Function):
     def forward(ctx: Any, collect: Callable[[Any], None], anchor: torch.Tensor, *xs: torch.Tensor) -> Any:
         ctx.collect = collect
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in xs)
+        return tuple(x.detach() for x in xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
