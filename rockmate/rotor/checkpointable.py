@@ -129,6 +129,11 @@ class Checkpointable(nn.Module):
                 raise InputError(
                     f"layer {name} is or has a Checkpointable, whose limit would not hold within another: use .model"
                 )
+            if any(isinstance(m, torch.jit.ScriptModule) for m in function.modules()):
+                raise InputError(
+                    f"layer {name} is or has a module of TorchScript, which cannot run with other tensors in the place "
+                    "of parameters and of what autograd saves. Leave it out of the Checkpointable"
+                )
         with Heeded(), without_saved_hooks(), without_cached_parametrizations():
             self._measured = measure_chain(
                 functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state

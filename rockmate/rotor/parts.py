@@ -105,9 +105,8 @@ class Parts:
 
     @cached_property
     def attributes(self) -> list[tuple[nn.Module, Dict, tuple[str, ...], tuple[str, ...]]]:
-        """Each module whose attributes Python holds, these, all names, and its own: not what all modules have."""
-        modules = [m for _, m in self.modules if not isinstance(m, torch.jit.ScriptModule)]
-        return [(m, m.__dict__, names := tuple(m.__dict__), _own(names)) for m in modules]
+        """Each module, its attributes, all their names, and those of its own: not what all modules have."""
+        return [(m, m.__dict__, names := tuple(m.__dict__), _own(names)) for _, m in self.modules]
 
     def configuration(self) -> tuple[tuple[str, Hashable], ...]:
         """The plain attributes that no run was seen to change, by which people set what layers do.

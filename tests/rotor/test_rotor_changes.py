@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, measure_peak, rotor
+from rockmate.rotor.models.utils import AtomicSequential
 
 
 def model(width: int = 32) -> nn.Sequential:
@@ -345,6 +346,14 @@ def test_a_checkpointable_within_another_is_refused() -> None:
     inner = rotor.Checkpointable(model(), mem_limit=2**20)
     with pytest.raises(InputError, match="layer 1 is or has a Checkpointable"):
         rotor.Checkpointable(nn.Sequential(nn.Linear(32, 32), inner), x())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")
+def test_layers_of_torchscript_are_refused() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
+    for layer in (scripted, AtomicSequential(nn.Linear(32, 32), scripted)):
+        with pytest.raises(InputError, match=r"layer 1 is or has a module of TorchScript.*Leave it out"):
+            rotor.Checkpointable(nn.Sequential(nn.Linear(32, 32), layer), x())
 
 
 @pytest.mark.parametrize("wrong", [1.5, "500", None])
