@@ -87,6 +87,7 @@ class Member:
     the step. ``call``: the call in a few words. ``family``: calls of other sizes. ``shapes``: of the tensors that it is
     given; ``free``: their sizes, by tensor and dimension, on which no constant of its program depends. ``base``: a
     member of larger sizes, whose schedules these are and for which steps are planned, or the member itself.
+    ``small_from``: bytes of a budget from which on such calls run as they are, where they have not been planned.
     """
 
     planner: Planner
@@ -96,6 +97,7 @@ class Member:
     choices: tuple[Choice, ...]
     shapes: tuple[tuple[int, ...], ...]
     free: frozenset[tuple[int, int]]
+    small_from: int = 0
     _programs: dict[int, Program] = field(default_factory=dict)
     _needed: dict[int, set[int]] = field(default_factory=dict)
     _choices: dict[frozenset[int], tuple[Choice, ...]] = field(default_factory=dict)

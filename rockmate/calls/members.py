@@ -74,13 +74,16 @@ class Members:
         found = self._free.get(_program_key(graph, call, sizeless), ())
         return next((m for m in found if missing <= m.planner.missing and m.serves(call)), None)
 
-    def is_small(self, graph: Graph, sizeless: Hashable, arguments: tuple[Any, ...]) -> bool:
-        """Whether planning such calls would gain next to nothing."""
-        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
-        budget = self.front.terms.bytes_known(device) or self.front.parameter_bytes
+    def small_from(self, graph: Graph, sizeless: Hashable, arguments: tuple[Any, ...]) -> int:
+        """The bytes of a budget from which on planning such calls would gain next to nothing."""
         varies = self._sizes[sizeless] >= MANY_SIZES
         size = graph.results.rough_bytes(graph.results.counts(arguments))
-        return size * (VARYING if varies else SMALL) <= budget
+        return size * (VARYING if varies else SMALL)
+
+    def rough_budget(self, arguments: tuple[Any, ...]) -> int:
+        """The budget in bytes; where it is a share, the bytes of the parameters."""
+        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+        return self.front.terms.bytes_known(device) or self.front.parameter_bytes
 
     def run_as_it_is(self, key: Hashable) -> None:
         """Calls of this kind need no plan."""
@@ -89,8 +92,10 @@ class Members:
         self.as_they_are.add(key)
         self._of.pop(key, None)
 
-    def make(self, graph: Graph, call: Call, key: Hashable, sizeless: Hashable) -> Member | None:
-        """Plan a graph as a part of longer steps; None, and it runs as it is, if that cannot be done."""
+    def make(self, graph: Graph, call: Call, key: Hashable, sizeless: Hashable, small_from: int = 0) -> Member | None:
+        """Plan a graph as a part of longer steps; None, and it runs as it is, if that cannot be done. ``small_from``:
+        see ``Member``.
+        """
         refuse_within_measurements()
         try:
             with TRACING, Heeded(), Progress(self.front.terms.progress) as report:
@@ -107,6 +112,7 @@ class Members:
             LOG.info("%s: a graph of the step runs as it is, since it cannot be planned: %s", self.front.name, error)
             self.run_as_it_is(key)
             return None
+        member.small_from = small_from
         self._sizes[sizeless] += 1
         if member.free:
             self._free.setdefault(_program_key(graph, call, sizeless), []).insert(0, member)

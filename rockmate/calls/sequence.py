@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from rockmate.calls.member import Member
 from rockmate.calls.shared import SharedStages
 from rockmate.planning.step import StepPlan
-from solvers.sequence import Choice, Stage, choose, fastest, peak_of, together
+from solvers.sequence import Choice, Stage, choose, fastest, least_budget, peak_of, together
 
 _NOTHING = Choice(0, 0, 0, 0)
 
@@ -63,6 +63,19 @@ class GraphSequence:
             stages[k] = replace(stages[k], choices=(one,))
         found = choose(stages, budget)
         return tuple(of[k] if of else -1 for of, k in zip(options, found, strict=True))
+
+    def least_asked_for(self, budget: int) -> int:
+        """The smallest budget, from ``budget`` bytes on, that suffices a model that is attached with it: graphs that
+        are small beside it run as they are then.
+        """
+        while True:
+            stages = [
+                replace(stage, choices=(stage.choices[k],)) if member.small_from <= budget else stage
+                for stage, member, k in zip(self._counted, self.members, fastest(self._counted), strict=True)
+            ]
+            before, budget = budget, least_budget(stages, budget)
+            if budget == before:
+                return budget
 
     @property
     def leaves_roots_out(self) -> bool:

@@ -206,26 +206,27 @@ class Steps:
         try:
             sequence.chosen = sequence.choose(terms.budget)
         except InfeasibleError as error:
-            sequence.chosen = sequence.choose(error.min_budget)
+            sequence.chosen, least = sequence.choose(error.min_budget), sequence.least_asked_for(error.min_budget)
             if sequence.unsure:
                 return
             if sequence.varies and sequence.peak <= terms.budget:
-                self.warn_of_sizes(error.min_budget, terms.budget)
+                self.warn_of_sizes(least, terms.budget)
                 return
             eager = show_at_least(sequence.eager_peak)
             message = (
                 f"no plan fits a budget of {show_at_most(terms.budget)}: the forward of {self.front.name} is "
                 f"{graphs_of(len(sequence.members))} ({self.why.rstrip('.')}), for which the smallest that can be "
-                f"planned is {show_at_least(error.min_budget)}; without recomputation the step takes {eager}. "
-                f"{_NOTHING if saves_nothing(error.min_budget, sequence.eager_peak) else ''}Raise the budget or make "
+                f"planned{_SO_FAR if sequence.varies else ''} is {show_at_least(least)}; without recomputation the "
+                f"step takes {eager}. "
+                f"{_NOTHING if saves_nothing(least, sequence.eager_peak) else ''}Raise the budget or make "
                 "the batch smaller."
             )
             unsettled = self.known and self.asked is not None and self.asked.share is not None  # larger steps may come
             if not (terms.least or unsettled):
-                sequence.problem = message, error.min_budget
+                sequence.problem = message, least
             elif (sequence.members, terms.budget) not in self.said_least:
                 self.said_least.add((sequence.members, terms.budget))
-                least_instead(InfeasibleBudgetError(message, error.min_budget))
+                least_instead(InfeasibleBudgetError(message, least))
 
     def warn_of_sizes(self, least: int, budget: int) -> None:
         """Say, once, that a step of the largest sizes of all graphs would not fit."""
@@ -271,6 +272,8 @@ _NOTHING = (
     "Recomputation saves next to nothing here: nearly all of it is gradients of parameters, code between the graphs, "
     "and what one operation needs. "
 )
+
+_SO_FAR = " for the sizes that came so far"
 
 _UNKNOWN = "a step ran graphs that were not planned together"
 
@@ -417,13 +420,15 @@ class Forward:
             sizeless = graph.sizeless(call)
             member = members.larger(graph, call, sizeless, missing)
             self.smaller |= member is not None
-            if member is None and members.is_small(graph, sizeless, arguments):
-                members.run_as_it_is(key)
-            elif member is None:
-                self.mark("plan", len(self.ran))
-                member = members.make(graph, call, key, sizeless)
-                self.mark("planned", len(self.ran))
-                self.steps.news |= member is not None and member.base is member
+            if member is None:
+                small_from = members.small_from(graph, sizeless, arguments)
+                if small_from <= members.rough_budget(arguments):
+                    members.run_as_it_is(key)
+                else:
+                    self.mark("plan", len(self.ran))
+                    member = members.make(graph, call, key, sizeless, small_from)
+                    self.mark("planned", len(self.ran))
+                    self.steps.news |= member is not None and member.base is member
         self.small += member is None
         return member
 

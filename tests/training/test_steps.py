@@ -474,6 +474,45 @@ def test_a_budget_that_is_too_small() -> None:
     assert_same(trained(model, 2), trained(eager, 2))
 
 
+class Heads(nn.Module):
+    """Many small graphs, of which each keeps less than a hundredth of what a large one at the end takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(12)
+        )
+        self.large = nn.Sequential(nn.Linear(WIDTH, 4000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = x[:, :8]
+        for head in self.small:
+            for _ in range(6):
+                z = head(z).sin()
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return self.large(x).mean() + z.mean()  # type: ignore[no-any-return]
+
+
+def test_a_minimum_that_is_stated_holds_when_it_is_asked_for() -> None:
+    """Beside it, graphs are small that were planned beside less."""
+    torch.manual_seed(0)
+    eager, x = Heads(), randn(40, WIDTH, seed=0)
+    model = copy.deepcopy(eager)
+    attach(model, 4000, costs="flops")
+    with pytest.raises(InfeasibleBudgetError, match="the smallest that can be planned") as raised:
+        for _ in range(3):
+            model(x).backward()
+            model.zero_grad()
+    del model
+    model = copy.deepcopy(eager)
+    handle = attach(model, raised.value.min_budget, costs="flops")
+    for _ in range(4):
+        model(x).backward()
+        model.zero_grad()
+    assert isinstance(handle.plan, StepPlan) and handle.plan.small > 6
+    assert measure_peak(lambda: model(x).backward(), "cpu") <= raised.value.min_budget
+
+
 def test_a_budget_that_no_plan_fits_is_refused_when_it_is_set() -> None:
     model = ready("70%")
     handle = attached(model)
