@@ -23,6 +23,7 @@ from rockmate.calls.bound import Results, rough_peak
 from rockmate.calls.calls import Calls
 from rockmate.calls.captured import Captured, captured_sources
 from rockmate.calls.front import Front
+from rockmate.calls.function_numbers import move_numbers_out
 from rockmate.calls.keys import call_key, in_force
 from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
@@ -90,6 +91,7 @@ class CapturedCalls(Calls):
         """``identity``: see ``identity_of``."""
         self.program, self.identity, self.front = program, identity, front
         self.terms = front.terms
+        move_numbers_out(program)
         self.split = split(program)
         self.tensors = self.split.program if self.split else program  # without computations with numbers
         self.free: Spare | None = None  # the only kind of call, if the budget does not bind for it

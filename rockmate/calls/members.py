@@ -78,7 +78,7 @@ class Members:
         """The bytes of a budget from which on planning such calls would gain next to nothing."""
         varies = self._sizes[sizeless] >= MANY_SIZES
         size = graph.results.rough_bytes(graph.results.counts(arguments))
-        return size * (VARYING if varies else SMALL)
+        return int(size * (VARYING if varies else SMALL))
 
     def rough_budget(self, arguments: tuple[Any, ...]) -> int:
         """The budget in bytes; where it is a share, the bytes of the parameters."""

@@ -26,7 +26,10 @@ _ARITHMETIC = frozenset(
 _EITHER_WAY = frozenset({operator.mul, operator.add, torch.mul, torch.add})
 """Where Python hands a number that comes first to the tensor, which takes it second."""
 
-_Use = tuple[fx.Node, torch.dtype | None]
+TYPES = "types_of_numbers"
+"""The meta entry of a node with arguments that are numbers and may be tensors: of which types, by argument."""
+
+NumberUse = tuple[fx.Node, torch.dtype | None]
 """A number, and the type of the tensor that it becomes; None if it stays a number."""
 
 
@@ -61,7 +64,7 @@ def split(whole: fx.GraphModule) -> Split | None:
         return None
     output = next(iter(whole.graph.find_nodes(op="output")))
     returned = list(output.args[0])
-    uses: dict[_Use, int] = {}
+    uses: dict[NumberUse, int] = {}
     for node in whole.graph.nodes:
         if node not in numbers and node.op != "output":
             for use in _uses(node, numbers):
@@ -113,17 +116,20 @@ def _is_only_read(node: fx.Node) -> bool:
     return node.op == "placeholder" and all(user.target == "item" for user in node.users)
 
 
-def _uses(node: fx.Node, numbers: dict[fx.Node, None]) -> list[_Use]:
+def _uses(node: fx.Node, numbers: dict[fx.Node, None]) -> list[NumberUse]:
     """The numbers that a node of the program of tensors reads."""
-    return [(n, _type_beside(node, n)) for n in node.all_input_nodes if n in numbers]
+    return [(n, type_beside(node, n)) for n in node.all_input_nodes if n in numbers]
 
 
-def _type_beside(node: fx.Node, number: fx.Node) -> torch.dtype | None:
+def type_beside(node: fx.Node, number: fx.Node) -> torch.dtype | None:
     """The type of a tensor in the place of ``number`` that gives the same bits; None if there may be none.
 
     An operation on a tensor of single or double precision and a number converts the number to the tensor's type. On one
     of less precision it computes with more, whatever the number is given as, if the tensor has dimensions.
     """
+    if TYPES in node.meta:
+        types: dict[fx.Node, torch.dtype | None] = node.meta[TYPES]
+        return types.get(number)
     beside = [a for a in node.args if a is not number]
     if node.target not in _ARITHMETIC or node.kwargs or len(node.args) != 2 or len(beside) != 1:
         return None
@@ -143,7 +149,7 @@ def _program(
     whole: fx.GraphModule,
     numbers: dict[fx.Node, None],
     kept: list[fx.Node],
-    uses: dict[_Use, int],
+    uses: dict[NumberUse, int],
     results: list[Any],
 ) -> fx.GraphModule:
     graph = fx.Graph()
@@ -161,7 +167,7 @@ def _program(
             continue
 
         def put(n: fx.Node, node: fx.Node = node) -> fx.Node:
-            return inputs[n, _type_beside(node, n)] if n in numbers else known[n]
+            return inputs[n, type_beside(node, n)] if n in numbers else known[n]
 
         known[node] = copied = graph.node_copy(node, put)
         copied.args = _number_last(copied, node, numbers)
@@ -172,7 +178,7 @@ def _program(
 def _number_last(copied: fx.Node, node: fx.Node, numbers: dict[fx.Node, None]) -> tuple[Any, ...]:
     """The arguments of ``copied`` in the order in which Python hands those of ``node`` on."""
     first = node.args[0] if node.args else None
-    turned = isinstance(first, fx.Node) and first in numbers and _type_beside(node, first) is not None
+    turned = isinstance(first, fx.Node) and first in numbers and type_beside(node, first) is not None
     return tuple(reversed(copied.args)) if turned else copied.args
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -230,3 +230,90 @@ def test_an_operation_without_a_derivative_is_named() -> None:
     attach(least, "60%", costs="flops", cache=False, on_infeasible="least")
     with pytest.warns(rockmate.BudgetWarning, match="floor_divide"):
         least(x)[0].sum().backward()
+
+
+class Reversed(torch.autograd.Function):
+    """The gradient comes back turned, by a factor that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -ctx.factor * gradients[0], None
+
+
+class FactorTwice(torch.autograd.Function):
+    """Both parts compute with the factor, the backward in several ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        ctx.save_for_backward(x)
+        return x * factor + 0.3 / factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return ctx.factor * gradients[0] * 0.5 * ctx.factor + x * (1 - ctx.factor) - x.sigmoid().pow(
+            1 + ctx.factor
+        ), None
+
+
+class FactorOfStep(torch.autograd.Function):
+    """The factor is computed inside, from a whole number."""
+
+    @staticmethod
+    def forward(ctx: Any, step: int, x: torch.Tensor) -> torch.Tensor:
+        ctx.factor = min(1.0, 0.011 * step)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, -(2 / (1 + ctx.factor)) * gradients[0]
+
+
+class Annealed(nn.Module):
+    """Layers, and a head behind a function that gets a number which follows from how many calls there were."""
+
+    def __init__(self, apply: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.apply_function, self.step = apply, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.mean() + self.apply_function(x, self.step).sin().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("apply", "plans"),
+    [
+        (lambda x, step: Reversed.apply(x, min(1, 0.011 * step)), 2),
+        (lambda x, step: Reversed.apply(Reversed.apply(x, 0.011 * step), 1 / (1 + step)), 2),
+        (lambda x, step: FactorOfStep.apply(step, x), 2),
+        (lambda x, step: FactorTwice.apply(x, min(0.5, 0.1 * step)), 6),  # a number stays the exponent of pow
+    ],
+    ids=["given", "given twice", "computed inside", "an exponent, too"],
+)
+def test_a_number_that_a_function_of_autograd_is_given_asks_for_no_other_plan(
+    apply: Callable[[torch.Tensor, int], torch.Tensor], plans: int, dtype: torch.dtype
+) -> None:
+    """The first call has it as a constant, the second as an input."""
+    torch.manual_seed(0)
+    eager = Annealed(apply).to(dtype)
+    model, x = copy.deepcopy(eager), torch.randn(60, 16, dtype=dtype)
+    handle = attach(model, "75%", costs="flops")
+    for _ in range(6):
+        expected, found = eager(x), model(x)
+        expected.backward()
+        found.backward()
+        assert torch.equal(expected, found)
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), model.parameters(), strict=True))
+    assert len(handle.plans) <= plans
+    assert handle.plan is not None and handle.plan.recomputed
