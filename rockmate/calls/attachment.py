@@ -331,7 +331,7 @@ class Attachment(Front):
     def _begin_steps(self, model: torch.nn.Module, call: Call, why: Exception) -> Any:
         """TorchDynamo captures no whole of this call. If the module itself refuses it, all stays as it was."""
         before = self._capture, self.reason
-        self._capture, self.reason = Capture(self, lambda: self.model), _first_line(why)
+        self._capture, self.reason = self._capture.other(), _first_line(why)
         self._steps = Steps(self, composites_of(model), self.reason)
         try:
             result = self._run_in_steps(model, call, self._steps)

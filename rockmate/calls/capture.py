@@ -71,6 +71,12 @@ class Capture:
         self._masks_known = True  # whether it can be known before a capture what masks it leaves out
         self._sizes: set[Sizes] = set()  # of the calls that came
         self._noted = Noted()  # what TorchDynamo does not guard
+        self._other: Capture | None = None
+
+    def other(self) -> Capture:
+        """Another one of the same calls; the same again as long as it serves none: TorchDynamo keeps notes of each."""
+        self._other = self._other or Capture(self.front, self._model)
+        return self._other
 
     def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
@@ -130,12 +136,15 @@ class Capture:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
-        before = [getattr(CAPTURING, what, None) for what in ("name", "noted", "settings")]
+        before = [getattr(CAPTURING, what, None) for what in ("name", "noted", "settings", "tracked")]
         CAPTURING.name, CAPTURING.noted, CAPTURING.settings = self.front.name, self._noted, self._settings
+        CAPTURING.tracked = {}
         try:
             yield
         finally:
-            CAPTURING.name, CAPTURING.noted, CAPTURING.settings = before
+            for tracked in CAPTURING.tracked.values():
+                tracked.clear()  # of a parameter its gradient is one, too, which the collector does not see
+            CAPTURING.name, CAPTURING.noted, CAPTURING.settings, CAPTURING.tracked = before
 
     def clear(self) -> None:
         """Forget all that was captured, also of the functions of the model's classes, which run for others, too."""

@@ -23,7 +23,8 @@ from solvers.interrupts import check
 
 CAPTURING = threading.local()
 """``name``: of the model whose call this thread captures, or runs as it was captured. ``noted``: by that capture.
-``settings``: TorchDynamo's, for it. ``captured``: whether this thread has captured, or tried to;
+``settings``: TorchDynamo's, for it. ``tracked``: lists of the tensors without memory that it computes with, by their
+identity. ``captured``: whether this thread has captured, or tried to;
 ``code``: what it has captured last.
 """
 
@@ -182,6 +183,8 @@ def _noting(build: Callable[..., Any], builder: Any, value: Any) -> Any:
     if is_captured():
         check()
         CAPTURING.noted.note(value)
+        tracked = builder.tx.output.tracked_fakes
+        CAPTURING.tracked[id(tracked)] = tracked
     return build(builder, value)
 
 

@@ -302,3 +302,37 @@ def test_a_first_call_that_the_module_refuses() -> None:
     model(x).square().mean().backward()
     assert handle.reason == ""
     assert handle.plan is not None
+
+
+class Refuses(Parts):
+    """Refuses calls of seven rows, behind its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if len(x) == 7:
+            raise ValueError("seven rows")
+        return x
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_of_a_call_that_fails_no_tensor_stays(apart: bool, trained: bool) -> None:
+    """Nor those without memory, with which TorchDynamo computes."""
+    model, x, wrong = Refuses(apart), torch.randn(256, 32), torch.randn(7, 32)
+    attach(model, "70%", costs="flops", on_infeasible="least")
+    for _ in range(3 * trained):
+        model(x).square().mean().backward()  # the gradients stay, too
+    gc.collect()
+    before = _tensors()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="seven rows") as raised:
+            model(wrong)
+        assert type(raised.value) is ValueError
+        del raised
+        gc.collect()
+        assert _tensors() <= before
+    model(x).square().mean().backward()
+
+
+def _tensors() -> int:
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
