@@ -146,6 +146,24 @@ def test_the_prediction_is_the_measured_peak(name: str) -> None:
         assert 0 <= chk.get_expected_memory() + 64 - measure_peak(lambda: step(chk, x)) <= slack
 
 
+def test_the_last_layer_may_run_again() -> None:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh()))),
+        torch.randn(256, 64),
+    )
+    eager = copy.deepcopy(model)
+    chk = rotor.Checkpointable(model, x, 2**30, costs="flops", loss_tmp_memory_usage=0)
+    for text in (
+        "Fe_0, Fe_1, Fe_2, Fe_3, Fe_4, Fck_5, Loss, Fe_5, B_5, B_4, B_3, B_2, B_1, B_0",
+        "Fck_0, Fn_1, Fn_2, Fn_3, Fn_4, Fn_5, Loss, Fe_0, Fe_1, Fe_2, Fe_3, Fe_4, Fe_5, B_5, B_4, B_3, B_2, B_1, B_0",
+    ):
+        chk.sequence = rotor.Sequence.parse(text)
+        model.load_state_dict(eager.state_dict())
+        assert_same(train(chk, model, x, 1), train(other := copy.deepcopy(eager), other, x, 1))
+        assert measure_peak(lambda: step(chk, x)) <= chk.get_expected_memory() + 64
+
+
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_every_algorithm_runs(algo: str) -> None:
     torch.manual_seed(0)

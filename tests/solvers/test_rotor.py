@@ -160,6 +160,17 @@ def test_values_that_share_memory_count_once() -> None:
     assert peaks[0] == peaks[1] + 1
 
 
+def test_the_output_of_a_last_stage_that_runs_again_is_beside_that_of_the_caller() -> None:
+    chain = homogeneous(1)
+    chain = replace(chain, stages=(replace(chain.stages[0], keeps_output=True),))
+    again = walk_sequence(chain, Sequence.parse("Fck_0, Loss, Fe_0, B_0"))
+    # the output; and its gradient; and what the run to the last saved tensor allocates; with all that it keeps
+    assert [m.peak for m in again.moments] == [1, 1 + 1, 2 + 1, 2 + 1 + 1]
+    kept = walk_sequence(chain, no_checkpoint_sequence(chain))
+    assert [m.peak for m in kept.moments] == [2, 2 + 1, 3]
+    assert again.moments[-1].after == kept.moments[-1].after == 1 + 1  # and the gradient of the input
+
+
 def test_text() -> None:
     sequence = Sequence((Fck(0), Fn(1), Fe(2), Loss(), B(2), Fe(0), Fe(1), B(1), B(0)))
     assert str(sequence) == "F_ck^0 F_∅^1 F_all^2 L B^2 F_all^0 F_all^1 B^1 B^0"
