@@ -59,13 +59,14 @@ class GradientBuffers:
 
     A second contribution is added in place if the first is no view and nothing else refers to its memory; otherwise the
     sum takes new memory. The contributions to a parameter are added up, then go to ``.grad``, whose memory stays if the
-    parameter had none before.
+    parameter had none before: their own, or a copy of a tensor that is another value's gradient, too.
     """
 
     def __init__(self, s: S_graph, costs: Sequence[Cost], roots: Sequence[int], missing: frozenset[int]) -> None:
         self.s, self.costs, self.missing = s, costs, missing
         self.size: dict[int, int] = {}  # memory -> bytes
         self.holds: dict[int, int] = {}  # value -> memory
+        self.tensor: dict[int, object] = {}  # value -> what tells its tensor from others in the same memory
         self.holders: dict[int, int] = {}  # memory -> how many values it holds
         self.live = 0  # bytes of all memory that holds something
         self.uses: dict[int, int] = {}  # source -> backwards still to contribute
@@ -82,14 +83,15 @@ class GradientBuffers:
         self.size[len(self.size)] = size
         return len(self.size) - 1
 
-    def _hold(self, v: int, memory: int) -> None:
+    def _hold(self, v: int, memory: int, tensor: object = None) -> None:
         self._release(v)
-        self.holds[v] = memory
+        self.holds[v], self.tensor[v] = memory, tensor or object()
         self.holders[memory] = self.holders.get(memory, 0) + 1
         self.live += self.size[memory] if self.holders[memory] == 1 else 0
 
     def _release(self, v: int) -> int | None:
         memory = self.holds.pop(v, None)
+        self.tensor.pop(v, None)
         if memory is not None:
             self.holders[memory] -= 1
             self.live -= 0 if self.holders[memory] else self.size[memory]
@@ -116,31 +118,35 @@ class GradientBuffers:
         """Bytes of gradients before, at the worst moment of, and after the backward of node i."""
         s, node, cost = self.s, self.s.nodes[i], self.costs[i]
         before = self.live
+        came = [self.tensor.get(node.makes[k]) for k in cost.results]
         incoming = [self._release(node.makes[k]) for k in cost.results]
         # Gradients that were measured with, and never come, since their readers have none for what they read.
         absent = sum(s.d.values[node.makes[k]].bytes for k, m in zip(cost.results, incoming, strict=True) if m is None)
         peak = before + self._added(cost, incoming) - max(0, cost.incoming - absent)
         arrived: dict[int, int] = {}  # position in reads -> memory
+        tensors: dict[int, object] = {}  # position in reads -> what tells the tensor from others
         for position, gradient in sorted(enumerate(cost.inputs), key=lambda item: node.reads[item[0]] in self.uses):
             if gradient is None:  # parameters come last, as they were measured
                 continue
             kind, k = gradient.shares or ("", 0)
             shared = incoming[k] if kind == "result" else arrived[k] if kind == "input" else None
             arrived[position] = self._new(gradient.bytes) if shared is None else shared
+            known = came[k] if kind == "result" else tensors.get(k)
+            tensors[position] = known if gradient.alias and known else object()
         order = [position for position in arrived if node.reads[position] not in self.uses]
         added = any(node.reads[position] in self.holds for position in order)
         if added and len(order) > 1 and _arrives_in_parts(s, i):
-            mine = self.size, self.holds, self.holders, self.views, self.live
+            mine = self.size, self.holds, self.holders, self.views, self.tensor, self.live
             self.size, self.holds, self.holders = self.size.copy(), self.holds.copy(), self.holders.copy()
-            self.views = self.views.copy()
-            peak = max(peak, self._arrive(i, arrived, order[::-1]))
-            self.size, self.holds, self.holders, self.views, self.live = mine
-        peak = max(peak, self._arrive(i, arrived, order))
-        peak = max(peak, self._parameters(node.reads, cost.views, arrived))
+            self.views, self.tensor = self.views.copy(), self.tensor.copy()
+            peak = max(peak, self._arrive(i, arrived, tensors, order[::-1]))
+            self.size, self.holds, self.holders, self.views, self.tensor, self.live = mine
+        peak = max(peak, self._arrive(i, arrived, tensors, order))
+        peak = max(peak, self._parameters(node.reads, cost.views, arrived, tensors))
         after = self.live
         return before, max(peak, before, after), after
 
-    def _arrive(self, i: int, arrived: dict[int, int], order: Sequence[int]) -> int:
+    def _arrive(self, i: int, arrived: dict[int, int], tensors: dict[int, object], order: Sequence[int]) -> int:
         """Add what ``arrived``, in the ``order`` of positions. Returns the peak of all gradients (bytes)."""
         peak, node, waiting = 0, self.s.nodes[i], dict(arrived)
         for position in order:
@@ -149,7 +155,7 @@ class GradientBuffers:
             if first is None:
                 if v in self.written:
                     memory = self._new(self.s.d.storages[self.s.d.values[v].storage].bytes)
-                self._hold(v, memory)
+                self._hold(v, memory, tensors[position] if v not in self.written else None)
                 if position in self.costs[i].views:
                     self.views.add(v)
                 continue
@@ -160,7 +166,9 @@ class GradientBuffers:
             peak = max(peak, self._with(others | {first}))
         return peak
 
-    def _parameters(self, reads: tuple[int, ...], views: frozenset[int], arrived: dict[int, int]) -> int:
+    def _parameters(
+        self, reads: tuple[int, ...], views: frozenset[int], arrived: dict[int, int], tensors: dict[int, object]
+    ) -> int:
         """Add the contributions to parameters. Returns the peak of all gradients (bytes) meanwhile."""
         peak = 0
         for position, v in enumerate(reads):
@@ -169,10 +177,10 @@ class GradientBuffers:
             self.uses[v] -= 1
             size = self.s.d.values[v].bytes
             if v not in self.holds:
-                self._hold(v, arrived[position] if position in arrived else self._new(size))
+                self._hold(v, arrived[position] if position in arrived else self._new(size), tensors.get(position))
                 if position in views:
                     self.views.add(v)
-            elif v in self.views:
+            elif v in self.views or self.holders[self.holds[v]] > 1:
                 peak = max(peak, self.live + 2 * size)
                 self._hold(v, self._new(size))
                 self.views.discard(v)
@@ -182,4 +190,6 @@ class GradientBuffers:
                 self._hold(v, self._new(first + second))
             if not self.uses[v] and v not in self.missing:
                 self._release(v)
+            elif not self.uses[v] and [*self.tensor.values()].count(self.tensor[v]) > 1:
+                self._hold(v, self._new(size))
         return peak

@@ -5,6 +5,7 @@ Predicted and measured peaks are the same but for the numbers of the loss (64 by
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from rkgb.cost import layouts
 from rkgb.cost.alone import NodeRun
-from rkgb.cost.layouts import Outgoing
+from rkgb.cost.layouts import Outgoing, Passed
 from rkgb.cost.measure import measure_nodes
 from rockmate import InfeasibleBudgetError, Rockmate, frontier, measure_peak, rotor
 from rockmate.planning.options import PlanOptions
@@ -118,17 +119,18 @@ def test_strides_that_the_meta_device_gives_are_checked_by_measuring(
     s = make_planner(model, x, PlanOptions("flops")).graphs.S
     runs: list[NodeRun] = []
 
-    def turned(run: NodeRun, k: int, strides: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Strides that are not ``strides``."""
+    def turned(run: NodeRun, k: int, passed: Passed) -> Passed:
+        """Strides that are not those of ``passed``."""
         first, *rest = run.d.values[run.node.reads[k]].shape
-        return None if strides else (1, *(first * n for n in torch.empty(rest).stride()))
+        strides = None if passed.strides else (1, *(first * n for n in torch.empty(rest).stride()))
+        return dataclasses.replace(passed, strides=strides)
 
     def on_meta(run: NodeRun) -> Outgoing:
         found = of_run(run)
         if {t.device.type for t in run.values.values()} != {"meta"}:
             return found
         runs.append(run)
-        return {k: turned(run, k, strides) for k, strides in found.items()} if wrong else found
+        return {k: turned(run, k, passed) for k, passed in found.items()} if wrong else found
 
     of_run = layouts._of_run
     costs = measure_nodes(s, model, [x], "flops")

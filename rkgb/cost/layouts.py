@@ -9,22 +9,38 @@ followed again.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
 from rkgb.cost.memory import refuse_within_measurements
-from rkgb.cost.piece import Gradients, Layouts, feed, ignore
+from rkgb.cost.piece import Gradients, Layouts, feed
 from rkgb.graphs import S_graph, S_node, Value
 from rkgb.probe.numbers import strides_as
 from rkgb.program import source_values
+from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 
 _LARGE = 2**24  # bytes
 
-Outgoing = dict[int, tuple[int, ...] | None]
-"""Position in ``reads`` -> strides of its gradient (None: contiguous). Inputs without a gradient are absent."""
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A gradient that a backward computes. ``strides``: None for those of a new tensor. ``is_view``, ``shares``: see
+    ``Cost.views`` and ``InputGradient.shares``.
+    """
+
+    strides: tuple[int, ...] | None
+    is_view: bool
+    shares: tuple[str, int] | None
+
+
+Outgoing = dict[int, Passed]
+"""By the position in ``reads``. Inputs without a gradient are absent."""
 
 
 def differentiated(s: S_graph, roots: Sequence[int]) -> list[tuple[int, ...]]:
@@ -53,21 +69,55 @@ def gradient_layouts(
     ``keys``: equal for equal nodes. ``roots``: strides of the gradients of the outputs, None for contiguous. ``known``:
     for nodes and incoming strides, the strides of the gradients that they compute; new ones are added.
     """
-    strides = dict(roots)
+    gradients = _Waiting(s, roots)
     layouts: list[Layouts] = []
     with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
         for node, results, same in zip(reversed(s.nodes), reversed(fed), reversed(keys), strict=True):
-            layouts.append(tuple(strides.pop(node.makes[k], None) for k in results))
+            came = [gradients.taken(node.makes[k]) for k in results]
+            layouts.append(tuple(strides for strides, _ in came))
             if not results:
                 continue
             key = (same, results, layouts[-1])
             if key not in known:
                 with gradients_watched(model, s.d, node):
                     known[key] = _outgoing(s, node, model, inputs, results, layouts[-1])
-            for position, stride in known[key].items():
-                v = node.reads[position]
-                strides[v] = _of_sum(s.d.values[v].shape, strides[v], stride) if v in strides else stride
+            gradients.arrive(node, known[key], [memory for _, memory in came])
     return layouts[::-1]
+
+
+class _Waiting:
+    """The gradients of values whose backward has not come yet: their strides, and the memory that they lie in."""
+
+    def __init__(self, s: S_graph, roots: Mapping[int, tuple[int, ...] | None]) -> None:
+        self.s, self.strides = s, dict(roots)
+        self.memory: dict[int, object] = {v: object() for v in roots}
+        self.views: set[int] = set()
+
+    def taken(self, v: int) -> tuple[tuple[int, ...] | None, object]:
+        """The gradient of ``v`` is handed to its backward."""
+        self.views.discard(v)
+        return self.strides.pop(v, None), self.memory.pop(v, object())
+
+    def arrive(self, node: S_node, passed: Outgoing, came: list[object]) -> None:
+        """Gradients that a backward has computed arrive, in order; those that it got lie in the memory ``came``."""
+        memory: dict[int, object] = {}
+        for k, gradient in passed.items():
+            kind, place = gradient.shares or ("", 0)
+            memory[k] = came[place] if kind == "result" else memory[place] if kind == "input" else object()
+        for k, gradient in passed.items():
+            v, mine = node.reads[k], memory.pop(k)
+            if v not in self.strides:
+                self.strides[v], self.memory[v] = gradient.strides, mine
+                self.views.update([v] if gradient.is_view else ())
+            elif not self._is_added_to(v, [mine, *memory.values()]):
+                self.strides[v] = _of_sum(self.s.d.values[v].shape, self.strides[v], gradient.strides)
+                self.memory[v] = object()
+                self.views.discard(v)
+
+    def _is_added_to(self, v: int, others: list[object]) -> bool:
+        """Whether the gradient of ``v`` stays where it is, and another is added to it: see ``GradientBuffers``."""
+        holders = [*self.memory.values(), *others].count(self.memory[v])
+        return v not in self.views and holders == 1 and is_dense(self.s.d.values[v].shape, self.strides[v])
 
 
 def layouts_at_other_sizes(
@@ -75,17 +125,21 @@ def layouts_at_other_sizes(
 ) -> list[Layouts] | None:
     """``layouts`` of the gradients of ``old`` for ``new``, which has the same skeleton: dimensions keep their order.
 
-    None if that does not say all, as a gradient has gaps, or repeats numbers.
+    None if that does not say all, as a gradient has gaps, or repeats numbers, or had a dimension of size 1.
     """
     found: list[Layouts] = []
     for node, results, strides in zip(old.nodes, fed, layouts, strict=True):
         of_node: list[tuple[int, ...] | None] = []
         for k, stride in zip(results, strides, strict=True):
-            shapes = (graph.d.values[node.makes[k]].shape for graph in (old, new))
-            now = None if stride is None else strides_as(next(shapes), stride, next(shapes))
-            if stride is not None and now is None:
+            then, now = (graph.d.values[node.makes[k]].shape for graph in (old, new))
+            if stride is None:
+                of_node.append(None)
+                continue
+            grown = any(a == 1 != b for a, b in zip(then, now, strict=True))
+            here = None if grown else strides_as(then, stride, now)
+            if here is None:
                 return None
-            of_node.append(None if now is None else tuple(now))
+            of_node.append(tuple(here))
         found.append(tuple(of_node))
     return found
 
@@ -110,7 +164,7 @@ def _outgoing(
     try:
         return _of_run(run)
     except Exception:  # noqa: BLE001 - an operation may refuse zeros: its gradients are taken to be contiguous
-        return {node.reads.index(v): None for v in run.tapped}
+        return {node.reads.index(v): Passed(None, False, None) for v in run.tapped}
 
 
 def _is_large(s: S_graph, node: S_node) -> bool:
@@ -120,16 +174,24 @@ def _is_large(s: S_graph, node: S_node) -> bool:
 
 
 def _of_run(run: NodeRun) -> Outgoing:
-    came: list[Gradients] = []
-    feed(ignore, run, run.forward(came.append)).backward()
-    return outgoing(run, came[0] if came else ())
+    made: list[Gradients] = []
+    came: list[Sequence[torch.Tensor]] = []
+    feed(came.append, run, run.forward(made.append)).backward()
+    return outgoing(run, came[0], made[0] if made else ())
 
 
-def outgoing(run: NodeRun, gradients: Gradients) -> Outgoing:
-    """The strides of the ``gradients`` of what ``run`` taps; none came where these are no inputs that require grad."""
-    reads = run.node.reads
-    came = zip(run.tapped, gradients, strict=False)
-    return {reads.index(v): unless_contiguous(g) for v, g in came if g is not None}
+def outgoing(run: NodeRun, came: Sequence[torch.Tensor], gradients: Gradients) -> Outgoing:
+    """The ``gradients`` of what ``run`` taps, which its backward computed from those that ``came``, and that are still
+    there; none where what it taps are no inputs that require grad.
+    """
+    places = {storage_key(g): ("result", k) for k, g in enumerate(came)}
+    found: Outgoing = {}
+    for v, g in zip(run.tapped, gradients, strict=False):
+        if g is not None:
+            k = run.node.reads.index(v)
+            found[k] = Passed(unless_contiguous(g), g._is_view(), places.get(storage_key(g)))
+            places.setdefault(storage_key(g), ("input", k))
+    return found
 
 
 def _is_strided(value: Value) -> bool:
@@ -138,15 +200,33 @@ def _is_strided(value: Value) -> bool:
 
 
 def _of_sum(shape: tuple[int, ...], a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The strides of the sum of two gradients of strides ``a`` and ``b``."""
-    if a == b and (a is None or 0 not in a):
-        return a
-    x, y = (
-        torch.empty(shape, device="meta") if t is None else torch.empty_strided(shape, t, device="meta") for t in (a, b)
-    )
+    """The strides of the sum, elsewhere, of two gradients of strides ``a`` and ``b``."""
+    if a is b is None:
+        return None
+    x, y = (torch.empty_strided(shape, t or _of_new(shape), device="meta") for t in (a, b))
     return unless_contiguous(x + y)
 
 
+def is_dense(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
+    """Whether a tensor has neither gaps nor numbers that several of its elements share."""
+    expected = 1
+    for stride, size in sorted(zip(strides or _of_new(shape), shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def unless_contiguous(t: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of ``t``, or None if it is contiguous."""
-    return None if t.is_contiguous() else tuple(t.stride())
+    """The strides of ``t``, or None if they are those of a new tensor, as far as dimensions of size 1 go, too.
+
+    Kernels that ask for channels last look at the strides of such dimensions.
+    """
+    strides = tuple(t.stride())
+    return None if strides == _of_new(tuple(t.shape)) else strides
+
+
+def _of_new(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a new tensor."""
+    behind = itertools.accumulate((max(1, size) for size in shape[:0:-1]), operator.mul, initial=1)
+    return tuple(behind)[::-1] if shape else ()

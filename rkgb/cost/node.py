@@ -13,7 +13,7 @@ from rkgb.cost.alone import NodeRun
 from rkgb.cost.clock import Clock
 from rkgb.cost.costs import Cost, InputGradient, Times
 from rkgb.cost.counted import modelled_times
-from rkgb.cost.layouts import Outgoing, outgoing
+from rkgb.cost.layouts import Outgoing, is_dense, outgoing
 from rkgb.cost.memory import measure_memory, storage_bytes
 from rkgb.cost.piece import backward_memory, feed, ignore
 from rkgb.device import kind_of
@@ -89,7 +89,7 @@ def _written(run: NodeRun, v: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Form:
     """How one gradient lies in memory. ``memory``: None where a copy of ``size`` bytes becomes ``.grad``, and of a
-    sparse one, which has two.
+    sparse one, which has two. ``tensor``: the identity of the gradient.
 
     It holds the memory and not the gradient: autograd copies a gradient that somebody else holds.
     """
@@ -97,14 +97,23 @@ class _Form:
     memory: torch.UntypedStorage | None
     is_view: bool
     size: int
+    tensor: int
 
     @classmethod
     def of(cls, g: torch.Tensor, parameter: torch.Tensor | None) -> _Form:
         """The form of the gradient ``g`` of a ``parameter``, or of another input."""
         if g.layout != torch.strided:
-            return cls(None, False, storage_bytes(g))
-        as_it_is = parameter is None or g.stride() == parameter.stride()
-        return cls(memory_of(g) if as_it_is else None, g._is_view(), g.numel() * g.element_size())
+            return cls(None, False, storage_bytes(g), id(g))
+        as_it_is = parameter is None or _becomes_grad(g, parameter)
+        return cls(memory_of(g) if as_it_is else None, g._is_view(), g.numel() * g.element_size(), id(g))
+
+
+def _becomes_grad(g: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether autograd takes ``g`` itself as ``.grad``, as it lies (``obeys_layout_contract`` in torch's source)."""
+    if not is_dense(parameter.shape, parameter.stride()):
+        return g.is_contiguous()
+    dimensions = zip(g.shape, g.stride(), parameter.stride(), strict=True)
+    return all(stride == own if size != 1 else stride != 0 for size, stride, own in dimensions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +143,18 @@ def _holding_gradients(run: NodeRun, held: tuple[int, ...]) -> _Holding:
     of_inputs = dict(zip(run.tapped, memory.inputs, strict=False))  # no gradient came where there are none
     forms = {v: _Form.of(g, None) for v, g in of_inputs.items() if g is not None} | of_leaves
     gradients: dict[int, InputGradient] = {}
+    tensors = {id(g) for g in incoming[0]}
     for v, form in forms.items():
         if form.memory is None:
             gradients[v] = InputGradient(form.size, None)
         else:
-            gradients[v] = InputGradient(form.memory.nbytes(), places.get(form.memory._cdata))
+            alias = form.tensor in tensors
+            gradients[v] = InputGradient(form.memory.nbytes(), places.get(form.memory._cdata), alias)
+            tensors.add(form.tensor)
             places.setdefault(form.memory._cdata, ("input", run.node.reads.index(v)))
     views = frozenset(run.node.reads.index(v) for v, form in forms.items() if form.is_view)
     inputs = tuple(gradients.get(v) for v in run.node.reads)
-    return _Holding(memory.peak, memory.times, inputs, views, outgoing(run, memory.inputs))
+    return _Holding(memory.peak, memory.times, inputs, views, outgoing(run, incoming[0], memory.inputs))
 
 
 def _note(forms: dict[int, _Form], v: int, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:

@@ -69,7 +69,7 @@ class Tap(torch.autograd.Function):
     def forward(ctx: Any, collect: Callable[[Any], None], anchor: torch.Tensor, *xs: torch.Tensor) -> Any:
         ctx.collect = collect
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in xs)
+        return tuple(x.detach() for x in xs)  # ``view_as`` would change the strides of dimensions of size 1
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

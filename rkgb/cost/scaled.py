@@ -127,10 +127,10 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
         """In memory as large as the input itself, or else as another value of the node: as that, or the fastest."""
         v = was.reads[position]
         if g.bytes == before[v]:
-            return InputGradient(after[v], g.shares)
+            return dataclasses.replace(g, bytes=after[v])
         equal = [after[w] for w in before if before[w] == g.bytes]
         fastest = max(Fraction(after[w], before[w]) for w in before)
-        return InputGradient(max(equal, default=ceil(g.bytes * fastest)), g.shares)
+        return dataclasses.replace(g, bytes=max(equal, default=ceil(g.bytes * fastest)))
 
     inputs = tuple(None if g is None else gradient(k, g) for k, g in enumerate(cost.inputs))
     came = [sum(sizes[was.makes[k]] for k in cost.results) for sizes in (before, after)]
