@@ -21,6 +21,8 @@ from rockmate.calls.engine import can_intercept, intercept, release
 MOST_OTHERS = 64
 """Backwards that may come before that of a call that is looked at, which may never have one."""
 
+_OTHERS = f"{MOST_OTHERS} backwards of other graphs came"
+
 
 class Look(ABC):
     """Close observation of one call: the next backward in its thread that comes to it is intercepted, memory until then
@@ -33,6 +35,7 @@ class Look(ABC):
 
     current: Look | None = None
     others = 0  # backwards that have come to other graphs
+    why_not = ""  # it has seen nothing: the reason, as a clause
     disturbed = False  # one of them to that of another call under a plan, which is no loss
 
     def __init__(self, opened: Window | Timeline | None) -> None:
@@ -78,15 +81,16 @@ class Look(ABC):
         """A backward is over that did not come to the call."""
         self.others += 1
         if self.disturbed or self.others == MOST_OTHERS:
-            self.abandon()
+            self.abandon("the backward of another call of a model with a plan came" if self.disturbed else _OTHERS)
 
     def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of what starts a profiler."""
-        self.abandon()
+        self.abandon("a profiler was started")
         return original(*args, **kwargs)
 
-    def abandon(self) -> None:
-        """Close, unless this is the wrong place for it: a later forward then does."""
+    def abandon(self, why: str = "") -> None:
+        """Close, unless this is the wrong place for it: a later forward then does. ``why``: as a clause."""
+        self.why_not = self.why_not or why
         if self.thread == threading.get_ident() and torch._C._current_graph_task_id() == -1:
             self.close()
 
@@ -116,7 +120,7 @@ class InGraph:
         called(gradients)
 
     def __del__(self) -> None:
-        self.look.abandon()
+        self.look.abandon("outputs were let go without a backward")
 
 
 class WholeLook(Look):
@@ -187,6 +191,7 @@ class StepLook(Look):
         super().__init__(timeline(device))
         self.then = then
         self.begins: Callable[[Sequence[Any]], bool] = lambda ends: True
+        self.in_forward = True
         self.in_backward = False  # of this step, which on a GPU runs in a thread of autograd's
 
     def mark(self) -> bool:
@@ -212,7 +217,13 @@ class StepLook(Look):
             self.in_backward = False
             self.mark()
             seen = self.close()
-            if done and seen is not None and not stays:  # what stays is no step's
+            if self.in_forward:
+                self.why_not = "forward computes gradients itself"
+            elif stays:  # what stays is no step's
+                self.why_not = "backward kept its graph (retain_graph, create_graph)"
+            elif not done or seen is None:
+                self.why_not = "the memory of the process cannot be recorded now" if done else "backward failed"
+            else:
                 self.then(seen)
 
 
@@ -223,14 +234,14 @@ def abandoned(look: Look | None) -> Iterator[None]:
         yield
     except BaseException:
         if look is not None:
-            look.abandon()
+            look.abandon("forward failed")
         raise
 
 
 def end_look() -> None:
     """End a look that is open: another forward begins, and what it does is no loss."""
     if Look.current is not None:
-        Look.current.abandon()
+        Look.current.abandon("no backward came before the next forward of a model with a plan")
 
 
 atexit.register(end_look)  # torch crashes where a profiler that is open outlives the interpreter

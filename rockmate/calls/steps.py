@@ -72,6 +72,8 @@ class Steps:
         self.looks = self.repeated = 0  # observed steps: of new sequences, and of known ones that came in their place
         self.past: PastStep | None = None
         self.unseen = 0  # steps since that could not be observed to their end
+        self.unseen_why: dict[str, None] = {}
+        self.look: StepLook | None = None  # the last one
         self.idle = 0  # the last forwards, which ran no graph
         self.asked: Budget | None = None
         self.said: set[str] = set()
@@ -94,7 +96,7 @@ class Steps:
             self.say(_ELSEWHERE)
         elif every and StepLook.possible() and not is_measuring():
             self._count_unseen()
-            look = StepLook(every[0].planner.device, lambda moments: None)
+            self.look = look = StepLook(every[0].planner.device, lambda moments: None)
         return Forward(self, look)
 
     @property
@@ -106,12 +108,13 @@ class Steps:
 
     def _count_unseen(self) -> None:
         """Another step is to be observed: say where those before could not be."""
+        if self.look is not None and self.look.why_not:
+            self.unseen_why[self.look.why_not] = None
         if self.unseen == MOST_UNSEEN and not self.known:
             warn(
                 f"{self.front.name} has no plan: {MOST_UNSEEN} steps could not be observed from their forward to the "
-                "end of one backward (no backward came, forward computes gradients itself, or this or another model "
-                "with a plan was called in between). Each graph runs with its least memory, and the budget does not "
-                "hold",
+                f"end of one backward ({'; '.join(self.unseen_why)}). Each graph runs with its least memory, and the "
+                "budget does not hold",
                 BudgetWarning,
             )
         self.unseen += 1
@@ -135,7 +138,7 @@ class Steps:
 
     def learn(self, forward: Forward, moments: list[Moment]) -> None:
         """A step was observed: plan such steps."""
-        self.unseen = 0
+        self.unseen, self.unseen_why, self.look = 0, {}, None
         assert forward.seen is not None
         found = forward.seen.shows(forward.ran, forward.reached, moments)
         if found is None:
@@ -479,6 +482,8 @@ class Forward:
     def over(self) -> None:
         """Forward has returned."""
         self.captured, self.in_graph = CAPTURING.captured, None
+        if self.look is not None:
+            self.look.in_forward = False
         if self.living:
             self.steps.last = self.past.sequence = self.living[0][0]
         self.steps.past = self.past

@@ -818,12 +818,40 @@ def test_steps_that_cannot_be_observed_are_said_to_have_no_plan() -> None:
     model = Derives()
     eager = copy.deepcopy(model)
     handle = attach(model, "50%", costs="flops")
-    with pytest.warns(BudgetWarning, match="Derives has no plan: 3 steps could not be observed"):
+    with pytest.warns(
+        BudgetWarning, match=r"Derives has no plan: 3 steps could .* \(forward computes gradients itself\)"
+    ):
         for k in range(5):
             for m in (model, eager):
                 m(randn(64, 2, seed=k)).backward()
     assert_same(snapshot(model), snapshot(eager))
     assert handle.plan is None
+
+
+def backward_under_a_profiler(loss: torch.Tensor) -> None:
+    with torch.profiler.profile():
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:backward was called with retain_graph")
+@pytest.mark.parametrize(
+    ("why", "does"),
+    [
+        ("a profiler was started", backward_under_a_profiler),
+        ("backward kept its graph", lambda loss: loss.backward(retain_graph=True)),
+        ("no backward came before the next forward", lambda loss: None),
+        ("outputs were let go without a backward", lambda loss: loss.detach_()),
+    ],
+)
+def test_it_is_said_why_steps_cannot_be_observed(why: str, does: Callable[[torch.Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model, done = Breaks(lambda model, x: x), []
+    attach(model, "50%", costs="flops")
+    with pytest.warns(BudgetWarning, match=rf"3 steps could not be observed .*\({why}[^;]*\)\. Each graph"):
+        for k in range(6):
+            loss = model(randn(64, WIDTH, seed=k)).square().mean()
+            does(loss)
+            done.append(loss)  # what has no backward stays
 
 
 class Tasks(nn.Module):
