@@ -191,7 +191,7 @@ class StepLook(Look):
         super().__init__(timeline(device))
         self.then = then
         self.begins: Callable[[Sequence[Any]], bool] = lambda ends: True
-        self.in_forward = True
+        self.in_forward = False
         self.in_backward = False  # of this step, which on a GPU runs in a thread of autograd's
 
     def mark(self) -> bool:

@@ -337,7 +337,7 @@ class Forward:
         self.captured = False  # whether something was captured
         self.in_graph = None if look is None else InGraph(look)  # until forward returns
         if look is not None:
-            look.then = partial(steps.learn, self)
+            look.then, look.in_forward = partial(steps.learn, self), True
             self.mark("start", 0)  # levels are above this one
 
     def mark(self, what: str, i: int) -> None:
