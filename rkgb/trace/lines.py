@@ -47,17 +47,18 @@ def user_line() -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    return _named(frame.f_code.co_filename, frame.f_lineno)
+    return named_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_of_trace(text: str, beside: str) -> str:
     """The innermost source line of a printed traceback outside of this package, torch and the file ``beside``."""
     frames = re.findall(r'File "(.*?)", line (\d+)', text)
     outside = [(file, int(line)) for file, line in frames if not file.startswith((*_INSIDE, beside))]
-    return _named(*outside[-1]) if outside else ""
+    return named_line(*outside[-1]) if outside else ""
 
 
-def _named(file: str, line: int) -> str:
+def named_line(file: str, line: int) -> str:
+    """A source line as it is said: "file.py:12", or "cell:12" in a notebook."""
     folder, name = os.path.split(file)
     return f"{'cell' if 'ipykernel_' in folder else name}:{line}"  # a notebook's files are numbers
 
@@ -65,4 +66,4 @@ def _named(file: str, line: int) -> str:
 def place(error: BaseException) -> str:
     """Where in the user's code an error arose: " at file.py:12"; empty if it arose elsewhere."""
     frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if not f.f_code.co_filename.startswith(_INSIDE)]
-    return f" at {_named(frames[-1].f_code.co_filename, frames[-1].f_lineno)}" if frames else ""
+    return f" at {named_line(frames[-1].f_code.co_filename, frames[-1].f_lineno)}" if frames else ""

@@ -27,6 +27,7 @@ from rockmate.calls.engine import not_captured
 from rockmate.calls.front import Front
 from rockmate.calls.held import undone_if_it_fails
 from rockmate.calls.look import abandoned, end_look
+from rockmate.calls.reasons import reason_of
 from rockmate.calls.state import Hooks, any_is_gone, hooks_of
 from rockmate.calls.steps import Steps
 from rockmate.calls.surroundings import (
@@ -63,9 +64,9 @@ from rockmate.tell import LOG, described
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
-_NOT_CAPTURED = (
-    "{name} runs as it is, with no plan and no budget: TorchDynamo, which is to capture it, is switched off "
-    "(TORCHDYNAMO_DISABLE, torch._dynamo.config.disable), or told by torch.compiler.set_stance to capture nothing new"
+_SWITCHED_OFF = (
+    "TorchDynamo, which is to capture it, is switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config.disable), or told "
+    "by torch.compiler.set_stance to capture nothing new"
 )
 
 MOST_BEGINNINGS = 4
@@ -322,7 +323,9 @@ class Attachment(Front):
             self._hooks = hooks_of(model)
         else:
             if not self.inside.ran and any(t.requires_grad for t in tensors_of(result)):
-                warn_once(_NOT_CAPTURED.format(name=self.name), BudgetWarning)
+                if self.only_plans:
+                    raise InputError(f"{self.name} cannot be planned: {_SWITCHED_OFF}. Switch it on")
+                warn_once(f"{self.name} runs as it is, with no plan and no budget: {_SWITCHED_OFF}", BudgetWarning)
             return result
         if self.only_plans or self.terms.always:
             return self._run_directly(model, call, self._why)
@@ -331,7 +334,7 @@ class Attachment(Front):
     def _begin_steps(self, model: torch.nn.Module, call: Call, why: Exception) -> Any:
         """TorchDynamo captures no whole of this call. If the module itself refuses it, all stays as it was."""
         before = self._capture, self.reason
-        self._capture, self.reason = self._capture.other(), _first_line(why)
+        self._capture, self.reason = self._capture.other(), reason_of(why)
         self._steps = Steps(self, composites_of(model), self.reason)
         try:
             result = self._run_in_steps(model, call, self._steps)
@@ -387,7 +390,7 @@ class Attachment(Front):
     def _run_directly(self, model: torch.nn.Module, call: Call, reason: Exception) -> Any:
         """TorchDynamo cannot capture a call as one graph: trace the model as a whole, and watch its Python."""
         direct, before = WatchedCalls(model, self), self.reason
-        self.reason = _first_line(reason)
+        self.reason = reason_of(reason)
         try:
             with undone_if_it_fails(model):
                 names = {name for name, _ in model.named_parameters()}
@@ -505,8 +508,3 @@ def _named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | StepPlan | None]
 def _only_said(error: Exception) -> Exception:
     """What ``error`` says, and nothing that it holds: frames, and TorchDynamo's record of them, have tensors."""
     return RuntimeError(str(getattr(error, "inner_exception", error)) or type(error).__name__)
-
-
-def _first_line(error: Exception) -> str:
-    error = getattr(error, "inner_exception", error)  # what the backend raised
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

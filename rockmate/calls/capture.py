@@ -272,7 +272,7 @@ def check_values(program: fx.GraphModule) -> None:
     for node in program.graph.nodes:
         example = node.meta.get("example_value")
         if isinstance(example, torch.Tensor) and free_unbacked_symbols(example):
-            raise UnsupportedError(f"the sizes of {node.name} depend on values")
+            raise UnsupportedError(f"the sizes of {node.name}{line_of(node)} depend on values")
         if isinstance(example, _NUMBERS) and node.users and free_unbacked_symbols(example):
             raise UnsupportedError(f"{node.name} is a number that Python reads from a tensor{line_of(node)}")
 

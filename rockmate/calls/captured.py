@@ -333,7 +333,7 @@ _EXACT = frozenset(
 
 
 def numpy_function(program: fx.GraphModule) -> str | None:
-    """A function or method of NumPy that the graph has torch compute, perhaps to other bits; draws among them."""
+    """A function or method of NumPy that the graph has torch compute, perhaps to other bits, and where; draws too."""
     from torch._dynamo import utils
 
     for node in program.graph.nodes:
@@ -345,5 +345,5 @@ def numpy_function(program: fx.GraphModule) -> str | None:
         else:
             continue
         if name not in _EXACT:
-            return str(name)
+            return f"{name}{line_of(node)}"
     return None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rockmate
-from rockmate import Attachment, attach
+from rockmate import Attachment, Rockmate, attach
 from rockmate.calls.keys import call_key
 
 pytestmark = pytest.mark.filterwarnings("ignore::rockmate.BudgetWarning")  # plans of least memory are plans, too
@@ -206,6 +206,17 @@ def test_a_model_that_is_not_captured_says_so() -> None:
         pytest.warns(rockmate.BudgetWarning, match="Sequential runs as it is, with no plan and no budget: TorchDynamo"),
     ):
         model(randn(4, 16, seed=0)).sum().backward()
+
+
+def test_a_model_that_is_not_captured_cannot_be_planned() -> None:
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), randn(4, 16, seed=0)
+    for plan in (lambda: attach(model, "90%", sample=x), lambda: Rockmate(model, x, "90%")):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            pytest.raises(rockmate.InputError, match=r"Sequential cannot be planned: TorchDynamo, .* is switched off"),
+        ):
+            plan()
+    assert rockmate.attached(model) is None
 
 
 class Binned(nn.Module):

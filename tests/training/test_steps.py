@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -852,6 +853,61 @@ def test_it_is_said_why_steps_cannot_be_observed(why: str, does: Callable[[torch
             loss = model(randn(64, WIDTH, seed=k)).square().mean()
             does(loss)
             done.append(loss)  # what has no backward stays
+
+
+def chooses_rows(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x[x.mean(-1) > -1e9]
+
+
+def prints(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    print(end="")  # noqa: T201
+    return x
+
+
+def branches_on_a_value(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 1e9 else x.sin()
+
+
+def reads_a_clock(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * (time.time() > 0)
+
+
+def reads_a_number(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * x.mean().item()
+
+
+def calls_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + float(numpy.sum(x.detach().numpy()))
+
+
+@pytest.mark.parametrize(
+    ("between", "instead"),
+    [
+        (chooses_rows, "sizes of getitem at {} depend on values: keep all rows and mask them"),
+        (prints, "(print) at {}: move it out of forward"),
+        (branches_on_a_value, "branching at {}: compute both ways and choose with torch.where"),
+        (reads_a_clock, "(time.time) at {}: move it out of forward"),
+        (reads_a_number, "reads from a tensor at {}: compute with the tensor"),
+        (calls_numpy, "NumPy's sum at {} would be computed by torch, whose numbers are others: compute it with torch"),
+    ],
+)
+def test_the_reason_has_the_users_line_and_what_to_write_instead(
+    between: Callable[[nn.Module, torch.Tensor], torch.Tensor], instead: str
+) -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](between(self, self.layers[0](x)))  # type: ignore[no-any-return]
+
+    model = Calls()
+    handle = attach(model, "1 MiB", costs="flops", on_infeasible="least")
+    model(randn(8, WIDTH, seed=0))
+    place = f"{Path(__file__).name}:{between.__code__.co_firstlineno + 1}"
+    assert instead.format(place) in handle.reason
+    assert place in handle.reason
 
 
 class Tasks(nn.Module):
