@@ -18,7 +18,16 @@ from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.randomness import own_generators
 from rkgb.sample import Call, Sample, call_of, check_module
 from rkgb.trace.attributes import State, left_as_it_is
-from rkgb.trace.capture import HostRead, RecordedCall, Recorder, call_in, module_in, outside_vmap, preserved
+from rkgb.trace.capture import (
+    GIVEN_MEMORY,
+    HostRead,
+    RecordedCall,
+    Recorder,
+    call_in,
+    module_in,
+    outside_vmap,
+    preserved,
+)
 from rkgb.trace.code import watched
 from rkgb.trace.guards import Guard
 from rkgb.trace.other_draws import other_draws
@@ -274,6 +283,8 @@ class _Reader:
         self.nodes[at] = replace(node, outputs=made, several=True)
 
     def _operation(self, node: Any, kind: str, inputs: list[Any], line: str) -> tuple[Any, tuple[Any, ...], Any]:
+        if kind == "aten::set_":
+            raise UnsupportedError(GIVEN_MEMORY.format(line=line or "a call of set_"))
         if kind == "prim::PythonOp":
             return _python_function(node), _python_arguments(node, inputs), ()
         if kind.split("::")[1] in PRIMITIVES:

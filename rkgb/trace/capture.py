@@ -52,6 +52,11 @@ _HOOKS = frozenset({"Tensor.register_hook", "Tensor.register_post_accumulate_gra
 
 _SWITCHES = frozenset({"Tensor.requires_grad_", "requires_grad.__set__"})
 
+GIVEN_MEMORY = (
+    "forward gives a tensor the memory of another (.data = … at {line}), which a plan would not do again. Write into "
+    "it instead (.data.copy_(…)), or compute a new tensor."
+)
+
 # Operations that return what they are given, if it is of the right kind.
 _SAME = frozenset("aten::" + name for name in "to lift_fresh resolve_conj resolve_neg detach alias".split())
 
@@ -210,8 +215,6 @@ class Recorder(TorchFunctionMode):
         what = respelled(name, args, kwargs)
         if what is not None or not name.endswith("__get__"):
             self._look_for_captured(tracing, (args, kwargs))
-        if name == "data.__set__":
-            return self._assign_data(*args)
         if what is not None:
             return self._recorded_as(tracing, what, args[0])
         if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
@@ -234,6 +237,8 @@ class Recorder(TorchFunctionMode):
                 f"{name} at {user_line()}: the module computes gradients inside its forward, which no plan can "
                 "foresee. Plan the submodules that do not, instead of the whole module."
             )
+        if name == "data.__set__":
+            raise UnsupportedError(GIVEN_MEMORY.format(line=user_line()))
         if name in _SWITCHES and self.written.is_parameter(args[0]) and args[0].requires_grad != all(args[1:]):
             raise UnsupportedError(
                 f"forward switches requires_grad of a parameter at {user_line()}, which a plan would not do again. "
@@ -276,16 +281,6 @@ class Recorder(TorchFunctionMode):
             _C._set_value_trace(result, _C._get_value_trace(t.detach()))
         self._remember(result)
         return result
-
-    def _assign_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
-        """``t.data = value``, recorded as a copy of the contents."""
-        if not self.written.may_take(t, value):
-            raise UnsupportedError(
-                f"forward gives a tensor the memory of another (.data = … at {user_line()}), which a plan would not do "
-                "again. Write into it instead (.data.copy_(…)), or compute a new tensor."
-            )
-        with self, torch.no_grad():
-            t.data.copy_(value)
 
     def _generator(self, name: str, arguments: tuple[Any, ...]) -> torch.Generator | None:
         """The generator among the arguments of a call. Raises ``UnsupportedError`` if no module has it."""

@@ -30,7 +30,6 @@ class Written:
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         strided = list(_strided(own))
         self._own = {id(t) for t in strided}
-        self._at = {storage_key(t): t for t in strided}
         self._parameters = {storage_key(t): t for t in strided if isinstance(t, torch.nn.Parameter)}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._changed: set[int] = set()
@@ -61,11 +60,6 @@ class Written:
 
     def is_parameter(self, t: torch.Tensor) -> bool:
         return id(t) in self._own and isinstance(t, torch.nn.Parameter)
-
-    def may_take(self, t: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether ``t.data = value`` may be a copy: ``t`` is the module's, and ``value`` lies in none of its memory."""
-        alike = t.shape == value.shape and t.dtype == value.dtype and t.device == value.device
-        return id(t) in self._own and alike and storage_key(value) not in self._at
 
     def put_back(self) -> None:
         """Restore every parameter that was written."""

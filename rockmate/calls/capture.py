@@ -256,6 +256,8 @@ def check_capture(program: fx.GraphModule) -> None:
         raise UnsupportedError(f"NumPy's {found} would be computed by torch, whose numbers are others")
     if hooked := next((n for n in program.graph.nodes if "register_hook" in getattr(n.target, "__name__", "")), None):
         raise UnsupportedError(f"a hook is registered on a tensor{line_of(hooked)}")
+    if given := next((n for n in program.graph.nodes if n.target in (torch.Tensor.set_, "set_")), None):
+        raise UnsupportedError(f"a tensor is given other memory (.data = …){line_of(given)}")
     check_effects()
     if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
         keep_draws_of_other_threads()

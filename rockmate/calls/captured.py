@@ -213,11 +213,6 @@ def without_wrappers(program: fx.GraphModule) -> None:
     again; functions of autograd save through autograd, where Rockmate sees it.
     """
     changed = False
-    for node in program.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
-        if len(node.args) == 2 and not node.kwargs:  # as TorchDynamo writes t.data = value
-            node.target, changed = _assign_data, True
-            for counted in [n for n in node.users if getattr(n.target, "__name__", "") == "_lower_version_count_by_1"]:
-                program.graph.erase_node(counted)  # set_ counts as a change, which this took back
     for node in program.graph.find_nodes(op="call_function", target=torch._C._autograd._get_data_attr):  # type: ignore[attr-defined]
         node.target, changed = _data_of, True
     for node in list(_wrappers(program)):
@@ -240,12 +235,6 @@ def without_wrappers(program: fx.GraphModule) -> None:
         changed = True
     if changed:
         program.recompile()
-
-
-def _assign_data(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``t.data = value``, which the tracer knows, and puts back. It counts as no change."""
-    t.data = value
-    return t
 
 
 def _data_of(t: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""Tensors that forward gives other memory: what was read before keeps what it was, as in eager mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_same, snapshot
+from models import randn
+from torch import nn
+from torch.nn import functional as F
+
+from rockmate import GraphError, Rockmate, attach, measure_peak
+
+Read = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Give = Callable[[torch.Tensor], object]
+
+
+class Reading(nn.Module):
+    """Layers, after each of which a code is read."""
+
+    def __init__(self, read: Read) -> None:
+        super().__init__()
+        self.layers, self.read = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), read
+
+    def forward(self, x: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.read(F.gelu(layer(x)), code).sin().exp()
+        return x
+
+
+class Coded(nn.Module):
+    """A code is read, given other memory, and read again."""
+
+    def __init__(self, which: str, read: Read, give: Give) -> None:
+        super().__init__()
+        self.which, self.give = which, give
+        self.inner = nn.Module()
+        self.inner.register_buffer("code", 0.1 * torch.randn(32, 32))
+        self.register_buffer("code", 0.1 * torch.randn(32, 32))
+        self.frozen = nn.Parameter(0.1 * torch.randn(32, 32), requires_grad=False)
+        self.held = 0.1 * torch.randn(32, 32)
+        self.first, self.second = Reading(read), Reading(read)
+
+    def now(self) -> torch.Tensor:
+        found: torch.Tensor = self.inner.code if self.which == "inner" else getattr(self, self.which)  # type: ignore[assignment]
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x, self.now())
+        self.give(self.now())
+        y: torch.Tensor = self.second(x, self.now())
+        return y
+
+
+def _assigned(code: torch.Tensor) -> None:
+    code.data = 0.9 * code
+
+
+def _twice(code: torch.Tensor) -> None:
+    code.data = 0.9 * code
+    code.data = code.data - 0.01
+
+
+def _without_gradients(code: torch.Tensor) -> None:
+    with torch.no_grad():
+        code.data = F.normalize(code)
+
+
+READS: dict[str, Read] = {
+    "a view": lambda x, code: x @ code.t(),
+    "itself": F.linear,
+    "a product": lambda x, code: x * code[None, 0],
+}
+GIVES: dict[str, Give] = {
+    "assigned": _assigned,
+    "twice": _twice,
+    "without gradients": _without_gradients,
+    "set_": lambda code: code.set_(0.9 * code),
+    "copied": lambda code: code.data.copy_(0.9 * code),
+    "multiplied": lambda code: code.data.mul_(0.9),
+}
+CASES = [
+    *((which, "a view", give) for which in ("code", "inner", "frozen", "held") for give in GIVES),
+    *(("code", read, give) for read in ("itself", "a product") for give in GIVES),
+]
+
+
+def trained(model: Coded) -> Iterator[Any]:
+    """Four steps; an alias that was taken before keeps what it was."""
+    x = randn(256, 32, seed=0)
+    alias = model.now().data
+    for _ in range(4):
+        model.zero_grad()
+        y = model(x)
+        try:
+            y.square().mean().backward()
+        except RuntimeError as error:  # eager mode refuses it, too
+            yield "modified by an inplace operation" in str(error)
+        yield y.detach().clone()
+        yield alias.clone()
+        yield model.now().clone()
+        yield from snapshot(model)
+
+
+@pytest.mark.parametrize(("which", "read", "give"), CASES)
+def test_what_was_read_before_keeps_what_it_was(which: str, read: str, give: str) -> None:
+    torch.manual_seed(0)
+    eager = Coded(which, READS[read], GIVES[give])
+    model = copy.deepcopy(eager)
+    handle = attach(model, "70%", costs="flops", cache=False)
+    assert_same(trained(model), trained(eager))
+    assert give == "set_" or handle.plan is not None
+
+    x = randn(256, 32, seed=0)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    if give != "set_":  # which makes the backward fail
+        step()
+        assert measure_peak(step) <= handle.budget
+
+
+@pytest.mark.parametrize(
+    ("give", "where"), [(_assigned, r"test_given_memory\.py:\d+"), (GIVES["set_"], "a call of set_")]
+)
+def test_a_plan_of_the_whole_refuses_it(give: Give, where: str) -> None:
+    with pytest.raises(GraphError, match=rf"\(\.data = … at {where}\)"):
+        Rockmate(Coded("code", READS["a view"], give), randn(8, 32, seed=0), "1 GiB", costs="flops")
