@@ -38,7 +38,7 @@ class SeenStep:
         if self.look.mark():
             self.marks.append((what, i))
             if what in ("begin", "reach"):
-                self.gone[what, i] = [outputs.let_go() for outputs in self.outputs[: i + 1]]
+                self.gone[what, i] = [outputs.let_go() for outputs in self.outputs]  # also of graphs that no backward reaches
 
     def peak(self, moments: list[Moment]) -> int:
         """The most bytes that the step took, without what planning took within it."""
