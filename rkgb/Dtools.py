@@ -173,6 +173,8 @@ class _Probe:
         self.ends = _Ends(b)
         self.numbers_read = False
         self.packed: list[torch.UntypedStorage] = []  # by the node that runs; held so that addresses tell them apart
+        self.savers: dict[int, list[int]] = defaultdict(list)  # storage -> nodes that have saved it
+        self.apart: set[int] = set()  # values whose version counter is not that of their storage's others (.data)
         self.nodes: list[Node] = []
         self.facts: list[Facts] = []
         for v, tensor in sources.items():
@@ -245,7 +247,8 @@ class _Probe:
         _check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
         moved = self.generators.moved(drawn) or self._may_draw(node, reads)
-        changed = announced_writes(node) | {v for v in reads if version_of(self.env[v]) != versions[v]}
+        counted = {v for v in reads if version_of(self.env[v]) != versions[v]}
+        changed = announced_writes(node) | counted
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
         for v, t in zip(node.outputs, results, strict=True):
             self._define(v, t, len(self.nodes))
@@ -255,8 +258,18 @@ class _Probe:
         kept = [memory_of(t) for t in context_tensors(results, first) if t.device in here]
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
+        self._spoil(node, counted)
+        for storage in saved.storages:
+            self.savers[storage].append(len(self.nodes))
         self.nodes.append(node)
         self.facts.append(Facts(writes, moved, saved, unseen, self.storages.saved(kept)))
+
+    def _spoil(self, node: Node, counted: set[int]) -> None:
+        """``node`` has changed the values ``counted`` in place: autograd refuses the backwards that have saved them."""
+        for k in {k for v in counted - self.apart for k in self.savers[self.values[v].storage]}:
+            self.facts[k] = dataclasses.replace(self.facts[k], spoilt=True)
+        apart = {self.values[v].storage for v in node.reads() if node.name == "data" or v in self.apart}
+        self.apart.update(v for v in node.outputs if self.values[v].storage in apart)
 
     def _may_draw(self, node: Node, reads: tuple[int, ...]) -> tuple[RandomSource, ...]:
         """What an operation draws from that draws for some values only, and may not have done so."""

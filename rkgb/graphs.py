@@ -137,6 +137,15 @@ class D_graph(Displayed):
             first.setdefault(info.storage, v)
         return first
 
+    @cached_property
+    def spoilt(self) -> frozenset[int]:
+        """The values from which a backward raises an error: it would come to a node that is ``Facts.spoilt``."""
+        found: set[int] = set()
+        for node, facts in zip(self.nodes, self.facts, strict=True):
+            if facts.spoilt or any(v in found for v in node.reads() if self.values[v].requires_grad):
+                found.update(v for v in node.outputs if self.values[v].requires_grad)
+        return frozenset(found)
+
     def verify(self) -> None:
         """Assert the invariants."""
         B_graph(self.names, self.sources, self.nodes, self.outputs, self.structure).verify()
@@ -269,5 +278,6 @@ def _facts_of(s: S_graph, i: int) -> Iterator[str]:
     written = dict.fromkeys(x for f in facts for x in f.writes if s.d.storages[x].owner is None)
     if written:
         yield f"writes {memory(written, ())}"
-    flags = {"random": node.random, "fixed": node.fixed, "no grad": not node.requires_grad}
+    spoilt = any(f.spoilt for f in facts)
+    flags = {"random": node.random, "fixed": node.fixed, "no grad": not node.requires_grad, "spoilt": spoilt}
     yield from (flag for flag, holds in flags.items() if holds)

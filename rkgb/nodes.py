@@ -140,7 +140,8 @@ class Facts:
 
     ``writes``: the storages that it changed in place. ``drawn``: what it drew random numbers from, generators and
     devices (their default ones). ``unseen``: it drew from a state that can neither be read nor restored. ``saved``: its
-    saved tensors. ``context``: what an ``autograd.Function`` keeps as attributes of its ``ctx``.
+    saved tensors. ``context``: what an ``autograd.Function`` keeps as attributes of its ``ctx``. ``spoilt``: a later
+    node changes what it has saved in place, so that its backward raises an error.
     """
 
     writes: tuple[int, ...]
@@ -148,6 +149,7 @@ class Facts:
     saved: Saved
     unseen: bool = False
     context: Saved = Saved((), ())
+    spoilt: bool = False
 
     @property
     def random(self) -> bool:

@@ -47,7 +47,7 @@ _NODE = re.compile(
 )
 _HEADER = re.compile(r"# S, made by (?P<by>.*?)(?:, on (?P<device>\S+))?")
 _NO_CODE = Code()
-_FLAGS = ("random", "fixed", "no grad")
+_FLAGS = ("random", "fixed", "no grad", "spoilt")
 
 
 class TextError(GraphError):
@@ -137,7 +137,7 @@ class _Reader:
         line = lines[0] if lines else ""
         op = match["op"]
         self.ops.append(Node(Unknown(op), op, args, (), makes, len(makes) > 1, Mode(), line, label=label))
-        self.facts.append(Facts(written.storages, drawn, saved, context=kept))
+        self.facts.append(Facts(written.storages, drawn, saved, context=kept, spoilt="spoilt" in flags))
         self.nodes.append(S_node(op, (i,), reads, makes, own, saved, grad, random, "fixed" in flags, label))
 
     def _definitions(self, text: str) -> Iterator[re.Match[str]]:

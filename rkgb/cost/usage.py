@@ -53,6 +53,11 @@ def differentiable(d: D_graph) -> tuple[int, ...]:
     return tuple(sorted(k for v, k in first_places(d).items() if d.values[v].requires_grad))
 
 
+def trainable(d: D_graph) -> tuple[int, ...]:
+    """Those of ``differentiable`` from which a backward can run."""
+    return tuple(k for k in differentiable(d) if d.outputs[k] not in d.spoilt)
+
+
 def upstream(d: D_graph, ends: set[int]) -> set[int]:
     """The values that require grad and from which ``ends`` are computed."""
     values: set[int] = set()
@@ -73,7 +78,7 @@ def supposed(d: D_graph) -> Usage:
     may hold those that do not require grad: a captured graph returns what forward assigns to attributes, such as a
     table that is made once.
     """
-    carried = differentiable(d)
+    carried = trainable(d)
     scalars = {d.outputs[k] for k in carried if not d.values[d.outputs[k]].shape}
     inner = upstream(d, scalars) - scalars
     roots = tuple(k for k in carried if d.outputs[k] not in inner)
@@ -82,8 +87,8 @@ def supposed(d: D_graph) -> Usage:
 
 
 def all_used(d: D_graph) -> Usage:
-    """The usage in which every output that requires grad gets a gradient, and all are held until the backward ends."""
-    every = differentiable(d)
+    """The usage in which every output that can get a gradient gets one, and all are held until the backward ends."""
+    every = trainable(d)
     return Usage(every, frozenset(range(len(d.outputs))), frozenset(every), frozenset())
 
 

@@ -39,8 +39,10 @@ from rockmate.calls.surroundings import (
     leave_plan,
     modes_again,
     modes_suspended,
+    saved_hooks,
     warn_of_saved_hooks,
     without_global_hooks,
+    witnesses,
 )
 from rockmate.calls.terms import Terms
 from rockmate.calls.unguarded import is_overridden
@@ -246,8 +248,9 @@ class Attachment(Front):
         if is_transformed():
             leave_plan(IN_TRANSFORMS)
             return model._call_impl(*args, **kwargs)
-        if mode := function_mode():
-            leave_plan(f"under the TorchFunctionMode {mode}")
+        mode = function_mode()
+        if where := f"under the TorchFunctionMode {mode}" if mode else saved_hooks():
+            leave_plan(where)
             return model._call_impl(*args, **kwargs)
         if self._hooks and self._begun < MOST_BEGINNINGS and any_is_gone(self._hooks):
             self._begin_again()
@@ -296,6 +299,7 @@ class Attachment(Front):
             self.inside.on = False
 
     def _run(self, model: torch.nn.Module, call: Call) -> Any:
+        self.inside.witnesses = witnesses()
         try:
             return self._run_in_its_way(model, call)
         except InfeasibleBudgetError as error:

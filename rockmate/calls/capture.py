@@ -120,7 +120,7 @@ class Capture:
             with (
                 self._capturing(),
                 as_eager(self._asking),
-                left_out_as_eager(full, values=masks_left_out),
+                left_out_as_eager(full, masks_left_out, several=not whole),
                 put_back_if_it_fails(),
             ):
                 result = self._compiled(model, call.args, call.kwargs, full)
@@ -258,6 +258,8 @@ def check_capture(program: fx.GraphModule) -> None:
         raise UnsupportedError(f"a hook is registered on a tensor{line_of(hooked)}")
     if given := next((n for n in program.graph.nodes if n.target in (torch.Tensor.set_, "set_")), None):
         raise UnsupportedError(f"a tensor is given other memory (.data = …){line_of(given)}")
+    if program.graph.find_nodes(op="call_function", target=torch._C._autograd._saved_tensors_hooks_disable):
+        raise UnsupportedError("hooks of saved tensors are disabled inside forward (disable_saved_tensors_hooks)")
     check_effects()
     if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
         keep_draws_of_other_threads()

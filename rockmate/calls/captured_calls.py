@@ -29,6 +29,7 @@ from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.steps import Forward
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
+from rockmate.calls.surroundings import witnesses
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
 from rockmate.tell import LOG
@@ -108,7 +109,7 @@ class CapturedCalls(Calls):
         """What the program returns for ``arguments``."""
         if self.free is not None and self.free.in_force == in_force():
             return self._run_alone(self.free.kind, arguments)
-        if self.refused:
+        if self.refused or witnesses() != getattr(self.front.inside, "witnesses", witnesses()):
             return self.program.forward(*arguments)
         wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
         if not torch.is_grad_enabled() or next(wanted, None) is None:

@@ -23,7 +23,7 @@ Shown = tuple[tuple[Member, ...], tuple[Stage, ...], tuple[tuple[int, ...], ...]
 
 class SeenStep:
     """One step. ``marks``: the moments at which memory was noted. ``outputs``: of each graph that ran. ``gone``: at
-    some marks, those of each that were let go.
+    some marks, those of each that were let go, also of graphs that no backward reaches.
     """
 
     def __init__(self, look: StepLook) -> None:
@@ -38,7 +38,7 @@ class SeenStep:
         if self.look.mark():
             self.marks.append((what, i))
             if what in ("begin", "reach"):
-                self.gone[what, i] = [outputs.let_go() for outputs in self.outputs]  # also of graphs that no backward reaches
+                self.gone[what, i] = [outputs.let_go() for outputs in self.outputs]
 
     def peak(self, moments: list[Moment]) -> int:
         """The most bytes that the step took, without what planning took within it."""

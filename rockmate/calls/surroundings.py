@@ -108,13 +108,38 @@ def warn_unplanned(why: str) -> None:
 RETAINED = "backward was called with retain_graph=True (or create_graph=True)"
 
 
+def witnesses() -> tuple[Hashable, ...]:
+    """What is told of each operation now, or of each tensor that autograd saves: hooks of saved tensors, why there may
+    be none, and the number of modes that see every operation.
+
+    Under others than at the beginning of a call, which its forward has entered itself, captured graphs have no plan:
+    TorchDynamo does not record such contexts, and what the executor runs and saves is not what they are to be told of.
+    """
+    autograd = torch._C._autograd
+    hooks = autograd._top_saved_tensors_default_hooks(True)
+    return hooks, autograd._saved_tensors_hooks_get_disabled_error_message(), torch._C._len_torch_dispatch_stack()
+
+
+_GIVING_BACK = ("torch.utils.checkpoint.", "torch.autograd.graph.")
+"""Whose hooks of saved tensors give back what they were given."""
+
+
+def saved_hooks() -> str:
+    """Where others' hooks of saved tensors are in force that may give back something else: "under …"; else empty."""
+    hooks, refused, _ = witnesses()
+    if refused is not None:
+        return "under torch.autograd.graph.disable_saved_tensors_hooks"
+    pack = hooks[0] if isinstance(hooks, tuple) else None
+    name = "" if pack is None else f"{pack.__module__}.{getattr(pack, '__qualname__', type(pack).__qualname__)}"
+    return "" if pack is None or name.startswith(_GIVING_BACK) else f"under the hook of saved tensors {name}"
+
+
 def warn_of_saved_hooks() -> None:
     """Say that others' hooks of saved tensors (torch.utils.checkpoint, save_on_cpu) allocate beside the plan."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         warn(
             "a model with a plan was called under hooks of saved tensors (torch.utils.checkpoint, save_on_cpu): "
-            "results are right where these give back what they were given, but they keep or compute tensors of their "
-            "own, for which the budget has no room",
+            "results are right, but they keep or compute tensors of their own, for which the budget has no room",
             BudgetWarning,
         )
 

@@ -140,6 +140,7 @@ def see_what_is_not_guarded() -> None:
     - Orders of ``OrderedDict``, and what classes of the user's have, are noted (``Noted``).
     - Whether two objects are the same is guarded.
     - Code of the user's that asks whether it is compiled is told that it is not, as in eager mode.
+    - Profilers that the code opens are not left out: it is not captured.
     """
     translation: Any = torch._dynamo.symbolic_convert
     if hasattr(translation.InstructionTranslatorBase.exception_handler, "__wrapped__"):
@@ -148,6 +149,7 @@ def see_what_is_not_guarded() -> None:
     wrap(translation.InstructionTranslatorBase, "exception_handler", _without_absences)
     wrap(variables.builder.VariableBuilder, "__call__", _noting)
     wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _as_eager)
+    wrap(variables.ctx_manager.ProfilerContextVariable, "__init__", _not_left_out)
     for name, same in (("is", True), ("is not", False)):
         compare = translation.compare_op_handlers[name]
         translation.compare_op_handlers[name] = functools.partial(_compared, compare, same)
@@ -193,6 +195,12 @@ def _as_eager(call: Callable[..., Any], function: Any, translator: Any, *args: A
     if asks and is_the_users(translator.f_code.co_filename):
         return torch._dynamo.variables.ConstantVariable.create(False)
     return call(function, translator, *args, **kwargs)
+
+
+def _not_left_out(make: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if is_captured():
+        raise torch._dynamo.exc.Unsupported("forward opens a profiler, which TorchDynamo would leave out")
+    make(*args, **kwargs)
 
 
 @functools.cache

@@ -118,7 +118,7 @@ class Recorder:
             ref: Any = weakref.ref(slot)
             slots.append(ref)
             data = place.data
-            if data < 0:
+            if data < 0 or t._version != slot.version:  # the node itself has changed it: autograd's error comes
                 slot.held = t if place.value >= 0 and t.grad_fn is None else t.detach()
                 continue
             slot.place, slot.data = place, data

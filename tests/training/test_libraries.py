@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, under_budget
+from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, snapshot, under_budget
 from libraries import ASKED, LORA, QUIET, lightning, llama, peft, transformers
 from models import randn, tokens
 from sections import Sections
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import Rockmate, frontier
+from rockmate import Rockmate, attach, frontier
 from rockmate.planning.planner import SCALARS
 
 
@@ -243,3 +243,31 @@ def test_outputs_that_accelerate_casts_fit_in_the_room_for_the_loss(accelerator:
         tool.backward(F.cross_entropy(out, target))
 
     assert_in_budget(rk, lambda: step(net))
+
+
+@pytest.mark.filterwarnings(ASKED)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("way", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=str)
+def test_lora_on_a_model_that_checkpoints_itself(way: dict[str, bool] | None) -> None:
+    """The adapters' hook splits the graph; masks that transformers leaves out in eager mode are left out in parts."""
+
+    def made() -> nn.Module:
+        base = llama()
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=way)
+        base.enable_input_require_grads()
+        model: nn.Module = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], **LORA))
+        return model.train()
+
+    def train(model: nn.Module) -> Any:
+        torch.manual_seed(5)
+        for k in range(4):
+            ids = tokens(4, 16, high=64, seed=k)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            yield loss.detach()
+        yield from snapshot(model)
+
+    model = made()
+    handle = attach(model, "80%", costs="flops")
+    assert_same([*train(model)], [*train(made())])
+    assert handle.plan is not None

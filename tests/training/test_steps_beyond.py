@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+from against_eager import assert_same, snapshot
 from models import randn
 from torch import nn
 
@@ -199,3 +201,60 @@ def test_a_backward_of_another_graph_belongs_to_the_step(model: Callable[[], nn.
     for _ in range(3):
         step()
     assert measure_peak(step) == eager
+
+
+@torch.compiler.disable
+def outside(x: torch.Tensor) -> torch.Tensor:
+    return (x * torch.ones(20, 1, 1)).sin().mean(0)
+
+
+class Order(nn.Module):
+    """Parts in the order that ``kinds`` says: a layer, code that is not captured, a part without a gradient that is
+    read or dropped, a part whose result is dropped, a part of a detached input.
+    """
+
+    def __init__(self, kinds: str) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.GELU()) for _ in kinds)
+
+    def free(self, k: int, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = self.parts[k](x).exp() + 1
+        return result
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, kind in enumerate(self.kinds):
+            if kind == "o":
+                x = outside(x)
+            elif kind == "n":
+                self.free(k, x)
+            elif kind == "r":
+                x = x / self.free(k, x)
+            elif kind == "l":
+                self.parts[k](x)
+            else:
+                x = x + self.parts[k](x.detach() if kind == "d" else x)
+        return x
+
+
+@pytest.mark.parametrize("kinds", ["aonoa", "aola", "aoan", "aoal", "loanal", "aordor", "aroadl"])
+def test_graphs_without_a_backward_come_in_every_order(kinds: str) -> None:
+    torch.manual_seed(0)
+    model = Order(kinds)
+    eager, x = copy.deepcopy(model), randn(ROWS, WIDTH, seed=1)
+
+    def step(run: nn.Module) -> None:
+        run(x).square().mean().backward()
+
+    step(eager)
+    eager.zero_grad()
+    handle = attach(model, measure_peak(lambda: step(eager), "cpu"), costs="flops")
+    eager.zero_grad()
+    for _ in range(4):
+        step(eager)
+        step(model)
+        assert_same(snapshot(model), snapshot(eager))
+        eager.zero_grad()
+        model.zero_grad()
+    assert measure_peak(lambda: step(model), "cpu") <= handle.budget
