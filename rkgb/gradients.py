@@ -142,7 +142,7 @@ class GradientBuffers:
             peak = max(peak, self._arrive(i, arrived, tensors, order[::-1]))
             self.size, self.holds, self.holders, self.views, self.tensor, self.live = mine
         peak = max(peak, self._arrive(i, arrived, tensors, order))
-        peak = max(peak, self._parameters(node.reads, cost.views, arrived, tensors))
+        peak = max(peak, self._parameters(node.reads, cost, arrived, tensors))
         after = self.live
         return before, max(peak, before, after), after
 
@@ -167,7 +167,7 @@ class GradientBuffers:
         return peak
 
     def _parameters(
-        self, reads: tuple[int, ...], views: frozenset[int], arrived: dict[int, int], tensors: dict[int, object]
+        self, reads: tuple[int, ...], cost: Cost, arrived: dict[int, int], tensors: dict[int, object]
     ) -> int:
         """Add the contributions to parameters. Returns the peak of all gradients (bytes) meanwhile."""
         peak = 0
@@ -176,9 +176,13 @@ class GradientBuffers:
                 continue
             self.uses[v] -= 1
             size = self.s.d.values[v].bytes
+            gradient = cost.inputs[position]
             if v not in self.holds:
-                self._hold(v, arrived[position] if position in arrived else self._new(size), tensors.get(position))
-                if position in views:
+                if gradient is None or (gradient.copied and not self.uses[v]):
+                    self._hold(v, self._new(size))
+                else:
+                    self._hold(v, arrived[position], tensors[position])
+                if position in cost.views:
                     self.views.add(v)
             elif v in self.views or self.holders[self.holds[v]] > 1:
                 peak = max(peak, self.live + 2 * size)

@@ -16,7 +16,8 @@ class InputGradient:
     """The gradient that a backward computes for one input: ``bytes`` of new memory, or memory of another gradient.
 
     A parameter's ``.grad`` is this tensor itself if its strides are the parameter's, but for dimensions of size 1;
-    where it is a view, all of its memory stays. With other strides ``.grad`` is a copy, and ``bytes`` are the copy's.
+    where it is a view, all of its memory stays. With other strides ``.grad`` is a copy (``copied``), made when no other
+    contribution is to come.
 
     ``shares``: ("result", k) if it lies in the incoming gradient of the k-th result, ("input", k) if in the gradient of
     the earlier input k, None for new memory. ``alias``: it is the very tensor that this other gradient is; autograd
@@ -26,6 +27,7 @@ class InputGradient:
     bytes: int
     shares: tuple[str, int] | None
     alias: bool = False
+    copied: bool = False
 
 
 class Times(NamedTuple):

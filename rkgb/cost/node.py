@@ -88,8 +88,8 @@ def _written(run: NodeRun, v: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How one gradient lies in memory. ``memory``: None where a copy of ``size`` bytes becomes ``.grad``, and of a
-    sparse one, which has two. ``tensor``: the identity of the gradient.
+    """How one gradient lies in memory. ``memory``: None of a sparse one, which has two, of ``size`` bytes together.
+    ``tensor``: the identity of the gradient. ``copied``: a copy becomes ``.grad``.
 
     It holds the memory and not the gradient: autograd copies a gradient that somebody else holds.
     """
@@ -98,14 +98,15 @@ class _Form:
     is_view: bool
     size: int
     tensor: int
+    copied: bool = False
 
     @classmethod
     def of(cls, g: torch.Tensor, parameter: torch.Tensor | None) -> _Form:
         """The form of the gradient ``g`` of a ``parameter``, or of another input."""
         if g.layout != torch.strided:
             return cls(None, False, storage_bytes(g), id(g))
-        as_it_is = parameter is None or _becomes_grad(g, parameter)
-        return cls(memory_of(g) if as_it_is else None, g._is_view(), g.numel() * g.element_size(), id(g))
+        copied = parameter is not None and not _becomes_grad(g, parameter)
+        return cls(memory_of(g), g._is_view(), g.numel() * g.element_size(), id(g), copied)
 
 
 def _becomes_grad(g: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -141,15 +142,16 @@ def _holding_gradients(run: NodeRun, held: tuple[int, ...]) -> _Holding:
         hook.remove()
     places: dict[int, tuple[str, int]] = {storage_key(g): ("result", k) for k, g in enumerate(incoming[0])}
     of_inputs = dict(zip(run.tapped, memory.inputs, strict=False))  # no gradient came where there are none
-    forms = {v: _Form.of(g, None) for v, g in of_inputs.items() if g is not None} | of_leaves
+    forms = {v: _Form.of(g, None) for v, g in of_inputs.items() if g is not None}
+    forms |= {v: of_leaves[v] for v in run.leaves if v in of_leaves}  # in the order of ``reads``
     gradients: dict[int, InputGradient] = {}
     tensors = {id(g) for g in incoming[0]}
     for v, form in forms.items():
         if form.memory is None:
             gradients[v] = InputGradient(form.size, None)
         else:
-            alias = form.tensor in tensors
-            gradients[v] = InputGradient(form.memory.nbytes(), places.get(form.memory._cdata), alias)
+            alias, where = form.tensor in tensors, places.get(form.memory._cdata)
+            gradients[v] = InputGradient(form.memory.nbytes(), where, alias, form.copied)
             tensors.add(form.tensor)
             places.setdefault(form.memory._cdata, ("input", run.node.reads.index(v)))
     views = frozenset(run.node.reads.index(v) for v, form in forms.items() if form.is_view)

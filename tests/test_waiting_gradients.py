@@ -1,0 +1,64 @@
+"""Gradients of inputs and parameters wait for the last contribution, in the memory of which they are views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import randn
+from torch import nn
+
+from rockmate import Rockmate, measure_peak
+from rockmate.planning.planner import SCALARS
+
+Joined = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# The gradient of the first is a view with other strides than its own. It may be the smaller part of the memory.
+JOINED: dict[str, Joined] = {
+    "side by side": lambda a, b: torch.cat((a, b), 1),
+    "between": lambda a, b: torch.cat((b, a, b), -1),
+    "a part": lambda a, b: torch.cat((a[:, :2], b), 1),
+    "turned": lambda a, b: torch.cat((a.transpose(0, 1), b.transpose(0, 1))),
+    "stacked": lambda a, b: torch.stack((a, b), 1),
+    "with itself": lambda a, b: torch.cat((a, a, b), 1),
+    "alone": lambda a, b: a.transpose(1, 2) @ b,
+}
+
+
+class Joins(nn.Module):
+    """Joins ``first``, the input or a parameter, with what is computed from the input, and from ``first`` if
+    ``again``. Beside it returns a part of what is joined, so that the memory of both gradients is not its own.
+    """
+
+    def __init__(self, join: Joined, of_parameter: bool, again: bool) -> None:
+        super().__init__()
+        self.join, self.of_parameter, self.again = join, of_parameter, again
+        self.token = nn.Parameter(torch.linspace(-1, 1, 512).view(8, 8, 8))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.token if self.of_parameter else x
+        y = (first if self.again else x.detach()).abs().add(0.1).sqrt()
+        y = y * self.scale
+        return self.join(first, y), y.select(0, 0)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
+@pytest.mark.parametrize("of_parameter", [True, False], ids=["parameter", "input"])
+@pytest.mark.parametrize("join", JOINED)
+def test_the_peak_is_the_predicted_one(join: str, of_parameter: bool, again: bool) -> None:
+    model = Joins(JOINED[join], of_parameter, again)
+    x = randn(8, 8, 8, seed=0, requires_grad=not of_parameter)
+    rk = Rockmate(model, x, "100%", costs="flops")
+
+    def train() -> None:
+        for t in (*model.parameters(), x):
+            t.grad = None
+        out = rk(x)  # held to the end
+        sum((t * torch.linspace(0, 1, t.shape[-1])).mean() for t in out).backward()
+
+    train()
+    rk.budget = rk.frontier().min_budget
+    train()
+    assert rk.plan.predicted_peak <= measure_peak(train, "cpu") <= rk.plan.predicted_peak + SCALARS
