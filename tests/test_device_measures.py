@@ -13,13 +13,14 @@ import pytest
 import torch
 from models import randn, square_loss
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.cost.clock import Clock
 from rkgb.cost.memory import _where, measure_memory, measure_peak, measure_phases
 from rkgb.cost.node import times_by
 from rkgb.cost.piece import backward_memory
 from rkgb.device import KINDS, Cpu, Cuda, device_in_use
-from rkgb.device.kind import Measured, Phase
+from rkgb.device.kind import Measured, Moment, Phase
 from rkgb.errors import MeasureError
 from rkgb.pipeline import make_all_graphs
 from rockmate import Rockmate
@@ -147,6 +148,52 @@ def test_as_much_is_read_as_a_step_uses_or_caches_hold() -> None:
         again = Clock.of(nn.Linear(2, 2), used).again
         lines = sum(t.nelement() for t in again)
         assert 64 * lines == sum(t.untyped_storage().nbytes() for t in again) == read
+
+
+def test_what_empties_the_caches_is_no_memory_of_the_allocator() -> None:
+    """A plan within a budget is made within it, too."""
+    model = nn.Linear(4, 4)
+    clock, (measured,) = Cpu().measured([lambda _: Clock.of(model, 2**26)], torch.device("cpu"))
+    (again,) = clock.again
+    assert again.sum() == again.numel() == 2**20, "pages that were never written are one page"
+    assert measured.peak < 2**10
+
+
+class Seen(TorchDispatchMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_no_meter_sees_that_moments_are_marked() -> None:
+    cpu = Cpu()
+    timeline = cpu.timeline(torch.device("cpu"))
+    assert timeline is not None
+    with Seen() as seen:
+        timeline.mark()
+        kept = torch.ones(1000)
+        timeline.mark()
+        del kept
+        timeline.mark()
+    moments = timeline.close()
+    assert seen.names == ["aten.ones.default"]
+    assert moments == [Moment(0, 4000), Moment(4000, 4000), Moment(0, 0)]
+    window = cpu.window(torch.device("cpu"))
+    assert window is not None
+    with Seen() as seen:
+        window.begin()
+        kept = torch.ones(1000)
+        window.mark()
+        more = torch.ones(500)
+    assert window.close() == (4000, 4000, 6000)
+    assert len(seen.names) == 2
+    del kept, more
 
 
 def test_only_long_runs_on_the_cpu_are_timed_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:

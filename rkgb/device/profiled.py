@@ -18,8 +18,14 @@ from rkgb.device.kind import Measured, Moment, Phase, Timeline, Window
 # The profiler announces each session on stderr; it reads this level at its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-# A block of this many bytes marks a moment among the events; no other block is likely to have this size.
-_MARK = 1_000_003
+_BEGIN, _MARK = "rockmate: begin", "rockmate: mark"
+"""Events of these names mark moments among those of the allocator. They take no memory, and no dispatcher sees them."""
+_MARKS = (_BEGIN, _MARK)
+
+
+def _mark(name: str = _MARK) -> None:
+    with torch._C._profiler._RecordFunctionFast(name):
+        return
 
 
 def profiled(phases: Sequence[Phase]) -> tuple[Any, list[Measured]]:
@@ -27,9 +33,9 @@ def profiled(phases: Sequence[Phase]) -> tuple[Any, list[Measured]]:
     results: list[Any] = [None]
     with profile(use_cpu=True, profile_memory=True) as prof:
         for phase in phases:
-            torch.empty(_MARK, dtype=torch.uint8)
+            _mark()
             results.append(phase(results.pop()))
-        torch.empty(_MARK, dtype=torch.uint8)
+        _mark()
     moments = _moments(events(prof))
     return results.pop(), [Measured(a.peak - a.level, b.level - a.level) for a, b in itertools.pairwise(moments)]
 
@@ -46,11 +52,11 @@ class ProfiledWindow(Window):
         self.session.__enter__()
 
     def begin(self) -> None:
-        torch.empty(_MARK, dtype=torch.uint8)
+        _mark(_BEGIN)
 
     def mark(self) -> None:
         self.marked = True
-        torch.empty(_MARK + 1, dtype=torch.uint8)
+        _mark()
 
     def close(self) -> tuple[int, int, int] | None:
         self.session.__exit__(None, None, None)
@@ -58,7 +64,7 @@ class ProfiledWindow(Window):
 
 
 class ProfiledTimeline(Timeline):
-    """A timeline by a profiler session. An allocation of ``_MARK`` bytes marks each moment."""
+    """A timeline by a profiler session."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -67,7 +73,7 @@ class ProfiledTimeline(Timeline):
 
     def mark(self) -> None:
         self.marks += 1
-        torch.empty(_MARK, dtype=torch.uint8)
+        _mark()
 
     def close(self) -> list[Moment] | None:
         self.session.__exit__(None, None, None)
@@ -76,12 +82,12 @@ class ProfiledTimeline(Timeline):
 
 
 def _moments(recorded: list[tuple[int, int, int]]) -> list[Moment]:
-    """The moments that marks stand for among ``recorded`` events. Marks and their releases do not count as memory."""
+    """The moments that marks stand for among ``recorded`` events."""
     blocks: dict[int, int] = {}
     moments: list[list[int]] = []
     level = 0
     for _, address, size in recorded:
-        if size == _MARK:
+        if size == 0:
             moments.append([level, level])
         elif size > 0:
             level += size - blocks.pop(address, 0)
@@ -96,19 +102,21 @@ def _moments(recorded: list[tuple[int, int, int]]) -> list[Moment]:
 
 def _between_marks(recorded: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
     """What ``Window.close`` returns, from the ``recorded`` events."""
-    sizes = [size for _, _, size in recorded]
-    if _MARK not in sizes or _MARK + 1 not in sizes:
+    marks = [(k, address) for k, (_, address, size) in enumerate(recorded) if size == 0]
+    start, end = (next((k for k, which in marks if which == mark), -1) for mark in range(len(_MARKS)))
+    if start < 0 or end < 0:
         return None
-    start, end = sizes.index(_MARK), sizes.index(_MARK + 1)
-    between = recorded[start + 2 : end]  # without the mark and its release
+    between, later = recorded[start + 1 : end], recorded[end + 1 :]
     _, before = replay(recorded[:start])
     peak, _ = replay(recorded[:start] + between, start)
-    later = recorded[end + 2 :]
     return max(0, peak - before), replay(between)[1], replay(between + later)[1]
 
 
 def events(prof: profile) -> list[tuple[int, int, int]]:
-    """(time, address, bytes) of every allocation and release on the CPU, by time; bytes of a release are negative."""
+    """(time, address, bytes) of every allocation and release on the CPU, by time; bytes of a release are negative.
+
+    A mark has no bytes, and in the place of an address its position in ``_MARKS``.
+    """
     recorded: list[tuple[int, int, int]] = []
     results: Any = prof.kineto_results
     stack = list(results.experimental_event_tree())
@@ -117,6 +125,8 @@ def events(prof: profile) -> list[tuple[int, int, int]]:
         stack.extend(event.children)
         if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
             recorded.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name in _MARKS:
+            recorded.append((event.start_time_ns, _MARKS.index(event.name), 0))
     recorded.sort(key=lambda e: e[0])
     return recorded
 
@@ -126,7 +136,7 @@ def replay(recorded: list[tuple[int, int, int]], start: int = 0) -> tuple[int, i
     blocks: dict[int, int] = {}
     level = peak = 0
     for k, (_, address, size) in enumerate(recorded):
-        level -= blocks.pop(address, 0)
+        level -= blocks.pop(address, 0) if size else 0
         if size > 0:
             blocks[address] = size
             level += size
