@@ -16,11 +16,11 @@ from rkgb.sample import Sample
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
 from rockmate.calls.others import warn_of_whole, watch_others
-from rockmate.calls.state import check_compiled
 from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import InputError
 from rockmate.planning.checks import checked_call, checked_module, checked_type
 from rockmate.planning.options import options_of
+from rockmate.planning.wrappers import check_compiled
 from rockmate.tell import be_heard
 
 
@@ -52,6 +52,8 @@ def attach(
         raise InputError(f"the model is a {type(model).__name__}, which a plan does not run: attach model.module")
     if sample is None and sample_kwargs is not None:
         raise InputError("sample_kwargs without a sample: give sample=() if the call has no positional arguments")
+    if hasattr(model, "_rockmate_attachment"):
+        raise InputError("the model is a Rockmate, which has a plan: set rk.budget, or attach rk.original")
     if attached(model) is not None:
         raise InputError(
             "the model is attached already: set the budget of what attach returned (rockmate.attached(model).budget), "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +15,24 @@ from rkgb.sample import Sample
 from rkgb.trace.patches import TRACING
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment, PlannedCall
-from rockmate.calls.state import NO_REPLICAS
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetError, InputError
-from rockmate.facade import Facade, signed_as_original
+from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.artefact import read_plan
-from rockmate.planning.checks import checked_call
+from rockmate.planning.checks import checked_call, checked_module
 from rockmate.planning.options import PlanOptions, options_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import make_planner
+from rockmate.planning.step import StepPlan
+from rockmate.planning.wrappers import NO_REPLICAS
 from rockmate.progress import Progress
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
 
-class Rockmate(Facade):
+class Rockmate(torch.nn.Module):
     """``model`` under a memory budget: same outputs, gradients and buffer updates, peak at most ``budget``.
 
     ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as ``model`` is
@@ -50,6 +54,12 @@ class Rockmate(Facade):
     environment variable ROCKMATE_CACHE says (a path, or "off"), or else the platform's folder for such files; False or
     None for nowhere.
 
+    It is a twin of ``model``: its class is made of this one and the model's, and its ``__dict__`` is the model's. So
+    attributes, methods, state, hooks and submodules are shared, in both directions; ``rk[0]``, ``len(rk)`` and
+    ``isinstance(rk, type(model))`` are as for the model, and methods that call the module run under the plan. The model
+    itself (``original``) runs without one. Raises ``InputError`` for a model with an attribute of a name that is a
+    Rockmate's own.
+
     ``plan`` is the plan of the last call, or the one that replaced it after its backward. Calls of another
     shape, or with other settings (whatever the module's Python reads), are planned when they first come, and
     cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
@@ -58,7 +68,23 @@ class Rockmate(Facade):
     no plan fits, ``GraphError`` for a model that cannot be traced. Based on Rockmate (Zhao et al., ICML 2023).
     """
 
-    OWN = frozenset({"_front"})
+    # What is the twin's own cannot lie in its dictionary, which is the model's.
+    __slots__ = ("_rockmate_attachment", "_rockmate_original")
+    _rockmate_attachment: Attachment
+    _rockmate_original: torch.nn.Module
+
+    def __new__(cls, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Rockmate:
+        """An object of a class made of this one and the model's."""
+        checked_module(model)
+        if isinstance(model, Rockmate):
+            raise InputError("the model is a Rockmate already: give rk.original, or set rk.budget")
+        if taken := [name for name in _OWN if hasattr(model, name)]:
+            raise InputError(
+                f"{type(model).__name__} has an attribute {taken[0]!r} of its own, which would be hidden: use "
+                "rockmate.attach(model, budget, sample=sample), which returns a handle with the plan"
+            )
+        made: Rockmate = object.__new__(_twin_class(cls, type(model)))
+        return made
 
     def __init__(
         self,
@@ -79,22 +105,36 @@ class Rockmate(Facade):
         if (plan is None) == (budget is None):
             raise BudgetError("give either a budget, or a saved plan, which has a budget of its own")
         saved = None if plan is None else read_plan(plan)
-        super().__init__(model)
         asked = costs, loss_memory, time_limit, solver, cache
         options = options_of(*asked)
         if saved is not None:
             with saved.unchanged():
                 options = options_of(saved.costs, saved.loss_memory, *asked[2:])
         terms = Terms(saved.budget if saved else parse_budget(budget), options, progress, always=True)
-        self._front = Attachment(model, terms)
+        _become(self, model, Attachment(model, terms))
         self._front.plan_for(call, saved)
 
     @property
-    def plan(self) -> Plan:
+    def _front(self) -> Attachment:
+        return self._rockmate_attachment
+
+    @property
+    def original(self) -> torch.nn.Module:
+        """The module that was given, which runs without a plan."""
+        return self._rockmate_original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments, under a plan."""
+        self._check_own_changes()
+        return self._front(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan | StepPlan | FollowedPlan:
         """The plan of the last call, or the one that replaced it after its backward."""
-        if self._last is None:
+        plan = self._front.plan
+        if plan is None:
             raise InputError("a copy plans at its first call: call it before you ask for its plan")
-        return self._last.plan
+        return plan
 
     @property
     def _last(self) -> Variant | None:
@@ -126,40 +166,87 @@ class Rockmate(Facade):
         return self._front.plans_dropped
 
     @property
-    def why_traced(self) -> str:
-        """Why the model was traced as a whole, where TorchDynamo captures it as several graphs; empty if it is one."""
+    def reason(self) -> str:
+        """Why the model's forward is not captured as one graph; empty if it is."""
         return self._front.reason
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call, as ``rockmate.frontier``."""
         return self._front.frontier()
 
-    @signed_as_original
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
-        self._check_own_changes()
-        return self._front(*args, **kwargs)
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model, if it has one. Else nothing: ``loss.backward()`` has done it; scripts of the first
+        Rockmate call it.
+        """
+        own = getattr(super(), "backward", None)
+        return None if own is None else own(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rockmate:
+        """A Rockmate of a copy of the model, which plans at its first call."""
+        made = _remade(type(self).__mro__[1], copy.deepcopy(self.original, memo), self._front.terms)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles hold the model, and plan again at their first call."""
+        return _remade, (type(self).__mro__[1], self.original, self._front.terms)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Twins are no subclasses that the model's classes are to know of."""
+
+    def _get_name(self) -> str:
+        return type(self).__mro__[1].__name__
 
     def _replicate_for_data_parallel(self) -> Rockmate:
         raise InputError(NO_REPLICAS)
 
-    def backward(self) -> None:
-        """Nothing: ``loss.backward()`` has done it. Kept for scripts of the first Rockmate, which call it."""
-
     def _check_own_changes(self) -> None:
-        """Raise ``InputError`` where weights were replaced on the Rockmate, whose forward is not that of the model."""
-        hooks = [h for h in self._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils.")]
-        parametrized = type(self).__name__ == f"Parametrized{type(self).__mro__[1].__name__}"
-        if hooks or parametrized:
-            what = type(hooks[0]).__name__ if hooks else "a parametrization"
+        """Raise ``InputError`` where the Rockmate got another class, which the model has not."""
+        if type(self).__name__.startswith("Parametrized"):
             raise InputError(
-                f"{what} was registered on the Rockmate, and the model would not see it: register it on the model "
-                "(rk.original), before or after planning"
+                "a parametrization was registered on the Rockmate, and the model would not see it: register it on the "
+                "model (rk.original), before or after planning"
             )
 
     def extra_repr(self) -> str:
+        """The budget, and what the model says of itself."""
         budget = self._front.terms.budget
-        return f"budget={budget} bytes" if isinstance(budget, int) else f"budget={budget}"
+        own = super().extra_repr()
+        said = f"budget={budget} bytes" if isinstance(budget, int) else f"budget={budget}"
+        return f"{said}, {own}" if own else said
+
+
+_OWN = ("plan", "plans", "plans_made", "plans_dropped", "budget", "frontier", "reason", "original")
+"""What a Rockmate has that no model may have, too."""
+
+
+def _twin_class(cls: type, model: type) -> type:
+    """The class of twins of models of class ``model``, and of class ``cls``."""
+    known = _TWINS.setdefault(model, {})
+    if cls not in known:
+        call = torch.compiler.disable(
+            cls.__call__, reason="a Rockmate runs a plan of its own; compile parts beside it, or rk.original"
+        )
+        body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__call__": call}
+        known[cls] = type(model)(f"{cls.__name__}[{model.__name__}]", (cls, model), body)
+    return known[cls]
+
+
+_TWINS: weakref.WeakKeyDictionary[type, dict[type, type]] = weakref.WeakKeyDictionary()
+
+
+def _become(twin: Rockmate, model: torch.nn.Module, attachment: Attachment) -> None:
+    """``twin`` is one of ``model`` from now on: what is set on either is set on both."""
+    object.__setattr__(twin, "__dict__", model.__dict__)
+    object.__setattr__(twin, "_rockmate_original", model)
+    object.__setattr__(twin, "_rockmate_attachment", attachment)
+
+
+def _remade(cls: type, model: torch.nn.Module, terms: Terms) -> Rockmate:
+    """A twin that plans at its first call."""
+    made: Rockmate = object.__new__(_twin_class(cls, type(model)))
+    _become(made, model, Attachment(model, replace(terms)))
+    return made
 
 
 def frontier(

@@ -8,14 +8,15 @@ import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 
-from rkgb.errors import GraphError, MeasureError, UnsupportedError
+from rkgb.errors import GraphError, UnsupportedError
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rkgb.warn import warn, warn_once
@@ -25,10 +26,10 @@ from rockmate.calls.captured_calls import Planned
 from rockmate.calls.dynamo import capture_again, composites_of, composites_too
 from rockmate.calls.engine import not_captured
 from rockmate.calls.front import Front
-from rockmate.calls.held import undone_if_it_fails
+from rockmate.calls.hooks import Hooks, any_is_gone, hooks_of
 from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.reasons import reason_of
-from rockmate.calls.state import Hooks, any_is_gone, hooks_of
+from rockmate.calls.rehearsal import put_back, rehearse
 from rockmate.calls.steps import Steps
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
@@ -37,7 +38,6 @@ from rockmate.calls.surroundings import (
     is_recorded,
     is_transformed,
     leave_plan,
-    modes_again,
     modes_suspended,
     saved_hooks,
     warn_of_saved_hooks,
@@ -47,20 +47,19 @@ from rockmate.calls.surroundings import (
 from rockmate.calls.terms import Terms
 from rockmate.calls.unguarded import is_overridden
 from rockmate.calls.variants import Variant
-from rockmate.calls.watched import WatchedCalls
 from rockmate.errors import (
     BudgetWarning,
-    CannotBeCalledError,
-    HookError,
     InfeasibleBudgetError,
     InputError,
+    PlanError,
     RockmateError,
-    VariantLimitError,
 )
+from rockmate.follow.engine import Followed, can_follow
+from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import gets_sizes
 from rockmate.planning.plan import Plan
-from rockmate.planning.prepare import NOTHING_COMPUTED
+from rockmate.planning.prepare import NOTHING_COMPUTED, cannot_be_called
 from rockmate.planning.step import StepPlan
 from rockmate.tell import LOG, described
 from solvers import Frontier
@@ -84,7 +83,7 @@ class PlannedCall:
     """
 
     call: tuple[str, ...] = field(repr=False)
-    plan: Plan | StepPlan | None
+    plan: Plan | StepPlan | FollowedPlan | None
     name: str
 
 
@@ -95,7 +94,7 @@ class Attachment(Front):
         super().__init__(type(model).__name__, terms)
         self._model = weakref.ref(model)
         self._capture = Capture(self, lambda: self.model)
-        self._direct: WatchedCalls | None = None
+        self._followed: Followed | None = None  # where no plan of captured graphs will do
         self._steps: Steps | None = None  # where a call is several graphs
         self._why: Exception | None = None  # a call cannot be captured as one graph
         self._hooks: Hooks = []  # that the model had then
@@ -136,14 +135,16 @@ class Attachment(Front):
         return self.last.last if self.last is not None else None
 
     @property
-    def plan(self) -> Plan | StepPlan | None:
+    def plan(self) -> Plan | StepPlan | FollowedPlan | None:
         """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far.
 
         Where the forward is several graphs, it is that of the whole step, from the second or third step on; None if no
         plan fits the budget.
         """
+        self._check_place()
+        if self._followed is not None:
+            return self._followed.plan
         if self._steps is not None:
-            self._check_place()
             last = self._steps.last
             return None if last is None or last.problem is not None else last.plan
         return self.variant.plan if self.variant is not None else None
@@ -151,6 +152,8 @@ class Attachment(Front):
     @property
     def plans_made(self) -> int:
         """How many kinds of calls were planned; of steps of several graphs, how many graphs."""
+        if self._followed is not None:
+            return len(self._followed.plans)
         return self._made if self._steps is None else sum(m.base is m for m in self._steps.members.every)
 
     @property
@@ -162,6 +165,8 @@ class Attachment(Front):
     def plans(self) -> list[PlannedCall]:
         """All kinds of calls so far, each under a name of its own, those of the last call first."""
         self._check_place()
+        if self._followed is not None:
+            return _named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
         if self._steps is not None:
             known = self._steps.known
             return _named((k, (_graphs(len(s.members)), *s.members[0].call), s.plan) for k, s in enumerate(known))
@@ -180,7 +185,9 @@ class Attachment(Front):
             raise InputError(f"{self.name} was detached, and has no budget: rockmate.attach(model, {budget!r})")
         wanted, before = parse_budget(budget), self.terms.budget
         end_look()  # what it is to say is for the budget of before
-        if self._steps is not None:
+        if self._followed is not None:
+            self._followed.set_budget(wanted)
+        elif self._steps is not None:
             self._steps.set_budget(wanted)
         elif self.last is None:
             self.terms.budget = wanted
@@ -211,6 +218,8 @@ class Attachment(Front):
         """Time against memory for the last kind of call that was planned, as ``rockmate.frontier``."""
         if self._detached:
             raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
+        if self._followed is not None:
+            return self._followed.frontier()
         if self._steps is not None and self._steps.last is not None:
             return self._steps.frontier()
         if self.last is None or self.last.last is None:
@@ -306,15 +315,13 @@ class Attachment(Front):
             raise error.with_traceback(None) from None  # nor do the frames of TorchDynamo
 
     def _run_in_its_way(self, model: torch.nn.Module, call: Call) -> Any:
-        """Under a plan of one graph, of several, or of a trace."""
+        """As one graph, as several, or followed."""
         try:
             _check_tensors(call)
         except UnsupportedError as error:
             return self._run_unplanned(model, call, error, None)
-        if self._direct is not None:
-            return self._run_traced(model, self._direct, call)
-        if self._why is not None and (self._steps is None or self.only_plans):
-            return self._run_directly(model, call, self._why)
+        if self._followed is not None:
+            return self._followed.run(model, call)
         if self._steps is not None:
             return self._run_in_steps(model, call, self._steps)
         try:
@@ -331,32 +338,83 @@ class Attachment(Front):
                     raise InputError(f"{self.name} cannot be planned: {_SWITCHED_OFF}. Switch it on")
                 warn_once(f"{self.name} runs as it is, with no plan and no budget: {_SWITCHED_OFF}", BudgetWarning)
             return result
-        if self.only_plans or self.terms.always:
-            return self._run_directly(model, call, self._why)
-        return self._begin_steps(model, call, self._why)
+        if self.only_plans:
+            return self._rehearse(model, call)
+        return self._begin(partial(self._run_in_its_way, model, call))
 
-    def _begin_steps(self, model: torch.nn.Module, call: Call, why: Exception) -> Any:
-        """TorchDynamo captures no whole of this call. If the module itself refuses it, all stays as it was."""
-        before = self._capture, self.reason
-        self._capture, self.reason = self._capture.other(), reason_of(why)
-        self._steps = Steps(self, composites_of(model), self.reason)
+    def _begin(self, run: Callable[[], Any]) -> Any:
+        """TorchDynamo captures no whole of this call: from now on the model's own Python runs, and is followed; where
+        that cannot be, the call is several graphs. If the module itself refuses the call, all stays as it was.
+        """
+        model, before = self.model, (self._capture, self.reason)
+        assert self._why is not None
+        self.reason = reason_of(self._why)
+        if can_follow(model):
+            self._followed = Followed(self, self.reason)
+        else:
+            self._capture = self._capture.other()
+            self._steps = Steps(self, composites_of(model), self.reason)
         try:
-            result = self._run_in_steps(model, call, self._steps)
+            result = run()
         except (RockmateError, GraphError):
             before[0].clear()
             raise
         except Exception:
             self._capture.clear()
             self._capture, self.reason = before
-            self._steps = self._why = None
+            self._steps = self._followed = self._why = None
             raise
         before[0].clear()
+        if self._followed is not None:
+            LOG.info("%s is followed operation by operation: %s", self.name, self.reason)
         return result
+
+    def _rehearse(self, model: torch.nn.Module, call: Call) -> None:
+        """A call is no one graph, and a plan is wanted ahead of the first step: train on the sample, and put all back.
+
+        Raises ``Planned``.
+        """
+        if self.saved is not None:
+            raise PlanError(
+                f"{self.name} is not captured as one graph ({reason_of(self._why or Exception())}), and a saved plan "
+                "is for one: give a budget"
+            )
+        self.inside.planning, self.rehearses = False, True
+        try:
+            with put_back(model, call.tensors):
+                self._begin(partial(self._train_on, model, call, self.terms.options.loss_memory))
+        except (RockmateError, GraphError):
+            raise
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise cannot_be_called(call, error) from error
+        finally:
+            self.inside.planning, self.rehearses = True, False
+        if self.plan is None:
+            raise UnsupportedError(
+                f"no plan came of training {self.name} on the sample for some steps: it is not captured as one graph "
+                f"({self.reason}), and its steps could not be observed (another thread than the main one, a profiler, "
+                "or no gradient). Attach it without a sample, or plan in the main thread."
+            )
+        raise Planned
+
+    def _train_on(self, model: torch.nn.Module, call: Call, loss_memory: int | None) -> None:
+        """Train on the sample, ``call``, until there is a plan. Where none fits with the usual room for a loss, one
+        without it serves until a step has shown what the loss takes.
+        """
+        run = partial(self._run_in_its_way, model, call)
+        try:
+            rehearse(run, lambda: self.plan is not None, loss_memory)
+        except InfeasibleBudgetError:
+            if loss_memory is not None or self._followed is None:
+                raise
+            self._followed.kinds.clear()
+            rehearse(run, lambda: self.plan is not None, 0)
 
     def _begin_again(self) -> None:
         """Forget that calls are not one graph: a hook, which may have been the reason, was removed."""
-        if self._steps is not None and self._steps.asked is not None:
-            self.terms.budget = self._steps.asked
+        way = self._steps or self._followed
+        if way is not None and way.asked is not None:
+            self.terms.budget = way.asked
         self._forget()
         self._capture, self._hooks, self.reason, self._refused = Capture(self, lambda: self.model), [], "", False
         self._begun += 1
@@ -366,7 +424,7 @@ class Attachment(Front):
         self._capture.clear()
         self.cache.clear()
         self.families.clear()
-        self._direct = self._steps = self._why = self.last = None
+        self._followed = self._steps = self._why = self.last = None
 
     def _run_in_steps(self, model: torch.nn.Module, call: Call, steps: Steps) -> Any:
         """TorchDynamo captures a call as several graphs, which are planned together."""
@@ -384,43 +442,10 @@ class Attachment(Front):
         nothing = not (forward.ran or forward.small or self._capture.graphs)  # else all was left out in this step
         if nothing or steps.captures_nothing:
             self._steps = None
-            warn(
-                f"{self.name}: nothing of this call could be captured, and it ran with no plan. The next call is "
-                f"traced as a whole ({self.reason})",
-                BudgetWarning,
+            unknown = UnsupportedError(
+                f"nothing of a call of {self.name} could be captured ({self.reason}): attach submodules instead"
             )
-        return result
-
-    def _run_directly(self, model: torch.nn.Module, call: Call, reason: Exception) -> Any:
-        """TorchDynamo cannot capture a call as one graph: trace the model as a whole, and watch its Python."""
-        direct, before = WatchedCalls(model, self), self.reason
-        self.reason = reason_of(reason)
-        try:
-            with undone_if_it_fails(model):
-                names = {name for name, _ in model.named_parameters()}
-                direct.last = direct.variants(call, self.saved)[0]
-                self._check_stale(model, names, direct.last)
-        except MeasureError:
-            raise  # that says nothing of the model
-        except (GraphError, InputError, HookError) as error:
-            if isinstance(error, CannotBeCalledError) and not self.only_plans:
-                self.reason, self._why, self._hooks = before, None, []
-                return model._call_impl(*call.args, **call.kwargs)  # whose own error comes
-            self.cache.clear()
-            return self._run_unplanned(model, call, error, reason)
-        self._direct = self.last = direct
-        LOG.info("%s is traced as a whole, since it cannot be captured as one graph: %s", self.name, self.reason)
-        if self.only_plans:
-            raise Planned
-        return self._run_traced(model, direct, call)
-
-    def _run_traced(self, model: torch.nn.Module, direct: WatchedCalls, call: Call) -> Any:
-        try:
-            with modes_again(getattr(self.inside, "modes", None) or []):
-                result = direct.run(call)
-        except VariantLimitError as error:
-            return self._run_unplanned(model, call, error, None)
-        self.last = direct
+            self._run_unplanned(model, call, unknown, None)
         return result
 
     def _run_unplanned(self, model: torch.nn.Module, call: Call, error: Exception, reason: Exception | None) -> Any:
@@ -430,23 +455,6 @@ class Attachment(Front):
         self._refused = True
         warn(f"{self.name} cannot be planned, and runs as it is from now on, with no budget: {error}", BudgetWarning)
         return model._call_impl(*call.args, **call.kwargs)
-
-    def _check_stale(self, model: torch.nn.Module, names: set[str], variant: Variant) -> None:
-        """Raise ``UnsupportedError`` where forward does what a plan of the whole trace would not do again.
-
-        ``names``: of the parameters before.
-        """
-        if made := sorted(dict(model.named_parameters()).keys() - names):
-            raise UnsupportedError(
-                f"forward makes parameters when it is first called ({made[0]}): call the model once before"
-            )
-        stale = variant.planner.graphs.D.structure.stale
-        if stale:
-            raise UnsupportedError(
-                f"forward sets the attribute {stale[0]} to something else in each call, which a plan would not do: the "
-                f"model cannot be captured as one graph ({self.reason}), only traced as a whole. Attach the submodules "
-                "beside that place (rockmate.attach(model.part, budget)), or let forward return what it sets."
-            )
 
     # ----------------------------------------------------------------------- what is said
 
@@ -494,7 +502,7 @@ def _graphs(count: int) -> str:
     return f"{count} graphs" if count > 1 else "1 graph"
 
 
-def _named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | StepPlan | None]]) -> list[PlannedCall]:
+def _named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | StepPlan | FollowedPlan | None]]) -> list[PlannedCall]:
     """Kinds of calls in the order in which they are given; those of the same words are numbered as the number before
     them rises.
     """

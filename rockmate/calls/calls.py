@@ -25,7 +25,6 @@ from rockmate.budget import Budget
 from rockmate.calls.families import Family
 from rockmate.calls.front import Front
 from rockmate.calls.look import abandoned, end_look
-from rockmate.calls.python_state import PythonState
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import (
     Variant,
@@ -68,8 +67,8 @@ MAX_VARIANTS = 16
 class Calls(ABC):
     """Runs calls of ``module`` under plans.
 
-    The module is a pure program of tensors (``CapturedCalls``), or one whose Python reads and changes other things
-    (``WatchedCalls``). ``last``: the plan of the last call, or the one that replaced it after its backward.
+    The module is a pure program of tensors: see ``CapturedCalls``. ``last``: the plan of the last call, or the one that
+    replaced it after its backward.
     """
 
     def __init__(self, module: torch.nn.Module, front: Front) -> None:
@@ -98,10 +97,6 @@ class Calls(ABC):
         """The tensors that the program starts from, for a call with ``inputs``."""
         return source_values(variant.program.s.d.sources, self.module, inputs)
 
-    def fitting(self, found: list[Variant], call: Call) -> list[Variant]:
-        """Those of the plans for one kind of call that Python outside of tensors allows."""
-        return found
-
     @contextmanager
     def planning(self, call: Call) -> Iterator[None]:
         """Around the making of a plan."""
@@ -111,10 +106,6 @@ class Calls(ABC):
     def traced_on(self, call: Call) -> Call:
         """What is traced in the place of ``call``."""
         return call
-
-    def state_of(self, planner: Planner, call: Call) -> PythonState | None:
-        """What the module's Python read when it was traced."""
-        return None
 
     # ------------------------------------------------------------------- calls
 
@@ -210,10 +201,10 @@ class Calls(ABC):
 
     def variants(self, call: Call, saved: SavedPlan | None = None) -> list[Variant]:
         """The variants for calls of this kind, the last one used first; one is made if there is none."""
-        if found := self.fitting(self.cache.find(*self.kind(call)), call):
+        if found := self.cache.find(*self.kind(call)):
             return found
         with TRACING:  # another thread may have planned for such calls while this one waited
-            found = self.fitting(self.cache.find(*self.kind(call)), call)
+            found = self.cache.find(*self.kind(call))
             return found or [self._make_variant(call, saved)]
 
     def _make_variant(self, call: Call, saved: SavedPlan | None = None, failed: Sequence[str] = ()) -> Variant:
@@ -221,11 +212,11 @@ class Calls(ABC):
         refuse_within_measurements()
         capture = self.front.capture_seconds()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
-            key, latest = self.kind(call)[0], partial(self._fitting_latest, call)
+            key, latest = self.kind(call)[0], self._latest
             known = None if saved is not None else self.resized_planner(call, latest, report)
             if known is not None:
                 planner, like = known
-                variant = self._carried(planner, replace(like, state=self.state_of(planner, call)))
+                variant = self._carried(planner, like)
             else:
                 variant = self._traced(call, report, saved)
             said = variant.planner.call = self.front.described(self.names(call), call.leaves)
@@ -246,11 +237,7 @@ class Calls(ABC):
                 graphs = planner.graphs
                 planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs, family.options)
             planners = [as_before(planner, self.last, self.module, inputs), planner]
-        state = self.state_of(planner, call)
-        if like is not None:
-            variant = self._carried(planner, replace(like, state=state))
-        else:
-            variant = self._first(list(dict.fromkeys(planners)), state)
+        variant = self._first(list(dict.fromkeys(planners))) if like is None else self._carried(planner, like)
         family.learn(variant.planner, variant.plan)
         return replace(variant, family=family)
 
@@ -305,11 +292,6 @@ class Calls(ABC):
         """The plan of this graph that was used last."""
         return next((v for v in self.cache.variants() if v.family is family), None)
 
-    def _fitting_latest(self, call: Call, family: Family) -> Variant | None:
-        """The same, if Python outside of tensors allows it for ``call``."""
-        like = self._latest(family)
-        return like if like is not None and self.fitting([like], call) else None
-
     def _carried(self, planner: Planner, like: Variant) -> Variant:
         """See ``carried_variant``; if no plan fits, and the terms say so, the plan of least memory."""
         try:
@@ -318,7 +300,7 @@ class Calls(ABC):
         except InfeasibleBudgetError as error:
             return carried_variant(_with_auto_solver(planner), self.terms.least_instead(error, planner), like)
 
-    def _first(self, planners: list[Planner], state: PythonState | None) -> Variant:
+    def _first(self, planners: list[Planner]) -> Variant:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory.
 
         That runs for one step, too, where the loss may read less of the outputs than is supposed.
@@ -326,11 +308,11 @@ class Calls(ABC):
         planner = planners[-1]
         try:
             with self.terms.settling(planner) as budget:
-                return make_first(planners, budget, state)
+                return make_first(planners, budget)
         except InfeasibleBudgetError as error:
             supposed = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
             least = self.terms.least_instead(error, planner, until_seen=supposed)
-            return make_variant(_with_auto_solver(planner), least, state)
+            return make_variant(_with_auto_solver(planner), least)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""
@@ -343,7 +325,7 @@ class Calls(ABC):
             if size == last.plan.budget == self.terms.budget:
                 return
             with Heeded(), self._progress_of(last.planner):
-                made = make_variant(last.planner, size, last.state, last.observer)
+                made = make_variant(last.planner, size, last.observer)
                 variant = replace(made, number=last.number, family=last.family)
             self.cache.replace(last, variant)
             self.last, self.terms.budget = variant, size

@@ -31,8 +31,8 @@ from rockmate.calls.dynamo import (
     new_entry,
     settings,
 )
+from rockmate.calls.effects import check_effects
 from rockmate.calls.front import Front
-from rockmate.calls.held import check_effects
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.surroundings import (
     as_eager,
@@ -175,7 +175,7 @@ class Capture:
             raise UnsupportedError("whether a mask is left out depends on values")
         try:
             check_capture(program)
-            if self._whole and not (self.front.only_plans or self.front.terms.always):
+            if self._whole:
                 check_values(program)
         except UnsupportedError as error:
             if self._whole:

@@ -58,6 +58,7 @@ class Front:
         self._before: tuple[str, ...] | None = None
         self._carried = 0
         self.said_several = False
+        self.rehearses = False  # training steps run that are no training: see rockmate.calls.rehearsal
         self.inside = threading.local()  # what is known of the call that this thread is in
 
     @property

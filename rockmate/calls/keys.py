@@ -11,11 +11,20 @@ import torch
 
 from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
-from rockmate.calls.python_state import in_key
+
+PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of arguments that a key has the value of."""
+
+
+def in_key(argument: Any) -> bool:
+    """Whether the key of a call has the value of an argument that is no tensor."""
+    if isinstance(argument, (np.ndarray, np.generic)):
+        return not argument.dtype.hasobject
+    return type(argument) in PLAIN
 
 
 def _value(x: Any) -> tuple[Hashable, ...]:
-    """What distinguishes a leaf that is no tensor; of objects more is seen by ``find``."""
+    """What distinguishes a leaf that is no tensor; of objects, only the type."""
     if not in_key(x):
         return ()
     if isinstance(x, (np.ndarray, np.generic)):

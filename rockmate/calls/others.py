@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from rkgb.warn import warn_once
-from rockmate.calls.state import NO_REPLICAS
 from rockmate.calls.unguarded import CAPTURING
 from rockmate.errors import BudgetWarning, InputError
+from rockmate.planning.wrappers import NO_REPLICAS
 
 
 def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> None:

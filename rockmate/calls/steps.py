@@ -76,6 +76,7 @@ class Steps:
         self.look: StepLook | None = None  # the last one
         self.idle = 0  # the last forwards, which ran no graph
         self.asked: Budget | None = None
+        self.rehearsed = False  # what is known was seen in steps that were no training
         self.said: set[str] = set()
         self.said_least: set[tuple[tuple[Member, ...], int]] = set()  # budgets that no plan of such steps fits
 
@@ -178,6 +179,10 @@ class Steps:
             sequence.shared = shared or SharedStages.of(places, sequence.whole_stages, options)
             sequence.shared.add(stages)
             sequence.stages = sequence.shared.stages
+        if self.front.rehearses:
+            self.rehearsed = self.again = sequence.doubtful = True
+        elif self.rehearsed:
+            self.rehearsed, self.front.terms.budget = False, self.asked or self.front.terms.budget
         self.solve(sequence)
         others = [s for s in self.known if s is not before]
         self.known = sorted([sequence, *others], key=lambda s: -len(s.members))[:MOST_SEQUENCES]

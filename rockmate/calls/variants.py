@@ -16,11 +16,9 @@ from rkgb.cost.measure import Known
 from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.errors import MeasureError
 from rkgb.graphs import Structure
-from rkgb.trace.code import Code
 from rkgb.warn import warn
 from rockmate.calls.families import Family
 from rockmate.calls.observe import CallLook, Observer
-from rockmate.calls.python_state import PythonState
 from rockmate.calls.terms import Terms
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
 from rockmate.planning.plan import Plan
@@ -43,7 +41,6 @@ MAX_PLANS = 128
 class Variant:
     """The plan for one kind of call, ready to run.
 
-    ``state``: what the module's Python read, where that is watched.
     ``observer``: watches what the caller does with the outputs; None for a plan from a file, which stays as it is.
     ``family``: the calls of other sizes that run the same graph. ``number``: rises from one kind of call to the next.
     """
@@ -52,7 +49,6 @@ class Variant:
     plan: Plan
     program: Program
     structure: Structure
-    state: PythonState | None
     observer: Observer | None
     family: Family | None = None
     number: int = 0
@@ -77,13 +73,13 @@ class Variant:
         return None if self.observer is None else self.observer.look()
 
 
-def make_variant(planner: Planner, budget: int, state: PythonState | None, observer: Observer | None = None) -> Variant:
+def make_variant(planner: Planner, budget: int, observer: Observer | None = None) -> Variant:
     """The plan for ``budget``, ready to run; ``observer``: of an earlier plan for the same kind of call."""
     plan = planner.plan(budget)
     d = plan.graph.s.d
     if planner.saved is None:
         observer = observer or Observer(plan.graph, planner.options.loss_memory is None)
-    return Variant(planner, plan, program_of(plan), d.structure, state, observer)
+    return Variant(planner, plan, program_of(plan), d.structure, observer)
 
 
 def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
@@ -146,7 +142,7 @@ def adapted(
     if not observer.news:
         with contextlib.suppress(MeasureError):
             planners = [as_before(planner, last, model, inputs), planner]
-            found = make_first(planners, plan.budget, variant.state, observer)
+            found = make_first(planners, plan.budget, observer)
             return dataclasses.replace(found, number=variant.number, family=variant.family)
         return variant
     observer.news = False
@@ -222,14 +218,12 @@ def program_of(plan: Plan) -> Program:
     return dataclasses.replace(program, exceeding=exceeding)
 
 
-def make_first(
-    planners: list[Planner], budget: int, state: PythonState | None, observer: Observer | None = None
-) -> Variant:
+def make_first(planners: list[Planner], budget: int, observer: Observer | None = None) -> Variant:
     """The plan of the first planner that has one for ``budget``; raises what the last raises."""
     for planner in planners[:-1]:
         with contextlib.suppress(InfeasibleBudgetError):
-            return make_variant(planner, budget, state, observer)
-    return make_variant(planners[-1], budget, state, observer)
+            return make_variant(planner, budget, observer)
+    return make_variant(planners[-1], budget, observer)
 
 
 def reads_more(last: Variant | None, variant: Variant) -> bool:
@@ -290,10 +284,6 @@ class PlanCache:
         """Plans are made again when they are needed."""
         with self._lock:
             self._entries = ()
-
-    def codes(self) -> list[Code]:
-        """The code that ran when the plans were made, each once."""
-        return list(dict.fromkeys(v.state.code for _, _, v in self._entries if v.state is not None))
 
     def add(self, key: Hashable, missing: frozenset[str], variant: Variant) -> None:
         """Keep a new variant, as the last one used."""

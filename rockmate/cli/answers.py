@@ -16,6 +16,7 @@ from rockmate.cli.errors import UNSUPPORTED, Misuse, Unsupported, told
 from rockmate.cli.load import Given
 from rockmate.cli.planning import Options, Planned, planned
 from rockmate.errors import InputError
+from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import facts_of_call, text_of_facts
@@ -73,9 +74,11 @@ def check(given: Given, options: Options) -> Answer:
 
 
 def _supported(found: Planned) -> str:
+    if isinstance(found.plan, FollowedPlan):
+        return f"yes, followed operation by operation ({found.why})"
     if not isinstance(found.plan, StepPlan):
         return "yes"
-    return f"yes, by rockmate.attach: {graphs_of(len(found.plan.parts))} ({found.why})"
+    return f"yes, as {graphs_of(len(found.plan.parts))} ({found.why})"
 
 
 def _gain(given: Given, options: Options, eager_peak: int, curve: Frontier) -> str:
@@ -105,15 +108,12 @@ def _share(budget: int, curve: Frontier) -> str:
 
 def plan(given: Given, budget: str, options: Options, save: Path | None, program: bool) -> Answer:
     """The plan for a budget."""
-    found = planned(given, budget, options, whole=save is not None)
+    found = planned(given, budget, options)
     made = found.plan
     text, values = str(made), {**_values(given), **_values_of_call(made), **_values_of_plan(made)}
     if save is not None:
-        if isinstance(made, StepPlan):
-            raise Misuse(
-                f"the plan was not saved: the model is {graphs_of(len(made.parts))} ({found.why}), and only a plan "
-                "that is one graph has a file"
-            )
+        if not isinstance(made, Plan):
+            raise Misuse(f"the plan was not saved: the model is not captured as one graph ({found.why})")
         made.save(save)
         text += f"\n\nsaved in {save}: rockmate.Rockmate(model, sample, plan={str(save)!r})"
         values["saved"] = str(save)
@@ -204,16 +204,16 @@ def _values(given: Given) -> dict[str, Any]:
     }
 
 
-def _call(made: Plan | StepPlan) -> list[tuple[str, str]]:
+def _call(made: Plan | StepPlan | FollowedPlan) -> list[tuple[str, str]]:
     return facts_of_call(made.call) if isinstance(made, Plan) else []
 
 
-def _values_of_call(made: Plan | StepPlan) -> dict[str, Any]:
+def _values_of_call(made: Plan | StepPlan | FollowedPlan) -> dict[str, Any]:
     """A list for each graph: its inputs in a few words, then the mode."""
     return {"calls": [list(part.call) for part in (made.parts if isinstance(made, StepPlan) else (made,))]}
 
 
-def _values_of_plan(made: Plan | StepPlan) -> dict[str, Any]:
+def _values_of_plan(made: Plan | StepPlan | FollowedPlan) -> dict[str, Any]:
     """The figures of a plan."""
     values: dict[str, Any] = {
         "eager_peak": made.eager_peak,
@@ -222,7 +222,7 @@ def _values_of_plan(made: Plan | StepPlan) -> dict[str, Any]:
         "predicted_overhead": made.predicted_overhead,
         "recomputed": made.recomputed,
     }
-    if isinstance(made, StepPlan):
+    if not isinstance(made, Plan):
         return values
     blocks = [dataclasses.asdict(choice) for choice in block_choices(made.problem, made.schedule)]
     return {

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from rkgb.errors import GraphError
-from rkgb.sample import call_of
-from rkgb.trees import tensors_in
-from rockmate import Attachment, HookError, InfeasibleBudgetError, Plan, Rockmate, VariantLimitError, attach
+from rockmate import Plan, Rockmate
 from rockmate.cli.load import Given
+from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.step import StepPlan
 from solvers import Frontier
 
@@ -54,13 +52,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Planned:
-    """A model with a plan. ``why``: why it is several graphs; empty if it is one."""
+    """A model with a plan. ``why`` it is not one graph; empty if it is."""
 
-    front: Rockmate | Attachment
+    front: Rockmate
     why: str = ""
 
     @property
-    def plan(self) -> Plan | StepPlan:
+    def plan(self) -> Plan | StepPlan | FollowedPlan:
         """The plan of the call."""
         plan = self.front.plan
         assert plan is not None
@@ -71,37 +69,8 @@ class Planned:
         return self.front.frontier()
 
 
-def planned(given: Given, budget: str, options: Options, whole: bool = False) -> Planned:
-    """The plan for ``budget``. Raises what ``Rockmate`` raises.
-
-    Where TorchDynamo captures a call as several graphs, there is a plan after a few steps of training, which are run
-    here. ``whole``: such a model is traced as one graph all the same, if it can be.
-    """
-    try:
-        with options.precision(given.model):
-            front = Rockmate(given.model, given.sample, budget, sample_kwargs=given.sample_kwargs, **options.arguments)
-    except (GraphError, HookError, VariantLimitError):
-        found = _trained(given, budget, options)
-        if found is None:
-            raise
-        return found
-    one_graph = whole or not front.why_traced
-    return Planned(front) if one_graph else _trained(given, budget, options) or Planned(front)
-
-
-def _trained(given: Given, budget: str, options: Options) -> Planned | None:
-    """The plan after some steps of training; None if there is none then. Raises ``InfeasibleBudgetError``."""
-    handle = attach(given.model, budget, **options.arguments)
-    call = call_of(given.sample, given.sample_kwargs)
-    try:
-        for _ in range(STEPS):
-            with options.precision(given.model):
-                outputs = given.model(*call.args, **call.kwargs)
-            roots = [t for t in tensors_in(outputs) if t.requires_grad]
-            torch.stack([t.float().mean() for t in roots]).sum().backward()
-            given.model.zero_grad()
-    except InfeasibleBudgetError:
-        raise
-    except Exception:  # noqa: BLE001 - why it is not supported is what the first error says
-        return None
-    return Planned(handle, handle.reason) if isinstance(handle.plan, StepPlan) else None
+def planned(given: Given, budget: str, options: Options) -> Planned:
+    """The plan for ``budget``. Raises what ``Rockmate`` raises."""
+    with options.precision(given.model):
+        front = Rockmate(given.model, given.sample, budget, sample_kwargs=given.sample_kwargs, **options.arguments)
+    return Planned(front, front.reason)

@@ -24,6 +24,7 @@ from rockmate import InfeasibleBudgetError, Rockmate, measure_peak, measure_step
 from rockmate.budget import show_bytes
 from rockmate.demo.gpt import GPT
 from rockmate.demo.text import batches, load_tokens
+from rockmate.planning.plan import Plan
 
 # glibc gives large blocks back to the system and faults them in again; this would be most of what a step's
 # time shows, for every method alike.
@@ -72,16 +73,18 @@ def main(argv: list[str] | None = None) -> int:
         slower = overhead(partial(step, rk.original, data[0]), partial(step, rk, data[0]), options.pairs, device)
         measured.append((peak, slower))
         good = good and equal and peak <= rk.budget
+        plan = rk.plan
+        assert isinstance(plan, Plan)  # the GPT is one graph
         print(
             _ROW.format(
                 show_bytes(rk.budget),
                 f"{percent} %",
-                show_bytes(rk.plan.predicted_peak),
+                show_bytes(plan.predicted_peak),
                 show_bytes(peak),
-                f"{100 * rk.plan.predicted_overhead:+.1f} %",
+                f"{100 * plan.predicted_overhead:+.1f} %",
                 f"{100 * slower:+.1f} %",
                 "yes" if equal else "NO",
-                " ".join(f"{name} {s:.1f}" for name, s in rk.plan.setup_seconds.items()),
+                " ".join(f"{name} {s:.1f}" for name, s in plan.setup_seconds.items()),
             ),
             flush=True,
         )
@@ -90,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         out = Path(options.out)
         rk.frontier().plot(out / "frontier.png", measured=measured)
         seen = measure_step(partial(step, rk, data[0]), device)
+        assert isinstance(rk.plan, Plan)
         rk.plan.plot_memory(out / "memory.png", measured=seen)
         print(f"time against memory: {out / 'frontier.png'}; memory of the last plan's step: {out / 'memory.png'}")
     return 0 if good else 1

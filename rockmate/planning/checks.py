@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from rkgb.sample import Call, Sample, call_of
 from rkgb.warn import warn
-from rockmate.calls.state import check_wrappers
 from rockmate.errors import BudgetWarning, InputError
+from rockmate.planning.wrappers import check_wrappers
 
 
 def refuse_lazy(model: torch.nn.Module) -> None:

@@ -19,7 +19,6 @@ from rkgb.graphs import S_graph
 from rkgb.pipeline import Graphs, make_K
 from rkgb.probe.contexts import context_bytes
 from rockmate.budget import show_bytes
-from rockmate.calls.state import missing_gradients
 from rockmate.errors import InfeasibleBudgetError, PlanError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import LOADED, Bounded, kept_or_made
@@ -67,6 +66,12 @@ LITTLE = 0.01
 
 CARRIED = "carried over from another size"
 """What a plan is found by whose schedule is that of another size of the graph."""
+
+
+def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
+    """Parameters that have no gradient but need one: new memory that stays."""
+    own = model.named_parameters()
+    return frozenset(name for name, p in own if p.requires_grad and (not p.is_leaf or p.grad is None))
 
 
 @dataclass(eq=False)

@@ -16,11 +16,10 @@ from rkgb.graphs import D_graph, S_graph
 from rkgb.pipeline import make_all_graphs
 from rkgb.sample import Call, Sample, call_of
 from rkgb.trace.capture import drop_saved, preserved
-from rockmate.calls.state import missing_gradients
 from rockmate.errors import CannotBeCalledError, InputError, PlanError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.planner import Planner, phase_of
+from rockmate.planning.planner import Planner, missing_gradients, phase_of
 from rockmate.planning.problem import problem_of
 from rockmate.planning.room import usual_room
 from rockmate.progress import Report, silent
@@ -125,7 +124,12 @@ def _check_call(model: torch.nn.Module, call: Call, error: Exception) -> None:
         with torch.enable_grad(), drop_saved(), preserved(model, call.tensors):
             model(*call.args, **call.kwargs)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as own:
-        raise CannotBeCalledError(
-            f"the model cannot be called with this sample: {type(own).__name__}: {own}. "
-            f"The sample was passed as {len(call.args)} positional and {len(call.kwargs)} keyword arguments."
-        ) from error
+        raise cannot_be_called(call, own) from error
+
+
+def cannot_be_called(call: Call, own: Exception) -> CannotBeCalledError:
+    """The error for a sample with which the model itself raises ``own``."""
+    return CannotBeCalledError(
+        f"the model cannot be called with this sample: {type(own).__name__}: {own}. "
+        f"The sample was passed as {len(call.args)} positional and {len(call.kwargs)} keyword arguments."
+    )

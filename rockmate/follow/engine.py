@@ -1,0 +1,383 @@
+"""The calls of a model that are followed, since TorchDynamo captures no one graph of them that can be planned.
+
+A call of a new kind is observed: what it keeps is decided as it takes place, within the budget as far as the sizes of
+results tell. When its backward is over, the step is planned as a whole, breaks of the graph or not. Later calls of the
+kind follow the plan as long as they compute the same; where one leaves it, the rest of that call is decided as it takes
+place, and what it computes is planned when it comes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from rkgb.cost.memory import is_measuring
+from rkgb.device.kind import Moment
+from rkgb.errors import UnsupportedError
+from rkgb.sample import Call
+from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
+from rockmate.calls.front import Front
+from rockmate.calls.keys import call_key
+from rockmate.calls.look import Look, abandoned, end_look
+from rockmate.calls.surroundings import modes_again
+from rockmate.calls.terms import least_instead
+from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.follow.exposed import telling_of_exposed
+from rockmate.follow.observed import FollowedLook, Observed
+from rockmate.follow.online import Online
+from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of, find, find_least, frontier_of
+from rockmate.follow.planned import FollowedProgram, Planned, program_of
+from rockmate.follow.problem import FollowedProblem, problem_of
+from rockmate.follow.record import OpForm, form_of_op
+from rockmate.follow.tape import Policy, Tape
+from rockmate.planning.least import saves_nothing
+from rockmate.progress import Progress
+from rockmate.tell import LOG
+from solvers import Frontier, InfeasibleError, Schedule, walk
+from solvers.interrupts import Heeded
+
+MOST_LOOKS = 16
+"""Steps of one kind of call that are observed."""
+
+MOST_KNOWN = 16
+"""Ways in which one kind of call computes that are remembered."""
+
+MOST_USES = 8
+"""Calls of one size after which a plan of its own is made for it."""
+
+FIRST = 0.6
+"""Part of the budget that the data of a step may take of which nothing is known yet."""
+
+
+@dataclass(eq=False)
+class Known:
+    """What was observed of one way in which a kind of call computes.
+
+    ``forms`` of its operations. ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in
+    bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
+    fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss.
+    """
+
+    found: FollowedProblem
+    observed: Observed
+    forms: tuple[OpForm, ...]
+    missing: frozenset[str]
+    seconds: float
+    rehearsed: bool
+    eager_peak: int
+    device: torch.device
+    budget: int = -1
+    plan: FollowedPlan | None = None
+    program: FollowedProgram | None = None
+    schedule: Schedule | None = None
+    carried: bool = False
+    uses: int = 0
+    problem: tuple[str, int] | None = None
+
+
+@dataclass(eq=False)
+class CallKind:
+    """Calls with arguments of one form. ``known``: the way that came last first. ``news``: another one came."""
+
+    call: tuple[str, ...]
+    known: list[Known] = field(default_factory=list)
+    looks: int = 0
+    news: bool = True
+
+
+class Followed:
+    """See the file's text. ``why`` the calls are no one graph that can be planned. ``last``: of the last call."""
+
+    def __init__(self, front: Front, why: str) -> None:
+        self.front, self.why = front, why
+        self.kinds: dict[Hashable, CallKind] = {}
+        self.last: Known | None = None
+        self.asked: Budget | None = None
+        self._rehearsed = False  # what was learned last came of no training
+        self._said: set[str] = set()
+
+    @property
+    def plan(self) -> FollowedPlan | None:
+        """Of the last call; None if none fits, or there is none yet."""
+        return None if self.last is None or self.last.problem is not None else self.last.plan
+
+    @property
+    def plans(self) -> list[tuple[tuple[str, ...], FollowedPlan]]:
+        """Each kind of call with its plans."""
+        return [(kind.call, known.plan) for kind in self.kinds.values() for known in kind.known if known.plan]
+
+    # ------------------------------------------------------------------------- calls
+
+    def run(self, model: torch.nn.Module, call: Call) -> Any:
+        """What the model returns; its own Python runs."""
+        missing = frozenset(self.front.bytes_of_missing_gradients())
+        key = call_key(call.leaves, call.spec), model.training
+        kind = self.kinds.get(key)
+        if kind is None:
+            kind = self.kinds[key] = CallKind(self.front.described(_names(call), call.leaves))
+        end_look()
+        policy = self._policy(kind, missing, _device_of(model, call))
+        tape = Tape(_device_of(model, call), policy)
+        look = policy.look if isinstance(policy, Observed) else None
+        if look is not None:
+            assert isinstance(policy, Observed)
+            look.then = partial(self._learn, kind, policy, tape.ops, tape.data, tape.device, missing)
+        inside = getattr(self.front.inside, "modes", None) or []
+        saved = saved_tensors_hooks(tape.pack, tape.unpack)
+        alone = _without_transforms(self.front.name)
+        with abandoned(look), alone, modes_again(inside), telling_of_exposed(tape.expose), saved, tape:
+            result = model._call_impl(*call.args, **call.kwargs)
+        tape.close()
+        self._follow(tape, kind)
+        return result
+
+    def _follow(self, tape: Tape, kind: CallKind) -> None:
+        """The call waits for its backward."""
+        kept = sum(datum.size for datum in tape.data if datum.base is not None)
+        known = kind.known[0] if kind.known else None
+        if isinstance(self.front.terms.budget, int):
+            self.front.check_alone(known.plan.predicted_peak if known is not None and known.plan else kept)
+        self.front.follow(tape, kept)
+
+    def _policy(self, kind: CallKind, missing: frozenset[str], device: torch.device) -> Policy:
+        """What decides in a call that begins now. Raises ``InfeasibleBudgetError`` where no plan fits."""
+        known = next((k for k in kind.known if missing <= k.missing), None)
+        policy: Policy
+        if known is None:
+            like = self._like(kind)
+            if like is None or like.program is None:
+                policy = Online(*self._limits(kind, device))
+            else:
+                policy = Planned(like.program, partial(self._otherwise, kind, like), exactly=False)
+        else:
+            known.uses += known.carried
+            if known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
+                known.carried, known.budget = False, -1
+            self._solve(known, kind)
+            if known.problem is not None:
+                raise InfeasibleBudgetError(*known.problem)
+            self.last = known
+            assert known.program is not None
+            policy = Planned(known.program, partial(self._otherwise, kind, known))
+        wanted = known is None or kind.news
+        if wanted and kind.looks < MOST_LOOKS and Look.possible() and not is_measuring():
+            look = FollowedLook(device, _nothing)
+            if look.window is None:
+                look.close()
+                return policy
+            kind.looks += 1
+            return Observed(look, policy)
+        return policy
+
+    def _like(self, kind: CallKind) -> Known | None:
+        """What was seen of calls of other sizes, of which the plan takes least memory for what it is of."""
+        if kind.known or kind.looks:
+            return None
+        found = [known for other in self.kinds.values() for known in other.known if known.plan and not known.problem]
+        return min(found, key=lambda k: k.plan.predicted_peak / max(1, k.eager_peak) if k.plan else 1.0, default=None)
+
+    def _limits(self, kind: CallKind, device: torch.device) -> tuple[int | None, float]:
+        """Bytes that data may take in a step that has no plan, or a share."""
+        budget = self.front.terms.bytes_known(device)
+        if budget is None:
+            asked = self.front.terms.budget
+            share = float(asked.share) if isinstance(asked, Budget) and asked.share is not None else 1.0
+            return None, share * FIRST
+        if not kind.known:
+            return int(FIRST * max(0, budget - sum(self.front.bytes_of_missing_gradients().values()))), 1.0
+        beside = max(node.backward.peak for k in kind.known for node in k.found.problem.nodes if node.backward)
+        return max(budget - beside, budget // 8), 1.0
+
+    def _otherwise(
+        self, kind: CallKind, known: Known, tape: Tape, index: int, signature: tuple[Any, ...] | None
+    ) -> Policy:
+        """The call computes something else than ``known`` from operation ``index`` on."""
+        words = known.observed.seen.words[:index]
+        for other in kind.known if signature is not None else ():
+            theirs = other.observed.seen.words
+            if other is known or other.program is None or theirs[:index] != words:
+                continue
+            if theirs[index : index + 1] == [signature] and other.forms[index] == form_of_op(tape.ops[index]):
+                return Planned(other.program, partial(self._otherwise, kind, other))
+        kind.news = len(kind.known) < MOST_KNOWN
+        return Online(*self._limits(kind, tape.device))
+
+    # ------------------------------------------------------------------------- plans
+
+    def _learn(
+        self,
+        kind: CallKind,
+        observed: Observed,
+        ops: list[Any],
+        data: list[Any],
+        device: torch.device,
+        missing: frozenset[str],
+        moments: list[Moment],
+    ) -> None:
+        """A step was observed: plan such steps."""
+        seen = observed.seen
+        if len(moments) != len(seen.marks) + 1 or observed.ledger is None:
+            return
+        seen.ended, seen.moments, seen.left = time.perf_counter_ns(), moments, observed.ledger.live
+        began = time.perf_counter()
+        found = problem_of(ops, data, seen)
+        forms = tuple(form_of_op(op) for op in ops)
+        known = Known(found, observed, forms, missing, 0.0, self.front.rehearses, eager_peak_of(found.problem), device)
+        known.seconds = time.perf_counter() - began
+        others = [k for k in kind.known if not (k.observed.seen.words == seen.words and k.missing == missing)]
+        kind.known = [known, *others][:MOST_KNOWN]
+        kind.news = self.front.rehearses
+        observed.forget()
+        if self._rehearsed and not self.front.rehearses and self.asked is not None:
+            self.front.terms.budget = self.asked
+        self._rehearsed = self.front.rehearses
+        self._solve(known, kind)
+        self.last = known
+        if known.plan is not None and known.problem is None and not known.carried and not self.front.rehearses:
+            self._say(known.plan)
+
+    def _say(self, plan: FollowedPlan) -> None:
+        line = (
+            f"planned a followed step for {', '.join(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
+            f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
+            f"{100 * plan.predicted_overhead:.1f} % more time"
+        )
+        if line not in self._said:
+            self._said.add(line)
+            LOG.info("%s: %s", self.front.name, line)
+
+    def _settled(self, known: Known) -> int:
+        """The budget in bytes: a share is of the largest step so far."""
+        terms = self.front.terms
+        if isinstance(terms.budget, Budget):
+            self.asked, terms.budget = terms.budget, terms.budget.bytes(known)
+        elif self.asked is not None and self.asked.share is not None:
+            terms.budget = max(terms.budget, self.asked.bytes(known))
+        return terms.budget
+
+    def _solve(self, known: Known, kind: CallKind) -> None:
+        """Plan ``known`` for the budget of now."""
+        budget = self._settled(known)
+        if budget == known.budget:
+            return
+        began, terms = time.perf_counter(), self.front.terms
+        problem = known.found.problem
+        known.problem = None
+        with Heeded(), Progress(terms.progress) as report:
+            report("solve", 0.0)
+            try:
+                carried = None if known.uses else self._carried(known, budget)
+                found = carried or find(problem, budget, terms.options)
+                known.carried = carried is not None
+            except InfeasibleError as error:
+                least = error.min_budget
+                message = self._infeasible(budget, least, known)
+                found = find_least(problem)
+                if terms.least:
+                    least_instead(InfeasibleBudgetError(message, least))
+                else:
+                    known.problem = message, least
+        known.budget = budget
+        known.plan = self._plan(known, kind, found, budget, time.perf_counter() - began)
+        known.program = program_of(known.found, found.schedule, known.observed.seen, known.forms)
+        known.schedule = found.schedule
+
+    def _carried(self, known: Known, budget: int) -> Found | None:
+        """The fastest schedule of another size of what ``known`` computes that fits here, if there is one."""
+        every = (other for kind in self.kinds.values() for other in kind.known)
+        like = (k for k in every if k is not known and k.forms == known.forms and k.schedule is not None)
+        schedules = dict.fromkeys(k.schedule for k in like if k.found.is_like(known.found))
+        walked = [(s, walk(known.found.problem, s)) for s in schedules if s is not None]
+        fitting = [(s, w) for s, w in walked if w.peak <= budget]
+        if not fitting or known.eager_peak <= budget:
+            return None
+        schedule, figures = min(fitting, key=lambda x: x[1].time)
+        return Found(schedule, figures, 0)
+
+    def _plan(self, known: Known, kind: CallKind, found: Found, budget: int, seconds: float) -> FollowedPlan:
+        at = {ops[-1]: place for ops in known.found.ops_of if ops for place in [known.observed.places[ops[-1]]]}
+        places = tuple(at.get(ops[-1], "") if ops else "" for ops in known.found.ops_of)
+        setup = {"observe": known.seconds, "solve": seconds}
+        bound = None if found.bound <= 0 else found.bound
+        return FollowedPlan(
+            budget, kind.call, known.found.problem, found.schedule, found.walk, places, self.why, setup, bound
+        )
+
+    def _infeasible(self, budget: int, least: int, known: Known) -> str:
+        nothing = _NOTHING if saves_nothing(least, known.eager_peak) else ""
+        return (
+            f"no plan fits a budget of {show_at_most(budget)}: the forward of {self.front.name} is followed operation "
+            f"by operation ({self.why.rstrip('.')}), and the smallest that can be planned is {show_at_least(least)}; "
+            f"without recomputation the step takes {show_at_least(known.eager_peak)}. {nothing}Raise the budget or "
+            "make the batch smaller."
+        )
+
+    def set_budget(self, budget: Budget) -> None:
+        """Plan for another budget. Raises ``InfeasibleBudgetError`` where no plan of the last kind of step fits it."""
+        before = self.front.terms.budget, self.asked
+        self.front.terms.budget, self.asked = budget, None
+        if self.last is None:
+            return
+        last = self.last
+        kind = next(kind for kind in self.kinds.values() if last in kind.known)
+        self._solve(last, kind)
+        if last.problem is not None:
+            problem = last.problem
+            self.front.terms.budget, self.asked = before
+            self._solve(last, kind)
+            raise InfeasibleBudgetError(*problem)
+
+    def frontier(self) -> Frontier:
+        """Time against memory for the last kind of call."""
+        if self.last is None:
+            raise InputError("no step was planned yet: run a forward and its backward before you ask for the frontier")
+        with Heeded(), Progress(self.front.terms.progress):
+            return frontier_of(self.last.found.problem, self.front.terms.options)
+
+
+_NOTHING = (
+    "Recomputation saves next to nothing here: nearly all of it is gradients of parameters, results that may not be "
+    "computed again (random numbers), and what one operation needs. "
+)
+
+
+def can_follow(model: torch.nn.Module) -> bool:
+    """Whether a forward can be followed: parameters are plain tensors that stay where they are, which those of
+    ``fully_shard`` are not.
+    """
+    sharded = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)
+    return not sharded and all(type(p) in (torch.nn.Parameter, torch.Tensor) for p in model.parameters())
+
+
+@contextlib.contextmanager
+def _without_transforms(name: str) -> Iterator[None]:
+    """Raise ``UnsupportedError`` where forward uses a transform of torch.func, under which nothing saved is told of."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{name} computes derivatives inside forward by torch.func, under which torch does not tell what is saved: "
+            "use torch.autograd.grad there, or attach the submodules beside that place"
+        ) from error
+
+
+def _nothing(_: Sequence[Moment]) -> None:
+    """Before it is known what to do with an observation."""
+
+
+def _names(call: Call) -> list[str]:
+    return [f"input {k}" for k in range(len(call.leaves))]
+
+
+def _device_of(model: torch.nn.Module, call: Call) -> torch.device:
+    tensors = (t for source in (model.parameters(), call.tensors) for t in source)
+    return next((t.device for t in tensors), torch.device("cpu"))

@@ -1,0 +1,215 @@
+"""A followed step that is observed: what lives, what is allocated, and what the backward reads, at each moment."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from rkgb.cost.memory import timeline
+from rkgb.device import kind_of
+from rkgb.device.kind import Moment, Timeline
+from rkgb.trace.code import is_the_users
+from rockmate.calls.look import Look
+from rockmate.follow.record import Datum, Ledger, Slot
+from rockmate.follow.tape import Policy, Tape
+
+
+class Mark(NamedTuple):
+    """A moment. ``what``: "op" before operation ``number``; "end" of the forward; "asked" and "answered" around reruns
+    for slot ``number``. ``live``: bytes of followed data. ``time``: nanoseconds.
+    """
+
+    what: str
+    number: int
+    live: int
+    time: int
+
+
+@dataclass
+class Seen:
+    """What was observed of one step.
+
+    ``words``: of each operation. ``packs``: of each slot, after how many operations it came, its datum and its form.
+    ``marks``, and ``moments`` of the allocator at these. ``ended``: when the backward was
+    over, in nanoseconds; ``left``: bytes of data that still lived then. ``released``: the mark by which nobody outside
+    held a datum any more; those that were always held are not there. ``reads``: for each mark "asked", the data that
+    autograd has in use from then on.
+    """
+
+    words: list[tuple[Any, ...]] = field(default_factory=list)
+    packs: list[tuple[Any, ...]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    ended: int = 0
+    left: int = 0
+    released: dict[int, int] = field(default_factory=dict)
+    reads: dict[int, frozenset[int]] = field(default_factory=dict)
+
+
+class FollowedLook(Look):
+    """The memory of a followed step at the moments that are marked, to the end of the backward that reads its slots.
+
+    ``then`` is called with the moments, the last of which is the end. ``reached``: a slot was read.
+    """
+
+    window: Timeline | None
+
+    def __init__(self, device: torch.device, then: Callable[[list[Moment]], None]) -> None:
+        super().__init__(timeline(device))
+        self.then, self.reached = then, False
+
+    def mark(self) -> None:
+        """A moment is now."""
+        if self.window is not None:
+            self.window.mark()
+
+    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
+        """As in ``Look``."""
+        done = False
+        try:
+            result = run()
+            done = True
+            return result
+        finally:
+            if not self.reached:
+                self.another()
+            else:
+                self.mark()
+                seen = self.close()
+                if done and seen is not None and not stays:  # what stays is no step's
+                    self.then(seen)
+
+
+class Observed:
+    """Notes what happens while ``inner`` decides. ``places``: the user's source line of each operation."""
+
+    def __init__(self, look: FollowedLook, inner: Policy) -> None:
+        self.inner = inner
+        self.look: FollowedLook | None = look
+        self.seen = Seen()
+        self.places: list[str] = []
+        self.ledger: Ledger | None = None
+        self._outside: dict[int, None] = {}  # data that somebody outside holds, too
+        self._in_use: dict[int, None] = {}  # data that autograd has got
+        self._deaths = 0
+
+    def keeps(self, datum: Datum) -> bool:
+        """As in ``Policy``."""
+        return self.inner.keeps(datum)
+
+    def ended(self) -> None:
+        """As in ``Policy``: there is no backward to wait for, unless it runs."""
+        self.inner.ended()
+        if self.look is not None:
+            self.look.abandon()
+
+    def before(self, tape: Tape, index: int) -> None:
+        """As in ``Policy``."""
+        self.ledger = tape.ledger
+        self._mark(tape, "op", index)
+        self.inner.before(tape, index)
+
+    def after(self, tape: Tape, index: int, signature: tuple[Any, ...], results: Sequence[Any]) -> None:
+        """As in ``Policy``."""
+        self.seen.words.append(signature)
+        self.places.append(place_of_caller())
+        self._outside.update(dict.fromkeys(number for _, number in tape.ops[index].makes))
+        self.inner.after(tape, index, signature, results)
+
+    def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
+        """As in ``Policy``."""
+        self.seen.packs.append(pack_of(tape, slot))
+        self.inner.packed(tape, slot, t)
+
+    def over(self, tape: Tape) -> None:
+        """As in ``Policy``."""
+        self._mark(tape, "end", len(tape.ops))
+        self.inner.over(tape)
+
+    def asked(self, tape: Tape, slot: Slot) -> None:
+        """As in ``Policy``."""
+        if self.look is not None:
+            self.look.reached = True
+        self._mark(tape, "asked", slot.number)
+        self.inner.asked(tape, slot)
+
+    def let_go(self, tape: Tape, datum: Datum) -> None:
+        """As in ``Policy``."""
+        self.inner.let_go(tape, datum)
+
+    def followed_by(self, policy: Policy) -> Policy:
+        """As in ``Policy``."""
+        self.inner = policy
+        return self
+
+    def answered(self, tape: Tape, slot: Slot) -> None:
+        """As in ``Policy``."""
+        assert slot.datum is not None
+        self.inner.answered(tape, slot)
+        self._in_use[slot.datum.number] = None
+        self.seen.reads[len(self.seen.marks) - 1] = frozenset(self._in_use)
+        self._mark(tape, "answered", slot.number)
+
+    def forget(self) -> None:
+        """What was noted has been used: nothing of the call is kept but what tells it from others."""
+        self.seen.marks.clear()
+        self.seen.moments.clear()
+        self.look = None
+
+    def _mark(self, tape: Tape, what: str, index: int) -> None:
+        """Note this moment, and what has been let go since the one before."""
+        at = len(self.seen.marks)
+        deaths = tape.ledger.deaths
+        for number, _ in deaths[self._deaths :]:
+            self._gone(number, at)
+            self._in_use.pop(number, None)
+        self._deaths = len(deaths)
+        for number in [n for n in self._outside if self._is_held_here_alone(tape, tape.data[n])]:
+            self._gone(number, at)
+        for number in [n for n in self._in_use if self._is_held_here_alone(tape, tape.data[n])]:
+            del self._in_use[number]
+        kind_of(tape.device).synchronize(tape.device)
+        if self.look is None:
+            return
+        self.look.mark()
+        self.seen.marks.append(Mark(what, index, tape.ledger.live, time.perf_counter_ns()))
+
+    def _gone(self, number: int, at: int) -> None:
+        if number in self._outside:
+            del self._outside[number]
+            self.seen.released[number] = at
+
+    @staticmethod
+    def _is_held_here_alone(tape: Tape, datum: Datum) -> bool:
+        return datum.base is not None and tape.ledger.holders(datum.base) <= 0
+
+
+def pack_of(tape: Tape, slot: Slot) -> tuple[Any, ...]:
+    """What tells a slot from others: after how many operations it came, and what it refers to."""
+    if slot.datum is None:
+        return len(tape.ops), None
+    return len(tape.ops), slot.datum.number, slot.writes, slot.form
+
+
+def place_of_caller() -> str:
+    """The line of the user's code that calls, as "file.py:12"; empty if there is none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path not in _USERS:
+            _USERS[path] = is_the_users(path)
+        if _USERS[path]:
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+_USERS: dict[str, bool] = {}
+"""Whether a file is the user's."""

@@ -1,0 +1,154 @@
+"""Decides what is held of a forward that no plan is known for, as it takes place.
+
+All that autograd saves is held until a limit is reached. Then the data go that cost least time per byte to make again,
+whose makers are known. Source: Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021), without staleness: in a
+backward the order of reads is known.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rockmate.calls.surroundings import graph_is_retained
+from rockmate.follow.record import Datum, Slot
+from rockmate.follow.tape import Policy, Tape
+
+SLACK = 16
+"""When a limit is reached, this part of it is let go at once."""
+
+
+class Online:
+    """``limit``: bytes that may live, or a ``share`` of what autograd would keep."""
+
+    def __init__(self, limit: int | None, share: float = 1.0) -> None:
+        self.limit, self.share = limit, share
+        self.saved = 0  # bytes of data that autograd would keep
+        self.held = 0  # bytes of data that are held, at most
+
+    def before(self, tape: Tape, index: int) -> None:
+        """As in ``Policy``."""
+
+    def after(self, tape: Tape, index: int, signature: tuple[Any, ...], results: Sequence[Any]) -> None:
+        """As in ``Policy``."""
+        op = tape.ops[index]
+        if op.reruns:
+            for number in op.reads:
+                datum = tape.data[number]
+                if datum.pinned and datum.base is None:  # reruns could not do without
+                    tape.hold(datum)
+        self._make_room(tape)
+
+    def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
+        """As in ``Policy``."""
+        datum = slot.datum
+        if datum is None or datum.remade:
+            return
+        self.saved += datum.size if datum.slots == 1 else 0
+        self.held += datum.size if datum.base is None else 0
+        datum.base = t.detach()
+
+    def over(self, tape: Tape) -> None:
+        """As in ``Policy``."""
+
+    def asked(self, tape: Tape, slot: Slot) -> None:
+        """As in ``Policy``."""
+
+    def answered(self, tape: Tape, slot: Slot) -> None:
+        """As in ``Policy``."""
+        datum = slot.datum
+        if datum is not None and datum.slots == 1 and not datum.pinned and not graph_is_retained():
+            datum.base = None  # autograd alone has it from now on
+        self._make_room(tape)
+
+    def let_go(self, tape: Tape, datum: Datum) -> None:
+        """As in ``Policy``."""
+        if not datum.slots and not datum.pinned:
+            datum.base = None
+
+    def keeps(self, datum: Datum) -> bool:
+        """As in ``Policy``."""
+        return True
+
+    def ended(self) -> None:
+        """As in ``Policy``."""
+
+    def followed_by(self, policy: Policy) -> Policy:
+        """As in ``Policy``."""
+        return policy
+
+    # ------------------------------------------------------------------------- the limit
+
+    def _make_room(self, tape: Tape) -> None:
+        if self.limit is not None:
+            excess, most = tape.ledger.live - self.limit, self.limit
+        elif self.share < 1:
+            most = int(self.share * self.saved)
+            excess = self.held - most
+            if excess > 0:
+                self.held = sum(d.size for d in tape.data if d.base is not None)
+                excess = self.held - most
+        else:
+            return
+        if excess > 0:
+            self.held -= evict(tape, excess + most // SLACK)
+
+
+def evict(tape: Tape, wanted: int) -> int:
+    """Let data go until ``wanted`` bytes are free, or nothing is left that can; how many are."""
+    costs = _Costs(tape)
+    heap = [(cost, d.number) for d in tape.data if (cost := costs.rate(d)) is not None]
+    heapq.heapify(heap)
+    freed = 0
+    while heap and freed < wanted:
+        cost, number = heapq.heappop(heap)
+        datum = tape.data[number]
+        now = costs.rate(datum)
+        if now is None:
+            continue
+        if now > cost:
+            heapq.heappush(heap, (now, number))
+            continue
+        datum.base = None
+        costs.forget()
+        freed += datum.size
+    return freed
+
+
+class _Costs:
+    """What it takes to make data again, from what is held now."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self._known: dict[int, float] = {}
+
+    def forget(self) -> None:
+        """Something was let go."""
+        self._known.clear()
+
+    def rate(self, datum: Datum) -> float | None:
+        """Nanoseconds a byte; None for data that cannot go, or whose memory somebody else holds."""
+        tape = self.tape
+        if datum.base is None or datum.pinned or not datum.slots or tape.ledger.holders(datum.base) > 0:
+            return None
+        again = self._again(datum)
+        return None if again is None else (1 + again) / datum.size
+
+    def _again(self, datum: Datum) -> float | None:
+        """Nanoseconds that it takes to make ``datum`` if it is not held; None if that cannot be done."""
+        tape, total, left, seen = self.tape, 0.0, [datum], set()
+        while left:
+            other = left.pop()
+            if other.number in seen or (other is not datum and other.base is not None):
+                continue
+            seen.add(other.number)
+            if other.pinned:
+                return None
+            for index in (other.maker, *other.writers):
+                op = tape.ops[index]
+                total += op.nanoseconds
+                left += [tape.data[n] for n in op.reads]
+        return total

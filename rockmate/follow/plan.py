@@ -1,0 +1,212 @@
+"""The plan of a followed step: what it keeps and runs again, operation by operation, and how it is found."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rockmate.budget import show_bytes
+from rockmate.errors import PlanError
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.plan import text_of_facts
+from solvers import (
+    Frontier,
+    InfeasibleError,
+    Problem,
+    Run,
+    Schedule,
+    Walk,
+    format_schedule,
+    keep_everything,
+    solve,
+    walk,
+)
+from solvers.chain.refine import refine
+from solvers.solve import Request
+from solvers.tables import html_facts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from solvers.whole.stages import Staged
+
+SECONDS = 2.0
+"""How long a plan is looked for, unless ``time_limit`` says less."""
+
+ROUNDS = 12
+"""Budgets that are tried to find the least."""
+
+
+@dataclass(frozen=True, repr=False)
+class FollowedPlan:
+    """What a step keeps and runs again whose forward is followed.
+
+    ``budget``: bytes that one forward and its backward may allocate. ``call``: the call in a few words. ``places``: the
+    user's source line of each node of ``problem``. ``walk``: the figures of ``schedule``. ``why`` the forward is not
+    captured as one graph. ``bound``: nanoseconds that a step takes at least, if that is proven.
+    """
+
+    budget: int
+    call: tuple[str, ...]
+    problem: Problem
+    schedule: Schedule
+    walk: Walk
+    places: tuple[str, ...]
+    why: str
+    setup_seconds: dict[str, float]
+    lower_bound: int | None = None
+
+    @property
+    def predicted_peak(self) -> int:
+        """Bytes at the worst moment of a step."""
+        return self.walk.peak
+
+    @property
+    def eager_peak(self) -> int:
+        """Bytes that the step takes if nothing runs again."""
+        return eager_peak_of(self.problem)
+
+    @property
+    def predicted_overhead(self) -> float:
+        """Time that runs again, as a fraction of the step without recomputation."""
+        return self.walk.overhead
+
+    @property
+    def recomputed(self) -> int:
+        """How many times a node runs again."""
+        return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
+
+    def program(self) -> str:
+        """The schedule as a readable program, with the memory of each step."""
+        return format_schedule(self.problem, self.schedule, self.places)
+
+    def save(self, path: object) -> None:
+        """Such plans cannot be saved: raises ``PlanError``."""
+        raise PlanError(
+            "the plan of a forward that is followed cannot be saved: it is of the operations that the model's Python "
+            "calls, and is found again in the first steps of each process"
+        )
+
+    def picture(self) -> Any:
+        """What each block of operations keeps and runs again, as a ``graphviz.Digraph``."""
+        from rockmate.follow.picture import draw  # imported where a picture is asked for
+
+        overhead = f"{100 * self.predicted_overhead:.1f} % longer"
+        title = f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {overhead}"
+        return draw(self.problem, self.schedule, self.places, title)
+
+    def plot_memory(self, path: str | Path | None = None) -> Figure:
+        """Predicted memory over the time of a step as a figure of matplotlib, in MiB and ms, also written to ``path``.
+
+        Raises ``ImportError`` where matplotlib is missing.
+        """
+        from rockmate.planning.plot import plot_memory
+
+        return plot_memory(self.problem, self.schedule, self.budget, path)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        return [
+            ("eager's peak", show_bytes(self.eager_peak)),
+            ("budget", show_bytes(self.budget)),
+            ("predicted peak", show_bytes(self.predicted_peak)),
+            ("predicted overhead", f"{100 * self.predicted_overhead:.1f} % more time"),
+            ("operations", f"{len(self.problem.nodes)}; that run again: {self.recomputed}"),
+            ("followed, since", self.why or "asked for"),
+        ]
+
+    def __repr__(self) -> str:
+        return (
+            f"<FollowedPlan: peak {show_bytes(self.predicted_peak)}, budget {show_bytes(self.budget)}, "
+            f"{100 * self.predicted_overhead:.1f} % longer>"
+        )
+
+    def __str__(self) -> str:
+        return text_of_facts(self._facts())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """A notebook without HTML shows the summary."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the summary as a table."""
+        return html_facts(self._facts())
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule within a budget. ``bound``: nanoseconds that a step takes at least."""
+
+    schedule: Schedule
+    walk: Walk
+    bound: int
+
+
+def eager_peak_of(problem: Problem) -> int:
+    """Bytes of a step in which nothing runs again."""
+    return walk(problem, keep_everything(problem)).peak
+
+
+def find(problem: Problem, budget: int, options: PlanOptions) -> Found:
+    """A schedule for ``budget`` bytes. Raises ``InfeasibleError``, which has the least budget, where none fits."""
+    keep = keep_everything(problem)
+    kept = walk(problem, keep)
+    if kept.peak <= budget:
+        return Found(keep, kept, kept.time)
+    seconds = min(SECONDS, options.time_limit)
+    if options.solver != "auto":
+        solution = solve(problem, budget, options.solver, time_limit=seconds)
+        schedule, bound = solution.schedule, solution.bound
+    else:
+        refined = refine(problem, None, Request(budget, seconds))
+        schedule, bound = refined.schedule, refined.bound
+    if schedule is not None and (walked := walk(problem, schedule)).peak <= budget:
+        return Found(schedule, walked, bound)
+    least = find_least(problem)
+    if least.walk.peak <= budget:
+        return least
+    at = least.schedule[least.walk.peak_step]
+    raise InfeasibleError("no schedule fits", least.walk.peak, str(at), at)
+
+
+def find_least(problem: Problem) -> Found:
+    """The schedule of least memory that is found by bisection, with the fast heuristic."""
+    from solvers.whole.baselines import recompute_all
+    from solvers.whole.repair import repair
+    from solvers.whole.stages import schedule_step, staged_step, timeline
+    from solvers.whole.whole_graph import least_step
+
+    staged: Staged = staged_step(problem)
+    end = time.perf_counter() + SECONDS
+    best = min((staged.none(), recompute_all(staged)), key=lambda runs: timeline(staged, runs).peak)
+    low, high = least_step(staged)[0], timeline(staged, best).peak
+    for _ in range(ROUNDS):
+        if low >= high or time.perf_counter() > end:
+            break
+        guess = (low + high) // 2
+        runs = repair(staged, guess, staged.none(), lambda: end - time.perf_counter())
+        if runs is None:
+            low = guess + 1
+        else:
+            best, high = runs, timeline(staged, runs).peak
+    schedule = schedule_step(problem, best)
+    walked = walk(problem, schedule)
+    return Found(schedule, walked, problem.eager_time)
+
+
+def frontier_of(problem: Problem, options: PlanOptions) -> Frontier:
+    """Time against memory."""
+    least = find_least(problem)
+    kept = walk(problem, keep_everything(problem))
+    low, high = least.walk.peak, kept.peak
+    points: list[tuple[int, float]] = []
+    for k in range(POINTS):
+        budget = low + (high - low) * k // (POINTS - 1)
+        found = least if k == 0 else find(problem, budget, options)
+        points.append((budget, min([found.walk.overhead, *(overhead for _, overhead in points)])))
+    return Frontier(low, high, tuple(points))
+
+
+POINTS = 8
+"""Budgets of a frontier."""

@@ -1,0 +1,215 @@
+"""Decides what is held of a followed forward as its plan says, as long as it does what the plan is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
+from rockmate.follow.observed import Seen, pack_of
+from rockmate.follow.problem import FollowedProblem
+from rockmate.follow.record import Datum, OpForm, Slot, form_of_op
+from rockmate.follow.tape import Policy, Tape
+from solvers import Bwd, Del, Loss, Run, Schedule
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What happens before one moment of the backward. ``runs``: the operations of nodes that run again, each with the
+    data that go after it. ``drops``: data that go before. ``last``: data that go at that moment, by the slot that reads
+    them last.
+    """
+
+    drops: tuple[int, ...]
+    runs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    last: dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class FollowedProgram:
+    """A schedule, by what a followed forward shows. ``words``, ``forms`` of each operation, ``packs`` of each slot: as
+    in the step that was observed. ``held``: data that are held from the forward on. ``stages`` in the order of the
+    backward; ``stage_of``: by slot.
+    """
+
+    words: tuple[tuple[Any, ...], ...]
+    forms: tuple[OpForm, ...]
+    packs: tuple[tuple[Any, ...], ...]
+    held: frozenset[int]
+    stages: tuple[Stage, ...]
+    stage_of: dict[int, int]
+
+    @property
+    def reruns(self) -> int:
+        """How many nodes run again."""
+        return sum(len(stage.runs) for stage in self.stages)
+
+
+def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen, forms: Sequence[OpForm]) -> FollowedProgram:
+    """``schedule`` of ``found.problem``, for what was ``seen``."""
+    live: set[int] = set()
+    at = schedule.index(Loss())
+    for step in schedule[:at]:
+        if isinstance(step, Run):
+            live.update(found.problem.nodes[step.node].makes)
+        elif isinstance(step, Del):
+            live.discard(step.data)
+    behind = schedule[at + 1 :]
+    wanted: set[int] = set()
+    for step in behind:
+        if isinstance(step, Run):
+            wanted.update(found.problem.nodes[step.node].reads)
+        elif isinstance(step, Bwd):
+            backward = found.problem.nodes[step.node].backward
+            wanted.update(backward.reads if backward is not None else ())
+    held = frozenset(found.datum_of[d] for d in live & wanted) - {-1}
+    slots_of: dict[int, list[int]] = {}
+    for slot, node in found.step_of.items():
+        slots_of.setdefault(node, []).append(slot)
+    stages, stage_of = _stages(found, behind, slots_of, seen)
+    return FollowedProgram(tuple(seen.words), tuple(forms), tuple(seen.packs), held, stages, stage_of)
+
+
+def _stages(
+    found: FollowedProblem, behind: Schedule, slots_of: dict[int, list[int]], seen: Seen
+) -> tuple[tuple[Stage, ...], dict[int, int]]:
+    stages: list[Stage] = []
+    stage_of: dict[int, int] = {}
+    drops: list[int] = []
+    runs: list[tuple[tuple[int, ...], list[int]]] = []
+    for step in behind:
+        if isinstance(step, Run):
+            runs.append((found.ops_of[step.node], []))
+        elif isinstance(step, Del):
+            (runs[-1][1] if runs else drops).append(found.datum_of[step.data])
+        elif isinstance(step, Bwd):
+            stage_of.update(dict.fromkeys(slots_of[step.node], len(stages)))
+            stages.append(Stage(tuple(drops), tuple((ops, tuple(gone)) for ops, gone in runs), {}))
+            drops, runs = [], []
+    _hand_over(stages, drops, slots_of, stage_of, seen)
+    return tuple(stages), stage_of
+
+
+def _hand_over(
+    stages: list[Stage], after: list[int], slots_of: dict[int, list[int]], stage_of: dict[int, int], seen: Seen
+) -> None:
+    """What a stage drops first goes with the last slot of the stage before that reads it: autograd frees it then."""
+    last: dict[tuple[int, int], int] = {}
+    for slot, stage in stage_of.items():
+        pack = seen.packs[slot]
+        if pack[1] is not None:
+            last[stage, pack[1]] = max(slot, last.get((stage, pack[1]), slot), key=_order(slots_of, stage_of))
+    for k, drops in enumerate([*(stage.drops for stage in stages[1:]), tuple(after)]):
+        for number in drops:
+            slot = last.get((k, number), -1)
+            if slot >= 0:
+                stages[k].last[slot] = (*stages[k].last.get(slot, ()), number)
+
+
+def _order(slots_of: dict[int, list[int]], stage_of: dict[int, int]) -> Callable[[int], int]:
+    place = {slot: k for slots in slots_of.values() for k, slot in enumerate(slots)}
+    return lambda slot: place[slot]
+
+
+class Planned:
+    """Follows ``program``; not ``exactly``: at other sizes. ``otherwise``: called where the forward does something
+    else, with the number of operations that were the same, and what comes in the place of the next one; returns what
+    decides from then on.
+    """
+
+    def __init__(
+        self,
+        program: FollowedProgram,
+        otherwise: Callable[[Tape, int, tuple[Any, ...] | None], Policy],
+        exactly: bool = True,
+    ) -> None:
+        self.program, self.otherwise, self.exactly = program, otherwise, exactly
+        self.next_stage = 0
+        self.retained = False
+
+    def before(self, tape: Tape, index: int) -> None:
+        """As in ``Policy``."""
+
+    def after(self, tape: Tape, index: int, signature: tuple[Any, ...], results: Sequence[Any]) -> None:
+        """As in ``Policy``."""
+        program, op = self.program, tape.ops[index]
+        same = index < len(program.forms) and program.forms[index] == form_of_op(op)
+        if not same or (self.exactly and program.words[index] != signature):
+            self._leave(tape, index, signature).after(tape, index, signature, results)
+            return
+        for position, number in op.makes:
+            if number in program.held:
+                tape.data[number].base = results[position].detach()
+
+    def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
+        """As in ``Policy``."""
+        program, number = self.program, slot.number
+        before = program.packs[number] if number < len(program.packs) else ()
+        now = pack_of(tape, slot)
+        if before != now if self.exactly else before[:3] != now[:3]:
+            self._leave(tape, len(tape.ops)).packed(tape, slot, t)
+        elif slot.datum is not None and slot.datum.base is not None and not slot.datum.remade:
+            slot.datum.base = t.detach()  # whose versions are those of the tensor
+
+    def over(self, tape: Tape) -> None:
+        """As in ``Policy``."""
+        if len(tape.ops) != len(self.program.words) or tape.slots != len(self.program.packs):
+            self._leave(tape, len(tape.ops))
+
+    def _leave(self, tape: Tape, index: int, signature: tuple[Any, ...] | None = None) -> Policy:
+        policy = self.otherwise(tape, index, signature)
+        tape.decide_by(policy)
+        return policy
+
+    def asked(self, tape: Tape, slot: Slot) -> None:
+        """As in ``Policy``: take the steps of the schedule that come before this read."""
+        if not self.retained and graph_is_retained():
+            self.retained = True
+            warn_unplanned(RETAINED)
+        stage = self.program.stage_of.get(slot.number, -1)
+        while self.next_stage <= stage:
+            self._take(tape, self.program.stages[self.next_stage])
+            self.next_stage += 1
+
+    def _take(self, tape: Tape, stage: Stage) -> None:
+        if not self.retained:
+            for number in stage.drops:
+                self._drop(tape, number)
+        for ops, gone in stage.runs:
+            for index in ops:
+                for number in tape.ops[index].reads:
+                    datum = tape.data[number]
+                    if datum.base is None and number not in (n for _, n in tape.ops[ops[0]].makes):
+                        tape.make(datum)  # a part of the graph was left out
+            tape.run(ops)
+            for number in gone:
+                self._drop(tape, number)
+
+    @staticmethod
+    def _drop(tape: Tape, number: int) -> None:
+        if number >= 0:
+            tape.data[number].base = None
+
+    def answered(self, tape: Tape, slot: Slot) -> None:
+        """As in ``Policy``: what nothing reads later is autograd's alone."""
+        stage = self.program.stage_of.get(slot.number, -1)
+        if stage >= 0 and not self.retained:
+            for number in self.program.stages[stage].last.get(slot.number, ()):
+                self._drop(tape, number)
+
+    def let_go(self, tape: Tape, datum: Datum) -> None:
+        """As in ``Policy``."""
+
+    def keeps(self, datum: Datum) -> bool:
+        """As in ``Policy``."""
+        return datum.number in self.program.held
+
+    def ended(self) -> None:
+        """As in ``Policy``."""
+
+    def followed_by(self, policy: Policy) -> Policy:
+        """As in ``Policy``."""
+        return policy

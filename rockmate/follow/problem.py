@@ -1,0 +1,231 @@
+"""The problem of a followed step: its operations, what lives how long, and what the backward reads, as was observed.
+
+Autograd's graph does not depend on what is held, so the memory of gradients at each moment of the backward is what was
+observed, less the data that lived. Each moment at which autograd asks for saved tensors is a ``Backward``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rockmate.follow.observed import Seen
+from rockmate.follow.record import Datum, Op
+from solvers import Backward, Block, Data, Node, Problem
+
+
+@dataclass
+class FollowedProblem:
+    """``problem``, and what it means. ``datum_of``: the datum of the tape, by data of the problem, -1 for memory before
+    it was written. ``ops_of``: the operations of each node. ``step_of``: by number of a slot, the node whose backward
+    reads it.
+    """
+
+    problem: Problem
+    datum_of: list[int]
+    ops_of: list[tuple[int, ...]]
+    step_of: dict[int, int]
+
+    def is_like(self, other: FollowedProblem) -> bool:
+        """Whether it differs from ``other`` in bytes and times only, so that schedules of one are of the other, too."""
+        if (self.datum_of, self.ops_of, self.step_of) != (other.datum_of, other.ops_of, other.step_of):
+            return False
+        mine, theirs = self.problem, other.problem
+        if (mine.held, mine.returned) != (theirs.held, theirs.returned):
+            return False
+        return all(_shape(m) == _shape(n) for m, n in zip(mine.nodes, theirs.nodes, strict=True))
+
+
+def _shape(node: Node) -> tuple[object, ...]:
+    return node.reads, node.makes, node.rerun, None if node.backward is None else node.backward.reads
+
+
+class Forward(NamedTuple):
+    """What a ``Tape`` has noted."""
+
+    ops: list[Op]
+    data: list[Datum]
+
+
+@dataclass
+class _Step:
+    """One moment of the backward. ``slots``: that it reads."""
+
+    slots: list[int]
+    reads: set[int]
+    before: int
+    peak: int
+    time: int
+    after: int = 0
+
+
+@dataclass
+class _Building:
+    nodes: list[Node] = field(default_factory=list)
+    data: list[Data] = field(default_factory=list)
+    datum_of: list[int] = field(default_factory=list)
+    ops_of: list[tuple[int, ...]] = field(default_factory=list)
+    at: dict[int, int] = field(default_factory=dict)  # data of the problem, by datum
+
+    def datum(self, number: int, name: str, size: int) -> int:
+        """New data of the node that comes next."""
+        self.data.append(Data(name, size, len(self.nodes)))
+        self.datum_of.append(number)
+        return len(self.data) - 1
+
+    def node(self, node: Node, ops: tuple[int, ...] = ()) -> None:
+        """The next node."""
+        self.nodes.append(node)
+        self.ops_of.append(ops)
+
+
+def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
+    """The problem of a step that is over: its ``ops`` and ``data``, as a ``Tape`` has noted them."""
+    building, tape = _Building(), Forward(ops, data)
+    ends = _ends(tape, seen)
+    marks = {mark.number: k for k, mark in enumerate(seen.marks) if mark.what == "op"}
+    released: dict[int, list[int]] = {}  # data, by the operation at whose end nobody outside holds them any more
+    for number, end in ends.items():
+        if end < len(tape.ops):
+            released.setdefault(end, []).append(number)
+    groups = {d.writers[-1]: d.number for d in tape.data if d.writers and not d.pinned}
+    within = {i for d in tape.data if d.writers and not d.pinned for i in (d.maker, *d.writers)}
+    for index, op in enumerate(tape.ops):
+        k = marks[index]
+        own = seen.moments[k].peak - seen.marks[k].live
+        if index in groups:
+            _add_group(building, tape, seen, marks, groups[index])
+        elif index in within:
+            _add_unwritten(building, tape, index, own)
+        else:
+            _add(building, tape, index, op, own)
+        late = [building.at[n] for n in released.get(index, ()) if n in building.at]
+        if late:
+            building.node(Node(f"release{index}", 0, tuple(sorted(late)), (), 0, None, rerun=False))
+    return _with_backwards(building, tape, seen, ends)
+
+
+def _name(op: Op, index: int) -> str:
+    return f"{op.func._schema.name[6:] if op.func.namespace == 'aten' else op.func._schema.name}_{index}"
+
+
+def _add(building: _Building, tape: Forward, index: int, op: Op, own: int) -> None:
+    """A node of one operation; none for one that takes no memory, as views do."""
+    makes = [tape.data[n] for _, n in op.makes]
+    if not makes and own <= 0:
+        return
+    reads = sorted({building.at[n] for n in op.reads if n in building.at})
+    mine = []
+    for datum in makes:
+        building.at[datum.number] = building.datum(datum.number, f"{_name(op, index)}.{datum.number}", datum.size)
+        mine.append(building.at[datum.number])
+    reruns = op.reruns and bool(makes) and not any(d.pinned for d in makes)
+    peak = max(own, sum(d.size for d in makes))
+    node = Node(_name(op, index), op.nanoseconds, tuple(reads), tuple(mine), peak, None, rerun=reruns)
+    building.node(node, (index,))
+
+
+def _add_unwritten(building: _Building, tape: Forward, index: int, own: int) -> None:
+    """The maker of memory that later operations write before anybody reads it: until then it is other data."""
+    op = tape.ops[index]
+    mine = []
+    for _, number in op.makes:
+        datum = tape.data[number]
+        mine.append(building.datum(-1, f"{_name(op, index)}.{number}.unwritten", datum.size))
+        building.at[-1 - number] = mine[-1]
+    reads = sorted({building.at[n] for n in op.reads if n in building.at})
+    peak = max(own, sum(building.data[d].size for d in mine))
+    building.node(Node(f"{_name(op, index)}_unwritten", 0, tuple(reads), tuple(mine), peak, None, rerun=False))
+
+
+def _add_group(building: _Building, tape: Forward, seen: Seen, marks: dict[int, int], number: int) -> None:
+    """The maker of a datum and all that write into it, as one node at the place of the last of them."""
+    datum = tape.data[number]
+    ops = (datum.maker, *datum.writers)
+    unwritten = building.at[-1 - number]
+    building.node(Node(f"written{ops[-1]}", 0, (unwritten,), (), 0, None, rerun=False))
+    own = 0
+    for k in (marks[i] for i in ops):
+        own = max(own, seen.moments[k].peak - seen.marks[k].live)
+    reads = {building.at[n] for i in ops for n in tape.ops[i].reads if n != number and n in building.at}
+    name = _name(tape.ops[ops[0]], ops[-1])
+    building.at[number] = building.datum(number, f"{name}.{number}", datum.size)
+    time = sum(tape.ops[i].nanoseconds for i in ops)
+    single = len(tape.ops[ops[0]].makes) == 1
+    building.node(
+        Node(name, time, tuple(sorted(reads)), (building.at[number],), datum.size + own, None, rerun=single), ops
+    )
+
+
+def _ends(tape: Forward, seen: Seen) -> dict[int, int]:
+    """The operation after which nobody outside holds a datum that nothing reads so late; the number of operations, and
+    the number of the mark beyond, for what is held after the forward; -1 for what is always held.
+    """
+    count = len(tape.ops)
+    last_read = {d.number: max((d.maker, *d.writers)) for d in tape.data}
+    for index, op in enumerate(tape.ops):
+        for number in op.reads if op.makes else ():
+            last_read[number] = max(last_read[number], index)
+    ends: dict[int, int] = {}
+    for datum in tape.data:
+        at = seen.released.get(datum.number)
+        if at is None:
+            ends[datum.number] = len(seen.marks) + count
+            continue
+        mark = seen.marks[at]
+        if mark.what == "op":
+            if mark.number - 1 > last_read[datum.number]:
+                ends[datum.number] = mark.number - 1
+        elif mark.what == "end":
+            if count - 1 > last_read[datum.number]:
+                ends[datum.number] = count - 1
+        else:
+            ends[datum.number] = count + at
+    return ends
+
+
+def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
+    """The moments of the backward, in order. Where autograd asks for several tensors at once, they are one."""
+    asked = [k for k, mark in enumerate(seen.marks) if mark.what == "asked"]
+    steps: list[_Step] = []
+    for k in asked:
+        after = k + 1  # "answered"
+        before = seen.moments[k].level - seen.marks[k].live
+        peak = seen.moments[after].peak - seen.marks[after].live
+        held = {n for n, end in ends.items() if len(tape.ops) + k < end < len(tape.ops) + len(seen.marks)}
+        reads = {*seen.reads[k], *held}
+        time = (seen.marks[after + 1].time if after + 1 < len(seen.marks) else seen.ended) - seen.marks[after].time
+        last = steps[-1] if steps else None
+        quiet = last is not None and seen.moments[k - 1].peak == seen.moments[k - 1].level == seen.moments[k].level
+        if last is not None and quiet:
+            last.slots.append(seen.marks[k].number)
+            last.reads |= reads
+            last.peak = peak
+            last.time += time
+        else:
+            steps.append(_Step([seen.marks[k].number], reads, max(0, before), max(0, peak), time))
+    final = seen.moments[-1].level - seen.left if steps else 0
+    for step, following in itertools.zip_longest(steps, steps[1:]):
+        step.after = max(0, following.before if following is not None else final)
+        step.peak = max(step.peak, step.before, step.after)
+    return steps
+
+
+def _with_backwards(building: _Building, tape: Forward, seen: Seen, ends: dict[int, int]) -> FollowedProblem:
+    steps, count = _steps(tape, seen, ends), len(tape.ops)
+    step_of: dict[int, int] = {}
+    for step in reversed(steps):
+        step_of.update(dict.fromkeys(step.slots, len(building.nodes)))
+        reads = tuple(sorted(building.at[n] for n in step.reads if n in building.at))
+        backward = Backward(step.time, reads, step.before, step.peak, step.after)
+        building.node(Node(f"backward{len(building.nodes)}", 0, (), (), 0, backward, rerun=False))
+    end = next(k for k, mark in enumerate(seen.marks) if mark.what == "end")
+    loss = max(0, seen.moments[end].peak - seen.marks[end].live)
+    always = len(seen.marks) + count
+    held = frozenset(building.at[n] for n, at in ends.items() if at == always and n in building.at)
+    returned = frozenset(building.at[n] for n, at in ends.items() if count <= at < always and n in building.at)
+    blocks = (Block(0, len(building.nodes), 0),) if building.nodes else ()
+    problem = Problem(tuple(building.nodes), tuple(building.data), held, loss, blocks, returned - held)
+    problem.verify()
+    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of)

@@ -1,0 +1,175 @@
+"""What is noted of a followed forward: operations below autograd, and the memory that they make and read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+Form = tuple[Any, ...]
+"""How a tensor lies in its storage: dtype, size, stride, offset, and whether it is a conjugate or negative view."""
+
+
+def form_of(t: torch.Tensor) -> Form:
+    """How ``t`` lies in its storage."""
+    return (t.dtype, t.size(), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
+
+
+def formed(base: torch.Tensor, form: Form) -> torch.Tensor:
+    """The tensor that lies in the storage of ``base`` as ``form`` says."""
+    dtype, size, stride, offset, conj, neg = form
+    if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
+        return base.as_strided(size, stride, offset)
+    t = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
+    t = torch._neg_view(t) if neg else t
+    return torch._conj(t) if conj else t
+
+
+class Ref(NamedTuple):
+    """An argument that lies in memory of a datum."""
+
+    datum: int
+    form: Form
+
+
+class Outside:
+    """An argument in memory that was there before the forward, or is not followed.
+
+    ``version``: how often it was written when the operation ran. ``copied``: reruns get a copy, since the operation
+    writes into it (running statistics of a batch norm).
+    """
+
+    __slots__ = ("copied", "counter", "tensor", "version")
+
+    def __init__(self, t: torch.Tensor, copied: bool) -> None:
+        self.tensor = t if t.is_leaf else t.detach()
+        # Below autograd, what is detached counts for itself. The graph of what is no leaf must not be owned.
+        base = t if t.is_leaf or not t._is_view() else t._base
+        self.counter = base if base is not None and base.is_leaf and not base.is_inference() else None
+        self.version = 0 if self.counter is None else self.counter._version
+        self.copied = copied
+
+    def value(self) -> torch.Tensor:
+        """The tensor for a rerun. Raises ``RuntimeError`` where it was written since."""
+        t, counter = self.tensor, self.counter
+        if self.copied:
+            return t.clone()
+        if counter is not None and counter._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {list(t.shape)} that the forward read was changed in place before the backward "
+                f"that reads it again: it is at version {counter._version}, expected version {self.version}. Change it "
+                "after the backward."
+            )
+        return t
+
+
+@dataclass(slots=True)
+class Op:
+    """One operation. ``args`` and ``kwargs`` have ``Ref`` and ``Outside`` in the place of tensors.
+
+    ``makes``: (position among the results, datum) of what it allocates. ``reads`` and ``writes``: data. ``reruns``:
+    whether it gives the same when it runs again. ``nanoseconds``: that it took.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    reruns: bool
+    makes: tuple[tuple[int, int], ...] = ()
+    nanoseconds: int = 0
+
+
+OpForm = tuple[Any, ...]
+"""What an operation is, sizes apart: its function, the data that it reads, writes and makes."""
+
+
+def form_of_op(op: Op) -> OpForm:
+    """What ``op`` is, sizes apart."""
+    return op.func, op.reads, op.writes, op.makes
+
+
+@dataclass(slots=True, eq=False)
+class Datum:
+    """Memory that one operation of the forward allocates. ``size``: bytes. ``base``: a tensor in it, if it is held.
+
+    ``maker`` allocates it; ``writers`` write into it later, in order. ``readers``: operations that have read it since.
+    ``slots``: tensors in it that autograd's graph refers to. ``pinned``: it cannot be made again. ``remade``: ``base``
+    was made by a rerun.
+    """
+
+    number: int
+    size: int
+    maker: int
+    pinned: bool
+    base: torch.Tensor | None = None
+    writers: list[int] = field(default_factory=list)
+    readers: list[int] = field(default_factory=list)
+    slots: int = 0
+    remade: bool = False
+
+
+class Ledger:
+    """Which storages live now. ``at``: their data, by storage; ``live``: their bytes. ``deaths``: (datum, moment) of
+    each storage that has gone. ``moment``: counted by who observes.
+    """
+
+    def __init__(self) -> None:
+        self.at: dict[int, int] = {}
+        self.live = 0
+        self.moment = 0
+        self.deaths: list[tuple[int, int]] = []
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def add(self, storage: torch.UntypedStorage, number: int, size: int) -> None:
+        """``storage`` is memory of datum ``number``."""
+        key = storage._cdata
+        self.at[key] = number
+        self.live += size
+        # The callback must not own the ledger, which owns the reference.
+        self._refs[key] = weakref.ref(storage, partial(_gone, weakref.ref(self), key, size))
+
+    def storage_of(self, number: int) -> torch.UntypedStorage | None:
+        """A storage of the datum that lives, whoever holds it."""
+        found = (self._refs[key]() for key, other in self.at.items() if other == number)
+        return next((s for s in found if s is not None), None)
+
+    def holders(self, base: torch.Tensor) -> int:
+        """How many tensors beside ``base`` lie in its storage."""
+        uses: Callable[[int], int] = torch._C._storage_Use_Count
+        return uses(base.untyped_storage()._cdata) - 2  # base, and Python's object
+
+
+def _gone(ledger: weakref.ref[Ledger], key: int, size: int, _: Any) -> None:
+    found = ledger()
+    if found is not None:
+        del found._refs[key]
+        found.deaths.append((found.at.pop(key), found.moment))
+        found.live -= size
+
+
+class Slot:
+    """What autograd keeps in the place of a tensor that it would save. ``number``: how many came before it.
+
+    ``datum``: where the tensor lies, None if it is ``held`` itself. ``writes``: that the datum had had by then.
+    """
+
+    __slots__ = ("datum", "form", "held", "number", "tape", "version", "writes")
+
+    def __init__(self, tape: Any, number: int, t: torch.Tensor) -> None:
+        self.tape, self.number = tape, number
+        self.version = 0 if t.is_inference() else t._version
+        self.datum: Datum | None = None
+        self.form: Form = ()
+        self.writes = 0
+        self.held: torch.Tensor | None = None
+
+    def __del__(self) -> None:
+        if self.datum is not None:
+            self.datum.slots -= 1
+            self.tape.policy.let_go(self.tape, self.datum)

@@ -1,0 +1,421 @@
+"""One followed forward, and what its backward reads: saved tensors are references to operations that run again.
+
+``Tape`` is a dispatch mode, so it sees every operation below autograd, whatever Python or C++ calls it. An operation
+that allocates memory is noted with its arguments. Autograd gets a ``Slot`` for each tensor in such memory. What a slot
+refers to is held, or made again when the backward asks for it. A ``Policy`` decides which.
+What cannot be made again is *pinned*: results of random operations and of operators that no schema of torch's
+describes, and whatever was computed from memory that is written later. Source: tensors that are evicted and made
+again, by operation, are those of Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkgb.settings import settings
+from rkgb.trace.capture import current_mode
+from rockmate.calls.surroundings import running_in, runs_plainly
+from rockmate.errors import GoneError
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, Slot, form_of, formed
+
+_STATISTICS = frozenset({"running_mean", "running_var"})
+_RATES = frozenset({"dropout_p", "dropout", "p"})
+_REPLACING = frozenset({"set_", "resize_", "resize_as_"})
+"""Operations that give a tensor other memory."""
+
+
+class Policy(Protocol):
+    """What is held of a followed forward, and what is made again when."""
+
+    def before(self, tape: Tape, index: int) -> None:
+        """Operation ``index`` comes."""
+
+    def after(self, tape: Tape, index: int, signature: tuple[Any, ...], results: Sequence[Any]) -> None:
+        """It has run; ``signature`` says what it was given."""
+
+    def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
+        """Autograd saves ``t``, for which it gets ``slot``."""
+
+    def over(self, tape: Tape) -> None:
+        """The forward has returned."""
+
+    def asked(self, tape: Tape, slot: Slot) -> None:
+        """The backward reads ``slot``."""
+
+    def answered(self, tape: Tape, slot: Slot) -> None:
+        """The backward has got what ``slot`` refers to."""
+
+    def let_go(self, tape: Tape, datum: Datum) -> None:
+        """One slot of ``datum`` is gone."""
+
+    def keeps(self, datum: Datum) -> bool:
+        """Whether ``datum``, which cannot be made again, is to be held."""
+
+    def ended(self) -> None:
+        """No slot is left."""
+
+    def followed_by(self, policy: Policy) -> Policy:
+        """What decides from now on, where ``policy`` is to take over."""
+
+
+class Tape(TorchDispatchMode):
+    """See the file's text. ``device``: whose memory is followed. ``ops``, ``data``: in the order in which they came.
+
+    ``open``: the forward runs. ``slots``: how many there were. ``waits``: no backward has come to one.
+    """
+
+    def __init__(self, device: torch.device, policy: Policy) -> None:
+        super().__init__()
+        self.device, self.policy = device, policy
+        self.ops: list[Op] = []
+        self.data: list[Datum] = []
+        self.ledger = Ledger()
+        self.slots = 0
+        self.open = self.waits = True
+        self.settings = settings()
+        self.exposed: set[int] = set()  # storages that other libraries may write
+        self._readers: dict[int, list[int]] = {}  # operations that have read memory from outside, by storage
+
+    def __del__(self) -> None:
+        for datum in self.data:  # who observes keeps the notes
+            datum.base = None
+        self.policy.ended()
+
+    # ------------------------------------------------------------------------- the forward
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation, and note it."""
+        kwargs = kwargs or {}
+        if types or not self.open:  # tensors of other kinds, which the operation takes apart
+            return func(*args, **kwargs)
+        index = len(self.ops)
+        self.policy.before(self, index)
+        noting = _Noting(self, func)
+        noted, words = noting.of(args, kwargs)
+        written, outside = noting.written()
+        if written or outside:
+            self._before_writes(written, outside)
+        op = Op(func, *noted, tuple(noting.reads), tuple(written), noting.reruns())
+        self.ops.append(op)
+        began = time.perf_counter_ns()
+        result = func(*args, **kwargs)
+        op.nanoseconds = time.perf_counter_ns() - began
+        results = list(_tensors(result))
+        self._made(index, op, results, noting)
+        for number in op.reads:
+            self.data[number].readers.append(index)
+        for key in noting.outside:
+            self._readers.setdefault(key, []).append(index)
+        for number in written:
+            self.data[number].writers.append(index)
+            self.data[number].readers.clear()
+        self.policy.after(self, index, words, results)
+        return result
+
+    def _made(self, index: int, op: Op, results: list[torch.Tensor], noting: _Noting) -> None:
+        """Note what the operation has allocated."""
+        found = []
+        for position, t in enumerate(results):
+            if not self.follows(t):
+                continue
+            storage = t.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in self.ledger.at or noting.has(key) or not size:
+                continue
+            number = len(self.data)
+            pinned = not op.reruns or bool(op.writes) or t.is_inference()
+            self.data.append(Datum(number, size, index, pinned))
+            self.ledger.add(storage, number, size)
+            found.append((position, number))
+        op.makes = tuple(found)
+        if op.writes and (found or len(op.writes) > 1 or not op.reruns):
+            op.reruns = False
+            for number in op.writes:
+                self.data[number].pinned = True
+
+    def expose(self, t: torch.Tensor) -> None:
+        """Another library gets the memory of ``t``, and may write into it from now on."""
+        if not has_memory(t):
+            return
+        key = t.untyped_storage()._cdata
+        number = self.ledger.at.get(key)
+        if number is None:
+            self._before_writes((), (key,))
+        else:
+            self._before_writes((number,), ())
+            self.pin(self.data[number])
+        self.exposed.add(key)
+
+    def follows(self, t: torch.Tensor) -> bool:
+        """Whether ``t`` lies in memory that is followed."""
+        return t.device == self.device and has_memory(t)
+
+    def _before_writes(self, written: Iterable[int], outside: Iterable[int]) -> None:
+        """Memory is about to be written: what was computed from it cannot be computed again."""
+        for number in written:
+            for reader in self.data[number].readers:
+                self._pin_results(reader)
+        for key in outside:
+            for reader in self._readers.pop(key, ()):
+                self._pin_results(reader)
+
+    def _pin_results(self, index: int) -> None:
+        op = self.ops[index]
+        if not op.reruns:
+            return
+        for number in (*(n for _, n in op.makes), *op.writes):
+            self.pin(self.data[number])
+        op.reruns = False
+
+    def pin(self, datum: Datum) -> None:
+        """Hold the datum, which cannot be made again from now on."""
+        wanted = datum.slots or datum.readers
+        if not datum.pinned and datum.base is None and wanted and self.policy.keeps(datum):
+            self.hold(datum)
+        datum.pinned = True
+
+    def hold(self, datum: Datum) -> None:
+        """Hold the datum from now on: as it is if it lives, else as it is made again."""
+        storage = self.ledger.storage_of(datum.number)
+        with torch._C._DisableTorchDispatch():
+            if storage is None:
+                self.make(datum)
+            else:
+                datum.base = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+                datum.remade = True  # its versions are not those of the tensors that autograd saved
+
+    # ------------------------------------------------------------------------- saved tensors
+
+    def pack(self, t: torch.Tensor) -> Slot:
+        """What autograd keeps in the place of ``t``."""
+        slot = Slot(self, self.slots, t)
+        self.slots += 1
+        number = self.ledger.at.get(t.untyped_storage()._cdata) if self.follows(t) else None
+        with torch._C._DisableTorchDispatch():
+            if number is None:
+                slot.held = t if t.is_leaf else t.detach()
+            else:
+                slot.datum, slot.form = self.data[number], form_of(t)
+                slot.writes = len(slot.datum.writers)
+                slot.datum.slots += 1
+            self.policy.packed(self, slot, t)
+            if slot.datum is not None:
+                base = slot.datum.base
+                slot.version = -1 if base is None or slot.datum.remade else base._version
+        return slot
+
+    def unpack(self, slot: Slot) -> torch.Tensor:
+        """The tensor that autograd saved, made again if it is not held."""
+        if slot.datum is None:
+            assert slot.held is not None
+            if not slot.held.is_inference() and slot.held._version != slot.version:
+                raise _changed(slot.held, slot.version)
+            return slot.held
+        datum = slot.datum
+        with torch._C._DisableTorchDispatch():
+            if not self.open:
+                self.waits = False
+                self.policy.asked(self, slot)
+            base = datum.base
+            if base is None:
+                base = self.make(datum)
+            changed = slot.version >= 0 and not datum.remade and base._version != slot.version
+            if changed or slot.writes != len(datum.writers):
+                raise _changed(formed(base, slot.form), slot.version)
+            t = formed(base, slot.form)
+            if not self.open:
+                self.policy.answered(self, slot)
+        return t
+
+    def decide_by(self, policy: Policy) -> None:
+        """``policy`` takes over."""
+        self.policy = self.policy.followed_by(policy)
+
+    def close(self) -> None:
+        """The forward has returned."""
+        self.open = False
+        self._readers.clear()
+        self.policy.over(self)
+
+    # ------------------------------------------------------------------------- reruns
+
+    def make(self, datum: Datum) -> torch.Tensor:
+        """Make the datum again, from what is held. What is made on the way is held if a slot refers to it."""
+        order = sorted(self._needed(datum))
+        left: dict[int, int] = {}
+        for index in order:
+            for number in self.ops[index].reads:
+                left[number] = left.get(number, 0) + 1
+        made = {number for index in order for _, number in self.ops[index].makes if self.data[number].base is None}
+        for index in order:
+            self.run([index])
+            for number in self.ops[index].reads:
+                left[number] -= 1
+                other = self.data[number]
+                if not left[number] and number in made and not other.slots and other is not datum:
+                    other.base = None
+        assert datum.base is not None
+        return datum.base
+
+    def _needed(self, datum: Datum) -> set[int]:
+        """The operations that make the datum from what is held."""
+        found: set[int] = set()
+        left = [datum]
+        while left:
+            other = left.pop()
+            if other.base is not None or other.maker in found:
+                continue
+            if other.pinned:
+                raise GoneError(
+                    "a backward reads what cannot be made again, and is gone: call backward once for each forward, or "
+                    "with retain_graph=True from the first time on"
+                )
+            ops = [other.maker, *other.writers]
+            found.update(ops)
+            left += [self.data[n] for index in ops for n in self.ops[index].reads if n != other.number]
+        return found
+
+    def run(self, ops: Iterable[int]) -> None:
+        """Run operations again, in order."""
+        if runs_plainly(self.settings):
+            with torch.no_grad(), torch._C._DisableAutocast():
+                self._run(ops)
+        else:
+            mode = replace(current_mode(), grad=False, autocast=())
+            with running_in(mode, self.settings):
+                self._run(ops)
+
+    def _run(self, ops: Iterable[int]) -> None:
+        for index in ops:
+            op = self.ops[index]
+            result = op.func(*self._values(op.args), **{k: self._value(v) for k, v in op.kwargs.items()})
+            if op.makes:
+                results = list(_tensors(result))
+                for position, number in op.makes:
+                    datum = self.data[number]
+                    if datum.base is None:
+                        datum.base, datum.remade = results[position], True
+                        self.ledger.add(results[position].untyped_storage(), number, datum.size)
+
+    def _values(self, noted: Iterable[Any]) -> list[Any]:
+        return [self._value(x) for x in noted]
+
+    def _value(self, x: Any) -> Any:
+        if type(x) is Ref:
+            base = self.data[x.datum].base
+            assert base is not None, "an operation that runs again reads what is not there"
+            return formed(base, x.form)
+        if type(x) is Outside:
+            return x.value()
+        return self._values(x) if type(x) is list else x
+
+
+class _Noting:
+    """One operation, as it is noted. ``reads``: data; ``outside``: storages of other memory that it reads."""
+
+    def __init__(self, tape: Tape, func: Any) -> None:
+        self.tape, self.func = tape, func
+        self.reads: dict[int, None] = {}
+        self.outside: dict[int, None] = {}
+        self._writes: dict[int, None] = {}
+        self._writes_outside: dict[int, None] = {}
+        self._pure = func.namespace in ("aten", "prims") and func._schema.name[6:] not in _REPLACING
+        self._random = torch.Tag.nondeterministic_seeded in func.tags
+        self._rates: list[Any] = []
+        self._trains_statistics = False
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        """The arguments as they are noted, and words that are equal for operations that do the same."""
+        schema = self.func._schema
+        if "batch_norm" in schema.name:
+            names = [a.name for a in schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            self._trains_statistics = bool(given.get("training", given.get("train", True)))
+        noted, words = [], [self.func]
+        for argument, x in zip(schema.arguments, args, strict=False):
+            noted.append(self._of(x, argument, words))
+        named = {}
+        by_name = {a.name: a for a in schema.arguments} if kwargs else {}
+        for key, x in kwargs.items():
+            words.append(key)
+            named[key] = self._of(x, by_name[key], words)
+        return (tuple(noted), named), tuple(words)
+
+    def written(self) -> tuple[list[int], list[int]]:
+        """Data, and storages of other memory, that it writes."""
+        return [*self._writes], [*self._writes_outside]
+
+    def reruns(self) -> bool:
+        """Whether it gives the same again."""
+        random = self._random and not (self._rates and all(rate == 0 for rate in self._rates))
+        return self._pure and not random and not self._writes_outside.keys() - self._statistics
+
+    def has(self, key: int) -> bool:
+        """Whether a storage from outside is among its arguments."""
+        return key in self.outside or key in self._writes_outside
+
+    @property
+    def _statistics(self) -> frozenset[int]:
+        return frozenset(self._writes_outside) if self._trains_statistics else frozenset()
+
+    def _of(self, x: Any, argument: Any, words: list[Any]) -> Any:
+        if isinstance(x, torch.Tensor):
+            return self._tensor(x, argument, words)
+        if type(x) in (list, tuple):
+            words.append(len(x))
+            return [self._of(y, argument, words) for y in x]
+        if argument.name in _RATES:
+            self._rates.append(x)
+        # Numbers with a fraction change neither what is allocated nor what is saved.
+        words.append(float if type(x) is float else x if x.__hash__ is not None else repr(x))
+        return x
+
+    def _tensor(self, t: torch.Tensor, argument: Any, words: list[Any]) -> Any:
+        tape, statistics = self.tape, argument.name in _STATISTICS and self._trains_statistics
+        writes = statistics or (argument.alias_info is not None and argument.alias_info.is_write)
+        if not has_memory(t):
+            words.append((t.layout, t.dtype))
+            self._pure = False
+            return Outside(t, False)
+        key = t.untyped_storage()._cdata
+        number, form = tape.ledger.at.get(key), form_of(t)
+        self._pure = self._pure and key not in tape.exposed
+        if number is None:
+            words.append((t.device, form))
+            (self._writes_outside if writes else self.outside)[key] = None
+            return Outside(t, statistics)
+        words.append((number, len(tape.data[number].writers), form))
+        if writes:
+            self._writes[number] = None
+        self.reads[number] = None
+        return Ref(number, form)
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """Whether ``t`` lies in one storage, in strides."""
+    return t.layout == torch.strided and not t.is_nested and torch._C._has_storage(t)
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the results of an operation."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for x in result:
+            yield from _tensors(x)
+
+
+def _changed(t: torch.Tensor, then: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a tensor of shape {list(t.shape)} is not at version {then} any more. It was changed between the forward and "
+        "the backward that reads it."
+    )
