@@ -11,7 +11,7 @@ import torch
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
 from rockmate.follow.observed import Seen, pack_of
 from rockmate.follow.problem import FollowedProblem
-from rockmate.follow.record import Datum, OpForm, Slot, form_of_op
+from rockmate.follow.record import Datum, OpForm, Slot, alias_of, form_of_op
 from rockmate.follow.tape import Policy, Tape
 from solvers import Bwd, Del, Loss, Run, Schedule
 
@@ -142,7 +142,7 @@ class Planned:
             return
         for position, number in op.makes:
             if number in program.held:
-                tape.data[number].base = results[position].detach()
+                tape.data[number].base = alias_of(results[position])
 
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
         """As in ``Policy``."""

@@ -29,6 +29,17 @@ def formed(base: torch.Tensor, form: Form) -> torch.Tensor:
     return torch._conj(t) if conj else t
 
 
+def alias_of(t: torch.Tensor) -> torch.Tensor:
+    """``t`` without its graph, with its version counter, also where operations run below autograd."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return t.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
 class Ref(NamedTuple):
     """An argument that lies in memory of a datum."""
 
@@ -43,26 +54,23 @@ class Outside:
     writes into it (running statistics of a batch norm).
     """
 
-    __slots__ = ("copied", "counter", "tensor", "version")
+    __slots__ = ("copied", "tensor", "version")
 
     def __init__(self, t: torch.Tensor, copied: bool) -> None:
-        self.tensor = t if t.is_leaf else t.detach()
-        # Below autograd, what is detached counts for itself. The graph of what is no leaf must not be owned.
-        base = t if t.is_leaf or not t._is_view() else t._base
-        self.counter = base if base is not None and base.is_leaf and not base.is_inference() else None
-        self.version = 0 if self.counter is None else self.counter._version
+        self.tensor = t if t.is_leaf else alias_of(t)
+        self.version = 0 if t.is_inference() else t._version
         self.copied = copied
 
     def value(self) -> torch.Tensor:
         """The tensor for a rerun. Raises ``RuntimeError`` where it was written since."""
-        t, counter = self.tensor, self.counter
+        t = self.tensor
         if self.copied:
             return t.clone()
-        if counter is not None and counter._version != self.version:
+        if not t.is_inference() and t._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(t.shape)} that the forward read was changed in place before the backward "
-                f"that reads it again: it is at version {counter._version}, expected version {self.version}. Change it "
-                "after the backward."
+                f"that reads it again: it is at version {t._version}, expected version {self.version}. Change it after "
+                "the backward."
             )
         return t
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -78,7 +78,7 @@ class Tape(TorchDispatchMode):
         self.ledger = Ledger()
         self.slots = 0
         self.open = self.waits = True
-        self.settings = settings()
+        self.settings, self._kernels = settings(), kernels()
         self.exposed: set[int] = set()  # storages that other libraries may write
         self._readers: dict[int, list[int]] = {}  # operations that have read memory from outside, by storage
 
@@ -98,12 +98,11 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         index = len(self.ops)
         self.policy.before(self, index)
-        noting = _Noting(self, func)
-        noted, words = noting.of(args, kwargs)
-        written, outside = noting.written()
-        if written or outside:
-            self._before_writes(written, outside)
-        op = Op(func, *noted, tuple(noting.reads), tuple(written), noting.reruns())
+        noting = _Noting(self, func, args, kwargs)
+        if noting.writes or noting.writes_outside:
+            self._before_writes(noting.writes, noting.writes_outside)
+        reruns = noting.reruns() and kernels() == self._kernels
+        op = Op(func, noting.args, noting.kwargs, tuple(noting.reads), tuple(noting.writes), reruns)
         self.ops.append(op)
         began = time.perf_counter_ns()
         result = func(*args, **kwargs)
@@ -114,10 +113,10 @@ class Tape(TorchDispatchMode):
             self.data[number].readers.append(index)
         for key in noting.outside:
             self._readers.setdefault(key, []).append(index)
-        for number in written:
+        for number in op.writes:
             self.data[number].writers.append(index)
             self.data[number].readers.clear()
-        self.policy.after(self, index, words, results)
+        self.policy.after(self, index, tuple(noting.words), results)
         return result
 
     def _made(self, index: int, op: Op, results: list[torch.Tensor], noting: _Noting) -> None:
@@ -318,83 +317,109 @@ class Tape(TorchDispatchMode):
         return self._values(x) if type(x) is list else x
 
 
-class _Noting:
-    """One operation, as it is noted. ``reads``: data; ``outside``: storages of other memory that it reads."""
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    """What is known of an operator. ``names`` of its arguments, by position and by name; ``writes``: those that it
+    writes. ``pure``: torch describes it, and it gives no tensor other memory. ``random``: it may draw numbers.
+    ``trains``: it is a batch norm.
+    """
 
-    def __init__(self, tape: Tape, func: Any) -> None:
-        self.tape, self.func = tape, func
+    names: tuple[str, ...]
+    writes: frozenset[str]
+    pure: bool
+    random: bool
+    trains: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _Schema:
+        """Of an operator; asking torch takes longer than a small operation."""
+        known = _SCHEMAS.get(func)
+        if known is None:
+            schema = func._schema
+            known = _SCHEMAS[func] = cls(
+                tuple(a.name for a in schema.arguments),
+                frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
+                func.namespace in ("aten", "prims") and schema.name.partition("::")[2] not in _REPLACING,
+                torch.Tag.nondeterministic_seeded in func.tags,
+                "batch_norm" in schema.name,
+            )
+        return known
+
+
+_SCHEMAS: dict[Any, _Schema] = {}
+
+
+def kernels() -> tuple[object, ...]:
+    """Settings that forward may change for a part of itself, and which decide on kernels."""
+    c = torch._C
+    return c._get_mkldnn_enabled(), c._get_deterministic_algorithms(), c._get_float32_matmul_precision()
+
+
+class _Noting:
+    """One operation, as it is noted. ``words`` are equal for operations that do the same. ``reads``, ``writes``: data.
+    ``outside``, ``writes_outside``: storages of other memory. ``pure``: it may give the same again.
+    """
+
+    __slots__ = ("args", "kwargs", "outside", "pure", "rates", "reads", "schema", "tape", "trains", "words", "writes",
+                 "writes_outside")  # fmt: skip
+
+    def __init__(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tape = tape
+        self.schema = schema = _Schema.of(func)
         self.reads: dict[int, None] = {}
         self.outside: dict[int, None] = {}
-        self._writes: dict[int, None] = {}
-        self._writes_outside: dict[int, None] = {}
-        self._pure = func.namespace in ("aten", "prims") and func._schema.name[6:] not in _REPLACING
-        self._random = torch.Tag.nondeterministic_seeded in func.tags
-        self._rates: list[Any] = []
-        self._trains_statistics = False
-
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        """The arguments as they are noted, and words that are equal for operations that do the same."""
-        schema = self.func._schema
-        if "batch_norm" in schema.name:
-            names = [a.name for a in schema.arguments]
-            given = dict(zip(names, args, strict=False)) | kwargs
-            self._trains_statistics = bool(given.get("training", given.get("train", True)))
-        noted, words = [], [self.func]
-        for argument, x in zip(schema.arguments, args, strict=False):
-            noted.append(self._of(x, argument, words))
-        named = {}
-        by_name = {a.name: a for a in schema.arguments} if kwargs else {}
+        self.writes: dict[int, None] = {}
+        self.writes_outside: dict[int, None] = {}
+        self.pure, self.rates, self.trains = schema.pure, [], False  # type: ignore[var-annotated]
+        if schema.trains:
+            given = dict(zip(schema.names, args, strict=False)) | kwargs
+            self.trains = bool(given.get("training", given.get("train", True)))
+        self.words: list[Any] = [func]
+        self.args = tuple([self._of(x, schema.names[k]) for k, x in enumerate(args)])
+        self.kwargs = {}
         for key, x in kwargs.items():
-            words.append(key)
-            named[key] = self._of(x, by_name[key], words)
-        return (tuple(noted), named), tuple(words)
-
-    def written(self) -> tuple[list[int], list[int]]:
-        """Data, and storages of other memory, that it writes."""
-        return [*self._writes], [*self._writes_outside]
+            self.words.append(key)
+            self.kwargs[key] = self._of(x, key)
 
     def reruns(self) -> bool:
         """Whether it gives the same again."""
-        random = self._random and not (self._rates and all(rate == 0 for rate in self._rates))
-        return self._pure and not random and not self._writes_outside.keys() - self._statistics
+        random = self.schema.random and not (self.rates and all(rate == 0 for rate in self.rates))
+        return self.pure and not random and (self.trains or not self.writes_outside)
 
     def has(self, key: int) -> bool:
         """Whether a storage from outside is among its arguments."""
-        return key in self.outside or key in self._writes_outside
+        return key in self.outside or key in self.writes_outside
 
-    @property
-    def _statistics(self) -> frozenset[int]:
-        return frozenset(self._writes_outside) if self._trains_statistics else frozenset()
-
-    def _of(self, x: Any, argument: Any, words: list[Any]) -> Any:
+    def _of(self, x: Any, name: str) -> Any:
         if isinstance(x, torch.Tensor):
-            return self._tensor(x, argument, words)
+            return self._tensor(x, name)
         if type(x) in (list, tuple):
-            words.append(len(x))
-            return [self._of(y, argument, words) for y in x]
-        if argument.name in _RATES:
-            self._rates.append(x)
+            self.words.append(len(x))
+            return [self._of(y, name) for y in x]
+        if name in _RATES:
+            self.rates.append(x)
         # Numbers with a fraction change neither what is allocated nor what is saved.
-        words.append(float if type(x) is float else x if x.__hash__ is not None else repr(x))
+        self.words.append(float if type(x) is float else x if x.__hash__ is not None else repr(x))
         return x
 
-    def _tensor(self, t: torch.Tensor, argument: Any, words: list[Any]) -> Any:
-        tape, statistics = self.tape, argument.name in _STATISTICS and self._trains_statistics
-        writes = statistics or (argument.alias_info is not None and argument.alias_info.is_write)
+    def _tensor(self, t: torch.Tensor, name: str) -> Any:
+        tape, statistics = self.tape, self.trains and name in _STATISTICS
         if not has_memory(t):
-            words.append((t.layout, t.dtype))
-            self._pure = False
+            self.words.append((t.layout, t.dtype))
+            self.pure = False
             return Outside(t, False)
         key = t.untyped_storage()._cdata
         number, form = tape.ledger.at.get(key), form_of(t)
-        self._pure = self._pure and key not in tape.exposed
+        if key in tape.exposed:
+            self.pure = False
+        writes = statistics or name in self.schema.writes
         if number is None:
-            words.append((t.device, form))
-            (self._writes_outside if writes else self.outside)[key] = None
+            self.words.append((t.device, form))
+            (self.writes_outside if writes else self.outside)[key] = None
             return Outside(t, statistics)
-        words.append((number, len(tape.data[number].writers), form))
+        self.words.append((number, len(tape.data[number].writers), form))
         if writes:
-            self._writes[number] = None
+            self.writes[number] = None
         self.reads[number] = None
         return Ref(number, form)
 
