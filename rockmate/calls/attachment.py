@@ -55,6 +55,7 @@ from rockmate.errors import (
     RockmateError,
 )
 from rockmate.follow.engine import Followed, can_follow
+from rockmate.follow.exposed import is_followed
 from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import gets_sizes
@@ -252,7 +253,8 @@ class Attachment(Front):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; ``torch.nn.Module.__call__`` calls this."""
         model = self.model
-        if not torch.is_grad_enabled() or is_recorded() or getattr(self.inside, "on", False):
+        within = is_recorded() or is_followed() or getattr(self.inside, "on", False)
+        if within or not torch.is_grad_enabled():
             return model._call_impl(*args, **kwargs)
         if is_transformed():
             leave_plan(IN_TRANSFORMS)
@@ -280,6 +282,7 @@ class Attachment(Front):
 
     def plan_for(self, call: Call, saved: SavedPlan | None = None) -> None:
         """Plan such calls; nothing runs. ``saved``: this plan is taken."""
+        check_global_hooks()
         model, self.saved = self.model, saved
         with self._entered(), torch.enable_grad():
             self.inside.planning = True

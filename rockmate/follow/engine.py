@@ -9,7 +9,9 @@ place, and what it computes is planned when it comes again.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+import traceback
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +24,7 @@ from rkgb.cost.memory import is_measuring
 from rkgb.device.kind import Moment
 from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
+from rkgb.trace.code import is_the_users
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
@@ -302,8 +305,7 @@ class Followed:
         return Found(schedule, figures, 0)
 
     def _plan(self, known: Known, kind: CallKind, found: Found, budget: int, seconds: float) -> FollowedPlan:
-        at = {ops[-1]: place for ops in known.found.ops_of if ops for place in [known.observed.places[ops[-1]]]}
-        places = tuple(at.get(ops[-1], "") if ops else "" for ops in known.found.ops_of)
+        places = tuple(known.observed.places[ops[-1]] if ops else "" for ops in known.found.ops_of)
         setup = {"observe": known.seconds, "solve": seconds}
         bound = None if found.bound <= 0 else found.bound
         return FollowedPlan(
@@ -365,9 +367,16 @@ def _without_transforms(name: str) -> Iterator[None]:
         if "saved tensor hooks" not in str(error):
             raise
         raise UnsupportedError(
-            f"{name} computes derivatives inside forward by torch.func, under which torch does not tell what is saved: "
-            "use torch.autograd.grad there, or attach the submodules beside that place"
+            f"{name} computes derivatives by torch.func{_line_of(error)}, under which torch does not tell what is "
+            "saved: use torch.autograd.grad there, or attach the submodules beside that place"
         ) from error
+
+
+def _line_of(error: BaseException) -> str:
+    """The user's line that an error comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if is_the_users(f.filename)]
+    return f" at {os.path.basename(users[-1].filename)}:{users[-1].lineno}" if users else ""
 
 
 def _nothing(_: Sequence[Moment]) -> None:

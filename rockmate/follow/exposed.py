@@ -39,6 +39,11 @@ def telling_of_exposed(expose: Callable[[torch.Tensor], None]) -> Iterator[None]
                     _put_back(name)
 
 
+def is_followed() -> bool:
+    """Whether a forward is followed in this thread."""
+    return getattr(_told, "expose", None) is not None
+
+
 def _telling(original: Callable[..., Any], own: bool) -> Callable[..., Any]:
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         expose = getattr(_told, "expose", None)

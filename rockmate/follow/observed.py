@@ -137,7 +137,8 @@ class Observed:
         """As in ``Policy``."""
         if self.look is not None:
             self.look.reached = True
-        self._mark(tape, "asked", slot.number)
+        if slot.datum is not None:
+            self._mark(tape, "asked", slot.number)
         self.inner.asked(tape, slot)
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
@@ -195,7 +196,7 @@ def pack_of(tape: Tape, slot: Slot) -> tuple[Any, ...]:
     """What tells a slot from others: after how many operations it came, and what it refers to."""
     if slot.datum is None:
         return len(tape.ops), None
-    return len(tape.ops), slot.datum.number, slot.writes, slot.form
+    return len(tape.ops), slot.datum.number, slot.form
 
 
 def place_of_caller() -> str:

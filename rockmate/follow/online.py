@@ -45,11 +45,10 @@ class Online:
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
         """As in ``Policy``."""
         datum = slot.datum
-        if datum is None or datum.remade:
-            return
-        self.saved += datum.size if datum.slots == 1 else 0
-        self.held += datum.size if datum.base is None else 0
-        datum.base = t.detach()
+        if datum is not None and datum.base is None:
+            self.saved += datum.size if datum.slots == 1 else 0
+            self.held += datum.size
+            datum.base = t.detach()
 
     def over(self, tape: Tape) -> None:
         """As in ``Policy``."""

@@ -107,8 +107,7 @@ class Datum:
     """Memory that one operation of the forward allocates. ``size``: bytes. ``base``: a tensor in it, if it is held.
 
     ``maker`` allocates it; ``writers`` write into it later, in order. ``readers``: operations that have read it since.
-    ``slots``: tensors in it that autograd's graph refers to. ``pinned``: it cannot be made again. ``remade``: ``base``
-    was made by a rerun.
+    ``slots``: tensors in it that autograd's graph refers to. ``pinned``: it cannot be made again.
     """
 
     number: int
@@ -119,7 +118,6 @@ class Datum:
     writers: list[int] = field(default_factory=list)
     readers: list[int] = field(default_factory=list)
     slots: int = 0
-    remade: bool = False
 
 
 class Ledger:
@@ -164,17 +162,17 @@ def _gone(ledger: weakref.ref[Ledger], key: int, size: int, _: Any) -> None:
 class Slot:
     """What autograd keeps in the place of a tensor that it would save. ``number``: how many came before it.
 
-    ``datum``: where the tensor lies, None if it is ``held`` itself. ``writes``: that the datum had had by then.
+    ``datum``: where the tensor lies, None if it is ``held`` itself. ``counter``: has its version counter.
     """
 
-    __slots__ = ("datum", "form", "held", "number", "tape", "version", "writes")
+    __slots__ = ("counter", "datum", "form", "held", "number", "tape", "version")
 
     def __init__(self, tape: Any, number: int, t: torch.Tensor) -> None:
         self.tape, self.number = tape, number
         self.version = 0 if t.is_inference() else t._version
         self.datum: Datum | None = None
         self.form: Form = ()
-        self.writes = 0
+        self.counter: torch.Tensor | None = None
         self.held: torch.Tensor | None = None
 
     def __del__(self) -> None:

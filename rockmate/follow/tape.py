@@ -105,7 +105,11 @@ class Tape(TorchDispatchMode):
         op = Op(func, noting.args, noting.kwargs, tuple(noting.reads), tuple(noting.writes), reruns)
         self.ops.append(op)
         began = time.perf_counter_ns()
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except BaseException:
+            self.ops.pop()  # the forward may go on without it
+            raise
         op.nanoseconds = time.perf_counter_ns() - began
         results = list(_tensors(result))
         self._made(index, op, results, noting)
@@ -189,7 +193,6 @@ class Tape(TorchDispatchMode):
                 self.make(datum)
             else:
                 datum.base = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-                datum.remade = True  # its versions are not those of the tensors that autograd saved
 
     # ------------------------------------------------------------------------- saved tensors
 
@@ -201,34 +204,32 @@ class Tape(TorchDispatchMode):
         with torch._C._DisableTorchDispatch():
             if number is None:
                 slot.held = t if t.is_leaf else t.detach()
+                slot.counter = slot.held
             else:
                 slot.datum, slot.form = self.data[number], form_of(t)
-                slot.writes = len(slot.datum.writers)
                 slot.datum.slots += 1
+                if not t.is_inference():
+                    slot.counter = t.detach()
+                    slot.counter.data = torch.empty(0, dtype=t.dtype, device=t.device)  # the version counter alone
             self.policy.packed(self, slot, t)
-            if slot.datum is not None:
-                base = slot.datum.base
-                slot.version = -1 if base is None or slot.datum.remade else base._version
         return slot
 
     def unpack(self, slot: Slot) -> torch.Tensor:
         """The tensor that autograd saved, made again if it is not held."""
-        if slot.datum is None:
-            assert slot.held is not None
-            if not slot.held.is_inference() and slot.held._version != slot.version:
-                raise _changed(slot.held, slot.version)
-            return slot.held
+        counter = slot.counter
+        if counter is not None and not counter.is_inference() and counter._version != slot.version:
+            raise _changed(slot)
         datum = slot.datum
         with torch._C._DisableTorchDispatch():
             if not self.open:
                 self.waits = False
                 self.policy.asked(self, slot)
+            if datum is None:
+                assert slot.held is not None
+                return slot.held
             base = datum.base
             if base is None:
                 base = self.make(datum)
-            changed = slot.version >= 0 and not datum.remade and base._version != slot.version
-            if changed or slot.writes != len(datum.writers):
-                raise _changed(formed(base, slot.form), slot.version)
             t = formed(base, slot.form)
             if not self.open:
                 self.policy.answered(self, slot)
@@ -301,7 +302,7 @@ class Tape(TorchDispatchMode):
                 for position, number in op.makes:
                     datum = self.data[number]
                     if datum.base is None:
-                        datum.base, datum.remade = results[position], True
+                        datum.base = results[position]
                         self.ledger.add(results[position].untyped_storage(), number, datum.size)
 
     def _values(self, noted: Iterable[Any]) -> list[Any]:
@@ -438,9 +439,11 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(x)
 
 
-def _changed(t: torch.Tensor, then: int) -> RuntimeError:
+def _changed(slot: Slot) -> RuntimeError:
+    shape = list(slot.form[1]) if slot.form else list(slot.held.shape) if slot.held is not None else []
+    now = 0 if slot.counter is None else slot.counter._version
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of shape {list(t.shape)} is not at version {then} any more. It was changed between the forward and "
-        "the backward that reads it."
+        f"a tensor of shape {shape} is at version {now}; expected version {slot.version} instead. It was changed "
+        "between the operation that saved it and the backward that reads it."
     )

@@ -185,7 +185,6 @@ def test_attributes_that_branches_set() -> None:
     assert handle is not None and handle.reason
 
 
-@pytest.mark.filterwarnings("ignore:.*nothing of this call could be captured:rockmate.BudgetWarning")
 def test_an_attribute_may_have_the_name_of_one_of_ours() -> None:
     """What an attachment holds (its ``last`` plan) changes with every call, and is nothing that the model reads."""
 

@@ -22,7 +22,6 @@ from rockmate import (
     PlanError,
     Rockmate,
     UnsupportedError,
-    VariantLimitError,
     attach,
     attached,
     detach,
@@ -203,8 +202,8 @@ def test_layers_that_get_their_size_in_the_first_call() -> None:
     assert handle.plan is not None and handle.plan.recomputed
 
 
-def test_hints_are_for_attached_models_too() -> None:
-    """A value that is another one at each call, in a model that can only be traced as a whole."""
+def test_a_value_that_is_another_one_at_each_call() -> None:
+    """A value that is another one at each call, in a model of which nothing is captured: it is followed."""
 
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -217,13 +216,19 @@ def test_hints_are_for_attached_models_too() -> None:
             result: torch.Tensor = self.net(x) * drawn
             return result
 
-    model = Reads()
-    attach(model, "60%", costs="flops")
-    with pytest.warns(BudgetWarning, match="nothing of this call could be captured"):
-        model(X)
-    with pytest.raises(VariantLimitError, match="Attach the submodules around that line"):
-        for _ in range(17):
-            model(X)
+    eager, model = Reads(), Reads()
+    eager.load_state_dict(model.state_dict())
+    handle = attach(model, "75%", costs="flops")
+    for _ in range(4):
+        torch.manual_seed(1)
+        theirs = eager(X)
+        theirs.square().mean().backward()
+        torch.manual_seed(1)
+        ours = model(X)
+        ours.square().mean().backward()
+        assert torch.equal(ours, theirs)
+    assert handle.plan is not None
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
 
 
 def _small() -> tuple[nn.Module, torch.Tensor, int]:

@@ -188,9 +188,8 @@ class Direct(nn.Module):
     [
         (lambda m: parametrize.register_parametrization(m, "weight", nn.Identity()), "a parametrization"),
         (lambda m: parametrizations.weight_norm(m, "weight"), "a parametrization"),
-        (lambda m: prune.l1_unstructured(m, "weight", amount=0.5), "L1Unstructured"),
     ],
-    ids=["parametrize", "weight_norm", "prune"],
+    ids=["parametrize", "weight_norm"],
 )
 def test_weights_replaced_on_the_rockmate_are_refused(register: Any, name: str) -> None:
     """The model's forward would not see them; on the model they work."""
@@ -203,6 +202,14 @@ def test_weights_replaced_on_the_rockmate_are_refused(register: Any, name: str) 
     rk = Rockmate(model, X, "1 MiB", costs="flops")
     register(model)
     register(eager)
+    assert_trains_as_eager(eager, rk, lambda _, call: step(call, (X,)))
+
+
+def test_pruning_on_the_rockmate() -> None:
+    eager, rk = Direct(), Rockmate(Direct(), X, "1 MiB", costs="flops")
+    for model in (eager, rk):
+        torch.manual_seed(1)
+        prune.l1_unstructured(model, "weight", amount=0.5)
     assert_trains_as_eager(eager, rk, lambda _, call: step(call, (X,)))
 
 
