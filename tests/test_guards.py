@@ -1,4 +1,4 @@
-"""What a module's Python reads from tensors is checked at every call; what cannot be kept is refused by line."""
+"""What a module's Python reads from tensors, and what a trace cannot keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rkgb import make_all_graphs
 from rkgb.trace.code import watched
 from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensors_of
-from rockmate import GraphError, MismatchError, Rockmate, VariantLimitError
+from rockmate import MismatchError, Rockmate
 
 
 class Layers(nn.Module):
@@ -88,18 +88,16 @@ def listed(m: Layers, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [branch, scaled, chosen_rows, listed])
-def test_another_value_is_another_plan(function: Callable[..., Any]) -> None:
+def test_values_that_python_reads(function: Callable[..., Any]) -> None:
     model = Layers(function)
     eager = copy.deepcopy(model)
     x, y = inputs(1), -2.5 * inputs(1)
     rk = tight(model, x)
-    assert rk.plan.guards
     for given in (x, y, x, y):
         assert_equal_step(rk, eager, given)
-    assert rk.plans_made == 2
 
 
-def test_a_late_guard_leaves_no_trace_of_the_call_that_failed() -> None:
+def test_a_value_that_is_read_late() -> None:
     """Dropout and batch norm came first: generator and statistics are put back before the other plan runs."""
     model = Layers(
         lambda m, x: (y := m.run(nn.functional.dropout(m.norm(x), 0.3))) * (2 if x.sum() > 0 * y[0, 0] else 3)
@@ -108,14 +106,14 @@ def test_a_late_guard_leaves_no_trace_of_the_call_that_failed() -> None:
     rk = tight(model, inputs(1))
     for seed in range(6):
         assert_equal_step(rk, eager, inputs(1) * (-1) ** seed)
-    assert rk.plans_made == 2
 
 
-def test_a_value_that_never_comes_again_is_refused_by_line() -> None:
-    rk = Rockmate(Layers(lambda m, x: m.run(x) * x.sum().item()), inputs(), "1 GiB", costs="flops")
-    with pytest.raises(VariantLimitError, match=r"guard\[item == .*test_guards\.py:\d+"):
-        for seed in range(100):
-            rk(inputs(seed))
+def test_a_value_that_never_comes_again() -> None:
+    model = Layers(lambda m, x: m.run(x) * x.sum().item())
+    eager, rk = copy.deepcopy(model), tight(model, inputs())
+    for seed in range(6):
+        assert_equal_step(rk, eager, inputs(seed))
+    assert rk.plans_made == 1
 
 
 def test_arrays_are_computed_anew() -> None:
@@ -138,19 +136,32 @@ def test_the_first_import_of_numpys_generator_is_no_draw(monkeypatch: pytest.Mon
     assert drawn == []
 
 
-@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
-def test_draws_that_a_plan_would_repeat_are_refused(draw: Callable[[], float]) -> None:
-    with pytest.raises(GraphError, match="random module"):
-        Rockmate(Layers(lambda m, x: m.run(x) if draw() < 2 else x), inputs(), "1 GiB")
+@pytest.mark.parametrize("module", [random, numpy.random])
+def test_draws_of_other_generators(module: Any) -> None:
+    """Planning ahead leaves them as they were."""
+    model = Layers(lambda m, x: m.run(x) * (0.5 if module.random() < 0.5 else 2.0))
+    eager = copy.deepcopy(model)
+    module.seed(1)
+    rk = tight(model, inputs())
+    drawn = module.random()
+    module.seed(1)
+    assert drawn == module.random()
+    for seed in range(4):
+        module.seed(seed)
+        theirs = eager(inputs(seed))
+        module.seed(seed)
+        assert torch.equal(rk(inputs(seed)), theirs)
 
 
-def test_gradients_inside_forward_are_refused_by_line() -> None:
+def test_gradients_inside_forward() -> None:
     def function(m: Layers, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
+        x = x.detach().requires_grad_()
         return torch.autograd.grad(m.run(x).sum(), x, create_graph=True)[0]
 
-    with pytest.raises(GraphError, match=r"grad at test_guards\.py:\d+"):
-        Rockmate(Layers(function), inputs(), "1 GiB")
+    model = Layers(function)
+    eager, rk = copy.deepcopy(model), Rockmate(model, inputs(), "1 GiB", costs="flops")
+    for seed in range(4):
+        assert_equal_step(rk, eager, inputs(seed))
 
 
 @dataclass
@@ -231,18 +242,14 @@ class Jitter(torch.autograd.Function):
         return g
 
 
-@pytest.mark.parametrize("step", [2.0**-23, 1.0])
-def test_kernels_that_do_not_repeat_themselves_are_compared_within_rounding(
-    monkeypatch: pytest.MonkeyPatch, step: float
-) -> None:
-    monkeypatch.setattr(Jitter, "step", step)
+def test_kernels_that_do_not_repeat_themselves_are_compared_within_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers(lambda m, x: m.run(Jitter.apply(m.run(x))))
-    if step < 1e-6:
-        notes = Rockmate(model, inputs(), "1 GiB", costs="flops").plan.notes
-        assert notes == ("the module's own runs differ in some bits; the program was compared within rounding",)
-    else:
-        with pytest.raises(MismatchError, match="differs from the module's when the values of the sample are others"):
-            Rockmate(model, inputs(), "1 GiB", costs="flops")
+    monkeypatch.setattr(Jitter, "step", 2.0**-23)
+    notes = make_all_graphs(model, inputs(), costs="flops").D.notes
+    assert notes == ("the module's own runs differ in some bits; the program was compared within rounding",)
+    monkeypatch.setattr(Jitter, "step", 1.0)
+    with pytest.raises(MismatchError, match="differs from the module's when the values of the sample are others"):
+        make_all_graphs(model, inputs(), costs="flops")
 
 
 def test_a_small_step_that_python_counts_is_no_rounding() -> None:
@@ -298,16 +305,20 @@ def test_scripted_parts_are_seen_through() -> None:
             super().__init__(lambda m, x: function(m.scripted(m.run(x))))
             self.scripted = script(Scripted())
 
-    model, eager = Holder(torch.jit.script), Holder(lambda m: m)  # a scripted module's own executor rounds otherwise
+    model, eager = Holder(torch.jit.script), Holder(lambda m: m)
     rk = tight(model, inputs())
-    assert "tanh" in str(rk.plan.graph.s.d)
-    assert_equal_step(rk, eager, inputs())
-    assert_equal_step(rk, eager, inputs(3))
+    assert "tanh" in str(make_all_graphs(model, inputs(), costs="flops").D)
+    for seed in range(3):  # a scripted module's own executor rounds otherwise
+        torch.testing.assert_close(rk(inputs(seed)), eager(inputs(seed)))
+        rk(inputs(seed)).sum().backward()
+        eager(inputs(seed)).sum().backward()
+    for p, q in zip(rk.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_printing_a_tensor_is_no_decision() -> None:
     rk = Rockmate(Layers(lambda m, x: (f"{x} {x.sum():.2f}", m.run(x))[1]), inputs(), "1 GiB", costs="flops")
-    assert not rk.plan.guards
+    assert rk.plan is not None
 
 
 def test_an_attribute_that_holds_a_tensor_is_looked_up_at_every_call() -> None:
@@ -320,11 +331,10 @@ def test_an_attribute_that_holds_a_tensor_is_looked_up_at_every_call() -> None:
     eager = copy.deepcopy(model)
     rk = tight(model, inputs())
     assert torch.equal(model.seen, eager.seen)  # planning leaves it as it was
-    for plans, scale in ((1, 2.0), (1, 5.0), (2, [2.0] * 8)):
+    for scale in (2.0, 5.0, [2.0] * 8):
         model.scale, eager.scale = torch.tensor(scale), torch.tensor(scale)
         assert_equal_step(rk, eager, inputs(1))
         assert torch.equal(model.seen, eager.seen)
-        assert rk.plans_made == plans
 
 
 def test_what_a_failed_guard_puts_back_was_never_changed() -> None:
@@ -341,7 +351,6 @@ def test_what_a_failed_guard_puts_back_was_never_changed() -> None:
     for m in (rk, eager):
         for first, second in ((up, down), (down, up), (up, down)):
             (m(x, first).sum() + m(x, second).square().sum()).backward()
-    assert rk.plans_made == 2
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
     for a, b in zip(model.buffers(), eager.buffers(), strict=True):

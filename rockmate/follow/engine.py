@@ -70,7 +70,7 @@ class Known:
 
     found: FollowedProblem
     observed: Observed
-    forms: tuple[OpForm, ...]
+    forms: list[OpForm]
     missing: frozenset[str]
     seconds: float
     rehearsed: bool
@@ -198,16 +198,12 @@ class Followed:
         beside = max(node.backward.peak for k in kind.known for node in k.found.problem.nodes if node.backward)
         return max(budget - beside, budget // 8), 1.0
 
-    def _otherwise(
-        self, kind: CallKind, known: Known, tape: Tape, index: int, signature: tuple[Any, ...] | None
-    ) -> Policy:
+    def _otherwise(self, kind: CallKind, known: Known, tape: Tape, index: int) -> Policy:
         """The call computes something else than ``known`` from operation ``index`` on."""
-        words = known.observed.seen.words[:index]
-        for other in kind.known if signature is not None else ():
-            theirs = other.observed.seen.words
-            if other is known or other.program is None or theirs[:index] != words:
-                continue
-            if theirs[index : index + 1] == [signature] and other.forms[index] == form_of_op(tape.ops[index]):
+        before, now = known.forms[:index], [form_of_op(op) for op in tape.ops[index : index + 1]]
+        for other in kind.known if now else ():
+            fits = other.forms[:index] == before and other.forms[index : index + 1] == now
+            if other is not known and other.program is not None and fits:
                 return Planned(other.program, partial(self._otherwise, kind, other))
         kind.news = len(kind.known) < MOST_KNOWN
         return Online(*self._limits(kind, tape.device))
@@ -231,10 +227,11 @@ class Followed:
         seen.ended, seen.moments, seen.left = time.perf_counter_ns(), moments, observed.ledger.live
         began = time.perf_counter()
         found = problem_of(ops, data, seen)
-        forms = tuple(form_of_op(op) for op in ops)
-        known = Known(found, observed, forms, missing, 0.0, self.front.rehearses, eager_peak_of(found.problem), device)
+        known = Known(
+            found, observed, seen.forms, missing, 0.0, self.front.rehearses, eager_peak_of(found.problem), device
+        )
         known.seconds = time.perf_counter() - began
-        others = [k for k in kind.known if not (k.observed.seen.words == seen.words and k.missing == missing)]
+        others = [k for k in kind.known if not (k.forms == seen.forms and k.missing == missing)]
         kind.known = [known, *others][:MOST_KNOWN]
         kind.news = self.front.rehearses
         observed.forget()
@@ -289,7 +286,7 @@ class Followed:
                     known.problem = message, least
         known.budget = budget
         known.plan = self._plan(known, kind, found, budget, time.perf_counter() - began)
-        known.program = program_of(known.found, found.schedule, known.observed.seen, known.forms)
+        known.program = program_of(known.found, found.schedule, known.observed.seen)
         known.schedule = found.schedule
 
     def _carried(self, known: Known, budget: int) -> Found | None:

@@ -17,7 +17,7 @@ from rkgb.device import kind_of
 from rkgb.device.kind import Moment, Timeline
 from rkgb.trace.code import is_the_users
 from rockmate.calls.look import Look
-from rockmate.follow.record import Datum, Ledger, Slot
+from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, form_of_op
 from rockmate.follow.tape import Policy, Tape
 
 
@@ -36,15 +36,17 @@ class Mark(NamedTuple):
 class Seen:
     """What was observed of one step.
 
-    ``words``: of each operation. ``packs``: of each slot, after how many operations it came, its datum and its form.
+    ``forms`` of operations, and ``sizes`` of what they make. ``packs``: of each slot, after how many operations it
+    came, and its datum.
     ``marks``, and ``moments`` of the allocator at these. ``ended``: when the backward was
     over, in nanoseconds; ``left``: bytes of data that still lived then. ``released``: the mark by which nobody outside
     held a datum any more; those that were always held are not there. ``reads``: for each mark "asked", the data that
     autograd has in use from then on.
     """
 
-    words: list[tuple[Any, ...]] = field(default_factory=list)
-    packs: list[tuple[Any, ...]] = field(default_factory=list)
+    forms: list[OpForm] = field(default_factory=list)
+    sizes: list[tuple[int, ...]] = field(default_factory=list)
+    packs: list[tuple[int, int | None]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     ended: int = 0
@@ -116,12 +118,14 @@ class Observed:
         self._mark(tape, "op", index)
         self.inner.before(tape, index)
 
-    def after(self, tape: Tape, index: int, signature: tuple[Any, ...], results: Sequence[Any]) -> None:
+    def after(self, tape: Tape, index: int, results: Sequence[Any]) -> None:
         """As in ``Policy``."""
-        self.seen.words.append(signature)
+        op = tape.ops[index]
+        self.seen.forms.append(form_of_op(op))
+        self.seen.sizes.append(sizes_of(tape, op))
         self.places.append(place_of_caller())
         self._outside.update(dict.fromkeys(number for _, number in tape.ops[index].makes))
-        self.inner.after(tape, index, signature, results)
+        self.inner.after(tape, index, results)
 
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
         """As in ``Policy``."""
@@ -192,11 +196,14 @@ class Observed:
         return datum.base is not None and tape.ledger.holders(datum.base) <= 0
 
 
-def pack_of(tape: Tape, slot: Slot) -> tuple[Any, ...]:
+def pack_of(tape: Tape, slot: Slot) -> tuple[int, int | None]:
     """What tells a slot from others: after how many operations it came, and what it refers to."""
-    if slot.datum is None:
-        return len(tape.ops), None
-    return len(tape.ops), slot.datum.number, slot.form
+    return len(tape.ops), None if slot.datum is None else slot.datum.number
+
+
+def sizes_of(tape: Tape, op: Op) -> tuple[int, ...]:
+    """Bytes of what ``op`` makes."""
+    return tuple([tape.data[number].size for _, number in op.makes])
 
 
 def place_of_caller() -> str:

@@ -32,7 +32,7 @@ class Online:
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""
 
-    def after(self, tape: Tape, index: int, signature: tuple[Any, ...], results: Sequence[Any]) -> None:
+    def after(self, tape: Tape, index: int, results: Sequence[Any]) -> None:
         """As in ``Policy``."""
         op = tape.ops[index]
         if op.reruns:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
-from rockmate.follow.observed import Seen, pack_of
+from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Datum, OpForm, Slot, alias_of, form_of_op
 from rockmate.follow.tape import Policy, Tape
@@ -30,14 +30,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class FollowedProgram:
-    """A schedule, by what a followed forward shows. ``words``, ``forms`` of each operation, ``packs`` of each slot: as
-    in the step that was observed. ``held``: data that are held from the forward on. ``stages`` in the order of the
+    """A schedule, by what a followed forward shows. ``forms`` and ``sizes`` of operations, ``packs`` of slots: as in
+    the step that was observed. ``held``: data that are held from the forward on. ``stages`` in the order of the
     backward; ``stage_of``: by slot.
     """
 
-    words: tuple[tuple[Any, ...], ...]
-    forms: tuple[OpForm, ...]
-    packs: tuple[tuple[Any, ...], ...]
+    forms: list[OpForm]
+    sizes: list[tuple[int, ...]]
+    packs: list[tuple[int, int | None]]
     held: frozenset[int]
     stages: tuple[Stage, ...]
     stage_of: dict[int, int]
@@ -48,7 +48,7 @@ class FollowedProgram:
         return sum(len(stage.runs) for stage in self.stages)
 
 
-def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen, forms: Sequence[OpForm]) -> FollowedProgram:
+def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen) -> FollowedProgram:
     """``schedule`` of ``found.problem``, for what was ``seen``."""
     live: set[int] = set()
     at = schedule.index(Loss())
@@ -70,7 +70,7 @@ def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen, forms: Se
     for slot, node in found.step_of.items():
         slots_of.setdefault(node, []).append(slot)
     stages, stage_of = _stages(found, behind, slots_of, seen)
-    return FollowedProgram(tuple(seen.words), tuple(forms), tuple(seen.packs), held, stages, stage_of)
+    return FollowedProgram(seen.forms, seen.sizes, seen.packs, held, stages, stage_of)
 
 
 def _stages(
@@ -116,14 +116,13 @@ def _order(slots_of: dict[int, list[int]], stage_of: dict[int, int]) -> Callable
 
 class Planned:
     """Follows ``program``; not ``exactly``: at other sizes. ``otherwise``: called where the forward does something
-    else, with the number of operations that were the same, and what comes in the place of the next one; returns what
-    decides from then on.
+    else, with the number of operations that were the same; returns what decides from then on.
     """
 
     def __init__(
         self,
         program: FollowedProgram,
-        otherwise: Callable[[Tape, int, tuple[Any, ...] | None], Policy],
+        otherwise: Callable[[Tape, int], Policy],
         exactly: bool = True,
     ) -> None:
         self.program, self.otherwise, self.exactly = program, otherwise, exactly
@@ -133,12 +132,12 @@ class Planned:
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""
 
-    def after(self, tape: Tape, index: int, signature: tuple[Any, ...], results: Sequence[Any]) -> None:
+    def after(self, tape: Tape, index: int, results: Sequence[Any]) -> None:
         """As in ``Policy``."""
         program, op = self.program, tape.ops[index]
         same = index < len(program.forms) and program.forms[index] == form_of_op(op)
-        if not same or (self.exactly and program.words[index] != signature):
-            self._leave(tape, index, signature).after(tape, index, signature, results)
+        if not same or (self.exactly and self._is_larger(tape, index)):
+            self._leave(tape, index).after(tape, index, results)
             return
         for position, number in op.makes:
             if number in program.held:
@@ -147,18 +146,21 @@ class Planned:
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
         """As in ``Policy``."""
         program, number = self.program, slot.number
-        before = program.packs[number] if number < len(program.packs) else ()
-        now = pack_of(tape, slot)
-        if before != now if self.exactly else before[:2] != now[:2]:
+        if number >= len(program.packs) or program.packs[number] != pack_of(tape, slot):
             self._leave(tape, len(tape.ops)).packed(tape, slot, t)
 
     def over(self, tape: Tape) -> None:
         """As in ``Policy``."""
-        if len(tape.ops) != len(self.program.words) or tape.slots != len(self.program.packs):
+        if len(tape.ops) != len(self.program.forms) or tape.slots != len(self.program.packs):
             self._leave(tape, len(tape.ops))
 
-    def _leave(self, tape: Tape, index: int, signature: tuple[Any, ...] | None = None) -> Policy:
-        policy = self.otherwise(tape, index, signature)
+    def _is_larger(self, tape: Tape, index: int) -> bool:
+        """Whether an operation makes more than was planned for; less does no harm."""
+        planned, op = self.program.sizes[index], tape.ops[index]
+        return bool(planned) and any(a > b for a, b in zip(sizes_of(tape, op), planned, strict=True))
+
+    def _leave(self, tape: Tape, index: int) -> Policy:
+        policy = self.otherwise(tape, index)
         tape.decide_by(policy)
         return policy
 

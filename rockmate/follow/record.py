@@ -94,12 +94,14 @@ class Op:
 
 
 OpForm = tuple[Any, ...]
-"""What an operation is, sizes apart: its function, the data that it reads, writes and makes."""
+"""What an operation is, sizes and numbers apart: its function, the data that it reads, writes and makes, and whether it
+gives the same again.
+"""
 
 
 def form_of_op(op: Op) -> OpForm:
-    """What ``op`` is, sizes apart."""
-    return op.func, op.reads, op.writes, op.makes
+    """What ``op``, which has just run, is."""
+    return op.func, op.reads, op.writes, op.makes, op.reruns
 
 
 @dataclass(slots=True, eq=False)

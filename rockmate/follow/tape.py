@@ -36,8 +36,8 @@ class Policy(Protocol):
     def before(self, tape: Tape, index: int) -> None:
         """Operation ``index`` comes."""
 
-    def after(self, tape: Tape, index: int, signature: tuple[Any, ...], results: Sequence[Any]) -> None:
-        """It has run; ``signature`` says what it was given."""
+    def after(self, tape: Tape, index: int, results: Sequence[Any]) -> None:
+        """It has run."""
 
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
         """Autograd saves ``t``, for which it gets ``slot``."""
@@ -120,7 +120,7 @@ class Tape(TorchDispatchMode):
         for number in op.writes:
             self.data[number].writers.append(index)
             self.data[number].readers.clear()
-        self.policy.after(self, index, tuple(noting.words), results)
+        self.policy.after(self, index, results)
         return result
 
     def _made(self, index: int, op: Op, results: list[torch.Tensor], noting: _Noting) -> None:
@@ -357,11 +357,11 @@ def kernels() -> tuple[object, ...]:
 
 
 class _Noting:
-    """One operation, as it is noted. ``words`` are equal for operations that do the same. ``reads``, ``writes``: data.
+    """One operation, as it is noted. ``reads``, ``writes``: data.
     ``outside``, ``writes_outside``: storages of other memory. ``pure``: it may give the same again.
     """
 
-    __slots__ = ("args", "kwargs", "outside", "pure", "rates", "reads", "schema", "tape", "trains", "words", "writes",
+    __slots__ = ("args", "kwargs", "outside", "pure", "rates", "reads", "schema", "tape", "trains", "writes",
                  "writes_outside")  # fmt: skip
 
     def __init__(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -375,12 +375,8 @@ class _Noting:
         if schema.trains:
             given = dict(zip(schema.names, args, strict=False)) | kwargs
             self.trains = bool(given.get("training", given.get("train", True)))
-        self.words: list[Any] = [func]
         self.args = tuple([self._of(x, schema.names[k]) for k, x in enumerate(args)])
-        self.kwargs = {}
-        for key, x in kwargs.items():
-            self.words.append(key)
-            self.kwargs[key] = self._of(x, key)
+        self.kwargs = {key: self._of(x, key) for key, x in kwargs.items()}
 
     def reruns(self) -> bool:
         """Whether it gives the same again."""
@@ -395,18 +391,14 @@ class _Noting:
         if isinstance(x, torch.Tensor):
             return self._tensor(x, name)
         if type(x) in (list, tuple):
-            self.words.append(len(x))
             return [self._of(y, name) for y in x]
         if name in _RATES:
             self.rates.append(x)
-        # Numbers with a fraction change neither what is allocated nor what is saved.
-        self.words.append(float if type(x) is float else x if x.__hash__ is not None else repr(x))
         return x
 
     def _tensor(self, t: torch.Tensor, name: str) -> Any:
         tape, statistics = self.tape, self.trains and name in _STATISTICS
         if not has_memory(t):
-            self.words.append((t.layout, t.dtype))
             self.pure = False
             return Outside(t, False)
         key = t.untyped_storage()._cdata
@@ -415,10 +407,8 @@ class _Noting:
             self.pure = False
         writes = statistics or name in self.schema.writes
         if number is None:
-            self.words.append((t.device, form))
             (self.writes_outside if writes else self.outside)[key] = None
             return Outside(t, statistics)
-        self.words.append((number, len(tape.data[number].writers), form))
         if writes:
             self.writes[number] = None
         self.reads[number] = None

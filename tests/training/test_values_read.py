@@ -12,7 +12,6 @@ from models import randn
 from torch import nn
 
 from rockmate import attach
-from rockmate.planning.step import StepPlan
 
 
 def with_one(h: torch.Tensor, k: int) -> torch.Tensor:
@@ -65,6 +64,6 @@ def test_numbers_that_are_others_in_each_step_are_planned_once(use: str) -> None
             result.backward()
         assert_same(results[:1], results[1:])
         assert_same(snapshot(model), snapshot(eager))
-    assert isinstance(handle.plan, StepPlan)
+    assert handle.plan is not None
     assert handle.plan.recomputed
-    assert handle.plans_made <= 4, "as many as there are graphs, some of them in two kinds"
+    assert handle.plans_made <= 2
