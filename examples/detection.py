@@ -1,6 +1,6 @@
 """Detection with torchvision: attach the whole model.
 
-It draws the sizes of images and reads them, so that it is captured as several graphs. One plan is made for all.
+It draws the sizes of images and reads them, so that it is not one graph: it is followed.
 
     python examples/detection.py
 """

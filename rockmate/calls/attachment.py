@@ -1,4 +1,4 @@
-"""What stands in the place of an attached model's calls: each is captured by TorchDynamo, or traced as a whole."""
+"""What stands in the place of an attached model's calls: each is captured by TorchDynamo, or followed."""
 
 from __future__ import annotations
 
