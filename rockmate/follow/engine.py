@@ -204,6 +204,7 @@ class Followed:
         for other in kind.known if now else ():
             fits = other.forms[:index] == before and other.forms[index : index + 1] == now
             if other is not known and other.program is not None and fits:
+                kind.known = [other, *(k for k in kind.known if k is not other)]  # the next call may be like this one
                 return Planned(other.program, partial(self._otherwise, kind, other))
         kind.news = len(kind.known) < MOST_KNOWN
         return Online(*self._limits(kind, tape.device))

@@ -22,8 +22,8 @@ from rockmate.follow.tape import Policy, Tape
 
 
 class Mark(NamedTuple):
-    """A moment. ``what``: "op" before operation ``number``; "end" of the forward; "asked" and "answered" around reruns
-    for slot ``number``. ``live``: bytes of followed data. ``time``: nanoseconds.
+    """A moment. ``what``: "begin" of the forward; "op" before operation ``number``; "end" of the forward; "asked" and
+    "answered" around reruns for slot ``number``. ``live``: bytes of followed data. ``time``: nanoseconds.
     """
 
     what: str
@@ -101,6 +101,8 @@ class Observed:
         self._outside: dict[int, None] = {}  # data that somebody outside holds, too
         self._in_use: dict[int, None] = {}  # data that autograd has got
         self._deaths = 0
+        look.mark()  # levels are above this one: the numbers that the first operation is given are memory, too
+        self.seen.marks.append(Mark("begin", 0, 0, time.perf_counter_ns()))
 
     def keeps(self, datum: Datum) -> bool:
         """As in ``Policy``."""

@@ -10,7 +10,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rockmate import attach, measure_peak
+from rockmate.calls import attachment
 from rockmate.planning.step import StepPlan
+
+
+@pytest.fixture(autouse=True)
+def several_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are captured as several graphs, as sharded ones are; others are followed."""
+    monkeypatch.setattr(attachment, "can_follow", lambda model: False)
+
 
 WIDTH, CLASSES = 32, 1024
 

@@ -25,9 +25,16 @@ from torch.utils.checkpoint import checkpoint
 
 from rkgb.device.kind import Moment, Timeline
 from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, attach, attached, measure_peak
-from rockmate.calls import look
+from rockmate.calls import attachment, look
 from rockmate.planning.step import StepPlan
 from solvers import walk
+
+
+@pytest.fixture(autouse=True)
+def several_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are captured as several graphs, as sharded ones are; others are followed."""
+    monkeypatch.setattr(attachment, "can_follow", lambda model: False)
+
 
 WIDTH = 32
 

@@ -14,6 +14,14 @@ from models import randn
 from torch import nn
 
 from rockmate import Attachment, BudgetWarning, PlanningWarning, attach, measure_peak
+from rockmate.calls import attachment
+
+
+@pytest.fixture(autouse=True)
+def several_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are captured as several graphs, as sharded ones are; others are followed."""
+    monkeypatch.setattr(attachment, "can_follow", lambda model: False)
+
 
 ROWS, WIDTH = 320, 64
 

@@ -13,7 +13,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from rockmate import Attachment, BudgetWarning, InfeasibleBudgetError, Rockmate, attach, measure_peak
+from rockmate.calls import attachment
 from rockmate.planning.planner import Planner
+
+
+@pytest.fixture(autouse=True)
+def several_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are captured as several graphs, as sharded ones are; others are followed."""
+    monkeypatch.setattr(attachment, "can_follow", lambda model: False)
+
 
 WIDTH = 32
 
