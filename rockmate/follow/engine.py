@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten_with_path
 
 from rkgb.cost.memory import is_measuring
 from rkgb.device.kind import Moment
@@ -382,7 +383,13 @@ def _nothing(_: Sequence[Moment]) -> None:
 
 
 def _names(call: Call) -> list[str]:
-    return [f"input {k}" for k in range(len(call.leaves))]
+    """What the arguments are called, as ``Attachment.described`` reads it."""
+    names = []
+    for path, _ in tree_flatten_with_path((call.args, call.kwargs))[0]:
+        kind, *rest = path
+        where = "kwargs" if getattr(kind, "idx", 0) else "args"
+        names.append(".".join([where, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in rest)]))
+    return names if len(names) == len(call.leaves) else [f"input {k}" for k in range(len(call.leaves))]
 
 
 def _device_of(model: torch.nn.Module, call: Call) -> torch.device:
