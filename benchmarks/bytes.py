@@ -39,6 +39,7 @@ from rkgb.errors import GraphError, MeasureError
 from rkgb.trees import tensors_of
 from rockmate import Rockmate, measure_peak
 from rockmate.errors import RockmateError
+from rockmate.planning.plan import Plan
 
 HERE = Path(__file__).resolve().parent
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -114,7 +115,7 @@ def examined(built: Any, row: dict[str, Any]) -> None:
     del reference
     model, args, kwargs = built
     rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs, costs="flops", cache=False)
-    row["operations"] = len(rk.plan.graph.s.d.nodes)
+    row["operations"] = len(rk.plan.graph.s.d.nodes if isinstance(rk.plan, Plan) else rk.plan.problem.nodes)
     step_again, pairs = partial(step, rk, args, kwargs), row["pairs"]
     with put_back(model, args, kwargs):
         try:

@@ -143,7 +143,7 @@ def _figures(built: Any, row: dict[str, Any]) -> None:
     forget_gradients(model, args, kwargs)
     row["graph_seconds"] = round(time.perf_counter() - start, 1)
     graphs = rk._last.planner.graphs
-    row["guards"], row["notes"] = list(rk.plan.guards), list(rk.plan.notes)
+    row["way"], row["notes"] = rk.reason and "followed", list(getattr(rk.plan, "notes", ()))
     sizes = [b - a for a, b in graphs.S.blocks]
     row.update(operations=len(graphs.D.nodes), nodes=len(graphs.S.nodes), blocks=len(sizes), largest=max(sizes))
     row["classes"] = len(set(graphs.classes))

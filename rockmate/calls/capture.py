@@ -31,7 +31,7 @@ from rockmate.calls.dynamo import (
     new_entry,
     settings,
 )
-from rockmate.calls.effects import check_effects
+from rockmate.calls.effects import check_checkpoints, check_effects
 from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.surroundings import (
@@ -43,6 +43,7 @@ from rockmate.calls.surroundings import (
 )
 from rockmate.calls.unguarded import CAPTURING, Noted, codes_of, see_what_is_not_guarded
 from rockmate.errors import PlanningWarning
+from rockmate.tell import LOG
 
 if TYPE_CHECKING:
     from torch import fx
@@ -70,6 +71,7 @@ class Capture:
         self._asking: list[Any] = []
         self._masks_known = True  # whether it can be known before a capture what masks it leaves out
         self._sizes: set[Sizes] = set()  # of the calls that came
+        self._says_checkpoints = True
         self._noted = Noted()  # what TorchDynamo does not guard
         self._other: Capture | None = None
 
@@ -174,9 +176,7 @@ class Capture:
             self._masks_known = False  # so it is captured once more
             raise UnsupportedError("whether a mask is left out depends on values")
         try:
-            check_capture(program)
-            if self._whole:
-                check_values(program)
+            self._check(program)
         except UnsupportedError as error:
             if self._whole:
                 raise
@@ -209,6 +209,19 @@ class Capture:
                 return calls.call(*arguments)
 
         return torch._dynamo.disable(call)  # type: ignore[no-any-return]
+
+    def _check(self, program: fx.GraphModule) -> None:
+        """Raise ``UnsupportedError`` for what is to be no graph. That the model checkpoints itself is said once."""
+        check_capture(program)
+        if check_checkpoints(program) and self._says_checkpoints:
+            self._says_checkpoints = False
+            LOG.info(
+                "%s checkpoints parts of itself (torch.utils.checkpoint, gradient_checkpointing_enable()). It is "
+                "planned as if it did not, with the same results; without these calls it is captured faster",
+                self.front.name,
+            )
+        if self._whole:
+            check_values(program)
 
     def _warn_of_captures(self, changed: str) -> None:
         """Say that the same was captured for the many-th time, since the condition ``changed`` does not hold."""

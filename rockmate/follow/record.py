@@ -109,7 +109,8 @@ class Datum:
     """Memory that one operation of the forward allocates. ``size``: bytes. ``base``: a tensor in it, if it is held.
 
     ``maker`` allocates it; ``writers`` write into it later, in order. ``readers``: operations that have read it since.
-    ``slots``: tensors in it that autograd's graph refers to. ``pinned``: it cannot be made again.
+    ``slots``: tensors in it that autograd's graph refers to. ``pinned``: it cannot be made again. ``exposed``: other
+    libraries may write into it.
     """
 
     number: int
@@ -120,6 +121,7 @@ class Datum:
     writers: list[int] = field(default_factory=list)
     readers: list[int] = field(default_factory=list)
     slots: int = 0
+    exposed: bool = False
 
 
 class Ledger:

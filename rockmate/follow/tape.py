@@ -79,7 +79,7 @@ class Tape(TorchDispatchMode):
         self.slots = 0
         self.open = self.waits = True
         self.settings, self._kernels = settings(), kernels()
-        self.exposed: set[int] = set()  # storages that other libraries may write
+        self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
         self._readers: dict[int, list[int]] = {}  # operations that have read memory from outside, by storage
 
     def __del__(self) -> None:
@@ -152,10 +152,16 @@ class Tape(TorchDispatchMode):
         number = self.ledger.at.get(key)
         if number is None:
             self._before_writes((), (key,))
+            with torch._C._DisableTorchDispatch():
+                self._exposed[key] = t.detach()
         else:
             self._before_writes((number,), ())
             self.pin(self.data[number])
-        self.exposed.add(key)
+            self.data[number].exposed = True
+
+    def is_exposed(self, key: int, number: int | None) -> bool:
+        """Whether other libraries may write into a storage, which is memory of datum ``number``."""
+        return key in self._exposed if number is None else self.data[number].exposed
 
     def follows(self, t: torch.Tensor) -> bool:
         """Whether ``t`` lies in memory that is followed."""
@@ -403,7 +409,7 @@ class _Noting:
             return Outside(t, False)
         key = t.untyped_storage()._cdata
         number, form = tape.ledger.at.get(key), form_of(t)
-        if key in tape.exposed:
+        if tape.is_exposed(key, number):
             self.pure = False
         writes = statistics or name in self.schema.writes
         if number is None:
