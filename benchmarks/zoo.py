@@ -29,6 +29,7 @@ from rkgb.randomness import random_states
 from rkgb.trace.capture import preserved
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate import Rockmate, measure_peak
+from rockmate.planning.plan import Plan
 
 CASES = Path(__file__).resolve().parents[2] / "shared" / "zoo.py"
 
@@ -142,11 +143,14 @@ def _figures(built: Any, row: dict[str, Any]) -> None:
         step(rk, model, args, kwargs, seeds)  # makes the plan for the values that this seed brings
     forget_gradients(model, args, kwargs)
     row["graph_seconds"] = round(time.perf_counter() - start, 1)
-    graphs = rk._last.planner.graphs
-    row["way"], row["notes"] = rk.reason and "followed", list(getattr(rk.plan, "notes", ()))
-    sizes = [b - a for a, b in graphs.S.blocks]
-    row.update(operations=len(graphs.D.nodes), nodes=len(graphs.S.nodes), blocks=len(sizes), largest=max(sizes))
-    row["classes"] = len(set(graphs.classes))
+    row["followed"] = rk.reason  # why the model is not one graph
+    if isinstance(rk.plan, Plan):
+        graphs, row["notes"] = rk._last.planner.graphs, list(rk.plan.notes)
+        sizes = [b - a for a, b in graphs.S.blocks]
+        row.update(operations=len(graphs.D.nodes), nodes=len(graphs.S.nodes), blocks=len(sizes), largest=max(sizes))
+        row["classes"] = len(set(graphs.classes))
+    else:
+        row.update(operations=len(rk.plan.problem.nodes), nodes=0, blocks=0, largest=0, classes=0)
     start = time.perf_counter()
     frontier = rk.frontier()
     rk.budget = (frontier.min_budget + frontier.max_budget) // 2
@@ -189,7 +193,7 @@ def show(row: dict[str, Any]) -> str:
     return (
         f"{row['case']:30} {'MISS' + row['miss'] if row['miss'] else 'ok':6} ops {row['operations']:5} "
         f"S {row['nodes']:4} "
-        f"blocks {row['blocks']:3}/{row['classes']:2} largest {row['largest']:3} guards {len(row['guards']):2} "
+        f"blocks {row['blocks']:3}/{row['classes']:2} largest {row['largest']:3} {'followed ' if row['followed'] else ''}"
         f"budget {row['budget']:>11,} of {row['max']:>11,} measured {row['measured'] / row['budget']:.3f} overhead "
         f"{100 * row['overhead']:5.1f} % graphs {row['graph_seconds']} solve {row['solve_seconds']} "
         f"all {row['seconds']} s"
