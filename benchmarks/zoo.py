@@ -193,7 +193,8 @@ def show(row: dict[str, Any]) -> str:
     return (
         f"{row['case']:30} {'MISS' + row['miss'] if row['miss'] else 'ok':6} ops {row['operations']:5} "
         f"S {row['nodes']:4} "
-        f"blocks {row['blocks']:3}/{row['classes']:2} largest {row['largest']:3} {'followed ' if row['followed'] else ''}"
+        f"blocks {row['blocks']:3}/{row['classes']:2} largest {row['largest']:3} "
+        f"{'followed ' if row['followed'] else ''}"
         f"budget {row['budget']:>11,} of {row['max']:>11,} measured {row['measured'] / row['budget']:.3f} overhead "
         f"{100 * row['overhead']:5.1f} % graphs {row['graph_seconds']} solve {row['solve_seconds']} "
         f"all {row['seconds']} s"

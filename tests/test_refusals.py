@@ -81,24 +81,9 @@ def nested(m: Two, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize(
-    ("function", "what"),
-    [
-        (inner_gradient, "computes derivatives by torch.func at {}"),
-    ],
-)
-def test_refused_by_line_and_left_as_it_was(function: Callable[..., Any], what: str) -> None:
-    model = Two(function)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(GraphError, match=what.format(r"test_refusals\.py:\d+")):
-        Rockmate(model, torch.randn(4, 8), "1 GiB", costs="flops")
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("function", [hidden, passed, switched, memory_taken, nested, forward_mode])
+@pytest.mark.parametrize("function", [hidden, passed, switched, memory_taken, nested, forward_mode, inner_gradient])
 def test_followed_where_a_graph_cannot_say_it(function: Callable[..., Any]) -> None:
     x = torch.randn(4, 8)
     results = []

@@ -8,11 +8,8 @@ place, and what it computes is planned when it comes again.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-import traceback
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,9 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from rkgb.cost.memory import is_measuring
 from rkgb.device.kind import Moment
-from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
-from rkgb.trace.code import is_the_users
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
@@ -41,6 +36,7 @@ from rockmate.follow.planned import FollowedProgram, Planned, program_of
 from rockmate.follow.problem import FollowedProblem, problem_of
 from rockmate.follow.record import OpForm, form_of_op
 from rockmate.follow.tape import Policy, Tape
+from rockmate.follow.unhooked import giving_way
 from rockmate.planning.least import saves_nothing
 from rockmate.progress import Progress
 from rockmate.tell import LOG
@@ -134,9 +130,9 @@ class Followed:
             assert isinstance(policy, Observed)
             look.then = partial(self._learn, kind, policy, tape.ops, tape.data, tape.device, missing)
         inside = getattr(self.front.inside, "modes", None) or []
-        saved = saved_tensors_hooks(tape.pack, tape.unpack)
-        alone = _without_transforms(self.front.name)
-        with abandoned(look), alone, modes_again(inside), telling_of_exposed(tape.expose), saved, tape:
+        pack, unpack = tape.pack, tape.unpack
+        saved, way = saved_tensors_hooks(pack, unpack), giving_way(pack, unpack)
+        with abandoned(look), modes_again(inside), telling_of_exposed(tape.expose), saved, way, tape:
             result = model._call_impl(*call.args, **call.kwargs)
         tape.close()
         self._follow(tape, kind)
@@ -355,27 +351,6 @@ def can_follow(model: torch.nn.Module) -> bool:
     """
     sharded = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)
     return not sharded and all(type(p) in (torch.nn.Parameter, torch.Tensor) for p in model.parameters())
-
-
-@contextlib.contextmanager
-def _without_transforms(name: str) -> Iterator[None]:
-    """Raise ``UnsupportedError`` where forward uses a transform of torch.func, under which nothing saved is told of."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        raise UnsupportedError(
-            f"{name} computes derivatives by torch.func{_line_of(error)}, under which torch does not tell what is "
-            "saved: use torch.autograd.grad there, or attach the submodules beside that place"
-        ) from error
-
-
-def _line_of(error: BaseException) -> str:
-    """The user's line that an error comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [f for f in frames if is_the_users(f.filename)]
-    return f" at {os.path.basename(users[-1].filename)}:{users[-1].lineno}" if users else ""
 
 
 def _nothing(_: Sequence[Moment]) -> None:

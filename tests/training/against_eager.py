@@ -14,8 +14,9 @@ from models import Case, outputs_of, square_loss
 from torch import nn
 
 from rkgb.sample import call_of
-from rockmate import Attachment, Rockmate, attach, measure_peak
+from rockmate import Attachment, InfeasibleBudgetError, Rockmate, attach, measure_peak
 from rockmate.planning.options import PlanOptions
+from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import make_planner
 from solvers import all_baselines, walk
 
@@ -35,7 +36,13 @@ def tight_budget(model: nn.Module, args: Any, kwargs: dict[str, Any] | None = No
 
 def under_budget(model: nn.Module, *args: Any, fraction: float = 0.3, **kwargs: Any) -> Rockmate:
     """``model`` under a budget with which something runs again."""
-    rk = Rockmate(model, args, tight_budget(model, args, kwargs, fraction), sample_kwargs=kwargs, costs="flops")
+    try:
+        rk = Rockmate(model, args, tight_budget(model, args, kwargs, fraction), sample_kwargs=kwargs, costs="flops")
+    except InfeasibleBudgetError:
+        rk = Rockmate(model, args, "100%", sample_kwargs=kwargs, costs="flops")
+    if not isinstance(rk.plan, Plan):  # followed: what is drawn is kept, so that less can be saved
+        found = rk.frontier()
+        rk.budget = found.min_budget + round(fraction * (found.max_budget - found.min_budget))
     assert rk.plan.recomputed > 0, "the budget forces nothing"
     return rk
 
