@@ -13,7 +13,7 @@ from models import SEVERAL, case, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import Rockmate, UnsupportedError, frontier
+from rockmate import Rockmate, frontier
 
 
 def pair(make: Callable[[], nn.Module], *args: Any, fraction: float = 0.3) -> tuple[nn.Module, Any]:
@@ -93,7 +93,7 @@ def test_a_generator_of_the_model() -> None:
     assert_step_in_budget(rk, x16(3))
 
 
-def test_a_generator_of_nobody_is_refused() -> None:
+def test_a_generator_of_nobody() -> None:
     generator = torch.Generator()
 
     class Draws(nn.Module):
@@ -104,8 +104,15 @@ def test_a_generator_of_nobody_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) * torch.rand(16, generator=generator)
 
-    with pytest.raises(UnsupportedError, match=r"rand at test_numbers\.py:\d+ draws from a torch.Generator"):
-        Rockmate(Draws(), x16(0), "1 MiB")
+    torch.manual_seed(0)
+    eager = Draws()
+    rk = Rockmate(copy.deepcopy(eager), x16(0), "1 MiB")
+
+    def train(model: nn.Module, call: nn.Module) -> Any:
+        generator.manual_seed(3)
+        yield from steps(x16)(model, call)
+
+    assert_trains_as_eager(eager, rk, train)
 
 
 class Norms(nn.Module):
