@@ -71,7 +71,9 @@ def gradient_layouts(
     """
     gradients = _Waiting(s, roots)
     layouts: list[Layouts] = []
-    with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
+    # Copies of inputs would be memory of the step that is planned again in its end.
+    writes = any(s.d.storages[x].owner is None for facts in s.d.facts for x in facts.writes)
+    with preserved(model, inputs if writes else [], s.d.structure.written), torch.enable_grad():
         for node, results, same in zip(reversed(s.nodes), reversed(fed), reversed(keys), strict=True):
             came = [gradients.taken(node.makes[k]) for k in results]
             layouts.append(tuple(strides for strides, _ in came))
