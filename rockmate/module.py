@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,30 @@ class Rockmate(torch.nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments, under a plan."""
         self._check_own_changes()
+        if any(c.__name__ == "FSDPModule" for c in type(self).__mro__):
+            return self._call_sharded(*args, **kwargs)
         return self._front(*args, **kwargs)
+
+    def _call_sharded(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of a Rockmate that ``fully_shard`` was given: its hooks, which gather the parameters, run around the
+        plan, and not in it.
+        """
+        held = self.__dict__
+        hooks = {name: held[name] for name in _CALL_HOOKS}
+
+        def planned(*given: Any, **named: Any) -> Any:
+            held.pop("forward")
+            held.update(dict.fromkeys(_CALL_HOOKS, _NO_HOOKS))
+            try:
+                return self._front(*given, **named)
+            finally:
+                held.update(hooks)
+
+        held["forward"] = planned
+        try:
+            return torch.nn.Module._call_impl(self, *args, **kwargs)
+        finally:
+            held.pop("forward", None)
 
     @property
     def plan(self) -> Plan | StepPlan | FollowedPlan:
@@ -215,6 +239,9 @@ class Rockmate(torch.nn.Module):
         said = f"budget={budget} bytes" if isinstance(budget, int) else f"budget={budget}"
         return f"{said}, {own}" if own else said
 
+
+_CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
 
 _OWN = ("plan", "plans", "plans_made", "plans_dropped", "budget", "frontier", "reason", "original")
 """What a Rockmate has that no model may have, too."""
