@@ -127,13 +127,13 @@ class Rockmate(torch.nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments, under a plan."""
         self._check_own_changes()
-        if any(c.__name__ == "FSDPModule" for c in type(self).__mro__):
-            return self._call_sharded(*args, **kwargs)
+        if any(self.__dict__[name] for name in _CALL_HOOKS):
+            return self._call_with_hooks(*args, **kwargs)
         return self._front(*args, **kwargs)
 
-    def _call_sharded(self, *args: Any, **kwargs: Any) -> Any:
-        """The call of a Rockmate that ``fully_shard`` was given: its hooks, which gather the parameters, run around the
-        plan, and not in it.
+    def _call_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own hooks, such as those of ``fully_shard`` that gather parameters, run around the plan, and not
+        in it.
         """
         held = self.__dict__
         hooks = {name: held[name] for name in _CALL_HOOKS}
