@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import os
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -70,8 +74,9 @@ class Rockmate(torch.nn.Module):
     """
 
     # What is the twin's own cannot lie in its dictionary, which is the model's.
-    __slots__ = ("_rockmate_attachment", "_rockmate_original")
+    __slots__ = ("_rockmate_attachment", "_rockmate_forward", "_rockmate_original")
     _rockmate_attachment: Attachment
+    _rockmate_forward: Callable[..., Any] | None
     _rockmate_original: torch.nn.Module
 
     def __new__(cls, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Rockmate:
@@ -125,32 +130,27 @@ class Rockmate(torch.nn.Module):
         return self._rockmate_original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments, under a plan."""
-        self._check_own_changes()
-        if any(self.__dict__[name] for name in _CALL_HOOKS):
-            return self._call_with_hooks(*args, **kwargs)
-        return self._front(*args, **kwargs)
-
-    def _call_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own hooks, such as those of ``fully_shard`` that gather parameters, run around the plan, and not
-        in it.
+        """What the model returns for these arguments, under a plan. The module's own hooks, such as those of
+        ``fully_shard`` that gather parameters, run around the plan, and not in it.
         """
-        held = self.__dict__
-        hooks = {name: held[name] for name in _CALL_HOOKS}
+        self._check_own_changes()
+        return torch.nn.Module._call_impl(self, *args, **kwargs)
 
-        def planned(*given: Any, **named: Any) -> Any:
-            held.pop("forward")
-            held.update(dict.fromkeys(_CALL_HOOKS, _NO_HOOKS))
-            try:
-                return self._front(*given, **named)
-            finally:
-                held.update(hooks)
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The model's forward, under a plan, with its signature; or what was put in its place, around it."""
+        own: Callable[..., Any] | None = self._rockmate_forward
+        if own is None:
+            own = MethodType(_signed(_planned, self.original.forward), self)
+        return own
 
-        held["forward"] = planned
-        try:
-            return torch.nn.Module._call_impl(self, *args, **kwargs)
-        finally:
-            held.pop("forward", None)
+    @forward.setter
+    def forward(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_rockmate_forward", function)
+
+    @forward.deleter
+    def forward(self) -> None:
+        object.__setattr__(self, "_rockmate_forward", None)
 
     @property
     def plan(self) -> Plan | StepPlan | FollowedPlan:
@@ -247,6 +247,43 @@ _OWN = ("plan", "plans", "plans_made", "plans_dropped", "budget", "frontier", "r
 """What a Rockmate has that no model may have, too."""
 
 
+def _planned(self: Rockmate, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the twin: the plan, which has none of the module's own hooks."""
+    held = self.__dict__
+    hooks = {name: held[name] for name in _CALL_HOOKS if held[name]}
+    held.update(dict.fromkeys(hooks, _NO_HOOKS))
+    try:
+        return self._front(*args, **kwargs)
+    finally:
+        held.update(hooks)
+
+
+def _signed(function: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the signature of the bound method ``forward``, which trainers ask for."""
+
+    def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    # What ``inspect.signature`` follows; an attribute ``__signature__`` would go on to whatever wraps the bound method.
+    signed.__wrapped__ = forward.__func__ if isinstance(forward, MethodType) else _with_self(forward)  # type: ignore[attr-defined]
+    signed.__doc__ = forward.__doc__
+    return signed
+
+
+def _with_self(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose signature is that of ``function`` behind ``self``."""
+
+    def described(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    with contextlib.suppress(ValueError, TypeError):  # functions in C have none
+        signature = inspect.signature(function)
+        parameters = [first, *signature.parameters.values()]
+        described.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return described
+
+
 def _twin_class(cls: type, model: type) -> type:
     """The class of twins of models of class ``model``, and of class ``cls``."""
     known = _TWINS.setdefault(model, {})
@@ -266,6 +303,7 @@ def _become(twin: Rockmate, model: torch.nn.Module, attachment: Attachment) -> N
     """``twin`` is one of ``model`` from now on: what is set on either is set on both."""
     object.__setattr__(twin, "__dict__", model.__dict__)
     object.__setattr__(twin, "_rockmate_original", model)
+    object.__setattr__(twin, "_rockmate_forward", None)
     object.__setattr__(twin, "_rockmate_attachment", attachment)
 
 

@@ -318,7 +318,7 @@ MISUSE: list[tuple[list[str], str]] = [
     (["check", "model.py:needs"], r"needs\(batch\) of model.py needs arguments, .*def make\(\): return needs"),
     (
         ["check", "model.py:fails"],
-        r"fails\(\) of model.py raised RuntimeError: no weights, at model.py:69 .caused by KeyError: 'layer'",
+        r"fails\(\) of model.py raised RuntimeError: no weights, at model.py:71 .caused by KeyError: 'layer'",
     ),
     (["check", "model.py:ends"], r"ends\(\) of model.py ended the program: SystemExit: done"),
     (["check", "model.py:nothing"], r"nothing\(\) of model.py returns nothing. Let it return model, sample"),
