@@ -16,6 +16,7 @@ from torch import nn
 import rkgb
 from rkgb import RenderWarning
 from rockmate import Plan, Rockmate, attach
+from rockmate.calls import attachment
 from rockmate.demo.gpt import GPT
 from rockmate.planning.fates import Fate, fates
 from rockmate.planning.picture import COLOURS, modules
@@ -165,7 +166,21 @@ class Broken(nn.Module):
 
 
 @dot
-def test_the_plan_of_several_graphs_has_a_chain_for_each(tmp_path: Path) -> None:
+def test_the_plan_of_a_followed_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Broken(), torch.randn(256, 32)
+    handle = attach(model, "90%", costs="flops")
+    for _ in range(2):
+        model(x).square().mean().backward()
+        model.zero_grad()
+    assert handle.plan is not None
+    path = rkgb.print_graph(handle.plan, directory=tmp_path)
+    assert path.name == "FollowedPlan.svg" and "addmm" in path.read_text(encoding="utf-8")
+
+
+@dot
+def test_the_plan_of_several_graphs_has_a_chain_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachment, "can_follow", lambda model: False)
     torch.manual_seed(0)
     model, x = Broken(), torch.randn(256, 32)
     handle = attach(model, "70%", costs="flops")
