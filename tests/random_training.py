@@ -26,7 +26,7 @@ import rockmate
 from rkgb.device import kind_of
 from rockmate import BudgetWarning, GraphError, InfeasibleBudgetError, MeasureError, measure_peak
 from rockmate.errors import RockmateError
-from rockmate.planning.plan import Plan
+from rockmate.follow.plan import FollowedPlan
 
 STEPS = 4
 RATE = 0.05
@@ -274,7 +274,7 @@ def _judge(outcome: Outcome, plan: Any) -> None:
     if measured is None or measured <= most:
         return
     reason = (
-        f"{'' if isinstance(plan, Plan) else 'followed, '}"
+        f"{'followed, ' if isinstance(plan, FollowedPlan) else ''}"
         f"{'above the budget' if measured > outcome.budget else 'above the prediction'}: {measured}, not {most} bytes"
     )
     outcome.be("not promised" if outcome.warned else "failed", reason)
