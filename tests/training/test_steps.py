@@ -961,28 +961,3 @@ def test_kinds_of_steps_that_take_turns_are_all_planned(order: tuple[int, ...]) 
         assert sequence.chosen == sequence.choose(budget)
     assert len(steps.known) == 2, "both kinds were observed"
     assert steps.repeated <= len(order)
-
-
-class Halves(nn.Module):
-    """One function for modules of two kinds, of which TorchDynamo captures one; it then gives the function up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-        self.norms = nn.ModuleList([nn.LayerNorm(64), nn.BatchNorm1d(64, momentum=None)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for linear, norm in zip(self.linears, self.norms, strict=True):
-            x = torch.cat([norm(half) for half in linear(x).chunk(2)])
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:.*plan of least memory runs instead:rockmate.BudgetWarning")
-def test_a_model_of_which_nothing_is_captured_any_more_is_traced() -> None:
-    model, x = Halves(), randn(512, 64, seed=0)
-    handle = attach(model, "90%", costs="flops", cache=False, on_infeasible="least")
-    with pytest.warns(BudgetWarning, match="Halves: nothing of this call could be captured"):
-        for _ in range(5):
-            model(x).square().mean().backward()
-    model(x).square().mean().backward()
-    assert handle.plan is not None
