@@ -15,9 +15,6 @@ from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.step import StepPlan
 from solvers import Frontier
 
-STEPS = 4
-"""Training steps after which the plan of a model that is several graphs is there."""
-
 
 @dataclass(frozen=True)
 class Options:

@@ -174,7 +174,7 @@ class Observed:
         """Note this moment, and what has been let go since the one before."""
         at = len(self.seen.marks)
         deaths = tape.ledger.deaths
-        for number, _ in deaths[self._deaths :]:
+        for number in deaths[self._deaths :]:
             self._gone(number, at)
             self._in_use.pop(number, None)
         self._deaths = len(deaths)

@@ -14,11 +14,6 @@ Form = tuple[Any, ...]
 """How a tensor lies in its storage: dtype, size, stride, offset, and whether it is a conjugate or negative view."""
 
 
-def form_of(t: torch.Tensor) -> Form:
-    """How ``t`` lies in its storage."""
-    return (t.dtype, t.size(), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
-
-
 def formed(base: torch.Tensor, form: Form) -> torch.Tensor:
     """The tensor that lies in the storage of ``base`` as ``form`` says."""
     dtype, size, stride, offset, conj, neg = form
@@ -125,15 +120,14 @@ class Datum:
 
 
 class Ledger:
-    """Which storages live now. ``at``: their data, by storage; ``live``: their bytes. ``deaths``: (datum, moment) of
-    each storage that has gone. ``moment``: counted by who observes.
+    """Which storages live now. ``at``: their data, by storage; ``live``: their bytes. ``deaths``: the data of storages
+    that have gone, in order.
     """
 
     def __init__(self) -> None:
         self.at: dict[int, int] = {}
         self.live = 0
-        self.moment = 0
-        self.deaths: list[tuple[int, int]] = []
+        self.deaths: list[int] = []
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, storage: torch.UntypedStorage, number: int, size: int) -> None:
@@ -159,7 +153,7 @@ def _gone(ledger: weakref.ref[Ledger], key: int, size: int, _: Any) -> None:
     found = ledger()
     if found is not None:
         del found._refs[key]
-        found.deaths.append((found.at.pop(key), found.moment))
+        found.deaths.append(found.at.pop(key))
         found.live -= size
 
 

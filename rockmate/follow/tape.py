@@ -22,7 +22,8 @@ from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.errors import GoneError
-from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, Slot, form_of, formed
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, Slot, formed
+from rockmate.run.slots import form_of
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 _RATES = frozenset({"dropout_p", "dropout", "p"})
