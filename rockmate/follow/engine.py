@@ -123,8 +123,9 @@ class Followed:
         if kind is None:
             kind = self.kinds[key] = CallKind(self.front.described(_names(call), call.leaves))
         end_look()
-        policy = self._policy(kind, missing, _device_of(model, call))
-        tape = Tape(_device_of(model, call), policy)
+        device = _device_of(model, call)
+        policy = self._policy(kind, missing, device)
+        tape = Tape(device, policy)
         look = policy.look if isinstance(policy, Observed) else None
         if look is not None:
             assert isinstance(policy, Observed)
