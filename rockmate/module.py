@@ -37,6 +37,25 @@ from solvers import Frontier
 from solvers.interrupts import Heeded
 
 
+class _Forward:
+    """Of a Rockmate, the model's forward under a plan, with its signature, or what was put in its place, around it; of
+    its class, that of the model's class.
+    """
+
+    def __get__(self, rk: Rockmate | None, cls: type[Rockmate]) -> Callable[..., Any]:
+        if rk is None:
+            unplanned: Callable[..., Any] = super(Rockmate, cls).forward
+            return unplanned
+        own = rk._rockmate_forward
+        return MethodType(_signed(_planned, rk.original.forward), rk) if own is None else own
+
+    def __set__(self, rk: Rockmate, function: Callable[..., Any] | None) -> None:
+        object.__setattr__(rk, "_rockmate_forward", function)
+
+    def __delete__(self, rk: Rockmate) -> None:
+        self.__set__(rk, None)
+
+
 class Rockmate(torch.nn.Module):
     """``model`` under a memory budget: same outputs, gradients and buffer updates, peak at most ``budget``.
 
@@ -136,21 +155,7 @@ class Rockmate(torch.nn.Module):
         self._check_own_changes()
         return torch.nn.Module._call_impl(self, *args, **kwargs)
 
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The model's forward, under a plan, with its signature; or what was put in its place, around it."""
-        own: Callable[..., Any] | None = self._rockmate_forward
-        if own is None:
-            own = MethodType(_signed(_planned, self.original.forward), self)
-        return own
-
-    @forward.setter
-    def forward(self, function: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_rockmate_forward", function)
-
-    @forward.deleter
-    def forward(self) -> None:
-        object.__setattr__(self, "_rockmate_forward", None)
+    forward = _Forward()
 
     @property
     def plan(self) -> Plan | StepPlan | FollowedPlan:

@@ -89,7 +89,8 @@ def _written(run: NodeRun, v: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Form:
     """How one gradient lies in memory. ``memory``: None of a sparse one, which has two, of ``size`` bytes together.
-    ``tensor``: the identity of the gradient. ``copied``: a copy becomes ``.grad``.
+    ``tensor``: the identity of the gradient, which ``mark`` keeps from being given to another one. ``copied``: a copy
+    becomes ``.grad``.
 
     It holds the memory and not the gradient: autograd copies a gradient that somebody else holds.
     """
@@ -98,15 +99,22 @@ class _Form:
     is_view: bool
     size: int
     tensor: int
+    mark: object
     copied: bool = False
 
     @classmethod
     def of(cls, g: torch.Tensor, parameter: torch.Tensor | None) -> _Form:
         """The form of the gradient ``g`` of a ``parameter``, or of another input."""
         if g.layout != torch.strided:
-            return cls(None, False, storage_bytes(g), id(g))
+            return cls(None, False, storage_bytes(g), g._cdata, _mark(g))
         copied = parameter is not None and not _becomes_grad(g, parameter)
-        return cls(memory_of(g), g._is_view(), g.numel() * g.element_size(), id(g), copied)
+        size = g.numel() * g.element_size()
+        return cls(memory_of(g), g._is_view(), size, g._cdata, _mark(g), copied)
+
+
+def _mark(g: torch.Tensor) -> object:
+    """Keeps torch from giving the identity ``g._cdata`` to another tensor, and does not hold ``g``."""
+    return torch._C._WeakTensorRef(g)  # type: ignore[attr-defined]
 
 
 def _becomes_grad(g: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -145,7 +153,7 @@ def _holding_gradients(run: NodeRun, held: tuple[int, ...]) -> _Holding:
     forms = {v: _Form.of(g, None) for v, g in of_inputs.items() if g is not None}
     forms |= {v: of_leaves[v] for v in run.leaves if v in of_leaves}  # in the order of ``reads``
     gradients: dict[int, InputGradient] = {}
-    tensors = {id(g) for g in incoming[0]}
+    tensors = {g._cdata for g in incoming[0]}
     for v, form in forms.items():
         if form.memory is None:
             gradients[v] = InputGradient(form.size, None)

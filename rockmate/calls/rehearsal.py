@@ -80,7 +80,7 @@ def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator
             "a sample"
         )
     tensors = _tensors_of(model, inputs)
-    values = [(t, t._version, t.detach().to("cpu", copy=True)) for t in tensors if not t.is_meta]
+    values = [(t, t._version, t.detach(), t.detach().to("cpu", copy=True)) for t in tensors if not t.is_meta]
     gradients = [(t, t.grad) for t in tensors if t.is_leaf]
     for t, gradient in gradients:
         if gradient is not None:
@@ -95,7 +95,9 @@ def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator
     finally:
         held.put_back()
         with torch.no_grad():
-            for t, version, value in values:
+            for t, version, memory, value in values:
+                if t.shape != memory.shape or t.data_ptr() != memory.data_ptr():
+                    t.data = memory  # it got other memory, or another size
                 if t._version != version or not torch.equal(t.detach().cpu(), value):
                     t.data.copy_(value)
         for t, gradient in gradients:
