@@ -43,7 +43,6 @@ from rockmate.calls.surroundings import (
 )
 from rockmate.calls.unguarded import CAPTURING, Noted, codes_of, see_what_is_not_guarded
 from rockmate.errors import PlanningWarning
-from rockmate.tell import LOG
 
 if TYPE_CHECKING:
     from torch import fx
@@ -71,7 +70,6 @@ class Capture:
         self._asking: list[Any] = []
         self._masks_known = True  # whether it can be known before a capture what masks it leaves out
         self._sizes: set[Sizes] = set()  # of the calls that came
-        self._says_checkpoints = True
         self._noted = Noted()  # what TorchDynamo does not guard
         self._other: Capture | None = None
 
@@ -211,15 +209,10 @@ class Capture:
         return torch._dynamo.disable(call)  # type: ignore[no-any-return]
 
     def _check(self, program: fx.GraphModule) -> None:
-        """Raise ``UnsupportedError`` for what is to be no graph. That the model checkpoints itself is said once."""
+        """Raise ``UnsupportedError`` for what is to be no graph."""
         check_capture(program)
-        if check_checkpoints(program) and self._says_checkpoints:
-            self._says_checkpoints = False
-            LOG.info(
-                "%s checkpoints parts of itself (torch.utils.checkpoint, gradient_checkpointing_enable()). It is "
-                "planned as if it did not, with the same results; without these calls it is captured faster",
-                self.front.name,
-            )
+        if check_checkpoints(program):
+            self.front.say_checkpoints()
         if self._whole:
             check_values(program)
 

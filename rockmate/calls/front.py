@@ -57,9 +57,19 @@ class Front:
         self._made = 0
         self._before: tuple[str, ...] | None = None
         self._carried = 0
-        self.said_several = False
+        self.said_several = self._said_checkpoints = False
         self.rehearses = False  # training steps run that are no training: see rockmate.calls.rehearsal
         self.inside = threading.local()  # what is known of the call that this thread is in
+
+    def say_checkpoints(self) -> None:
+        """Say once that the model checkpoints itself."""
+        if not self._said_checkpoints:
+            self._said_checkpoints = True
+            LOG.info(
+                "%s checkpoints parts of itself (torch.utils.checkpoint, gradient_checkpointing_enable()). It is "
+                "planned as if it did not, with the same results; without these calls the first steps take less time",
+                self.name,
+            )
 
     @property
     def parameter_bytes(self) -> int:

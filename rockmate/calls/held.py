@@ -56,6 +56,10 @@ class Held:
         while self._left and len(self._seen) < _MOST:
             self._look(*self._left.popleft())
 
+    def changed(self) -> bool:
+        """Whether anything is not as it was."""
+        return any(not _same(part.now(), part.state) for part in self._parts)
+
     def put_back(self) -> None:
         """Everything is as it was."""
         for part in self._parts:
@@ -147,7 +151,7 @@ class Held:
 def _generator(x: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """How to read and set the state of a generator of random numbers; None if ``x`` is none."""
     if isinstance(x, torch.Generator):
-        return x.get_state, x.set_state
+        return lambda: x.get_state().numpy().tobytes(), lambda state: x.set_state(_bytes(state))
     if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
         return x.getstate, x.setstate
     numpy: Any = sys.modules.get("numpy.random")
@@ -157,6 +161,10 @@ def _generator(x: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
         bits = x if isinstance(x, numpy.BitGenerator) else x.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return None
+
+
+def _bytes(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _refill(x: Any, state: list[Any]) -> None:
@@ -174,10 +182,12 @@ def _refilled(x: Any, state: Any) -> None:
 
 def _same(a: Any, b: Any) -> bool:
     """The same objects, in the same places; states of generators by value."""
+    if a is b:
+        return True
     if isinstance(a, dict) and isinstance(b, dict):
-        return [*a] == [*b] and all(a[k] is b[k] or _same(a[k], b[k]) for k in a)
+        return [*a] == [*b] and all(_same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(x is y or _same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return bool(np.array_equal(a, b))
     return type(a) is type(b) and isinstance(a, (int, float, str, bytes, set)) and bool(a == b)

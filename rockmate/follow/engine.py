@@ -28,6 +28,7 @@ from rockmate.calls.look import Look, abandoned, end_look
 from rockmate.calls.surroundings import modes_again
 from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.follow.checkpoints import CheckpointedParts, Unchecked
 from rockmate.follow.exposed import telling_of_exposed
 from rockmate.follow.observed import FollowedLook, Observed
 from rockmate.follow.online import Online
@@ -84,10 +85,13 @@ class Known:
 
 @dataclass(eq=False)
 class CallKind:
-    """Calls with arguments of one form. ``known``: the way that came last first. ``news``: another one came."""
+    """Calls with arguments of one form. ``known``: the way that came last first. ``news``: another one came. ``parts``:
+    that are checkpointed.
+    """
 
     call: tuple[str, ...]
     known: list[Known] = field(default_factory=list)
+    parts: CheckpointedParts = field(default_factory=CheckpointedParts)
     looks: int = 0
     news: bool = True
 
@@ -127,15 +131,21 @@ class Followed:
         policy = self._policy(kind, missing, device)
         tape = Tape(device, policy)
         look = policy.look if isinstance(policy, Observed) else None
+        unchecked = Unchecked(kind.parts, model, tape)
         if look is not None:
             assert isinstance(policy, Observed)
             look.then = partial(self._learn, kind, policy, tape.ops, tape.data, tape.device, missing)
         inside = getattr(self.front.inside, "modes", None) or []
         pack, unpack = tape.pack, tape.unpack
         saved, way = saved_tensors_hooks(pack, unpack), giving_way(pack, unpack)
-        with abandoned(look), modes_again(inside), telling_of_exposed(tape.expose), saved, way, tape:
+        with abandoned(look), modes_again(inside), telling_of_exposed(tape.expose), saved, way, unchecked, tape:
             result = model._call_impl(*call.args, **call.kwargs)
         tape.close()
+        if unchecked.found:  # the next step runs without, and is the one to plan
+            self.front.say_checkpoints()
+            kind.news = True
+            if look is not None:
+                look.then = _nothing
         self._follow(tape, kind)
         return result
 

@@ -326,7 +326,7 @@ class Tape(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class _Schema:
+class Schema:
     """What is known of an operator. ``names`` of its arguments, by position and by name; ``writes``: those that it
     writes. ``pure``: torch describes it, and it gives no tensor other memory. ``random``: it may draw numbers.
     ``trains``: it is a batch norm.
@@ -339,7 +339,7 @@ class _Schema:
     trains: bool
 
     @classmethod
-    def of(cls, func: Any) -> _Schema:
+    def of(cls, func: Any) -> Schema:
         """Of an operator; asking torch takes longer than a small operation."""
         known = _SCHEMAS.get(func)
         if known is None:
@@ -354,7 +354,7 @@ class _Schema:
         return known
 
 
-_SCHEMAS: dict[Any, _Schema] = {}
+_SCHEMAS: dict[Any, Schema] = {}
 
 
 def kernels() -> tuple[object, ...]:
@@ -373,7 +373,7 @@ class _Noting:
 
     def __init__(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tape = tape
-        self.schema = schema = _Schema.of(func)
+        self.schema = schema = Schema.of(func)
         self.reads: dict[int, None] = {}
         self.outside: dict[int, None] = {}
         self.writes: dict[int, None] = {}

@@ -70,8 +70,8 @@ class Watch:
             raise MeasureError(
                 f"{len(self.programs) or 'no'} forward{'' if len(self.programs) == 1 else 's'} under a plan ran within "
                 "the step, and one is measured at a time: let the step call the planned model once, with gradients, "
-                "under a budget that binds, and captured as one graph (a followed step cannot be measured so: rk.reason "
-                "says why it is followed, and rockmate.measure_peak measures any step)"
+                "under a budget that binds, and captured as one graph (a followed step cannot be measured so: "
+                "rk.reason says why it is followed, and rockmate.measure_peak measures any step)"
             )
         seen: dict[int, tuple[Watched, int]] = {}  # a node may be entered twice by a backward of several results
         for k, (step, moment) in enumerate(zip(self.came, moments, strict=True)):

@@ -1,0 +1,188 @@
+"""Followed models that checkpoint parts of themselves: planned as if they did not, where the results are the same."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_same, planned_by, snapshot
+from models import randn
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+
+from rockmate import UnsupportedError, measure_peak
+
+WIDTH, LAYERS = 64, 6
+Part = Callable[["Layers", int, torch.Tensor], torch.Tensor]
+
+
+class Layers(nn.Module):
+    """Layers under checkpoints; the graph breaks between them."""
+
+    def __init__(self, part: Part, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(LAYERS))
+        self.part, self.options = part, {"use_reentrant": False} | options
+        self.count, self.seen = 0, []  # type: ignore[var-annotated]
+        self.register_buffer("sums", torch.zeros(WIDTH))
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k in range(LAYERS):
+            x = checkpoint(self.part, self, k, x, **self.options)
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return x
+
+
+def light(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(model.layers[k](x).sin()).exp().tanh()
+
+
+def masked(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(light(model, k, x), 0.2)
+
+
+def written_inside(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    y = light(model, k, x).clone()
+    y[:, ::2] *= 0.5
+    return y
+
+
+def normed(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    return light(model, k, model.norms[k](x))  # type: ignore[no-any-return]
+
+
+def counted(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    model.count += 1
+    return light(model, k, x) * (1 + 0.01 * model.count)
+
+
+def noted(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    model.seen.append(k)
+    return light(model, k, x) / (1 + 0.01 * len(model.seen))
+
+
+def summed(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.sums += x.mean(0)
+    return light(model, k, x) + model.sums.sin()
+
+
+def drawn(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.rand(x.shape, generator=model.generator)
+    return light(model, k, x) * mask
+
+
+def drawn_by_python(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    return light(model, k, x) * random.random()
+
+
+def nested(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(checkpoint(light, model, k, x, use_reentrant=False) * 2)
+
+
+def nested_counted(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    model.count += 1
+    return F.gelu(checkpoint(light, model, k, x, use_reentrant=False) * 2) / model.count
+
+
+def in_sequence(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = checkpoint_sequential([model.layers[k], nn.GELU(), nn.Tanh()], 2, x, use_reentrant=False)
+    return found
+
+
+def selected() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+PLAIN: dict[str, tuple[Part, dict[str, Any]]] = {
+    "light": (light, {}),
+    "masks that are kept": (masked, {}),
+    "writes inside": (written_inside, {}),
+    "nested": (nested, {}),
+    "no draws to keep": (light, {"preserve_rng_state": False}),
+    "in sequence": (in_sequence, {}),
+}
+AS_THEY_ARE: dict[str, tuple[Part, dict[str, Any]]] = {
+    "batch norm": (normed, {}),
+    "masks that are drawn again": (masked, {"preserve_rng_state": False}),
+    "a counter": (counted, {}),
+    "a list": (noted, {}),
+    "a buffer": (summed, {}),
+    "a generator": (drawn, {}),
+    "Python's numbers": (drawn_by_python, {}),
+    "a counter around another": (nested_counted, {}),
+    "reentrant": (light, {"use_reentrant": True}),
+    "selective": (light, {"context_fn": selected}),
+}
+
+
+def trained(model: nn.Module) -> Iterator[Any]:
+    torch.manual_seed(3)
+    random.seed(3)
+    x = randn(128, WIDTH, seed=0).requires_grad_()
+    for _ in range(5):
+        model.zero_grad()
+        y = model(x)
+        yield y.detach().clone()
+        y.square().mean().backward()
+        yield from snapshot(model, x)
+        yield torch.get_rng_state()
+        yield model.count, list(model.seen), random.getstate()
+
+
+@pytest.mark.parametrize("way", ["attach", "Rockmate"])
+@pytest.mark.parametrize(("part", "options"), PLAIN.values(), ids=PLAIN)
+def test_safe_parts_are_planned_without(
+    part: Part, options: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    eager = Layers(part, **options)
+    x = randn(128, WIDTH, seed=0).requires_grad_()
+
+    def step(model: nn.Module) -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+        x.grad = None
+
+    unchecked = copy.deepcopy(eager)
+    unchecked.forward = lambda x: [x := part(unchecked, k, x) for k in range(LAYERS)][-1]  # type: ignore[method-assign]
+    budget = int(0.75 * measure_peak(lambda: step(unchecked), "cpu"))
+    with caplog.at_level(logging.INFO, "rockmate"):
+        model, handle = planned_by(way, copy.deepcopy(eager), budget, x)
+        assert_same([*trained(model)], [*trained(eager)])
+    assert caplog.text.count("checkpoints parts of itself") == 1
+    assert handle.plan is not None
+    assert handle.plan.recomputed > 0
+    assert measure_peak(lambda: step(model), "cpu") <= budget
+
+
+@pytest.mark.parametrize("way", ["attach", "Rockmate"])
+@pytest.mark.parametrize(("part", "options"), AS_THEY_ARE.values(), ids=AS_THEY_ARE)
+def test_other_parts_stay_as_they_are(part: Part, options: dict[str, Any], way: str) -> None:
+    eager = Layers(part, **options)
+    model, handle = planned_by(way, copy.deepcopy(eager), "100%", randn(128, WIDTH, seed=0).requires_grad_())
+    assert_same([*trained(model)], [*trained(eager)])
+    assert handle.plan is not None
+
+
+def test_a_part_that_writes_later_is_an_error() -> None:
+    def sometimes(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+        return summed(model, k, x) if model.count > 2 else light(model, k, x)
+
+    model = Layers(sometimes)
+    planned, _ = planned_by("attach", model, "100%", x := randn(128, WIDTH, seed=0))
+    for _ in range(3):
+        planned(x).square().mean().backward()
+    model.count = 3
+    with pytest.raises(
+        UnsupportedError, match=r"writes into memory that was there before, which it did not.*remove the"
+    ):
+        planned(x)
