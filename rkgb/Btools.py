@@ -250,7 +250,8 @@ class _Reader:
             op, args, kwargs = self._operation(node, kind, inputs, line)
             if callable(what):
                 op, args, kwargs = what, (inputs[0],), ()
-            name = kind.split("::")[1] if op is not data_of else "data"
+            name = getattr(args[0] if args else None, "words", "") or kind.split("::")[1]  # a compiled piece has words
+            name = name if op is not data_of else "data"
             several = len(outputs) > 1
             made = tuple(self._made(v, name) for v in outputs)
             self.nodes.append(Node(op, name, args, kwargs, made, several, mode, line, path))

@@ -37,6 +37,7 @@ def attach(
     solver: str = "auto",
     progress: bool | None = None,
     cache: bool | str | os.PathLike[str] | None = True,
+    compile: bool = False,  # noqa: A002 - the name that users know
 ) -> Attachment:
     """Train ``model`` under ``budget``, in place: from now on its calls with gradients run under a plan.
 
@@ -63,7 +64,7 @@ def attach(
     for other in list(_attachments):
         if other.is_around(model):
             warn_of_whole(model, other.name)
-    options = options_of(costs, loss_memory, time_limit, solver, cache)
+    options = options_of(costs, loss_memory, time_limit, solver, cache, compile)
     terms = Terms(parse_budget(budget), options, progress, is_least(on_infeasible))
     attachment = Attachment(model, terms)
     be_heard()

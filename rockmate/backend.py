@@ -19,7 +19,7 @@ from rockmate.tell import be_heard
 if TYPE_CHECKING:
     from torch import fx
 
-_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "solver", "progress", "cache"})
+_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "solver", "progress", "cache", "compile"})
 
 _frames: dict[
     int, tuple[Any, Any]

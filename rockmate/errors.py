@@ -27,6 +27,10 @@ class PlanError(RockmateError):
     """A saved plan cannot be used here."""
 
 
+class PieceError(RockmateError):
+    """A compiled piece does not compute what eager kernels do, or cannot be compiled here."""
+
+
 class HookError(RockmateError):
     """A hook of a submodule would not be called under a plan."""
 

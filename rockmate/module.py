@@ -125,12 +125,13 @@ class Rockmate(torch.nn.Module):
         solver: str = "auto",
         progress: bool | None = None,
         cache: bool | str | os.PathLike[str] | None = True,
+        compile: bool = False,  # noqa: A002 - the name that users know
     ) -> None:
         call = checked_call(model, sample, sample_kwargs)
         if (plan is None) == (budget is None):
             raise BudgetError("give either a budget, or a saved plan, which has a budget of its own")
         saved = None if plan is None else read_plan(plan)
-        asked = costs, loss_memory, time_limit, solver, cache
+        asked = costs, loss_memory, time_limit, solver, cache, compile
         options = options_of(*asked)
         if saved is not None:
             with saved.unchanged():

@@ -21,7 +21,7 @@ from rkgb.warn import warn
 from rockmate.budget import show_bytes
 from rockmate.calls.bound import Results, rough_peak
 from rockmate.calls.calls import Calls
-from rockmate.calls.captured import Captured, captured_sources
+from rockmate.calls.captured import Captured, captured_sources, without_wrappers
 from rockmate.calls.front import Front
 from rockmate.calls.function_numbers import move_numbers_out
 from rockmate.calls.keys import call_key, in_force
@@ -29,9 +29,10 @@ from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.steps import Forward
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
-from rockmate.calls.surroundings import witnesses
+from rockmate.calls.surroundings import undisturbed, witnesses
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
+from rockmate.pieces.program import Pieces, with_compiled_pieces
 from rockmate.tell import LOG
 
 MOST_KINDS = 256
@@ -96,6 +97,7 @@ class CapturedCalls(Calls):
         self.split = split(program)
         self.tensors = self.split.program if self.split else program  # without computations with numbers
         self.free: Spare | None = None  # the only kind of call, if the budget does not bind for it
+        self.pieces: Pieces | None = None  # if it is compiled
         self.refused = False  # no plan can be made
         self.ready = False
         self.now = threading.local()  # the arguments of the call that this thread is in
@@ -117,8 +119,7 @@ class CapturedCalls(Calls):
         inputs, numbers = self.split.inputs(arguments) if self.split else (arguments, ())
         with TRACING if not self.ready else nullcontext():  # a thread may come while another is here for the first time
             if not self.ready:
-                super().__init__(Captured(self.tensors, inputs), self.front)
-                self.ready = True
+                self._make_ready(inputs)
         with self._in_call(inputs):
             call = Call(tuple(inputs[k] for k in self.module.given), {})
             forward: Forward | None = getattr(self.front.inside, "forward", None)
@@ -145,6 +146,27 @@ class CapturedCalls(Calls):
             self.front.last = self
             return self.split.joined(results, numbers) if self.split else results
 
+    def _make_ready(self, inputs: Sequence[Any]) -> None:
+        """The program is a module, with pieces if it is to be compiled."""
+        if self.terms.options.compile:
+            without_wrappers(self.tensors)
+            with undisturbed():
+                self.pieces = with_compiled_pieces(
+                    self.tensors, inputs, self.front.pieces, timed=self.terms.options.costs == "measured"
+                )
+            self.tensors = self.pieces.program
+            LOG.info("%s: pieces: %s", self.front.name, self.pieces)
+        super().__init__(Captured(self.tensors, inputs), self.front)
+        self.ready = True
+
+    def _without_plan(self, arguments: tuple[Any, ...]) -> Any:
+        """What the program returns; every tensor is kept, and pieces are compiled as under a plan."""
+        if self.pieces is None:
+            return self.program.forward(*arguments)
+        inputs, numbers = self.split.inputs(arguments) if self.split else (arguments, ())
+        results = self.tensors.forward(*inputs)
+        return self.split.joined(results, numbers) if self.split else results
+
     def _refuse(self, error: GraphError | VariantLimitError) -> None:
         """Run without a plan from now on, if that is wanted; that memory is measured now says nothing of the graph."""
         if isinstance(error, MeasureError) or not self.terms.least:
@@ -162,7 +184,7 @@ class CapturedCalls(Calls):
         """Run this graph as its step's plan says; small ones run as they are."""
         member = forward.member(self, call, arguments)
         if member is None:
-            return self.program.forward(*arguments)
+            return self._without_plan(arguments)
         results = forward.run(self, call, member, inputs)
         return self.split.joined(results, numbers) if self.split else results
 
@@ -324,9 +346,9 @@ class CapturedCalls(Calls):
         """Run the captured program as it is. Once it is said that several such calls exceed the budget, no one asks."""
         front, kept = self.front, self.kept.get(kind, 0)
         if front.said_several or not torch.is_grad_enabled():
-            return self.program.forward(*arguments)
+            return self._without_plan(arguments)
         front.check_alone(kept)
-        result = self.program.forward(*arguments)
+        result = self._without_plan(arguments)
         functions = (t.grad_fn for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None)
         function = next(functions, None)
         if function is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 from rkgb.warn import warn
@@ -13,6 +14,7 @@ from rockmate.calls.families import Families
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import BudgetWarning, InputError
+from rockmate.pieces.piece import Piece
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.planner import CARRIED
 from rockmate.tell import LOG, described, planned_line
@@ -52,6 +54,7 @@ class Front:
 
     def __init__(self, name: str, terms: Terms) -> None:
         self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
+        self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
         self.last: PlannedGraph | None = None
         self.saved: SavedPlan | None = None
         self._made = 0

@@ -21,6 +21,7 @@ from rkgb.trace.written import has_memory
 from rkgb.trees import tensors_in, tensors_of
 from rockmate.calls.captured import Checkpointed, Function, captured_sources, program_identity
 from rockmate.calls.numbers import is_number
+from rockmate.pieces.piece import Piece
 
 _ARITHMETIC = frozenset(
     "add iadd radd sub isub rsub mul imul rmul multiply subtract div idiv divide true_divide truediv itruediv pow "
@@ -171,6 +172,6 @@ def _constant(x: Any) -> Hashable:
         return content(x)
     if isinstance(x, Checkpointed):
         return structure_of(x.body)
-    if isinstance(x, Function):
+    if isinstance(x, (Function, Piece)):
         return x.identity
     return id(x)

@@ -20,6 +20,7 @@ class PlanOptions:
 
     ``loss_memory``: bytes. ``time_limit``: seconds that the search for one plan, or for a frontier, may take.
     ``solver``: its name in ``solvers.solver_names``. ``disk``: where costs and schedules are kept, if anywhere.
+    ``compile``: whether light operations run as compiled pieces.
     """
 
     costs: str = "measured"
@@ -27,10 +28,13 @@ class PlanOptions:
     time_limit: float = inf
     solver: str = "auto"
     disk: Disk | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         check_costs(self.costs, InputError)
         check_solver(self.solver)
+        if not isinstance(self.compile, bool):
+            raise InputError(f"compile={self.compile!r}: give True or False")
         object.__setattr__(self, "loss_memory", checked_loss(self.loss_memory))
 
     def with_auto_solver(self) -> PlanOptions:
@@ -44,9 +48,10 @@ def options_of(
     time_limit: float | None = None,
     solver: str = "auto",
     cache: bool | str | os.PathLike[str] | None = True,
+    compile: bool = False,  # noqa: A002 - the name that users know
 ) -> PlanOptions:
     """The options as users give them to ``Rockmate``, ``attach`` and the backend of ``torch.compile``."""
-    return PlanOptions(costs, loss_memory, checked_limit(time_limit), solver, disk_of(cache))
+    return PlanOptions(costs, loss_memory, checked_limit(time_limit), solver, disk_of(cache), compile)
 
 
 def checked_limit(time_limit: float | None) -> float:

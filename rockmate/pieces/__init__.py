@@ -1,0 +1,1 @@
+"""Compiled pieces: the light operations of a captured program, in kernels that Inductor made."""

@@ -1,0 +1,71 @@
+"""Dropout from a seed: its mask is a function of two numbers that are drawn once a step, so that no state of a generator
+is kept for a second run, and any kernel may compute it anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch import fx
+
+_WORD = (1 << 32) - 1
+_FACTORS = 0x21F0AAAD, 0x735A2D97
+_SHIFTS = 16, 15, 15
+
+
+def with_seeds(program: fx.GraphModule, device: torch.device) -> bool:
+    """Let dropout in ``program`` take seeds, which its first node draws on ``device``; whether there is any."""
+    found = [n for n in program.graph.find_nodes(op="call_function", target=F.dropout) if _rate(n) is not None]
+    if not found:
+        return False
+    *_, last = program.graph.find_nodes(op="placeholder")
+    with program.graph.inserting_after(last):
+        seeds = program.graph.call_function(drawn_seeds, (len(found), device))
+    for k, node in enumerate(found):
+        with program.graph.inserting_before(node):
+            seed = program.graph.call_function(torch.select, (seeds, 0, k))
+            new = program.graph.call_function(seeded_dropout, (_argument(node, 0, "input", None), seed, _rate(node)))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        program.graph.erase_node(node)
+    return True
+
+
+def drawn_seeds(count: int, device: torch.device) -> torch.Tensor:
+    """Two numbers of 31 bits for each of ``count`` draws, from the default generator of ``device``: (count, 2)."""
+    return torch.randint(0, 1 << 31, (count, 2), device=device)
+
+
+def seeded_dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+    """``x`` with each number zero at the rate ``p``, and divided by 1 - p. ``seed``: two whole numbers.
+
+    The number at place k (counted as ``x`` is indexed, whatever its strides) stays if a hash of k and the seed, 32 bits,
+    is at least p * 2**32. The hash is two rounds of one by Ettinger ("hash prospector"); products have 63 bits at most,
+    so that no kernel overflows.
+    """
+    place = torch.arange(x.numel(), device=x.device).view(x.shape)
+    bits = _mixed((place & _WORD) ^ seed[0])
+    bits = _mixed((bits + seed[1] + (place >> 32 if x.numel() > _WORD else 0)) & _WORD)
+    return torch.where(bits >= round(p * (1 << 32)), x * (1 / (1 - p)), 0.0)
+
+
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    bits = bits ^ (bits >> _SHIFTS[0])
+    for factor, shift in zip(_FACTORS, _SHIFTS[1:], strict=True):
+        bits = (bits * factor) & _WORD
+        bits = bits ^ (bits >> shift)
+    return bits
+
+
+def _rate(node: fx.Node) -> float | None:
+    """At which rate ``F.dropout`` drops; None if it drops nothing, everything, or changes what it is given."""
+    p, training = _argument(node, 1, "p", 0.5), _argument(node, 2, "training", True)
+    if training is not True or _argument(node, 3, "inplace", False) or not isinstance(p, float) or not 0 < p < 1:
+        return None
+    return p
+
+
+def _argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)

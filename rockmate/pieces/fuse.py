@@ -1,0 +1,143 @@
+"""A captured program with its light operations as pieces: each a node that reads and makes tensors of others.
+
+This takes place before tracing, on the program that TorchDynamo captured: all stages see a piece as one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from rockmate.pieces.groups import Grouping
+from rockmate.pieces.piece import Piece
+from rockmate.pieces.seen import Seen
+
+MOST_WORDS = 4
+"""Operations that the name of a piece has at most."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group that may become a piece: its ``inputs`` (nodes of others, in order), ``outputs`` and ``members``."""
+
+    members: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    piece: Piece
+
+
+def pieces_of(grouping: Grouping, seen: Mapping[fx.Node, Seen], known: dict[Hashable, Piece]) -> list[Group]:
+    """The groups with their pieces, equal ones one object. ``known``: pieces by their identity, which grows."""
+    found = (_group(members, seen, known) for members in grouping.groups)
+    return [group for group in found if group is not None]
+
+
+def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict[Hashable, Piece]) -> Group | None:
+    """Views of what the group makes, and of what it is given, are taken again outside where others read them."""
+    inside = set(members)
+    wanted: dict[fx.Node, None] = {}
+
+    def want(n: fx.Node) -> None:
+        if n in inside and _allocates(n, seen):
+            wanted[n] = None
+        elif n in inside:
+            for i in n.all_input_nodes:
+                want(i)
+
+    for n in members:
+        if any(user not in inside for user in n.users):
+            want(n)
+    outputs = tuple(n for n in members if n in wanted)
+    if not any(seen[n].grad for n in outputs):
+        return None
+    graph = fx.Graph()
+    inputs: dict[fx.Node, fx.Node] = {}
+    needed = _needed(outputs, inside)
+    copies: dict[fx.Node, fx.Node] = {}
+    for n in members:
+        for i in n.all_input_nodes if n in needed else ():
+            if i not in inside and i not in inputs:
+                inputs[i] = copies[i] = graph.placeholder(f"given_{len(inputs)}")
+    for n in (n for n in members if n in needed):
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), copies.__getitem__)  # type: ignore[misc]
+        copies[n] = graph.create_node(n.op, n.target, args, kwargs)
+    graph.output(tuple(copies[n] for n in outputs))
+    wants = tuple(seen[i].grad and not seen[i].number for i in inputs)
+    words = dict.fromkeys(_word(n) for n in members if n in needed and seen[n].work)
+    piece = Piece(
+        fx.GraphModule({}, graph), wants, tuple(seen[n].grad for n in outputs), "_".join(list(words)[:MOST_WORDS])
+    )
+    return Group(tuple(members), tuple(inputs), outputs, known.setdefault(piece.identity, piece))
+
+
+def _allocates(n: fx.Node, seen: Mapping[fx.Node, Seen]) -> bool:
+    """Whether the result is memory that the node makes, or takes out of several results that are."""
+    return seen[n].base is n or (n.target is getitem and _allocates(n.all_input_nodes[0], seen))
+
+
+def _needed(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    """The nodes of a group that its outputs depend on."""
+    found: set[fx.Node] = set()
+    waiting = list(outputs)
+    while waiting:
+        n = waiting.pop()
+        if n not in found:
+            found.add(n)
+            waiting += [i for i in n.all_input_nodes if i in inside]
+    return found
+
+
+def _word(n: fx.Node) -> str:
+    name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
+    return name.strip("_")
+
+
+def with_pieces(program: fx.GraphModule, order: Sequence[fx.Node], groups: Sequence[Group]) -> fx.GraphModule:
+    """``program`` with ``groups`` as calls of their pieces. ``order``: of its nodes; those of a group stand together."""
+    graph = fx.Graph()
+    of = {n: group for group in groups for n in group.members}
+    names = {id(group.piece): f"piece_{k}" for k, group in enumerate(groups)}
+    made = fx.GraphModule(program, fx.Graph())
+    new: dict[fx.Node, fx.Node] = {}
+
+    def outside(n: fx.Node) -> fx.Node:
+        """The value of ``n`` in the new graph; a view in a group is taken again."""
+        if n not in new:
+            new[n] = graph.node_copy(n, outside)
+        return new[n]
+
+    done: set[int] = set()
+    for n in order:
+        group = of.get(n)
+        if group is None:
+            new[n] = graph.node_copy(n, outside)
+            if hasattr(n, "_dynamo_source"):
+                new[n]._dynamo_source = n._dynamo_source
+        elif id(group) not in done:
+            done.add(id(group))
+            made.add_submodule(names[id(group.piece)], group.piece)
+            called = graph.call_module(names[id(group.piece)], tuple(outside(i) for i in group.inputs))
+            _put_outputs(graph, group, called, new)
+    output = next(iter(program.graph.find_nodes(op="output")))
+    graph.output(fx.node.map_arg(output.args[0], outside))
+    made.graph = graph
+    return made
+
+
+def _put_outputs(graph: fx.Graph, group: Group, called: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
+    """The results of a call of a piece are those of the group's outputs, with what is known of them."""
+    main = next((n for n in group.members if n.meta.get("nn_module_stack")), group.members[0])
+    called.meta = {k: v for k, v in main.meta.items() if k != "example_value"}
+    examples = [n.meta.get("example_value") for n in group.outputs]
+    if len(examples) == 1:
+        new[group.outputs[0]] = called
+        called.meta["example_value"] = examples[0]
+        return
+    called.meta["example_value"] = tuple(examples)
+    for k, n in enumerate(group.outputs):
+        new[n] = graph.call_function(getitem, (called, k))
+        new[n].meta = {**called.meta, "example_value": examples[k]}

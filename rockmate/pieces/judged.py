@@ -1,0 +1,83 @@
+"""Whether a compiled piece is right, and whether it pays: compared with eager kernels on what the model itself computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.testing._comparison import default_tolerances
+
+from rkgb.device import kind_of
+from rockmate.errors import PieceError
+from rockmate.pieces.piece import Piece
+
+REPEAT = 5
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs a piece forward and backward on ``arguments``, with gradients that a seed gives."""
+
+    piece: Piece
+    arguments: Sequence[Any]
+
+    def run(self, compiled: bool) -> list[torch.Tensor]:
+        """Its results, and the gradients of its arguments."""
+        given = [
+            a.detach().requires_grad_(w) if isinstance(a, torch.Tensor) else a
+            for a, w in zip(self.arguments, self.piece.wants, strict=True)
+        ]
+        with torch.enable_grad():
+            results = self.piece(*given) if compiled else self.piece.eager(*given)
+            several = results if isinstance(results, tuple) else (results,)
+            flowing = [r for r, flows in zip(several, self.piece.flows, strict=True) if flows]
+            wanted = [a for a, w in zip(given, self.piece.wants, strict=True) if w]
+            gradients = torch.autograd.grad(flowing, wanted, [_gradient(r) for r in flowing], allow_unused=True)
+        return [*(r.detach() for r in several), *(torch.zeros(()) if g is None else g for g in gradients)]
+
+    def seconds(self, compiled: bool) -> float:
+        """Nanoseconds of a forward and a backward: the median of some runs."""
+        device = next(a.device for a in self.arguments if isinstance(a, torch.Tensor))
+        kind = kind_of(device)
+        self.run(compiled)
+        found = []
+        for _ in range(REPEAT):
+            start = kind.mark(device)
+            self.run(compiled)
+            found.append(kind.between(start, kind.mark(device)))
+        return median(found)
+
+
+def _gradient(r: torch.Tensor) -> torch.Tensor:
+    """A gradient for ``r`` whose numbers differ; the same each time, and no generator is asked."""
+    places = torch.arange(r.numel(), device=r.device, dtype=torch.float32)
+    return torch.empty_like(r).copy_((places * 0.61803398875).remainder(2).sub(1).view(r.shape))
+
+
+def check(runner: Runner, where: str) -> None:
+    """Raise ``PieceError`` where the compiled piece is further from eager kernels than ``torch.testing`` allows for the
+    types: the larger of its tolerances, relative to the largest number of a tensor, as sums have an error of that size.
+    """
+    for k, (mine, theirs) in enumerate(zip(runner.run(True), runner.run(False), strict=True)):
+        relative, absolute = default_tolerances(mine, theirs)
+        finite = theirs[theirs.isfinite()] if theirs.is_floating_point() else theirs
+        most = float(finite.abs().max()) if finite.numel() else 0.0
+        try:
+            torch.testing.assert_close(
+                mine, theirs, rtol=relative, atol=max(absolute, max(relative, absolute) * most), equal_nan=True
+            )
+        except AssertionError as error:
+            count = len(runner.piece.flows)
+            what = f"result {k}" if k < count else f"the gradient of argument {k - count}"
+            raise PieceError(
+                f"the compiled piece {runner.piece.words}{where} differs from eager kernels in {what}: {error}. "
+                "Leave compile=True out, and report this piece to PyTorch"
+            ) from None
+
+
+def pays(runner: Runner) -> bool:
+    """Whether the compiled piece takes less time than eager kernels."""
+    return runner.seconds(True) < runner.seconds(False)

@@ -1,0 +1,105 @@
+"""What Inductor makes of a piece: one forward and one backward, called with nothing but their arguments."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkgb.program import in_mode
+from rkgb.trace.capture import current_mode
+
+Code = Callable[[list[Any]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The compiled code of a piece for arguments of one form.
+
+    ``forward`` takes the tensors, and returns ``count`` results and then what ``backward`` reads. ``backward`` takes
+    that and the gradients of the results that have one, which lie with these ``strides``; it returns a gradient, or
+    None, for each tensor. ``seconds``: that compiling took.
+    """
+
+    forward: Code
+    backward: Code
+    count: int
+    strides: tuple[tuple[int, ...], ...]
+    seconds: float
+
+
+def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool]) -> Kernel:
+    """Compile ``body`` for such ``arguments``, tensors and numbers, in the mode of now; ``wants``: which need gradients.
+
+    This is done in a thread of its own, where no tracer, hook or mode is in force that is in this one.
+    """
+    found: list[Kernel] = []
+    failed: list[BaseException] = []
+    mode = current_mode()
+
+    def run() -> None:
+        try:
+            with in_mode(mode), torch.enable_grad():
+                found.append(_compiled(body, arguments, wants))
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="rockmate-compile")
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)  # so that Ctrl-C is heard
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool]) -> Kernel:
+    from torch._functorch import config as of_autograd
+    from torch._functorch.aot_autograd import aot_function
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    start, made, strides = time.perf_counter(), {}, []
+
+    def forward(program: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        made["forward"] = compile_fx_inner(program, examples)
+        return made["forward"]
+
+    def backward(program: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        strides.extend(tuple(t.stride()) for t in examples[len(examples) - flowing :])
+        made["backward"] = compile_fx_inner(program, examples, is_backward=True)
+        return made["backward"]
+
+    tensors = [
+        a.detach().requires_grad_(w) for a, w in zip(arguments, wants, strict=True) if isinstance(a, torch.Tensor)
+    ]
+
+    def call(*given: torch.Tensor) -> Any:
+        feed = iter(given)
+        return body(*(next(feed) if isinstance(a, torch.Tensor) else a for a in arguments))
+
+    with of_autograd.patch(donated_buffer=False):  # what a piece saves may be read again
+        function = aot_function(
+            call, forward, backward, partition_fn=_partitioned, decompositions=select_decomp_table()
+        )
+        results = function(*tensors)
+        flows = [r for r in results if r.requires_grad]
+        flowing = len(flows)
+        torch.autograd.grad(flows, [t for t in tensors if t.requires_grad], [torch.zeros_like(r) for r in flows],
+                            allow_unused=True)  # fmt: skip
+    return Kernel(made["forward"], made["backward"], len(results), tuple(strides), time.perf_counter() - start)
+
+
+def _partitioned(program: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Forward and backward as Inductor parts them."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        return partition_fn(program, inputs, **options)

@@ -1,0 +1,98 @@
+"""A piece: light operations as one, whose forward and backward are compiled once for each form of its arguments."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.function import once_differentiable
+
+from rkgb.device import KINDS
+from rockmate.pieces.dropout import seeded_dropout
+from rockmate.pieces.kernels import Kernel, compiled
+
+
+class Piece(torch.nn.Module):
+    """``body``: a program of tensors and numbers that changes nothing. ``wants``: which of its arguments need gradients;
+    ``flows``: which of its results have one. ``words``: what it does, in short.
+
+    A second run calls the code that the first has called, so no plan changes a bit.
+    """
+
+    def __init__(self, body: fx.GraphModule, wants: tuple[bool, ...], flows: tuple[bool, ...], words: str) -> None:
+        super().__init__()
+        self.__dict__["body"] = body
+        self.wants, self.flows, self.words = wants, flows, words
+        self.kernels: dict[Hashable, Kernel] = {}
+
+    @cached_property
+    def identity(self) -> Hashable:
+        """Pieces with equal ones compute the same."""
+        return self.__dict__["body"].code, self.wants, self.flows
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws from a seed."""
+        return any(n.target is seeded_dropout for n in self.__dict__["body"].graph.nodes)
+
+    @property
+    def seconds(self) -> float:
+        """That compiling took."""
+        return sum(k.seconds for k in self.kernels.values())
+
+    def __repr__(self) -> str:
+        """Nodes that call pieces count as equal where these print alike."""
+        return f"Piece({self.words}, {hashlib.sha256(repr(self.identity).encode()).hexdigest()[:16]})"
+
+    def kernel(self, arguments: Sequence[Any]) -> Kernel:
+        """The code for such arguments; compiled if they are new."""
+        key = (*map(_form, arguments), *(torch.get_autocast_dtype(k) for k in KINDS if torch.is_autocast_enabled(k)))
+        found = self.kernels.get(key)
+        if found is None:
+            found = self.kernels[key] = compiled(self.__dict__["body"], arguments, self.wants)
+        return found
+
+    def forward(self, *arguments: Any) -> Any:
+        """The results: one tensor, or a tuple. On the meta device nothing is computed, so nothing is compiled."""
+        if any(isinstance(a, torch.Tensor) and a.is_meta for a in arguments):
+            return self.eager(*arguments)
+        return _Applied.apply(self, *arguments)
+
+    def eager(self, *arguments: Any) -> Any:
+        """The same by eager kernels."""
+        results = self.__dict__["body"].forward(*arguments)
+        return results if len(results) > 1 else results[0]
+
+
+def _form(a: Any) -> Hashable:
+    return (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a
+
+
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Piece, *arguments: Any) -> Any:
+        kernel = piece.kernel(arguments)
+        found = kernel.forward([a for a in arguments if isinstance(a, torch.Tensor)])
+        results = tuple(found[: kernel.count])
+        ctx.save_for_backward(*found[kernel.count :])
+        ctx.mark_non_differentiable(*(r for r, flows in zip(results, piece.flows, strict=True) if not flows))
+        ctx.piece, ctx.kernel = piece, kernel
+        ctx.tensors = tuple(isinstance(a, torch.Tensor) for a in arguments)
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        kernel: Kernel = ctx.kernel
+        given = [g for g, flows in zip(gradients, ctx.piece.flows, strict=True) if flows]
+        laid = [g if g.stride() == s else _with_strides(g, s) for g, s in zip(given, kernel.strides, strict=True)]
+        found = iter(kernel.backward([*ctx.saved_tensors, *laid]))
+        return (None, *(next(found) if is_tensor else None for is_tensor in ctx.tensors))
+
+
+def _with_strides(g: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(g.shape, strides, dtype=g.dtype, device=g.device).copy_(g)

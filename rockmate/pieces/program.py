@@ -1,0 +1,103 @@
+"""From a captured program to one with compiled pieces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkgb.trace.capture import drop_saved, preserved
+from rockmate.calls.captured import line_of
+from rockmate.pieces import judged
+from rockmate.pieces.dropout import with_seeds
+from rockmate.pieces.fuse import Group, pieces_of, with_pieces
+from rockmate.pieces.groups import grouped
+from rockmate.pieces.piece import Piece
+from rockmate.pieces.seen import watch
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """``program``: with pieces. ``pieces``: how often each is called. ``eager``: groups whose eager kernels are faster."""
+
+    program: fx.GraphModule
+    pieces: dict[Piece, int]
+    eager: int
+
+    @property
+    def seconds(self) -> float:
+        """That compiling took so far."""
+        return sum(piece.seconds for piece in self.pieces)
+
+    def __str__(self) -> str:
+        count = sum(self.pieces.values())
+        return (
+            f"{count + self.eager}, of them compiled: {count}, of {len(self.pieces)} classes, in {self.seconds:.1f} s"
+        )
+
+
+def with_compiled_pieces(program: fx.GraphModule, inputs: Sequence[Any], known: dict[Hashable, Piece], timed: bool) -> Pieces:
+    """``program`` with its light operations compiled, those where that pays; ``timed``: else all.
+
+    ``inputs``: of a call, on which pieces are looked at; buffers and generators are put back. ``known``: pieces by their
+    identity, those of other programs of the model. Raises ``PieceError`` for a piece whose numbers are wrong.
+    """
+    program = copied(program)
+    tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+    with_seeds(program, tensors[0].device)
+    changed = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
+    with preserved(torch.nn.Module(), changed), torch.enable_grad(), drop_saved():
+        seen = watch(program, inputs)
+    grouping = grouped(program, seen)
+    groups = pieces_of(grouping, seen, known)
+    with preserved(torch.nn.Module(), changed):
+        kept = _Judge(program, grouping.order, groups, timed).kept(inputs)
+    chosen = [g for g in groups if g.piece in kept]
+    return Pieces(
+        with_pieces(program, grouping.order, chosen),
+        dict(Counter(g.piece for g in chosen)),
+        len(groups) - len(chosen),
+    )
+
+
+class _Judge(fx.Interpreter):
+    """Runs the program with all of its pieces; each is compiled, compared and timed where it is first called."""
+
+    def __init__(self, program: fx.GraphModule, order: Sequence[fx.Node], groups: Sequence[Group], timed: bool) -> None:
+        super().__init__(with_pieces(program, order, groups))
+        self.timed = timed
+        self.judged: dict[Piece, bool] = {}
+
+    def kept(self, inputs: Sequence[Any]) -> set[Piece]:
+        """The pieces that are to run compiled."""
+        with torch.no_grad():
+            self.run(*inputs)
+        return {piece for piece, pays in self.judged.items() if pays}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """As in ``Interpreter``; where the node comes from is known."""
+        self.where = line_of(n)
+        return super().run_node(n)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        piece = self.fetch_attr(target)
+        if isinstance(piece, Piece) and piece not in self.judged:
+            runner = judged.Runner(piece, args)
+            judged.check(runner, self.where)
+            self.judged[piece] = not self.timed or piece.draws or judged.pays(runner)
+        return super().call_module(target, args, kwargs)
+
+
+def copied(program: fx.GraphModule) -> fx.GraphModule:
+    """The same program, to be changed."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        known[node] = graph.node_copy(node, known.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            known[node]._dynamo_source = node._dynamo_source
+    return fx.GraphModule(program, graph)

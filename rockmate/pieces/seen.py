@@ -1,0 +1,128 @@
+"""What one run of a captured program shows of its operations: which are light, what they share, write and draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rkgb.storages import storage_key, version_of
+from rkgb.trace.written import has_memory
+from rkgb.trees import tensors_in
+
+
+@dataclass
+class Seen:
+    """What a run has shown of a node.
+
+    ``light``: all that it computes Inductor lowers to kernels of its own. ``work``: operators that make memory.
+    ``base``: the node, itself if it allocates, that made the memory of its result. ``grad``: whether a result needs a
+    gradient. ``writes``: the bases of what it changes in place. ``draws``: whether it draws random numbers.
+    ``number``: whether it is a number. ``switches``: whether it is called for what it does to torch (grad mode, autocast).
+    """
+
+    light: bool
+    work: int
+    base: fx.Node
+    grad: bool
+    writes: list[fx.Node] = field(default_factory=list)
+    draws: bool = False
+    number: bool = False
+    switches: bool = False
+
+
+def watch(program: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Seen]:
+    """Run ``program`` once, and say what each of its nodes did. Peak memory is that of inference if no tensor is saved;
+    what it changes, the caller puts back.
+    """
+    run = _Watched(program)
+    run.run(*inputs)
+    return run.seen
+
+
+class _Watched(fx.Interpreter):
+    def __init__(self, program: fx.GraphModule) -> None:
+        super().__init__(program)
+        self.seen: dict[fx.Node, Seen] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        given = [self.env[i] for i in n.all_input_nodes]
+        before = [version_of(t) for t in tensors_in(given)]
+        with _Operators() as called:
+            result = super().run_node(n)
+        if n.op != "output":
+            self.seen[n] = self._about(n, given, before, called, result)
+        return result
+
+    def _about(self, n: fx.Node, given: list[Any], before: list[int], called: _Operators, result: Any) -> Seen:
+        owners = {storage_key(t): self.seen[i].base for i, x in zip(n.all_input_nodes, given, strict=True)
+                  for t in tensors_in(x) if has_memory(t)}  # fmt: skip
+        made = list(tensors_in(result))
+        bases = [owners.get(storage_key(t), n) for t in made if has_memory(t)]
+        written = [t for t, v in zip(tensors_in(given), before, strict=True) if version_of(t) != v]
+        tensors = [*tensors_in(given), *made]
+        return Seen(
+            light=n.op in ("call_function", "call_method") and called.light and bool(made) and _is_plain(tensors),
+            work=called.work,
+            base=bases[0] if bases else n,
+            grad=any(t.requires_grad for t in made),
+            writes=[owners[storage_key(t)] for t in written],
+            draws=called.draws,
+            number=isinstance(result, (int, float)),
+            switches=n.op == "call_function" and not made and not isinstance(result, (int, float, tuple, list)),
+        )
+
+
+def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors are such as Inductor has kernels for, on one device."""
+    return len({t.device for t in tensors}) == 1 and all(
+        type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_complex()
+        for t in tensors
+    )
+
+
+class _Operators(TorchDispatchMode):
+    """Notes what is called below autograd. ``light``: whether all of it is; ``work``: how many operators make memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.light, self.work, self.draws = True, 0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        if not func.is_view:
+            given = {storage_key(t) for t in tensors_in((args, kwargs)) if has_memory(t)}
+            self.work += not all(has_memory(t) and storage_key(t) in given for t in tensors_in(result))
+            self.light &= _is_lowered(func) and not _selects(func, (args, kwargs), result)
+        return result
+
+
+@cache
+def _is_lowered(func: Any) -> bool:
+    """Whether Inductor makes kernels of its own for the operator: it calls no library (matrix products, convolutions and
+    attention, which torch counts operations of), falls back to no kernel of eager mode, and draws nothing.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import fallbacks, lowerings
+    from torch.utils.flop_counter import flop_registry
+
+    if torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in flop_registry:
+        return False
+    return func in select_decomp_table() or (func in lowerings and func not in fallbacks)
+
+
+def _selects(func: Any, given: Any, result: Any) -> bool:
+    """Whether the operator takes numbers from places that integers say, or says places (embedding, gather, sort): the
+    backward adds up at places, in an order that is not fixed on a GPU.
+    """
+    if torch.Tag.pointwise in func.tags:
+        return False
+    tensors = [*tensors_in(given), *tensors_in(result)]
+    whole = any(not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool for t in tensors)
+    return whole and any(t.is_floating_point() for t in tensors)
