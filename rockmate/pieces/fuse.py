@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from rockmate.pieces.functional import put_back
 from rockmate.pieces.groups import Grouping
 from rockmate.pieces.piece import Piece
 from rockmate.pieces.seen import Seen
@@ -115,6 +116,7 @@ def with_pieces(program: fx.GraphModule, order: Sequence[fx.Node], groups: Seque
         group = of.get(n)
         if group is None:
             new[n] = graph.node_copy(n, outside)
+            put_back(new[n], of)
             if hasattr(n, "_dynamo_source"):
                 new[n]._dynamo_source = n._dynamo_source
         elif id(group) not in done:

@@ -65,8 +65,12 @@ def _compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bo
     from torch._inductor.decomposition import select_decomp_table
 
     start, made, strides = time.perf_counter(), {}, []
+    *_, returned = body.graph.nodes
+    count = len(returned.args[0])
 
     def forward(program: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        *_, output = program.graph.nodes
+        output.meta["user_visible_output_idxs"] = list(range(count))  # these lie as in eager mode
         made["forward"] = compile_fx_inner(program, examples)
         return made["forward"]
 
@@ -92,7 +96,7 @@ def _compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bo
         flowing = len(flows)
         torch.autograd.grad(flows, [t for t in tensors if t.requires_grad], [torch.zeros_like(r) for r in flows],
                             allow_unused=True)  # fmt: skip
-    return Kernel(made["forward"], made["backward"], len(results), tuple(strides), time.perf_counter() - start)
+    return Kernel(made["forward"], made["backward"], count, tuple(strides), time.perf_counter() - start)
 
 
 def _partitioned(program: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

@@ -14,8 +14,10 @@ from rkgb.trace.capture import drop_saved, preserved
 from rockmate.calls.captured import line_of
 from rockmate.pieces import judged
 from rockmate.pieces.dropout import with_seeds
+from rockmate.pieces.functional import without_writes
 from rockmate.pieces.fuse import Group, pieces_of, with_pieces
 from rockmate.pieces.groups import grouped
+from rockmate.pieces.norms import without_statistics
 from rockmate.pieces.piece import Piece
 from rockmate.pieces.seen import watch
 
@@ -48,10 +50,14 @@ def with_compiled_pieces(program: fx.GraphModule, inputs: Sequence[Any], known: 
     """
     program = copied(program)
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+    without_statistics(program)
     with_seeds(program, tensors[0].device)
     changed = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
     with preserved(torch.nn.Module(), changed), torch.enable_grad(), drop_saved():
         seen = watch(program, inputs)
+    if without_writes(program, seen):
+        with preserved(torch.nn.Module(), changed), torch.enable_grad(), drop_saved():
+            seen = watch(program, inputs)
     grouping = grouped(program, seen)
     groups = pieces_of(grouping, seen, known)
     with preserved(torch.nn.Module(), changed):

@@ -24,6 +24,7 @@ class Seen:
     ``base``: the node, itself if it allocates, that made the memory of its result. ``grad``: whether a result needs a
     gradient. ``writes``: the bases of what it changes in place. ``draws``: whether it draws random numbers.
     ``number``: whether it is a number. ``switches``: whether it is called for what it does to torch (grad mode, autocast).
+    ``one_type``: whether all its tensors are of one type.
     """
 
     light: bool
@@ -34,6 +35,7 @@ class Seen:
     draws: bool = False
     number: bool = False
     switches: bool = False
+    one_type: bool = True
 
 
 def watch(program: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Seen]:
@@ -74,7 +76,8 @@ class _Watched(fx.Interpreter):
             writes=[owners[storage_key(t)] for t in written],
             draws=called.draws,
             number=isinstance(result, (int, float)),
-            switches=n.op == "call_function" and not made and not isinstance(result, (int, float, tuple, list)),
+            one_type=len({t.dtype for t in tensors}) == 1,
+            switches=n.op == "call_function" and not tensors and not isinstance(result, (int, float, tuple, list)),
         )
 
 
@@ -100,6 +103,7 @@ class _Operators(TorchDispatchMode):
             given = {storage_key(t) for t in tensors_in((args, kwargs)) if has_memory(t)}
             self.work += not all(has_memory(t) and storage_key(t) in given for t in tensors_in(result))
             self.light &= _is_lowered(func) and not _selects(func, (args, kwargs), result)
+            self.light &= not _has_statistics(func, args)
         return result
 
 
@@ -115,6 +119,12 @@ def _is_lowered(func: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in flop_registry:
         return False
     return func in select_decomp_table() or (func in lowerings and func not in fallbacks)
+
+
+def _has_statistics(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the operator changes running statistics, which no version counter shows: a batch norm in training."""
+    given = {x.name: a for x, a in zip(func._schema.arguments, args, strict=False)}
+    return given.get("running_mean") is not None and bool(given.get("training", given.get("train")))
 
 
 def _selects(func: Any, given: Any, result: Any) -> bool:

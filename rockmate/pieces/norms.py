@@ -1,0 +1,66 @@
+"""Batch norm in training as two operations: one that normalizes, and changes nothing, and one that updates the running
+statistics from those of the batch, and runs once.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch import fx
+
+
+def without_statistics(program: fx.GraphModule) -> None:
+    """Take the update of running statistics out of the batch norms of ``program``."""
+    for node in list(program.graph.find_nodes(op="call_function", target=F.batch_norm)):
+        given = _given(node)
+        if given["training"] is not True or not isinstance(given["running_mean"], fx.Node):
+            continue
+        if not isinstance(given["momentum"], float):  # a cumulative average, whose factor is a number of each call
+            continue
+        with program.graph.inserting_before(node):
+            called = program.graph.call_function(
+                normalized, (given["input"], given["weight"], given["bias"], given["eps"])
+            )
+            result, mean, variance = (program.graph.call_function(getitem, (called, k)) for k in range(3))
+            running = given["running_mean"], given["running_var"]
+            program.graph.call_function(updated, (*running, mean, variance, given["momentum"]))
+        called.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        program.graph.erase_node(node)
+
+
+_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    names = ("input", "running_mean", "running_var", *_DEFAULTS)
+    return {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def normalized(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``x`` normalized over its batch; mean and unbiased variance of each channel, (channels,), without gradients."""
+    result = F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
+    exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    variance, mean = torch.var_mean(exact, [d for d in range(x.dim()) if d != 1], correction=0, keepdim=True)
+    count = x.numel() // x.shape[1]
+    unbiased = variance.detach().flatten() * (count / (count - 1))
+    return result, mean.detach().flatten().clone(), unbiased
+
+
+def updated(
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    momentum: float,
+) -> torch.Tensor:
+    """The running statistics take up those of a batch, as ``F.batch_norm`` does it; returns ``running_mean``."""
+    with torch.no_grad():
+        running_var.mul_(1 - momentum).add_(variance, alpha=momentum)
+        return running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
