@@ -18,6 +18,7 @@ from rockmate.calls.attachment import Attachment
 from rockmate.calls.others import warn_of_whole, watch_others
 from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import InputError
+from rockmate.pieces.compiler import prepare_for_pieces
 from rockmate.planning.checks import checked_call, checked_module, checked_type
 from rockmate.planning.options import options_of
 from rockmate.planning.wrappers import check_compiled
@@ -37,7 +38,7 @@ def attach(
     solver: str = "auto",
     progress: bool | None = None,
     cache: bool | str | os.PathLike[str] | None = True,
-    compile: bool = False,  # noqa: A002 - the name that users know
+    compile: bool = False,
 ) -> Attachment:
     """Train ``model`` under ``budget``, in place: from now on its calls with gradients run under a plan.
 
@@ -45,7 +46,9 @@ def attach(
     Without ``sample`` a plan is made at the first call with gradients, and at the first of each new kind. Calls without
     gradients, and those for which the budget does not bind, run as they did before. ``on_infeasible``: "error" raises
     ``InfeasibleBudgetError`` where no plan fits the budget, "least" warns (``BudgetWarning``) and takes the plan of
-    least memory. The other arguments are as for ``Rockmate``. Raises ``InputError`` for what cannot be used, and, at a
+    least memory. ``compile``: operations between the kernels of libraries run as pieces that Inductor has compiled, as
+    ``docs/compile.md`` says. The other arguments are as for ``Rockmate``. Raises ``InputError`` for what cannot be
+    used, and, at a
     call that is planned, ``GraphError`` for a model that cannot be traced.
     """
     checked_module(model)
@@ -60,16 +63,18 @@ def attach(
             "the model is attached already: set the budget of what attach returned (rockmate.attached(model).budget), "
             "or rockmate.detach(model) first"
         )
-    check_compiled(model)
+    check_compiled(model, compile)
     for other in list(_attachments):
         if other.is_around(model):
             warn_of_whole(model, other.name)
     options = options_of(costs, loss_memory, time_limit, solver, cache, compile)
     terms = Terms(parse_budget(budget), options, progress, is_least(on_infeasible))
-    attachment = Attachment(model, terms)
     be_heard()
+    if compile:
+        prepare_for_pieces(model)
+    attachment = Attachment(model, terms)
     if sample is not None:
-        attachment.plan_for(checked_call(model, sample, sample_kwargs))
+        attachment.plan_for(checked_call(model, sample, sample_kwargs, compile))
     model._compiled_call_impl = attachment
     _attachments.add(attachment)
     watch_others(Attachment, attached)

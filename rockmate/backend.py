@@ -13,13 +13,16 @@ from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.front import Front
 from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import BudgetError, BudgetWarning, InputError
+from rockmate.pieces.compiler import check_compiler
 from rockmate.planning.options import options_of
 from rockmate.tell import be_heard
 
 if TYPE_CHECKING:
     from torch import fx
 
-_OPTIONS = frozenset({"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "solver", "progress", "cache", "compile"})
+_OPTIONS = frozenset(
+    {"budget", "costs", "loss_memory", "on_infeasible", "time_limit", "solver", "progress", "cache", "compile"}
+)
 
 _frames: dict[
     int, tuple[Any, Any]
@@ -45,6 +48,8 @@ def rockmate(
     least = is_least(given.pop("on_infeasible", "error"))
     budget, progress = parse_budget(given.pop("budget")), given.pop("progress", None)
     terms = Terms(budget, options_of(**given), progress, least)
+    if terms.options.compile:
+        check_compiler(next((x.device for x in examples if isinstance(x, torch.Tensor)), torch.device("cpu")))
     _look_for_breaks(options)
     be_heard()
     calls = CapturedCalls(program, identity_of(program), Front("a graph", terms))

@@ -25,6 +25,7 @@ from rockmate.calls.terms import Terms
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetError, InputError
 from rockmate.follow.plan import FollowedPlan
+from rockmate.pieces.compiler import prepare_for_pieces
 from rockmate.planning.artefact import read_plan
 from rockmate.planning.checks import checked_call, checked_module
 from rockmate.planning.options import PlanOptions, options_of
@@ -76,7 +77,8 @@ class Rockmate(torch.nn.Module):
     ``progress``: True shows how far planning is, False does not; None does on a terminal, when it takes more than a
     second. ``cache``: the folder where costs and schedules are kept for the next start of a script; True for what the
     environment variable ROCKMATE_CACHE says (a path, or "off"), or else the platform's folder for such files; False or
-    None for nowhere.
+    None for nowhere. ``compile``: operations between the kernels of libraries run as pieces that Inductor has compiled
+    (``docs/compile.md``).
 
     It is a twin of ``model``: its class is made of this one and the model's, and its ``__dict__`` is the model's. So
     attributes, methods, state, hooks and submodules are shared, in both directions; ``rk[0]``, ``len(rk)`` and
@@ -125,9 +127,9 @@ class Rockmate(torch.nn.Module):
         solver: str = "auto",
         progress: bool | None = None,
         cache: bool | str | os.PathLike[str] | None = True,
-        compile: bool = False,  # noqa: A002 - the name that users know
+        compile: bool = False,
     ) -> None:
-        call = checked_call(model, sample, sample_kwargs)
+        call = checked_call(model, sample, sample_kwargs, compile)
         if (plan is None) == (budget is None):
             raise BudgetError("give either a budget, or a saved plan, which has a budget of its own")
         saved = None if plan is None else read_plan(plan)
@@ -137,6 +139,8 @@ class Rockmate(torch.nn.Module):
             with saved.unchanged():
                 options = options_of(saved.costs, saved.loss_memory, *asked[2:])
         terms = Terms(saved.budget if saved else parse_budget(budget), options, progress, always=True)
+        if options.compile:
+            prepare_for_pieces(model)
         _become(self, model, Attachment(model, terms))
         self._front.plan_for(call, saved)
 

@@ -62,6 +62,7 @@ from rockmate.planning.checks import gets_sizes
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import NOTHING_COMPUTED, cannot_be_called
 from rockmate.planning.step import StepPlan
+from rockmate.planning.wrappers import compiled_parts
 from rockmate.tell import LOG, described
 from solvers import Frontier
 from solvers.interrupts import Heeded
@@ -94,6 +95,7 @@ class Attachment(Front):
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
         super().__init__(type(model).__name__, terms)
         self._model = weakref.ref(model)
+        self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
         self._capture = Capture(self, lambda: self.model)
         self._followed: Followed | None = None  # where no plan of captured graphs will do
         self._steps: Steps | None = None  # where a call is several graphs
@@ -234,7 +236,9 @@ class Attachment(Front):
         """The model runs as it did before ``attach``."""
         model = self._model()
         if model is not None and model.__dict__.get("_compiled_call_impl") is self:
-            del model._compiled_call_impl
+            model._compiled_call_impl = self.before
+            if self.before is None:
+                del model._compiled_call_impl
         self._detached = True
         self._forget()
 
@@ -352,6 +356,11 @@ class Attachment(Front):
         model, before = self.model, (self._capture, self.reason)
         assert self._why is not None
         self.reason = reason_of(self._why)
+        if parts := compiled_parts(model):
+            raise UnsupportedError(
+                f"{self.name} is not one graph ({self.reason}), and its submodule {parts[0]!r} was compiled, which no "
+                "plan runs: give the module as it was before torch.compile"
+            )
         if can_follow(model):
             self._followed = Followed(self, self.reason)
         else:
@@ -370,6 +379,8 @@ class Attachment(Front):
         before[0].clear()
         if self._followed is not None:
             LOG.info("%s is followed operation by operation: %s", self.name, self.reason)
+            if self.terms.options.compile:
+                LOG.info("%s runs eager kernels: pieces are compiled where a call is captured as graphs", self.name)
         return result
 
     def _rehearse(self, model: torch.nn.Module, call: Call) -> None:

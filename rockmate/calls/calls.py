@@ -89,6 +89,10 @@ class Calls(ABC):
         """What arguments are called in what is said of a call."""
         return [f"input {k}" for k in range(len(call.leaves))]
 
+    def said_of_pieces(self) -> str:
+        """How many pieces are compiled, in words; empty if none was to be."""
+        return ""
+
     def module_ready(self) -> AbstractContextManager[None]:
         """While the module is looked at: it has its parameters and buffers."""
         return nullcontext()
@@ -219,10 +223,11 @@ class Calls(ABC):
                 variant = self._carried(planner, like)
             else:
                 variant = self._traced(call, report, saved)
+            variant.planner.pieces = self.said_of_pieces()
             said = variant.planner.call = self.front.described(self.names(call), call.leaves)
             variant.planner.seconds = {**capture, **variant.planner.seconds}
             seconds = {**capture, **variant.plan.setup_seconds}
-            plan = replace(variant.plan, call=said, setup_seconds=seconds)
+            plan = replace(variant.plan, call=said, pieces=self.said_of_pieces(), setup_seconds=seconds)
             variant = replace(variant, plan=plan, number=next(self.cache.numbers))
             self.cache.add(key, variant.planner.missing, variant)
         self.front.tell(variant, failed[0] if failed else "")

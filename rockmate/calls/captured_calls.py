@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -150,14 +151,19 @@ class CapturedCalls(Calls):
         """The program is a module, with pieces if it is to be compiled."""
         if self.terms.options.compile:
             without_wrappers(self.tensors)
+            start = time.perf_counter()
             with undisturbed():
                 self.pieces = with_compiled_pieces(
                     self.tensors, inputs, self.front.pieces, timed=self.terms.options.costs == "measured"
                 )
+            self.front.inside.compiled = time.perf_counter() - start
             self.tensors = self.pieces.program
-            LOG.info("%s: pieces: %s", self.front.name, self.pieces)
         super().__init__(Captured(self.tensors, inputs), self.front)
         self.ready = True
+
+    def said_of_pieces(self) -> str:
+        """As in ``Calls``."""
+        return "" if self.pieces is None else str(self.pieces)
 
     def _without_plan(self, arguments: tuple[Any, ...]) -> Any:
         """What the program returns; every tensor is kept, and pieces are compiled as under a plan."""

@@ -127,12 +127,17 @@ class Front:
             )
 
     def capture_seconds(self) -> dict[str, float]:
-        """Seconds from the beginning of this thread's call until now, as the phase "capture" of the set-up.
+        """Seconds from the beginning of this thread's call until now, as the phase "capture" of the set-up;
+        those in which pieces were compiled are the phase "compile".
 
         Empty if TorchDynamo captured nothing in this call, or if that was told already.
         """
         captured, self.inside.captured = getattr(self.inside, "captured", False), False
-        return {"capture": time.perf_counter() - self.inside.began} if captured else {}
+        compiled = self.inside.__dict__.pop("compiled", 0.0)
+        if not captured:
+            return {}
+        seconds = {"capture": time.perf_counter() - self.inside.began - compiled}
+        return {**seconds, "compile": compiled} if compiled else seconds
 
     def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:
         """A call in a few words."""

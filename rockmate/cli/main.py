@@ -17,7 +17,7 @@ from rockmate.cli import answers
 from rockmate.cli.answers import Answer
 from rockmate.cli.errors import MISUSE, Misuse, kind_of
 from rockmate.cli.load import load, target_of
-from rockmate.cli.options import AUTOCAST, COSTS, FILE, LOSS, answering, numbers, options_of, writable
+from rockmate.cli.options import AUTOCAST, COMPILE, COSTS, FILE, LOSS, answering, numbers, options_of, writable
 
 HELP = """Train a PyTorch model within a memory budget: see what a plan takes.
 
@@ -97,8 +97,8 @@ def _as_json(arguments: list[str] | None) -> bool:
 
 
 @cli.command()
-@answering(COSTS, AUTOCAST, LOSS)
-def check(target: str, costs: str, autocast: str | None, loss_memory: str | None) -> Answer:
+@answering(COSTS, AUTOCAST, COMPILE, LOSS)
+def check(target: str, **options: Any) -> Answer:
     """Is my model supported, and what would I gain?
 
     Prints what a step takes without a plan, the smallest budget, and what budgets in between cost in time. If the model
@@ -108,8 +108,8 @@ def check(target: str, costs: str, autocast: str | None, loss_memory: str | None
     Example: rockmate check model.py:make
     """
     where = target_of(target)
-    options = options_of(costs, autocast, loss_memory)
-    return answers.check(load(where), options)
+    made = options_of(**options)
+    return answers.check(load(where), made)
 
 
 @cli.command()
@@ -121,6 +121,7 @@ def check(target: str, costs: str, autocast: str | None, loss_memory: str | None
     click.option("--time-limit", type=float, metavar="SECONDS", help="End the search with the best plan so far."),
     COSTS,
     AUTOCAST,
+    COMPILE,
     LOSS,
 )
 def plan(target: str, budget: str, save: Path | None, program: bool, **options: Any) -> Answer:
@@ -141,6 +142,7 @@ def plan(target: str, budget: str, save: Path | None, program: bool, **options: 
     click.option("--plot", type=FILE, metavar="FILE", callback=writable, help="Draw the curve: .png, .pdf, .svg."),
     COSTS,
     AUTOCAST,
+    COMPILE,
     LOSS,
 )
 def frontier(target: str, plot: Path | None, **options: Any) -> Answer:

@@ -33,6 +33,7 @@ COSTS = click.option(
 AUTOCAST = click.option(
     "--autocast", type=click.Choice(["bfloat16", "float16"]), help="Plan for torch.autocast with this type."
 )
+COMPILE = click.option("--compile", is_flag=True, help="Plan for compiled kernels, as with compile=True in a script.")
 LOSS = click.option("--loss-memory", metavar="BYTES", help='What the loss allocates, such as "200 MiB".')
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else goes to standard error.")
 TRACE = click.option("--traceback", "trace", is_flag=True, help="Show the whole traceback of an error.")

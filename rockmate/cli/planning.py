@@ -25,6 +25,7 @@ class Options:
     solver: str = "auto"
     time_limit: float | None = None
     autocast: str | None = None
+    compile: bool = False
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -34,6 +35,7 @@ class Options:
             "loss_memory": self.loss_memory,
             "solver": self.solver,
             "time_limit": self.time_limit,
+            "compile": self.compile,
         }
 
     @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""Dropout from a seed: its mask is a function of two numbers that are drawn once a step, so that no state of a generator
-is kept for a second run, and any kernel may compute it anywhere.
+"""Dropout from a seed: its mask is a function of two numbers that are drawn once a step, so that no state of a
+generator is kept for a second run, and any kernel may compute it anywhere.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+import torch.nn.functional as F
 from torch import fx
 
 _WORD = (1 << 32) - 1
@@ -41,8 +41,8 @@ def drawn_seeds(count: int, device: torch.device) -> torch.Tensor:
 def seeded_dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     """``x`` with each number zero at the rate ``p``, and divided by 1 - p. ``seed``: two whole numbers.
 
-    The number at place k (counted as ``x`` is indexed, whatever its strides) stays if a hash of k and the seed, 32 bits,
-    is at least p * 2**32. The hash is two rounds of one by Ettinger ("hash prospector"); products have 63 bits at most,
+    The number at place k (counted as ``x`` is indexed, whatever its strides) stays if a hash of k and the seed, 32
+    bits, is at least p * 2**32. The hash is two rounds of one by Ettinger ("hash prospector"); products have 63 bits at most,
     so that no kernel overflows.
     """
     place = torch.arange(x.numel(), device=x.device).view(x.shape)

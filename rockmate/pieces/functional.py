@@ -12,7 +12,7 @@ from torch import fx
 from rockmate.pieces.seen import Seen
 
 IN_PLACE = "in_place"
-"""The meta entry of a changed node: its target and keyword arguments as they were, and the node whose memory it changed."""
+"""The meta entry of a changed node: target and keyword arguments as they were, and the node whose memory it changed."""
 
 
 def without_writes(program: fx.GraphModule, seen: Mapping[fx.Node, Seen]) -> bool:

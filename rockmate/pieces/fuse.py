@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
 
 from torch import fx
 
@@ -64,7 +63,7 @@ def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict
             if i not in inside and i not in inputs:
                 inputs[i] = copies[i] = graph.placeholder(f"given_{len(inputs)}")
     for n in (n for n in members if n in needed):
-        args, kwargs = fx.node.map_arg((n.args, n.kwargs), copies.__getitem__)  # type: ignore[misc]
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), copies.__getitem__)
         copies[n] = graph.create_node(n.op, n.target, args, kwargs)
     graph.output(tuple(copies[n] for n in outputs))
     wants = tuple(seen[i].grad and not seen[i].number for i in inputs)
@@ -98,7 +97,7 @@ def _word(n: fx.Node) -> str:
 
 
 def with_pieces(program: fx.GraphModule, order: Sequence[fx.Node], groups: Sequence[Group]) -> fx.GraphModule:
-    """``program`` with ``groups`` as calls of their pieces. ``order``: of its nodes; those of a group stand together."""
+    """``program`` with ``groups`` as calls of their pieces. ``order``: of its nodes, those of a group together."""
     graph = fx.Graph()
     of = {n: group for group in groups for n in group.members}
     names = {id(group.piece): f"piece_{k}" for k, group in enumerate(groups)}

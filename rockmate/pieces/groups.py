@@ -27,7 +27,7 @@ class Grouping:
 
 
 def grouped(program: fx.GraphModule, seen: Mapping[fx.Node, Seen]) -> Grouping:
-    """The groups of light operations that need a gradient. Results of several tensors stay with what takes these out."""
+    """The groups of light operations that need a gradient. Several results stay with what takes single ones out."""
     nodes = [n for n in program.graph.nodes if n.op != "output"]
     before = _before(nodes, seen)
     together = _fusible(nodes, seen)

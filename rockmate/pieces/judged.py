@@ -1,4 +1,4 @@
-"""Whether a compiled piece is right, and whether it pays: compared with eager kernels on what the model itself computes."""
+"""Whether a compiled piece is right, and whether it pays: compared with eager kernels on what the model computes."""
 
 from __future__ import annotations
 

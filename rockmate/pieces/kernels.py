@@ -34,7 +34,7 @@ class Kernel:
 
 
 def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool]) -> Kernel:
-    """Compile ``body`` for such ``arguments``, tensors and numbers, in the mode of now; ``wants``: which need gradients.
+    """Compile ``body`` for such ``arguments``, tensors and numbers, in the mode of now; ``wants``: which need a gradient.
 
     This is done in a thread of its own, where no tracer, hook or mode is in force that is in this one.
     """
@@ -64,19 +64,21 @@ def _compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bo
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    start, made, strides = time.perf_counter(), {}, []
+    start = time.perf_counter()
+    made: dict[str, Code] = {}
+    strides: list[tuple[int, ...]] = []
     *_, returned = body.graph.nodes
     count = len(returned.args[0])
 
-    def forward(program: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        *_, output = program.graph.nodes
+    def forward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        *_, output = gm.graph.nodes
         output.meta["user_visible_output_idxs"] = list(range(count))  # these lie as in eager mode
-        made["forward"] = compile_fx_inner(program, examples)
+        made["forward"] = compile_fx_inner(gm, example_inputs)
         return made["forward"]
 
-    def backward(program: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        strides.extend(tuple(t.stride()) for t in examples[len(examples) - flowing :])
-        made["backward"] = compile_fx_inner(program, examples, is_backward=True)
+    def backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        strides.extend(tuple(t.stride()) for t in example_inputs[len(example_inputs) - flowing :])
+        made["backward"] = compile_fx_inner(gm, example_inputs, is_backward=True)
         return made["backward"]
 
     tensors = [

@@ -8,7 +8,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+import torch.nn.functional as F
 from torch import fx
 
 

@@ -24,7 +24,7 @@ from rockmate.pieces.seen import watch
 
 @dataclass(frozen=True)
 class Pieces:
-    """``program``: with pieces. ``pieces``: how often each is called. ``eager``: groups whose eager kernels are faster."""
+    """``program``: with pieces. ``pieces``: how often each is called. ``eager``: groups that eager kernels are faster in."""
 
     program: fx.GraphModule
     pieces: dict[Piece, int]
@@ -42,11 +42,13 @@ class Pieces:
         )
 
 
-def with_compiled_pieces(program: fx.GraphModule, inputs: Sequence[Any], known: dict[Hashable, Piece], timed: bool) -> Pieces:
+def with_compiled_pieces(
+    program: fx.GraphModule, inputs: Sequence[Any], known: dict[Hashable, Piece], timed: bool
+) -> Pieces:
     """``program`` with its light operations compiled, those where that pays; ``timed``: else all.
 
-    ``inputs``: of a call, on which pieces are looked at; buffers and generators are put back. ``known``: pieces by their
-    identity, those of other programs of the model. Raises ``PieceError`` for a piece whose numbers are wrong.
+    ``inputs``: of a call, on which pieces are looked at; buffers and generators are put back. ``known``: pieces by
+    their identity, those of other programs of the model. Raises ``PieceError`` for a piece whose numbers are wrong.
     """
     program = copied(program)
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]

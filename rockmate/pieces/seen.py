@@ -23,7 +23,7 @@ class Seen:
     ``light``: all that it computes Inductor lowers to kernels of its own. ``work``: operators that make memory.
     ``base``: the node, itself if it allocates, that made the memory of its result. ``grad``: whether a result needs a
     gradient. ``writes``: the bases of what it changes in place. ``draws``: whether it draws random numbers.
-    ``number``: whether it is a number. ``switches``: whether it is called for what it does to torch (grad mode, autocast).
+    ``number``: whether it is a number. ``switches``: whether it is called for what it does to torch (its grad mode).
     ``one_type``: whether all its tensors are of one type.
     """
 
@@ -90,7 +90,7 @@ def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes what is called below autograd. ``light``: whether all of it is; ``work``: how many operators make memory."""
+    """Notes what is called below autograd. ``light``: whether all of it is; ``work``: operators that make memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ class _Operators(TorchDispatchMode):
 
 @cache
 def _is_lowered(func: Any) -> bool:
-    """Whether Inductor makes kernels of its own for the operator: it calls no library (matrix products, convolutions and
-    attention, which torch counts operations of), falls back to no kernel of eager mode, and draws nothing.
+    """Whether Inductor makes kernels of its own for the operator: it calls no library (matrix products, convolutions
+    and attention, which torch counts operations of), falls back to no kernel of eager mode, and draws nothing.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import fallbacks, lowerings

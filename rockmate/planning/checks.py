@@ -56,12 +56,17 @@ def checked_module(model: torch.nn.Module) -> None:
         )
 
 
-def checked_call(model: torch.nn.Module, sample: Sample, sample_kwargs: dict[str, Any] | None) -> Call:
+def checked_call(
+    model: torch.nn.Module,
+    sample: Sample,
+    sample_kwargs: dict[str, Any] | None,
+    compile: bool = False,
+) -> Call:
     """The call that the sample stands for; refuses what no plan can be made for, before anything runs."""
     checked_module(model)
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(): plan outside of it")
-    check_wrappers(model)
+    check_wrappers(model, compile)
     refuse_lazy(model)
     if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
         raise InputError(f"sample_kwargs is of type {type(sample_kwargs).__name__}: give a dict of keyword arguments")

@@ -48,7 +48,7 @@ def options_of(
     time_limit: float | None = None,
     solver: str = "auto",
     cache: bool | str | os.PathLike[str] | None = True,
-    compile: bool = False,  # noqa: A002 - the name that users know
+    compile: bool = False,
 ) -> PlanOptions:
     """The options as users give them to ``Rockmate``, ``attach`` and the backend of ``torch.compile``."""
     return PlanOptions(costs, loss_memory, checked_limit(time_limit), solver, disk_of(cache), compile)

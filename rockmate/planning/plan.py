@@ -43,12 +43,15 @@ class Plan(PlanFields):
     ``call``: for which call, in a few words for each input, then the mode: ("x float32[8, 64]", "train", "autocast
     bfloat16"). ``predicted_peak``: bytes. ``predicted_overhead``: as a fraction of the step without recomputation.
     ``setup_seconds``: of each phase that made the plan; "capture" is TorchDynamo's, where the call was captured for it.
-    ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever runs
+    ``pieces``: of how many groups of light operations kernels were compiled, and in how many seconds; empty if none was
+    to be. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever
+    runs
     again (proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole.whole_graph``'s class
     where that is higher); None for a plan that was loaded.
     """
 
     call: tuple[str, ...] = ()
+    pieces: str = ""
     predicted_peak: int
     predicted_overhead: float
     schedule: Schedule
@@ -235,6 +238,7 @@ class Plan(PlanFields):
             ("predicted overhead", f"{self._overhead()} more time{self._proof()}"),
             ("nodes", f"{len(self.problem.nodes)}; runs again: {self.recomputed}"),
             ("blocks", f"{len(self.problem.blocks)}, of them distinct: {kinds}"),
+            *([("pieces", self.pieces)] if self.pieces else []),
             ("found by", self.solver),
             ("set-up", f"{sum(self.setup_seconds.values()):.1f} s: {seconds}"),
             *self._idle_outputs(),

@@ -96,6 +96,7 @@ class Planner:
     options_of_blocks: Options | None = None
     solved: SolvedViews = field(default_factory=dict)
     call: tuple[str, ...] = ()
+    pieces: str = ""
     _chain: ChainPlanner | None = None
     _end: float = inf
 
@@ -247,6 +248,7 @@ class Planner:
             solver=found.source,
             reason=reason,
             call=self.call,
+            pieces=self.pieces,
             predicted_peak=self.predicted_peak(found),
             predicted_overhead=found.overhead,
             schedule=found.schedule,

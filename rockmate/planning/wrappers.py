@@ -19,21 +19,42 @@ _PARALLEL = {
 }
 
 
-def check_compiled(model: torch.nn.Module) -> None:
-    """Raise ``InputError`` where the model, or a submodule, was compiled: a plan would not run what was compiled."""
-    for name, m in model.named_modules():
-        where = f"its submodule {name!r}" if name else "it"
-        compiled = m.__dict__.get("_compiled_call_impl")
-        if type(m).__name__ == "OptimizedModule" or (compiled is not None and not hasattr(compiled, "plan_for")):
-            raise InputError(
-                f"the model cannot be planned: {where} was compiled, and a plan runs operations one by one. Give the "
-                "module as it was before torch.compile, or plan the parts beside it."
-            )
+def check_compiled(model: torch.nn.Module, taken: bool = False) -> None:
+    """Raise ``InputError`` where the model, or a submodule, was compiled: a plan would not run what was compiled.
+
+    ``taken``: with ``compile=True`` what such a module was before is planned, and its operations are compiled anew.
+    """
+    compiled = compiled_parts(model)
+    if type(model).__name__ == "OptimizedModule":
+        raise InputError(
+            "the model cannot be planned: it was compiled, and a plan runs operations one by one. Give the module as "
+            "it was before torch.compile (model._orig_mod), with compile=True for compiled kernels."
+        )
+    if compiled and not taken:
+        where = f"its submodule {compiled[0]!r}" if compiled[0] else "it"
+        raise InputError(
+            f"the model cannot be planned: {where} was compiled, and a plan runs operations one by one. Say "
+            "compile=True, which plans the module as it was before torch.compile and runs compiled kernels, or give "
+            "it as it was before."
+        )
 
 
-def check_wrappers(model: torch.nn.Module) -> None:
-    """Raise ``InputError`` where a wrapper is inside that must be outside, or cannot be: a plan does not run it."""
-    check_compiled(model)
+def compiled_parts(model: torch.nn.Module) -> list[str]:
+    """The names of the modules of ``model``, itself included, that torch.compile or ``compile()`` has compiled."""
+    return [name for name, m in model.named_modules() if _is_compiled(m)]
+
+
+def _is_compiled(m: torch.nn.Module) -> bool:
+    compiled = m.__dict__.get("_compiled_call_impl")
+    return type(m).__name__ == "OptimizedModule" or (compiled is not None and not hasattr(compiled, "plan_for"))
+
+
+def check_wrappers(model: torch.nn.Module, taken: bool = False) -> None:
+    """Raise ``InputError`` where a wrapper is inside that must be outside, or cannot be: a plan does not run it.
+
+    ``taken``: see ``check_compiled``.
+    """
+    check_compiled(model, taken)
     for name, m in model.named_modules():
         where = f"its submodule {name!r}" if name else "it"
         for cls in type(m).__mro__:
