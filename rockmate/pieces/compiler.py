@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rockmate.errors import PieceError
+from rockmate.pieces.kernels import no_warnings
 from rockmate.planning.wrappers import compiled_parts
 from rockmate.tell import LOG
 
@@ -25,8 +26,9 @@ def prepare_for_pieces(model: torch.nn.Module) -> None:
 def check_compiler(device: torch.device) -> None:
     """Raise ``PieceError`` where Inductor has no compiler for ``device``."""
     if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
+        with no_warnings():
+            from torch._inductor.cpp_builder import get_cpp_compiler
+            from torch._inductor.exc import InvalidCxxCompiler
 
         try:
             get_cpp_compiler()

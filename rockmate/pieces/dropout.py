@@ -12,7 +12,6 @@ from torch import fx
 
 _WORD = (1 << 32) - 1
 _FACTORS = 0x21F0AAAD, 0x735A2D97
-_SHIFTS = 16, 15, 15
 
 
 def with_seeds(program: fx.GraphModule, device: torch.device) -> bool:
@@ -42,21 +41,17 @@ def seeded_dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tenso
     """``x`` with each number zero at the rate ``p``, and divided by 1 - p. ``seed``: two whole numbers.
 
     The number at place k (counted as ``x`` is indexed, whatever its strides) stays if a hash of k and the seed, 32
-    bits, is at least p * 2**32. The hash is two rounds of one by Ettinger ("hash prospector"); products have 63 bits at most,
-    so that no kernel overflows.
+    bits, is at least p * 2**32. The hash is Ettinger's ("hash prospector"), which the first number enters before it and
+    the second within it. Products have less than 63 bits, so that no kernel overflows.
     """
     place = torch.arange(x.numel(), device=x.device).view(x.shape)
-    bits = _mixed((place & _WORD) ^ seed[0])
-    bits = _mixed((bits + seed[1] + (place >> 32 if x.numel() > _WORD else 0)) & _WORD)
+    if x.numel() > _WORD:
+        place = (place & _WORD) ^ ((place >> 32) * _FACTORS[0])
+    bits = place ^ seed[0]
+    bits = (((bits ^ (bits >> 16)) * _FACTORS[0]) + seed[1]) & _WORD
+    bits = ((bits ^ (bits >> 15)) * _FACTORS[1]) & _WORD
+    bits = bits ^ (bits >> 15)
     return torch.where(bits >= round(p * (1 << 32)), x * (1 / (1 - p)), 0.0)
-
-
-def _mixed(bits: torch.Tensor) -> torch.Tensor:
-    bits = bits ^ (bits >> _SHIFTS[0])
-    for factor, shift in zip(_FACTORS, _SHIFTS[1:], strict=True):
-        bits = (bits * factor) & _WORD
-        bits = bits ^ (bits >> shift)
-    return bits
 
 
 def _rate(node: fx.Node) -> float | None:

@@ -11,6 +11,7 @@ import torch
 from torch.testing._comparison import default_tolerances
 
 from rkgb.device import kind_of
+from rkgb.trace.capture import current_mode
 from rockmate.errors import PieceError
 from rockmate.pieces.piece import Piece
 
@@ -59,10 +60,13 @@ def _gradient(r: torch.Tensor) -> torch.Tensor:
 
 def check(runner: Runner, where: str) -> None:
     """Raise ``PieceError`` where the compiled piece is further from eager kernels than ``torch.testing`` allows for the
-    types: the larger of its tolerances, relative to the largest number of a tensor, as sums have an error of that size.
+    types of a piece: the larger of its tolerances, relative to the largest number of a tensor, as sums have an error of
+    that size.
     """
+    floating = [a for a in runner.arguments if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    types: list[torch.Tensor | torch.dtype] = [*(t for _, t in current_mode().autocast), *floating]
     for k, (mine, theirs) in enumerate(zip(runner.run(True), runner.run(False), strict=True)):
-        relative, absolute = default_tolerances(mine, theirs)
+        relative, absolute = default_tolerances(mine, theirs, *types)
         finite = theirs[theirs.isfinite()] if theirs.is_floating_point() else theirs
         most = float(finite.abs().max()) if finite.numel() else 0.0
         try:

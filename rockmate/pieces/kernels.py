@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +36,9 @@ class Kernel:
 
 
 def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool]) -> Kernel:
-    """Compile ``body`` for such ``arguments``, tensors and numbers, in the mode of now; ``wants``: which need a gradient.
+    """Compile ``body`` for such ``arguments``, tensors and numbers, in the mode of now.
+
+    ``wants``: which of them need a gradient.
 
     This is done in a thread of its own, where no tracer, hook or mode is in force that is in this one.
     """
@@ -44,7 +48,7 @@ def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[boo
 
     def run() -> None:
         try:
-            with in_mode(mode), torch.enable_grad():
+            with in_mode(mode), torch.enable_grad(), no_warnings():
                 found.append(_compiled(body, arguments, wants))
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
             failed.append(error)
@@ -58,11 +62,22 @@ def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[boo
     return found[0]
 
 
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    """What Inductor's own code is warned of is no user's concern, nor a reason to fail where warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool]) -> Kernel:
     from torch._functorch import config as of_autograd
     from torch._functorch.aot_autograd import aot_function
+    from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     start = time.perf_counter()
     made: dict[str, Code] = {}
@@ -89,10 +104,12 @@ def _compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bo
         feed = iter(given)
         return body(*(next(feed) if isinstance(a, torch.Tensor) else a for a in arguments))
 
-    with of_autograd.patch(donated_buffer=False):  # what a piece saves may be read again
+    mode = FakeTensorMode(static_shapes=True, shape_env=ShapeEnv())  # without one Inductor's disk cache is left out
+    with tracing(TracingContext(mode)), of_autograd.patch(donated_buffer=False):  # what is saved may be read again
         function = aot_function(
-            call, forward, backward, partition_fn=_partitioned, decompositions=select_decomp_table()
-        )
+            call, forward, backward, partition_fn=_partitioned, decompositions=select_decomp_table(),
+            num_params_buffers=len(tensors),  # whose sizes are numbers
+        )  # fmt: skip
         results = function(*tensors)
         flows = [r for r in results if r.requires_grad]
         flowing = len(flows)

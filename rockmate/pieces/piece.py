@@ -17,8 +17,8 @@ from rockmate.pieces.kernels import Kernel, compiled
 
 
 class Piece(torch.nn.Module):
-    """``body``: a program of tensors and numbers that changes nothing. ``wants``: which of its arguments need a gradient;
-    ``flows``: which of its results have one. ``words``: what it does, in short.
+    """``body``: a program of tensors and numbers that changes nothing. ``wants``: which of its arguments need a
+    gradient; ``flows``: which of its results have one. ``words``: what it does, in short.
 
     A second run calls the code that the first has called, so no plan changes a bit.
     """

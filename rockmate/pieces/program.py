@@ -24,7 +24,7 @@ from rockmate.pieces.seen import watch
 
 @dataclass(frozen=True)
 class Pieces:
-    """``program``: with pieces. ``pieces``: how often each is called. ``eager``: groups that eager kernels are faster in."""
+    """``program``: with pieces. ``pieces``: how often each is called. ``eager``: groups that run by eager kernels."""
 
     program: fx.GraphModule
     pieces: dict[Piece, int]
@@ -77,6 +77,7 @@ class _Judge(fx.Interpreter):
 
     def __init__(self, program: fx.GraphModule, order: Sequence[fx.Node], groups: Sequence[Group], timed: bool) -> None:
         super().__init__(with_pieces(program, order, groups))
+        self.extra_traceback = False  # an error says where it is from
         self.timed = timed
         self.judged: dict[Piece, bool] = {}
 

@@ -50,6 +50,7 @@ def watch(program: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Seen]
 class _Watched(fx.Interpreter):
     def __init__(self, program: fx.GraphModule) -> None:
         super().__init__(program)
+        self.extra_traceback = False  # the trace fails again, and says more
         self.seen: dict[fx.Node, Seen] = {}
 
     def run_node(self, n: fx.Node) -> Any:

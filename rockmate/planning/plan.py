@@ -44,10 +44,9 @@ class Plan(PlanFields):
     bfloat16"). ``predicted_peak``: bytes. ``predicted_overhead``: as a fraction of the step without recomputation.
     ``setup_seconds``: of each phase that made the plan; "capture" is TorchDynamo's, where the call was captured for it.
     ``pieces``: of how many groups of light operations kernels were compiled, and in how many seconds; empty if none was
-    to be. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever
-    runs
-    again (proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole.whole_graph``'s class
-    where that is higher); None for a plan that was loaded.
+    to be. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget,
+    whatever runs again (proven for all schedules that ``solvers.walk`` accepts, or for those of
+    ``solvers.whole.whole_graph``'s class where that is higher); None for a plan that was loaded.
     """
 
     call: tuple[str, ...] = ()

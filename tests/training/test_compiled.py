@@ -1,0 +1,405 @@
+"""Plans with compiled pieces: bits do not depend on the budget, predicted memory holds, and results are near eager's.
+
+With ``costs="flops"`` every piece runs compiled, whatever it takes on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import vision
+from against_eager import assert_same, snapshot
+from torch import nn
+from torch.nn import functional as F
+
+import rockmate
+from rockmate import InputError, Rockmate, measure_peak
+from rockmate.demo.gpt import GPT
+from rockmate.errors import PieceError
+from rockmate.pieces import judged
+from rockmate.planning.planner import SCALARS
+
+vision.import_can_go_on()  # before transformers looks for torchvision
+
+Make = Callable[[], nn.Module]
+
+
+class Block(nn.Module):
+    """A layer with all that goes wrong: a norm, activations, a gate, dropout, a residual."""
+
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.drop(self.down(F.silu(gate) * value))
+
+
+def blocks(p: float = 0.1, count: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(32, p) for _ in range(count)))
+
+
+def rows(count: int = 64) -> torch.Tensor:
+    return torch.linspace(-2, 2, count * 32).sin().view(count, 32)
+
+
+def square(result: Any) -> torch.Tensor:
+    return result.float().square().mean()
+
+
+def planned(model: nn.Module, *args: Any, budget: Any = "100%", **options: Any) -> Rockmate:
+    return Rockmate(model, args, budget, costs="flops", compile=True, cache=False, **options)
+
+
+def trained(model: nn.Module, call: nn.Module, args: Any, loss: Callable[[Any], torch.Tensor] = square) -> list[Any]:
+    """Losses, and everything's state after two steps."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        found = loss(call(*args))
+        found.backward()
+        optimizer.step()
+        losses.append(found.detach().clone())
+    optimizer.zero_grad()
+    (last := loss(call(*args))).backward()
+    return [*losses, last.detach().clone(), *snapshot(model)]
+
+
+def assert_bits_of_any_budget(
+    rk: Rockmate, args: Any, loss: Callable[[Any], torch.Tensor] = square, around: Any = contextlib.nullcontext
+) -> None:
+    """Training under budgets down to the least has the bits of keeping everything; each peak is the predicted one."""
+    model, start = rk.original, copy.deepcopy(rk.original.state_dict())
+
+    def clear() -> None:
+        for p in model.parameters():
+            p.grad = None
+
+    def run() -> list[Any]:
+        model.load_state_dict(start)
+        clear()
+        with around():
+            return trained(model, rk, args, loss)
+
+    def peak() -> int:
+        def step() -> None:
+            with around():
+                found = loss(rk(*args))
+            found.backward()
+
+        clear()
+        step()
+        clear()
+        return measure_peak(step, "cpu")
+
+    expected = run()
+    peak()
+    found = rk.frontier()
+    for budget in (found.min_budget + (found.max_budget - found.min_budget) // 2, found.min_budget):
+        clear()
+        rk.budget = budget
+        with around():
+            rk(*args)
+        assert rk.plan.recomputed > 0
+        assert_same(run(), expected)
+        measured = peak()
+        assert measured <= rk.budget
+        assert measured <= rk.plan.predicted_peak + SCALARS
+
+
+def assert_near_eager(make: Make, args: Any, loss: Callable[[Any], torch.Tensor] = square) -> None:
+    """One step's loss, gradients and buffers are as near to those in double precision as eager mode's are, up to a
+    factor for the other order of sums.
+    """
+    double = [a.double() if a.is_floating_point() else a for a in args]
+
+    def results(model: nn.Module, call: nn.Module, given: Any) -> list[torch.Tensor]:
+        loss(call(*given)).backward()
+        found = (*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers())
+        return [t.double() for t in found]
+
+    exact_model, eager_model, model = make().double(), make(), make()
+    exact = results(exact_model, exact_model, double)
+    eager = results(eager_model, eager_model, args)
+    ours = results(model, planned(model, *args), args)
+
+    def distance(found: list[torch.Tensor]) -> float:
+        return max(float((a - b).norm() / (b.norm() + 1e-30)) for a, b in zip(found, exact, strict=True))
+
+    assert distance(ours) <= 4 * distance(eager)
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    return (torch.arange(rows * length) * 7919 % 61).view(rows, length)
+
+
+def gpt(p: float = 0.1) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(2, 32, 2, 32, 64, dropout=p)
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def resnet() -> nn.Module:
+    """The stem of torchvision's ResNet-18 and two of its blocks, narrow ones, channels last."""
+    models = pytest.importorskip("torchvision").models.resnet
+    torch.manual_seed(0)
+    down = nn.Sequential(nn.Conv2d(16, 32, 1, 2, bias=False), nn.BatchNorm2d(32))
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True), models.BasicBlock(16, 16),
+        models.BasicBlock(16, 32, 2, down), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5),
+    )  # fmt: skip
+    return net.to(memory_format=torch.channels_last)
+
+
+def images() -> torch.Tensor:
+    found = torch.linspace(-3, 3, 4 * 3 * 16 * 16).sin().view(4, 3, 16, 16)
+    return found.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "make, args, loss",
+    [
+        (gpt, (tokens(4, 32),), square),
+        (llama, (tokens(4, 32),), lambda out: square(out.logits)),
+        (resnet, (images(),), square),
+        (blocks, (rows(),), square),
+    ],
+    ids=["gpt", "llama", "resnet", "blocks"],
+)
+def test_bits_do_not_depend_on_the_budget(make: Make, args: Any, loss: Callable[[Any], torch.Tensor]) -> None:
+    rk = planned(make(), *args)
+    assert "of them compiled" in str(rk.plan)
+    assert_bits_of_any_budget(rk, args, loss)
+
+
+@pytest.mark.parametrize(
+    "make, args, loss",
+    [
+        (lambda: gpt(0.0), (tokens(4, 32),), square),
+        (llama, (tokens(4, 32),), lambda out: square(out.logits)),
+        (resnet, (images(),), square),
+        (lambda: blocks(0.0), (rows(),), square),
+    ],
+    ids=["gpt", "llama", "resnet", "blocks"],
+)
+def test_results_are_near_eager(make: Make, args: Any, loss: Callable[[Any], torch.Tensor]) -> None:
+    assert_near_eager(make, args, loss)
+
+
+def bfloat16() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def test_autocast() -> None:
+    with bfloat16():
+        rk = planned(blocks(), rows())
+    assert "autocast bfloat16" in rk.plan.call
+    assert_bits_of_any_budget(rk, (rows(),), around=bfloat16)
+
+
+def test_float16_with_a_scaler() -> None:
+    results = []
+    for budget in ("100%", "75%"):
+        model = blocks()
+        handle = rockmate.attach(model, budget, costs="flops", compile=True, cache=False)
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=64.0), torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = square(model(rows()))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append([loss.detach(), torch.tensor(scaler.get_scale()), *snapshot(model)])
+        assert handle.plan is not None
+    assert_same(*results)
+
+
+class Adapted(nn.Module):
+    """Frozen and tied weights with low-rank adapters beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.head = nn.Embedding(64, 32), Block(32, 0.1), nn.Linear(32, 64, bias=False)
+        self.second = Block(32, 0.0).requires_grad_(False)
+        self.head.weight = self.embed.weight
+        self.a, self.b = nn.Parameter(0.1 * torch.ones(32, 4)), nn.Parameter(0.1 * torch.ones(4, 32))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embed(ids))
+        return self.head(torch.tanh(self.second(x) + 2.0 * (x @ self.a @ self.b)))
+
+
+def test_tied_frozen_and_adapted_weights() -> None:
+    torch.manual_seed(0)
+    ids = tokens(4, 16)
+    assert_bits_of_any_budget(planned(Adapted(), ids), (ids,))
+
+
+def test_other_sizes() -> None:
+    """A batch of another size has kernels of its own, the same under every budget."""
+    results = []
+    for budget in ("100%", "80%"):
+        model = blocks()
+        handle = rockmate.attach(model, budget, sample=rows(), costs="flops", compile=True, cache=False)
+        for count in (64, 48, 80, 64):
+            torch.manual_seed(count)
+            model.zero_grad()
+            square(model(rows(count))).backward()
+            results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        assert not handle.reason
+    for first, second in zip(results[:4], results[4:], strict=True):
+        assert_same(second, first)
+
+
+def test_attach_rockmate_and_the_backend_give_the_same_bits() -> None:
+    """Where the budget does not bind, too: then the program runs without a plan, by the same kernels."""
+    rk = planned(blocks(), rows(), budget="100%")
+    expected = trained(rk.original, rk, (rows(),))
+    for budget in ("2 GiB", "90%"):
+        model = blocks()
+        rockmate.attach(model, budget, costs="flops", compile=True, cache=False)
+        assert_same(trained(model, model, (rows(),)), expected)
+    model = blocks()
+    options = {"budget": "2 GiB", "costs": "flops", "compile": True, "cache": False}
+    assert_same(trained(model, torch.compile(model, backend="rockmate", options=options), (rows(),)), expected)
+
+
+def test_resuming_goes_on_with_the_same_bits() -> None:
+    """From a state that was saved, and a copy of the model."""
+    rk = planned(blocks(), rows(), budget="80%")
+    trained(rk.original, rk, (rows(),))
+    state = copy.deepcopy(rk.original.state_dict())
+    expected = trained(rk.original, rk, (rows(),))
+    again = planned(blocks(), rows(), budget="100%")
+    again.original.load_state_dict(state)
+    assert_same(trained(again.original, again, (rows(),)), expected)
+    copied = pickle.loads(pickle.dumps(rk))
+    copied.original.load_state_dict(state)
+    assert_same(trained(copied.original, copied, (rows(),)), expected)
+
+
+def test_draws_follow_from_the_seed() -> None:
+    """Reproducible from ``manual_seed``; other steps and other layers have other masks."""
+    model = nn.Sequential(nn.Linear(32, 32), *(nn.Sequential(nn.Tanh(), nn.Dropout(0.5)) for _ in range(2)))
+    rk = planned(model, rows())
+
+    def zeros(seed: int | None) -> torch.Tensor:
+        if seed is not None:
+            torch.manual_seed(seed)
+        return (rk(rows()) == 0).detach()
+
+    first, second, again = zeros(1), zeros(None), zeros(1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_compiled_modules_are_taken_under_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    plain = planned(blocks(), rows(), budget="85%")
+    expected = trained(plain.original, plain, (rows(),))
+    model = blocks()
+    model.compile(backend="eager")
+    model[0].compile(backend="eager")
+    compiled = model._compiled_call_impl
+    with caplog.at_level(logging.INFO, "rockmate"):
+        handle = rockmate.attach(model, "85%", costs="flops", compile=True, cache=False)
+    assert "of the model itself, 0 is not used" in caplog.text
+    assert_same(trained(model, model, (rows(),)), expected)
+    assert not handle.reason
+    rockmate.detach(model)
+    assert model._compiled_call_impl is compiled
+    with pytest.raises(InputError, match="Say compile=True"):
+        rockmate.attach(model, "85%")
+
+
+def test_a_layer_that_torch_compile_has_wrapped() -> None:
+    plain = planned(blocks(), rows(), budget="85%")
+    expected = trained(plain.original, plain, (rows(),))
+    model = blocks()
+    model[1] = torch.compile(model[1], backend="eager")
+    rk = planned(model, rows(), budget="85%")
+    assert_same(trained(rk.original, rk, (rows(),)), expected)
+    with pytest.raises(InputError, match=r"_orig_mod"):
+        planned(torch.compile(blocks(), backend="eager"), rows())
+
+
+def test_where_compiling_does_not_pay_eager_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judged, "pays", lambda _: False)
+    eager, model = blocks(0.0), blocks(0.0)
+    rk = Rockmate(model, rows(), "85%", compile=True, cache=False)
+    assert "of them compiled: 0" in str(rk.plan)
+    assert_same(trained(model, rk, (rows(),)), trained(eager, eager, (rows(),)))
+
+
+def test_a_call_that_is_followed_runs_eager_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = blocks(0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            return self.layers[1](x) if float(x.detach().sum()) > -1e9 else x
+
+    model = Reads()
+    with caplog.at_level(logging.INFO, "rockmate"):
+        rockmate.attach(model, "2 GiB", compile=True, cache=False)
+        square(model(rows())).backward()
+    assert "runs eager kernels" in caplog.text
+    model.layers[0].compile(backend="eager")
+    rockmate.detach(model)
+    rockmate.attach(model, "2 GiB", compile=True, cache=False)
+    with pytest.raises(rockmate.UnsupportedError, match=r"its submodule 'layers\.0' was compiled"):
+        model(rows())
+
+
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="compile='yes': give True or False"):
+        Rockmate(blocks(), rows(), "1 MiB", compile="yes")  # type: ignore[arg-type]
+
+    def wrong(self: judged.Runner, compiled: bool) -> list[torch.Tensor]:
+        return [t + 0.1 * compiled for t in run(self, compiled)]
+
+    run = judged.Runner.run
+    with monkeypatch.context() as patched:
+        patched.setattr(judged.Runner, "run", wrong)
+        with pytest.raises(PieceError, match=r"the compiled piece layer_norm.* differs from eager kernels in result 0"):
+            planned(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Tanh()), rows())
+
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(PieceError, match=r"needs a C\+\+ compiler.*install g\+\+"):
+        rockmate.attach(blocks(), "1 MiB", compile=True)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
