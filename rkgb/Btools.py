@@ -30,6 +30,7 @@ from rkgb.trace.capture import (
 )
 from rkgb.trace.code import watched
 from rkgb.trace.guards import Guard
+from rkgb.trace.meta import OnMeta
 from rkgb.trace.other_draws import other_draws
 from rkgb.trace.record import record
 from rkgb.trace.respelled import constant, data_of
@@ -70,9 +71,22 @@ def trace(model: torch.nn.Module, call: Call) -> tuple[B_graph, list[torch.Tenso
         TypeError: ``model`` is no module.
     """
     check_module(model)
+    _refuse_meta([*call.tensors, *_named_tensors(model).values()])
+    return _traced(model, call)
+
+
+def trace_without_data(model: torch.nn.Module, call: Call, device: torch.device) -> B_graph:
+    """The B graph of ``call`` of a program ``model``, both on the meta device, which stands for ``device`` everywhere.
+
+    Nothing is computed. Raises what ``trace`` raises, and what torch raises for operations that need data.
+    """
+    with OnMeta(device):
+        return _traced(model, call)[0]
+
+
+def _traced(model: torch.nn.Module, call: Call) -> tuple[B_graph, list[torch.Tensor]]:
     forward = _Forward(model, call)
     own = _named_tensors(model)
-    _refuse_meta([*forward.inputs, *own.values()])
     graph, results, seen, captured = _recorded(forward, [*forward.inputs, *own.values()])
     sources = [Source("input", k) for k in range(len(forward.inputs))] + [
         Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()

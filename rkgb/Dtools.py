@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.Btools import PRIMITIVES
-from rkgb.errors import GraphError, TraceError, UnsupportedError
+from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
 from rkgb.probe.contexts import context_tensors, next_number
 from rkgb.probe.decompose import is_split, split
@@ -28,6 +28,7 @@ from rkgb.sample import Sample, call_of
 from rkgb.storages import memory_of, storage_key, version_of
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
+from rkgb.trace.meta import node_on, run_on_meta, stood_for
 from rkgb.trace.operators import STATISTICS, written_arguments
 
 _DRAW_BY_VALUES = frozenset("poisson binomial rrelu rrelu_ rrelu_with_noise rrelu_with_noise_".split())
@@ -45,42 +46,42 @@ def B_to_D(b: B_graph, model: torch.nn.Module, sample: Sample, sample_kwargs: di
 
 
 class Probed(NamedTuple):
-    """The result of a run: D, the outputs, and whether torch itself read numbers from tensors (D guards these).
-
-    ``written``: the buffers and inputs that the run changed in place, as it left them.
-    """
+    """The result of a run: D, the outputs, and whether torch itself read numbers from tensors (D guards these)."""
 
     graph: D_graph
     outputs: list[torch.Tensor]
     numbers_read: bool
-    written: list[torch.Tensor]
 
 
-def probe(
-    b: B_graph,
-    model: torch.nn.Module,
-    inputs: list[torch.Tensor],
-    labelled: bool = False,
-    allowed: Callable[[Node, Callable[[int], Any]], bool] | None = None,
-) -> Probed:
-    """Run ``b`` on ``inputs``, and record what each node does. Buffers, inputs and random state are restored.
+def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Probed:
+    """Run ``b`` on ``inputs``, and record what each node does. Buffers, inputs and random state are restored."""
+    run, outputs = _run(b, model, inputs, None)
+    d = with_display_names(_without_dead(run.graph()))
+    d.verify()
+    return Probed(d, outputs, run.numbers_read)
 
-    ``labelled``: the nodes of ``b`` have their labels, and storages get no names. ``allowed``: asked before each node,
-    with its values by number; ``GraphError`` where it says no.
+
+def probe_again(
+    b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor], device: torch.device | None = None
+) -> D_graph:
+    """D of ``b``, whose nodes were named at other sizes: without names. ``device``: all is on the meta device, which
+    stands for this one, and shows no random draws.
     """
-    with preserved(model, inputs, b.structure.written) as writes, torch.enable_grad(), drop_saved():
+    return _without_dead(_run(b, model, inputs, device)[0].graph())
+
+
+def _run(
+    b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor], device: torch.device | None
+) -> tuple[_Probe, list[torch.Tensor]]:
+    with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
         own = own_generators(model.modules())
-        run = _Probe(b, source_values(b.sources, model, inputs), own, allowed)
+        run = _Probe(b, source_values(b.sources, model, inputs), own, device)
         packed = run.packed  # hooks live as long as the graph, and must not hold the run
         for mode, nodes in itertools.groupby(enumerate(b.nodes), lambda x: x[1].mode):
             with in_mode(mode), saved_tensors_hooks(lambda t: packed.append(memory_of(t)), _refuse):
                 for index, node in nodes:
                     run.node(index, node)
-        outputs, written = [run.env[v].detach() for v in b.outputs], writes.after()
-    d = _without_dead(run.graph())
-    d = d if labelled else with_display_names(d)
-    d.verify()
-    return Probed(d, outputs, run.numbers_read, written)
+        return run, [run.env[v].detach() for v in b.outputs]
 
 
 class _Storages:
@@ -161,15 +162,16 @@ class _Probe:
         b: B_graph,
         sources: dict[int, torch.Tensor],
         own: Sequence[torch.Generator],
-        allowed: Callable[[Node, Callable[[int], Any]], bool] | None = None,
+        device: torch.device | None,
     ) -> None:
-        self.b, self.allowed = b, allowed
+        """``device``: what the meta device stands for."""
+        self.b, self.device = b, device
         self.names = list(b.names)
         self.env: dict[int, torch.Tensor] = {}
         self.folded: dict[int, Any] = {}
         self.values: dict[int, Value] = {}
         self.storages = _Storages()
-        self.generators = _Generators(watched_devices(sources.values()), own)
+        self.generators = _Generators(() if device else watched_devices(sources.values()), own)
         self.ends = _Ends(b)
         self.numbers_read = False
         self.packed: list[torch.UntypedStorage] = []  # by the node that runs; held so that addresses tell them apart
@@ -185,7 +187,7 @@ class _Probe:
         s = self.storages.add(v, t, owner)
         size = t.numel() * t.element_size()
         stride = tuple(t.stride()) if t.layout == torch.strided else ()
-        self.values[v] = Value(tuple(t.shape), stride, t.dtype, t.device, t.requires_grad, s, size)
+        self.values[v] = Value(tuple(t.shape), stride, t.dtype, self._device_of(t), t.requires_grad, s, size)
 
     def node(self, index: int, node: Node) -> None:
         reads = node.reads()
@@ -199,7 +201,7 @@ class _Probe:
         else:
             node = self._with_numbers(node)
             parts = [node]
-            if is_split(node, self.env.__getitem__):
+            if is_split(node, self.env.__getitem__, self._is_on_cpu):
                 parts = split(node, self.env.__getitem__, self._new_value)
             for part in parts:
                 self._run(part)
@@ -235,15 +237,13 @@ class _Probe:
         return dataclasses.replace(node, args=self._put_numbers(node.args), kwargs=keywords)
 
     def _run(self, node: Node) -> None:
-        if self.allowed is not None and not self.allowed(node, self.env.__getitem__):
-            raise GraphError(f"{node.name} at {node.line} is not to run with such arguments")
         reads = node.reads()
         drawn = self.generators.before(node)
         versions = {v: version_of(self.env[v]) for v in reads}
-        contents = {v: self.env[v].detach().clone() for v in self._uncounted(node) if self.values[v].stride}
+        contents = {v: self.env[v].detach().clone() for v in self._uncounted(node) if self._has_contents(v)}
         self.packed.clear()
         first = next_number()
-        results = computed(node, self.env.__getitem__)
+        results = computed(self._runs(node), self.env.__getitem__)
         _check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
         moved = self.generators.moved(drawn) or self._may_draw(node, reads)
@@ -261,7 +261,7 @@ class _Probe:
         self._spoil(node, counted)
         for storage in saved.storages:
             self.savers[storage].append(len(self.nodes))
-        self.nodes.append(node)
+        self.nodes.append(self._shown(node))
         self.facts.append(Facts(writes, moved, saved, unseen, self.storages.saved(kept)))
 
     def _spoil(self, node: Node, counted: set[int]) -> None:
@@ -282,6 +282,23 @@ class _Probe:
         if is_python(node):  # it may write into .data
             return node.reads()
         return (v for v in node.reads() if self._is_buffer(v) or self.env[v].is_inference())
+
+    def _device_of(self, t: torch.Tensor) -> torch.device:
+        return t.device if self.device is None else stood_for(t.device, self.device)
+
+    def _is_on_cpu(self, t: torch.Tensor) -> bool:
+        return self._device_of(t).type == "cpu"
+
+    def _runs(self, node: Node) -> Node:
+        """``node`` as it runs, without data as on the device."""
+        return node if self.device is None else run_on_meta(node, self.device)
+
+    def _shown(self, node: Node) -> Node:
+        """``node`` as D has it."""
+        return node if self.device is None else node_on(node, self.device)
+
+    def _has_contents(self, v: int) -> bool:
+        return bool(self.values[v].stride) and not self.env[v].is_meta
 
     def _is_buffer(self, v: int) -> bool:
         return v in self.b.sources and self.b.sources[v].kind == "buffer"

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ from rkgb.sample import Call
 from rkgb.trace.attributes import State, changed_again, left_as_it_is
 from rkgb.trace.capture import attributes_preserved, drop_saved, preserved
 from rkgb.trace.guards import GuardFailed
-from rkgb.trace.operators import OperatorCount
+from rkgb.trace.operators import WritesSeen
 from rkgb.trace.patches import traceable
 from rkgb.trace.written import put_back
 from rkgb.trees import tensors_of
@@ -46,7 +46,7 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
         probed = probe(b, model, call.tensors)
         return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"))
     other = _shifted(call)
-    theirs = run_module(b, model, other).outputs
+    theirs = _run_module(b, model, other)
     stale = changed_again(model, b.structure.sets)
     sets = {k: v for k, v in b.structure.sets.items() if type(v) in _PLAIN and k not in stale}
     notes = tuple(note for note in b.notes if note not in map(left_as_it_is, sets))
@@ -66,61 +66,23 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
     return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"))
 
 
-class ModuleRun(NamedTuple):
-    """A run of the module.
-
-    ``outputs``: None if it raised an error. ``ran``: the operators that it called. ``written``: the buffers and inputs
-    that it changed in place, as it left them.
-    """
-
-    outputs: list[torch.Tensor] | None
-    ran: OperatorCount
-    written: list[torch.Tensor]
-
-
-def same_as_module(
-    b: B_graph,
-    model: torch.nn.Module,
-    call: Call,
-    run: ModuleRun,
-    probed: Probed,
-    ours: OperatorCount,
-) -> bool:
-    """Whether ``probed``, a run of ``b`` on ``call`` that called the operators ``ours``, did what the module, a pure
-    program, did in its ``run``.
-
-    Three things are compared: the outputs; the buffers and inputs that were changed in place; and the arguments of
-    operators that are numbers, since some have no effect on these values.
-    """
-    theirs, ran, written = run
-    if theirs is None or not ran.got_arguments_of(ours):
-        return False
-    if len(written) != len(probed.written) or not all(map(same, written, probed.written)):
-        return False
-    try:
-        _compare(b, model, call, probed, theirs, "")
-    except MismatchError:
-        return False
-    return True
-
-
 def _noted(d: D_graph, notes: tuple[str, ...]) -> D_graph:
     return dataclasses.replace(d, notes=(*d.notes, *notes))
 
 
-def run_module(b: B_graph, model: torch.nn.Module, call: Call) -> ModuleRun:
-    """Run the module on ``call``; buffers, inputs and generators are restored."""
-    outputs, ran = None, OperatorCount()
-    with preserved(model, call.tensors, b.structure.written) as writes, put_back(model, ran):
-        with (
-            ran,
-            torch.enable_grad(),
-            drop_saved(),
-            contextlib.suppress(Exception),  # the module may refuse the values, which does not make the plan wrong
-        ):
-            outputs = _module_outputs(model, call)
-        written = writes.after()
-    return ModuleRun(outputs, ran, written)
+def _run_module(b: B_graph, model: torch.nn.Module, call: Call) -> list[torch.Tensor] | None:
+    """The module's outputs on ``call``; None if it raises an error. Buffers, inputs and generators are restored."""
+    outputs, seen = None, WritesSeen()
+    with (
+        preserved(model, call.tensors, b.structure.written),
+        put_back(model, seen),
+        seen,
+        torch.enable_grad(),
+        drop_saved(),
+        contextlib.suppress(Exception),  # the module may refuse the values, which does not make the plan wrong
+    ):
+        outputs = _module_outputs(model, call)
+    return outputs
 
 
 def _compare(
@@ -161,7 +123,7 @@ def _repeats_itself(b: B_graph, model: torch.nn.Module, call: Call) -> bool:
     outputs = []
     for _ in range(2):
         with attributes_preserved(model):
-            outputs.append(run_module(b, model, call)[0])
+            outputs.append(_run_module(b, model, call))
     first, second = outputs
     return first is None or second is None or all(map(same, first, second))
 

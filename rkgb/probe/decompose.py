@@ -30,8 +30,8 @@ _SLICE = torch.ops.aten.slice.Tensor
 _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
 
 
-def is_split(node: Node, read: Callable[[int], torch.Tensor]) -> bool:
-    """Whether ``split`` applies to ``node`` on these values."""
+def is_split(node: Node, read: Callable[[int], torch.Tensor], on_cpu: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether ``split`` applies to ``node`` on these values. ``on_cpu``: whether one is computed there."""
     if node.op is _BROADCAST:
         return all(isinstance(a, Ref) for a in node.args[0])
     if node.op is _SLICE:
@@ -39,7 +39,7 @@ def is_split(node: Node, read: Callable[[int], torch.Tensor]) -> bool:
     if node.op not in _DROPOUT or not isinstance(node.args[0], Ref):
         return False
     x, (_, p, train) = read(node.args[0].index), node.args
-    return bool(train) and 0 < p < 1 and x.device.type == "cpu" and x.numel() > 0
+    return bool(train) and 0 < p < 1 and on_cpu(x) and x.numel() > 0
 
 
 def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[str], int]) -> list[Node]:

@@ -1,4 +1,4 @@
-"""The numbers among an operation's arguments that may follow from sizes, or from numbers of a call: read out, put in.
+"""The numbers among an operation's arguments that may follow from sizes, or from numbers of a call.
 
 Such are arguments whose type in the schema is ``SymInt``, ``Scalar`` or ``float``, and numbers that torch made a tensor
 of, as in ``x[0] = n`` and ``x / t``.
@@ -6,15 +6,12 @@ of, as in ``x[0] = n`` and ``x / t``.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
-
-from rkgb.graphs import D_graph, Node
 
 
 def may_be_size(a: Any) -> bool:
@@ -40,58 +37,6 @@ def sized_arguments(op: Any) -> frozenset[int | str]:
             sized |= {position, name.partition("=")[0]}
         position += kind != "*"
     return frozenset(sized)
-
-
-def numbers_of(d: D_graph) -> list[int | float]:
-    """All numbers that may follow from sizes, in order."""
-    numbers = [a for node in d.nodes for a in _of_node(node)]
-    return numbers + [c for _, c in d.structure.output_constants if may_be_size(c)]
-
-
-def _of_node(node: Node) -> Iterator[int | float]:
-    sized = sized_arguments(node.op)
-    for k, a in (*enumerate(node.args), *node.kwargs):
-        if is_made_of_number(a):
-            yield a.item()
-        elif k in sized:
-            for x in a if isinstance(a, (list, tuple)) else (a,):
-                if may_be_size(x):
-                    yield x
-
-
-def repeated_in(d: D_graph) -> list[bool]:
-    """For each of ``_numbers`` whether an equal one stands before it in its list; the two may be different sizes."""
-    repeated = []
-    for node in d.nodes:
-        sized = sized_arguments(node.op)
-        for k, a in (*enumerate(node.args), *node.kwargs):
-            if is_made_of_number(a):
-                repeated.append(False)
-            elif k in sized:
-                numbers = [x for x in (a if isinstance(a, (list, tuple)) else (a,)) if may_be_size(x)]
-                repeated += [x in numbers[:at] for at, x in enumerate(numbers)]
-    return repeated + [False for _, c in d.structure.output_constants if may_be_size(c)]
-
-
-def with_numbers(node: Node, numbers: Iterator[int | float]) -> Node:
-    """``node`` with these numbers in place of its own."""
-    sized = sized_arguments(node.op)
-
-    def put(key: int | str, a: Any) -> Any:
-        if is_made_of_number(a):
-            number = next(numbers)
-            return a if a.item() == number else torch.full_like(a, number)
-        if key not in sized:
-            return a
-        if isinstance(a, (list, tuple)):
-            return type(a)(next(numbers) if may_be_size(x) else x for x in a)
-        return next(numbers) if may_be_size(a) else a
-
-    args = tuple(put(k, a) for k, a in enumerate(node.args))
-    kwargs = tuple((name, put(name, a)) for name, a in node.kwargs)
-    if node.op is torch.ops.aten.empty_strided.default:
-        args = (args[0], strides_as(node.args[0], node.args[1], args[0]) or args[1], *args[2:])
-    return node if (args, kwargs) == (node.args, node.kwargs) else dataclasses.replace(node, args=args, kwargs=kwargs)
 
 
 def strides_as(sizes: Sequence[int], strides: Sequence[int], now: Sequence[int]) -> list[int] | None:

@@ -1,151 +1,161 @@
-"""The same graph at other sizes: how its numbers follow from the sizes of the inputs.
+"""The graph of a captured program at other sizes.
 
-Two traces of one model at different sizes differ in numbers only: they have one *skeleton*. The numbers among the
-arguments of operations are fitted as functions of the inputs' sizes. For new sizes the module runs once, and then the
-program with the fitted numbers. This run shows all other sizes. It must show the same skeleton and give the module's
-outputs, bit for bit, and the module must call the operators that it called when it was traced. So a fit may be a guess:
-a wrong one costs a run, and never gives a wrong result.
+What TorchDynamo captured holds for all sizes that its guards let pass. At other sizes it is traced on the meta device,
+where nothing is computed, and probed there: shapes, strides, storages and what autograd saves are known there, too.
+What data alone shows (random draws) is that of the sizes at which the program ran, which is the same graph.
+
+Kernels of a device may save or allocate otherwise. So both are compared once with the graph at sizes at which it ran.
+Where only the trace is the same, a run of the program, without the module's, shows the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from rkgb.Dtools import probe
-from rkgb.errors import GraphError
-from rkgb.graphs import B_graph, D_graph, Node, S_graph, S_node, Saved, Storage
-from rkgb.probe.check import ModuleRun, run_module, same_as_module
-from rkgb.probe.fit import Fit, Sizes
-from rkgb.probe.foresee import bytes_of_results
-from rkgb.probe.numbers import may_be_size, numbers_of, repeated_in, with_numbers
-from rkgb.probe.skeleton import skeleton
+from rkgb.Btools import trace_without_data
+from rkgb.Dtools import probe_again
+from rkgb.graphs import B_graph, D_graph, Node, Ref, S_graph, S_node, Saved, substitute
+from rkgb.probe.skeleton import content, skeleton
 from rkgb.sample import Call
-from rkgb.trace.guards import GuardFailed
-from rkgb.trace.operators import OperatorCount
+from rkgb.trace.meta import node_on
+from rkgb.trees import map_tensors
 
 
-def sizes_of(inputs: Sequence[torch.Tensor]) -> Sizes:
-    """The sizes of all dimensions of all tensors of a call, in order."""
-    return tuple(size for t in inputs for size in t.shape)
+def program_without_data(model: torch.nn.Module, call: Call, device: torch.device) -> B_graph | None:
+    """B of ``call`` of a program ``model``, both on the meta device, which stands for ``device``.
 
-
-@dataclass(frozen=True, eq=False)
-class Point:
-    """A graph, the sizes of the inputs on which it was traced, and the whole ``numbers`` that the call was given.
-    ``kind``: of such calls, sizes apart. Calls of other kinds may have run the graph with other rates or temperatures.
+    None where that takes data: operators that have no rule for sizes alone, and sizes that follow from values.
     """
-
-    sizes: Sizes
-    numbers: Sizes
-    s: S_graph
-    kind: Hashable = None
-
-
-def point_of(call: Call, s: S_graph, kind: Hashable = None) -> Point:
-    """``s`` was traced on ``call``."""
-    return Point(sizes_of(call.tensors), call.numbers, s, kind)
-
-
-def resized(points: Sequence[Point], expected: Hashable, model: torch.nn.Module, call: Call) -> S_graph | None:
-    """The graph of ``points``, whose skeleton is ``expected``, for ``call`` with tensors of other sizes.
-
-    None if a number cannot be fitted, or if the program does not do what ``model`` does. Peak memory is that of
-    inference.
-    """
-    now = point_of(call, points[-1].s)
-    if any(len(p.sizes) != len(now.sizes) for p in points):
-        return None
-    # A graph that TorchDynamo captured for one size is given no numbers, and one for any size its sizes.
-    alike = all(len(p.numbers) == len(now.numbers) for p in points)
-    *known, here = (p.sizes + p.numbers * alike for p in (*points, now))
-    fit = Fit(known, here, len(now.numbers) * alike)
-    seen = list(zip(*(numbers_of(p.s.d) for p in points), strict=True))
-    every, again = [fit(x) for x in seen], repeated_in(points[-1].s.d)
-    run: ModuleRun | None = None
-    doubtful = sorted({x[-1] for x, y, twice in zip(seen, every, again, strict=True) if twice and y != x[-1]})
-    for constant in ((), *((x,) for x in doubtful[:2]), doubtful) if doubtful else ((),):
-        numbers = [x[-1] if twice and x[-1] in constant else y for x, y, twice in zip(seen, every, again, strict=True)]
-        if None in numbers:
-            continue
-        b = _with(points[-1].s.d, numbers)
-        run = run or run_module(b, model, call)
-        graph = None if run.outputs is None else _given(points[-1].s, b, expected, model, call, run)
-        if graph is not None:
-            return graph
-    return None
-
-
-def _with(d: D_graph, numbers: Sequence[Any]) -> B_graph:
-    """The program of ``d`` with these numbers."""
-    left = iter(numbers)
-    nodes = tuple(with_numbers(node, left) for node in d.nodes)
-    constants = tuple((k, next(left) if may_be_size(c) else c) for k, c in d.structure.output_constants)
-    structure = dataclasses.replace(d.structure, output_constants=constants)
-    return B_graph(d.names, d.sources, nodes, d.outputs, structure, d.notes)
-
-
-def _given(
-    last: S_graph, b: B_graph, expected: Hashable, model: torch.nn.Module, call: Call, run: ModuleRun
-) -> S_graph | None:
-    """The graph ``last`` with the numbers of ``b``; None if ``model`` does something else on ``call``, in ``run``.
-
-    A wrong number may ask for more memory than there is, so nothing runs whose result is larger than all of the module.
-    """
-
-    def allowed(node: Node, value: Callable[[int], Any]) -> bool:
-        return bytes_of_results(node, value) <= run.ran.largest
-
     try:
-        with OperatorCount() as ours:
-            probed = probe(b, model, call.tensors, labelled=True, allowed=allowed)
-    except (GuardFailed, GraphError, RuntimeError, ValueError, TypeError, LookupError):
+        return trace_without_data(model, call, device)
+    except Exception:  # noqa: BLE001 - torch's rules for sizes, and functions of the user's, may raise anything
         return None
-    graph = _with_sizes(last, probed.graph)
-    if graph is None or skeleton(graph) != expected or not same_as_module(b, model, call, run, probed, ours):
+
+
+def graph_without_data(b: B_graph, model: torch.nn.Module, call: Call, device: torch.device) -> D_graph | None:
+    """D of ``b``, which ``program_without_data`` returned for the same ``call``; None where that takes data."""
+    try:
+        return probe_again(b, model, call.tensors, device)
+    except Exception:  # noqa: BLE001 - as above
         return None
-    return graph
+
+
+def graph_of_a_run(b: B_graph, model: torch.nn.Module, call: Call, device: torch.device) -> D_graph:
+    """D of ``b``, which ``program_without_data`` returned, from a run on ``call`` on ``device``."""
+    return probe_again(_on_device(b, device), model, call.tensors)
+
+
+def _on_device(b: B_graph, device: torch.device) -> B_graph:
+    return dataclasses.replace(b, nodes=tuple(node_on(n, device) for n in b.nodes))
+
+
+def is_same_program(meta: B_graph, b: B_graph, device: torch.device) -> bool:
+    """Whether ``meta``, a trace on the meta device that stands for ``device``, is ``b``; numbers of values aside."""
+    if len(meta.nodes) != len(b.nodes) or len(meta.sources) != len(b.sources):
+        return False
+    value = dict(zip(sorted(meta.sources), sorted(b.sources), strict=True))
+    for m, n in zip(_on_device(meta, device).nodes, b.nodes, strict=True):
+        if (m.name, m.several, len(m.outputs), m.mode) != (n.name, n.several, len(n.outputs), n.mode):
+            return False
+        if _given(m, value) != _given(n, {v: v for v in n.reads()}):
+            return False
+        value.update(zip(m.outputs, n.outputs, strict=True))
+    return tuple(value[v] for v in meta.outputs) == b.outputs
+
+
+def _given(node: Node, value: dict[int, int]) -> Any:
+    """The arguments of a node, with these numbers for the values that it reads."""
+    arguments = substitute((node.args, node.kwargs), lambda v: Ref(value[v]))
+    return map_tensors(arguments, content)
+
+
+def resized(s: S_graph, expected: Hashable, d: D_graph) -> S_graph | None:
+    """``s``, whose skeleton is ``expected``, with the numbers and sizes of ``d``; None if ``d`` is another graph."""
+    if len(d.nodes) != len(s.d.nodes) or any(a.name != b.name for a, b in zip(d.nodes, s.d.nodes, strict=True)):
+        return None
+    found = _with_sizes(s, d)
+    return found if found is not None and skeleton(found) == expected else None
+
+
+def is_same(a: S_graph, b: S_graph) -> bool:
+    """Whether two graphs of one skeleton have the same sizes, and give operations the same arguments."""
+    return (
+        same_constants(a, b)
+        and a.d.values == b.d.values
+        and a.d.storages == b.d.storages
+        and [f.saved for f in a.d.facts] == [f.saved for f in b.d.facts]
+    )
+
+
+def same_constants(a: S_graph, b: S_graph) -> bool:
+    """Whether two sizes of a graph run the very same operations: no constant depends on the sizes that differ."""
+
+    pairs = zip(a.d.nodes, b.d.nodes, strict=True)
+    return all(map_tensors((m.args, m.kwargs), content) == map_tensors((n.args, n.kwargs), content) for m, n in pairs)
 
 
 def _with_sizes(s: S_graph, d: D_graph) -> S_graph | None:
-    """``s`` with the numbers and sizes of ``d``, which has the same nodes and may number storages in another order.
+    """``s`` with the numbers and sizes of ``d``, which has as many nodes and may number values and storages otherwise.
 
     None if other values share memory in ``d``.
     """
     old = s.d
-    if len(d.nodes) != len(old.nodes) or d.values.keys() != old.values.keys():
+    value = _numbers_of_values(old, d)
+    if value is None:
         return None
-    number = {d.values[v].storage: old.values[v].storage for v in d.values}
-    if any(number[d.values[v].storage] != old.values[v].storage for v in d.values):
+    number = {x.storage: old.values[value[v]].storage for v, x in d.values.items()}
+    if any(number[x.storage] != old.values[value[v]].storage for v, x in d.values.items()):
         return None
     if len(set(number.values())) != len(number):
         return None
-
-    def known(saved: Saved) -> Saved:
-        return Saved(tuple(number[x] for x in saved.storages), saved.private)
-
     storages = list(old.storages)
     for x, mine in number.items():
-        if (d.storages[x].owner, d.storages[x].source) != (storages[mine].owner, storages[mine].source):
+        if d.storages[x].owner != storages[mine].owner:
             return None
-        storages[mine] = Storage(d.storages[x].bytes, storages[mine].owner, storages[mine].source)
-    values, facts = d.values, d.facts
-    if any(x != mine for x, mine in number.items()):
-        values = {v: dataclasses.replace(x, storage=number[x.storage]) for v, x in values.items()}
-        facts = tuple(
-            dataclasses.replace(
-                x, writes=tuple(number[w] for w in x.writes), saved=known(x.saved), context=known(x.context)
-            )
-            for x in facts
-        )
+        storages[mine] = dataclasses.replace(storages[mine], bytes=d.storages[x].bytes)
+
+    def known(saved: Saved) -> Saved:
+        return Saved(tuple(number.get(x, -1) for x in saved.storages), saved.private)
+
     new = dataclasses.replace(
-        old, nodes=d.nodes, structure=d.structure, values=values, storages=tuple(storages), facts=facts
+        old,
+        nodes=tuple(_with_arguments(a, b, value) for a, b in zip(old.nodes, d.nodes, strict=True)),
+        outputs=tuple(value[v] for v in d.outputs),
+        structure=dataclasses.replace(old.structure, output_constants=d.structure.output_constants),
+        values={value[v]: dataclasses.replace(x, storage=number[x.storage]) for v, x in d.values.items()},
+        storages=tuple(storages),
+        facts=tuple(
+            dataclasses.replace(before, saved=known(x.saved), context=known(x.context))
+            for x, before in zip(d.facts, old.facts, strict=True)
+        ),
     )
     return dataclasses.replace(s, d=new, nodes=tuple(_with_private(n, new) for n in s.nodes))
+
+
+def _numbers_of_values(old: D_graph, d: D_graph) -> dict[int, int] | None:
+    """The numbers in ``old`` of the values of ``d``; None if others are made."""
+    made = [(a.outputs, b.outputs) for a, b in zip(d.nodes, old.nodes, strict=True)]
+    made.append((tuple(sorted(d.sources)), tuple(sorted(old.sources))))
+    if any(len(theirs) != len(ours) for theirs, ours in made):
+        return None
+    value = {v: w for theirs, ours in made for v, w in zip(theirs, ours, strict=True)}
+    return value if d.values.keys() <= value.keys() and len(d.values) == len(old.values) else None
+
+
+def _with_arguments(old: Node, new: Node, value: dict[int, int]) -> Node:
+    """``old`` with the arguments of ``new``."""
+
+    def mine(v: int) -> Ref:
+        return Ref(value[v])
+
+    kwargs = tuple((k, substitute(a, mine)) for k, a in new.kwargs)
+    return dataclasses.replace(
+        new, args=substitute(new.args, mine), kwargs=kwargs, outputs=old.outputs, label=old.label
+    )
 
 
 def _with_private(node: S_node, d: D_graph) -> S_node:

@@ -37,3 +37,32 @@ def _choose(kernels: tuple[int, ...]) -> None:
     for set_use, on in zip(_SET, kernels, strict=False):
         set_use(bool(on))
     _C._set_sdp_priority_order(list(kernels[len(_SET) :]))
+
+
+def attention_on_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    **named: Any,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` of tensors without data by the kernel that a CPU chooses for them."""
+    own = None if mask is None else _like(mask)
+    kernel = torch._fused_sdp_choice(_like(q), _like(k), _like(v), own, dropout, causal, **named)
+    aten = torch.ops.aten
+    result: torch.Tensor
+    if kernel != torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
+        result = aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, **named)[0]
+        return result
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    result = flash(q, k, v, dropout, causal, attn_mask=mask, scale=named.get("scale"))[0]
+    return result
+
+
+def _like(t: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU of these sizes, with memory that is never touched."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(t.requires_grad)

@@ -30,7 +30,6 @@ from rkgb.randomness import (
     set_random_state,
     watched_devices,
 )
-from rkgb.storages import version_of
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
@@ -87,24 +86,11 @@ def drop_saved() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda _: None, refuse)
 
 
-class Writes:
-    """The changes in place of some tensors since ``copies`` of them were made."""
-
-    def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.before = [(t, copy, version_of(t)) for t, copy in copies]
-
-    def after(self) -> list[torch.Tensor]:
-        """Copies of the tensors that were written, as they are now. Not all writes count as another version."""
-        before = self.before
-        return [t.detach().clone() for t, copy, v in before if version_of(t) != v or not torch.equal(t, copy)]
-
-
 @contextlib.contextmanager
-def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[Writes]:
+def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[None]:
     """A context that restores buffers, inputs, generators and the tensors named in ``written`` at its end.
 
-    Version counters are restored, too, since autograd graphs from before may have saved these tensors. Yields what
-    changes meanwhile.
+    Version counters are restored, too, since autograd graphs from before may have saved these tensors.
     """
     drawn: list[RandomSource] = [*watched_devices((*inputs, *model.parameters())), *own_generators(model.modules())]
     states = [(x, random_state(x)) for x in drawn]
@@ -115,7 +101,7 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
     counted = tuple(t for t, _ in copies if not t.is_inference())
     versions = tuple(t._version for t in counted)
     try:
-        yield Writes(copies)
+        yield
     finally:
         for module, name, b in holders:
             module._buffers[name] = b
@@ -328,8 +314,9 @@ class Recorder(TorchFunctionMode):
         """If the trace has ``t`` as a constant, have it as a copy of a constant, which the module may change."""
         if t.requires_grad or not has_memory(t) or not _is_constant(_C._get_value_trace(t)):
             return
+        value = _C._get_value_trace(t)
         with untraced(tracing):
-            constant = t.clone()
+            constant = _constant_of(value) if t.is_meta else t.clone()
         with scoped(tracing, self.scope()):
             _C._set_value_trace(t, _C._get_value_trace(constant.clone()))
 
@@ -349,10 +336,20 @@ def _uses(value: Any) -> int:
 
 def _is_constant(value: Any) -> bool:
     """Whether a value of the trace is a tensor that came from nowhere, as torch's constructors and NumPy make them."""
+    constant: bool = _origin(value).kind() == "prim::Constant"
+    return constant
+
+
+def _constant_of(value: Any) -> torch.Tensor:
+    """The tensor that such a value is."""
+    made: torch.Tensor = _origin(value).t("value").clone()
+    return made
+
+
+def _origin(value: Any) -> Any:
     while value.node().kind() in _SAME:
         value = next(value.node().inputs())
-    constant: bool = value.node().kind() == "prim::Constant"
-    return constant
+    return value.node()
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rkgb.storages import storage_key
-from rkgb.trace.operators import STATISTICS, OperatorCount
+from rkgb.trace.operators import STATISTICS, WritesSeen
 from rkgb.trees import tensor_leaves
 
 _C: Any = torch._C
@@ -28,7 +28,7 @@ class Written:
     """
 
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
-        strided = list(_strided(own))
+        strided = [t for t in _strided(own) if not t.is_meta]
         self._own = {id(t) for t in strided}
         self._parameters = {storage_key(t): t for t in strided if isinstance(t, torch.nn.Parameter)}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -92,7 +92,7 @@ class _Keeping:
 
 
 @contextlib.contextmanager
-def put_back(model: torch.nn.Module, seen: OperatorCount) -> Iterator[None]:
+def put_back(model: torch.nn.Module, seen: WritesSeen) -> Iterator[None]:
     """A context that restores parameters, and tensors in plain attributes of modules, at its end. ``seen`` is active
     where they are written.
 

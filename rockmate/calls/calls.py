@@ -15,16 +15,16 @@ from rkgb.cost.measure import Known
 from rkgb.cost.memory import refuse_within_measurements
 from rkgb.cost.usage import Usage, supposed
 from rkgb.graphs import D_graph, S_graph, Structure
-from rkgb.probe.resize import point_of, resized
 from rkgb.program import source_values
 from rkgb.sample import Call
 from rkgb.trace.guards import GuardFailed
 from rkgb.trace.patches import TRACING
 from rkgb.trees import unflatten
 from rockmate.budget import Budget
-from rockmate.calls.families import Family
+from rockmate.calls.families import Family, resized_in
 from rockmate.calls.front import Front
 from rockmate.calls.look import abandoned, end_look
+from rockmate.calls.shown import Shown
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import (
     Variant,
@@ -74,6 +74,7 @@ class Calls(ABC):
     def __init__(self, module: torch.nn.Module, front: Front) -> None:
         self.module, self.front, self.terms, self.cache = module, front, front.terms, front.cache
         self.last: Variant | None = None
+        self.needs_data = self.needs_a_run = False  # for the program at other sizes, or for its graph
 
     # ------------------------------------------------- what a subclass knows better
 
@@ -92,6 +93,10 @@ class Calls(ABC):
     def said_of_pieces(self) -> str:
         """How many pieces are compiled, in words; empty if none was to be."""
         return ""
+
+    @abstractmethod
+    def shown(self) -> Shown:
+        """What of the call that this thread is in shows without data."""
 
     def module_ready(self) -> AbstractContextManager[None]:
         """While the module is looked at: it has its parameters and buffers."""
@@ -250,37 +255,58 @@ class Calls(ABC):
         self, call: Call, report: Report, saved: SavedPlan | None = None, usage_of: UsageOf = supposed
     ) -> tuple[Planner, Family]:
         """Trace the call: a planner for it, and the family of its graph. Costs are measured if the graph is new."""
-        families, sizeless, options = self.front.families, self.sizeless(call), self.terms.options
+        families, options = self.front.families, self.terms.options
 
         def known_of(s: S_graph) -> Known:
             return self._known_of(s, families.of(s))
 
         with self.planning(call), self.module_ready():
             planner = make_planner(self.module, self.traced_on(call), options, report, saved, known_of, usage_of)
-        family = families.of(planner.graphs.S) or families.new(planner)
-        family.add(point_of(call, planner.graphs.S, sizeless))
+        family = families.of(planner.graphs.S)
+        if family is None:
+            family = families.new(planner, self.shown())
         return planner, family
 
     def resized_planner(
         self, call: Call, latest: Callable[[Family], L | None], report: Report
     ) -> tuple[Planner, L] | None:
-        """A planner for a call that runs a known graph at sizes that did not come before, without a trace; and the
-        ``latest`` that was planned for that graph, which it is like.
+        """A planner for a call that runs a known graph at sizes that did not come before; and the ``latest`` that was
+        planned for that graph, which it is like.
 
-        None if no known graph computes what the module computes there.
+        None if the call runs no known graph, or if that takes a trace on the call itself.
         """
-        sizeless = self.sizeless(call)
-        for family in self.front.families.running(sizeless):
-            like = latest(family)
-            if like is None:
-                continue
-            report("resize", 0.0)
-            with self.planning(call), self.module_ready():
-                s = resized(family.points_of(sizeless), family.skeleton, self.module, call)
-                if s is not None:
-                    like.planner.report = report
-                    known = self._known_of(s, family)
-                    return like.planner.at_other_sizes(s, known, self.module, call.tensors, family.options), like
+        known = self.front.families.known()
+        if not known or self.needs_data:
+            return None
+        report("resize", 0.0)
+        with self.planning(call):
+            found = self._shown_at(call, known)
+        if found is None or (like := latest(found[0])) is None:
+            return None
+        family, s = found
+        with self.planning(call), self.module_ready():
+            like.planner.report = report
+            costs = self._known_of(s, family)
+            return like.planner.at_other_sizes(s, costs, self.module, call.tensors, family.options), like
+
+    def _shown_at(self, call: Call, known: Sequence[Family]) -> tuple[Family, S_graph] | None:
+        """The one of the ``known`` graphs that the call runs, with its sizes; None where even the program takes data.
+
+        Where the graph took a run at one size, it does so at each.
+        """
+        shown = self.shown()
+        found = None if self.needs_a_run else resized_in(known, shown.graph)
+        if found is not None and found[0].is_shown:
+            return found
+        if shown.program is not None:
+            with self.module_ready():
+                found = resized_in(known, shown.graph_of_a_run(self.traced_on(call)))
+            if found is not None and found[0].is_traced_without_data:
+                self.needs_a_run = True
+                return found
+        self.needs_data = shown.program is None or found is not None
+        if self.needs_data:
+            self.front.tell_needs_data()
         return None
 
     def _known_of(self, s: S_graph, family: Family | None) -> Known:

@@ -17,8 +17,6 @@ import torch
 
 from rkgb.collector import COLLECTING_RARELY
 from rkgb.errors import UnsupportedError
-from rkgb.probe.fit import Sizes
-from rkgb.probe.resize import sizes_of
 from rkgb.sample import Call
 from rkgb.warn import warn
 from rockmate.calls.captured import kinds_of_sources, line_of, line_of_derivatives, numpy_function
@@ -69,7 +67,7 @@ class Capture:
         self._steps_captured = 0  # calls that captured nothing else
         self._asking: list[Any] = []
         self._masks_known = True  # whether it can be known before a capture what masks it leaves out
-        self._sizes: set[Sizes] = set()  # of the calls that came
+        self._sizes: set[tuple[torch.Size, ...]] = set()  # of the calls that came
         self._noted = Noted()  # what TorchDynamo does not guard
         self._other: Capture | None = None
 
@@ -80,7 +78,8 @@ class Capture:
 
     def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
         """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
-        sizes, CAPTURING.captured, self._known_again = sizes_of(call.tensors), False, False
+        CAPTURING.captured, self._known_again = False, False
+        sizes = tuple(t.shape for t in call.tensors)
         graphs = len(self.graphs)
         if sizes in self._sizes:
             result = self._run(model, call, whole)

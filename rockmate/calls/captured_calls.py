@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 from rkgb.errors import GraphError, MeasureError
 from rkgb.sample import Call
 from rkgb.storages import storage_key
+from rkgb.trace.meta import without_data
 from rkgb.trace.patches import TRACING
 from rkgb.trace.written import has_memory
 from rkgb.warn import warn
@@ -28,6 +29,7 @@ from rockmate.calls.function_numbers import move_numbers_out
 from rockmate.calls.keys import call_key, in_force
 from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
+from rockmate.calls.shown import Shown
 from rockmate.calls.steps import Forward
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.surroundings import undisturbed, witnesses
@@ -212,6 +214,10 @@ class CapturedCalls(Calls):
         """Parameters and buffers are those of the call that this thread is in."""
         with self.module.holding(self.now.inputs):
             yield
+
+    def shown(self) -> Shown:
+        """As in ``Calls``."""
+        return Shown(self.module, without_data(self.now.inputs), _device_of(self.now.inputs))
 
     def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """As in ``Calls``; nothing is looked up in modules."""

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rkgb.cost.layouts import differentiated, layouts_at_other_sizes
 from rkgb.cost.measure import Cost, Known
 from rkgb.cost.scaled import choosing_anew, growth, scaled_costs
 from rkgb.cost.usage import Usage
-from rkgb.graphs import S_graph
-from rkgb.probe.resize import Point
+from rkgb.graphs import D_graph, S_graph
+from rkgb.pipeline import Graphs
+from rkgb.probe.resize import resized
 from rkgb.probe.skeleton import skeleton
 from rkgb.settings import settings
+from rockmate.calls.shown import Shown
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import CARRIED, Planner
 from solvers import Options, Schedule
 
 MUCH = 4
 """Values that are so many times larger are a reason to measure: scaled bounds grow as fast as the fastest value."""
-
-MOST_POINTS = 6
-"""Traced sizes that a fit looks at, all of one kind of call."""
-
-MOST_IN_ALL = 64
-"""Traced sizes that are remembered."""
-
-MOST_TRIED = 2
-"""Graphs that are tried for a call."""
 
 MOST_SCHEDULES = 8
 """Schedules that are tried for another size."""
@@ -38,7 +32,8 @@ MOST_SCHEDULES = 8
 class Family:
     """One graph, by its ``skeleton``.
 
-    ``measured``: the planner of the size at which costs were measured. ``points``: sizes that were traced.
+    ``measured``: the planner of the size at which costs were measured. ``traced``: the graphs of the
+    sizes at which it was traced, of which ``shown`` is what shows without data.
     ``schedules``: those with recomputation that a solver found, the last one first. ``options``: of the graph's blocks,
     as they were last solved for, by what the caller does with the outputs. ``spent``: nanoseconds that steps of a size
     took for runs again, by the number of its plan.
@@ -46,7 +41,8 @@ class Family:
 
     skeleton: Hashable
     measured: Planner
-    points: list[Point]
+    traced: Graphs
+    shown: Shown
     schedules: list[Schedule] = field(default_factory=list)
     options: dict[Usage, Options] = field(default_factory=dict)
     spent: Counter[int] = field(default_factory=Counter)
@@ -90,36 +86,46 @@ class Family:
         if plan.recomputed and plan.solver != CARRIED:
             self.schedules = [plan.schedule, *self.schedules][:MOST_SCHEDULES]
 
-    def add(self, point: Point) -> None:
-        """Another size was traced."""
-        others = [p for p in self.points if p.kind != point.kind]
-        self.points = [*others, *[*self.points_of(point.kind), point][-MOST_POINTS:]][-MOST_IN_ALL:]
+    @cached_property
+    def is_shown(self) -> bool:
+        """Whether the graph shows without data at the sizes at which it ran. Then it does so at others."""
+        return self.shown.graph_is(self.traced.S)
 
-    def points_of(self, kind: Hashable) -> list[Point]:
-        """Traced sizes of such calls."""
-        return [p for p in self.points if p.kind == kind]
+    @cached_property
+    def is_traced_without_data(self) -> bool:
+        """Whether the program does, and a run shows the rest."""
+        return self.shown.program_is(self.traced)
 
 
 class Families:
     """All graphs of one model."""
 
     def __init__(self) -> None:
-        self._of: dict[Hashable, Family] = {}
+        self._of: dict[tuple[Hashable, Hashable], Family] = {}
 
-    def running(self, kind: Hashable) -> list[Family]:
-        """The graphs that calls of this kind ran, the last few."""
-        return [f for f in reversed(self._of.values()) if f.points_of(kind)][:MOST_TRIED]
+    def known(self) -> list[Family]:
+        """The graphs that came under the settings of now, the last one first."""
+        now = settings()
+        return [family for key, family in reversed(self._of.items()) if key[1] == now]
 
     def of(self, s: S_graph) -> Family | None:
         """The family of a graph, under the settings of now."""
         return self._of.get((skeleton(s), settings()))
 
-    def new(self, planner: Planner) -> Family:
-        """A graph that was measured for ``planner``."""
-        family = Family(skeleton(planner.graphs.S), planner, [])
+    def new(self, planner: Planner, shown: Shown) -> Family:
+        """A graph that was measured for ``planner``; ``shown``: see ``Family``."""
+        family = Family(skeleton(planner.graphs.S), planner, planner.graphs, shown)
         self._of[family.skeleton, settings()] = family
         return family
 
     def clear(self) -> None:
         """Forget all."""
         self._of.clear()
+
+
+def resized_in(known: Sequence[Family], d: D_graph | None) -> tuple[Family, S_graph] | None:
+    """The first of ``known`` that ``d`` is of, and its graph with the sizes of ``d``."""
+    if d is None:
+        return None
+    found = ((family, resized(family.measured.graphs.S, family.skeleton, d)) for family in known)
+    return next(((family, s) for family, s in found if s is not None), None)

@@ -60,7 +60,7 @@ class Front:
         self._made = 0
         self._before: tuple[str, ...] | None = None
         self._carried = 0
-        self.said_several = self._said_checkpoints = False
+        self.said_several = self._said_checkpoints = self._said_needs_data = False
         self.rehearses = False  # training steps run that are no training: see rockmate.calls.rehearsal
         self.inside = threading.local()  # what is known of the call that this thread is in
 
@@ -158,6 +158,16 @@ class Front:
         self._made += variant.planner.saved is None
         LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before, guard))
         self._before = variant.call
+
+    def tell_needs_data(self) -> None:
+        """Say once that each new size is traced and run as a whole."""
+        if not self._said_needs_data:
+            self._said_needs_data = True
+            LOG.info(
+                "%s: what its operations make of other sizes does not show without data, so the first step of each new "
+                "size takes as long as planning one: pad inputs to fewer lengths",
+                self.name,
+            )
 
     def tell_again(self, variant: Variant, new: Variant) -> None:
         """Say that ``new`` was measured and solved for sizes that ran by the costs of others, in ``variant``."""

@@ -12,11 +12,9 @@ import torch
 from torch import fx
 
 from rkgb.cost.usage import Usage, all_used
-from rkgb.graphs import D_graph, Node, S_graph, Structure
+from rkgb.graphs import D_graph, Structure
 from rkgb.Ktools import with_roots
-from rkgb.probe.skeleton import content
 from rkgb.sample import Call
-from rkgb.trees import map_tensors
 from rockmate.calls.bound import Results
 from rockmate.calls.captured import Captured
 from rockmate.calls.families import Family
@@ -188,15 +186,6 @@ def moved(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> frozenset[t
     """Where shapes differ: the tensor and the dimension."""
     pairs = enumerate(zip(a, b, strict=True))
     return frozenset((k, i) for k, (m, n) in pairs for i, (x, y) in enumerate(zip(m, n, strict=True)) if x != y)
-
-
-def same_constants(a: S_graph, b: S_graph) -> bool:
-    """Whether two sizes of a graph run the very same operations: no constant depends on the sizes that differ."""
-
-    def given(node: Node) -> Any:
-        return map_tensors((node.args, node.kwargs), content)
-
-    return all(given(m) == given(n) for m, n in zip(a.d.nodes, b.d.nodes, strict=True))
 
 
 def schedules_of(planner: Planner) -> list[ChainPlan]:

@@ -12,6 +12,7 @@ import torch
 
 from rkgb.cost.memory import refuse_within_measurements
 from rkgb.errors import GraphError, MeasureError
+from rkgb.probe.resize import same_constants
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rockmate.calls.families import Family
@@ -23,7 +24,6 @@ from rockmate.calls.member import (
     choice_of,
     moved,
     outside,
-    same_constants,
     schedules_of,
     shapes_of,
 )

@@ -1,0 +1,174 @@
+"""Runs without data: tensors are on the meta device, and so is what a program makes on its device meanwhile.
+
+torch spells some calls otherwise there, and records none where its rules for sizes are Python. ``OnMeta`` makes them as
+they are on a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from rkgb.nodes import Node
+from rkgb.storages import storage_key
+from rkgb.trace.attention import attention_on_cpu
+from rkgb.trace.written import has_memory
+from rkgb.trees import map_tensors, tensors_in
+
+_C: Any = torch._C
+_META = torch.device("meta")
+
+_OF_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+"""These make tensors of numbers, which are constants of a trace."""
+
+_CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
+    torch.conv1d: (1, False),
+    torch.conv2d: (2, False),
+    torch.conv3d: (3, False),
+    torch.conv_transpose1d: (1, True),
+    torch.conv_transpose2d: (2, True),
+    torch.conv_transpose3d: (3, True),
+}
+"""How many dimensions are moved over, and whether transposed. torch records them from inside, as ``_convolution``."""
+
+
+def without_data(arguments: Sequence[Any]) -> list[Any] | None:
+    """``arguments`` with tensors like theirs without data: of their sizes and strides, parameters for parameters. What
+    is one tensor, or lies in one memory, does so again. Of a number on the CPU, which may be read, it is a copy.
+
+    None if one of the tensors is no plain memory.
+    """
+    tensors = {id(a): a for a in arguments if isinstance(a, torch.Tensor)}
+    if not all(type(t) in _PLAIN and has_memory(t) for t in tensors.values()):
+        return None
+    memory: dict[int, torch.UntypedStorage] = {}
+    made = {k: _like(t, memory) for k, t in tensors.items()}
+    return [made.get(id(a), a) for a in arguments]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _like(t: torch.Tensor, memory: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """``memory``: that without data, by that of tensors which have some."""
+    if _is_number(t):
+        return t.detach().clone()
+    key = storage_key(t)
+    if key not in memory:
+        memory[key] = torch.UntypedStorage(t.untyped_storage().nbytes(), device=_META)
+    made = torch.empty(0, dtype=t.dtype, device=_META)
+    made.set_(memory[key], t.storage_offset(), t.shape, t.stride())
+    if isinstance(t, torch.nn.Parameter):
+        return torch.nn.Parameter(made, t.requires_grad)
+    return made.requires_grad_(t.requires_grad)
+
+
+def _is_number(t: torch.Tensor) -> bool:
+    return not t.dim() and t.device.type == "cpu" and not t.requires_grad
+
+
+class OnMeta(TorchFunctionMode):
+    """What a program makes on ``device`` is made on the meta device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.usual = device.type == torch.get_default_device().type
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_VALUES:
+            return _constant(func(*args, **kwargs))
+        if func in _CONVOLUTIONS:
+            return _convolution(func, *args, **kwargs)
+        if func is torch.Tensor.__setitem__ and type(args[2]) in (int, float, bool):
+            args = (*args[:2], _untraced(lambda: torch.tensor(args[2], dtype=args[0].dtype)))
+        if kwargs.get("device") is not None or (self.usual and func in _device_constructors()):
+            kwargs = {**kwargs, "device": _META}
+        if any(isinstance(a, (torch.device, str)) for a in args) and getattr(func, "__name__", "") in ("to", "new"):
+            args = tuple(_META if isinstance(a, (torch.device, str)) else a for a in args)
+        return func(*args, **kwargs)
+
+
+def _untraced(make: Callable[[], Any]) -> Any:
+    tracing = _C._get_tracing_state()
+    _C._set_tracing_state(None)
+    try:
+        return make()
+    finally:
+        _C._set_tracing_state(tracing)
+
+
+def _constant(made: torch.Tensor) -> torch.Tensor:
+    """``made``, a constant of the trace, without data."""
+    if _C._get_tracing_state() is None:
+        return _like(made, {})
+    value = _C._get_value_trace(made)
+    result: torch.Tensor = _untraced(lambda: _like(made, {}))
+    _C._set_value_trace(result, value)
+    return result
+
+
+def _convolution(
+    func: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    *others: Any,
+    **named: Any,
+) -> torch.Tensor:
+    dims, transposed = _CONVOLUTIONS[func]
+    if isinstance(padding, str) or input.dim() != dims + 2:
+        result: torch.Tensor = func(input, weight, bias, stride, padding, *others, **named)
+        return result
+    names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    given = {**dict(zip(names, others, strict=False)), **named}
+
+    def each(x: Any) -> list[int]:
+        sizes = [x] if isinstance(x, int) else list(x)
+        return sizes * dims if len(sizes) == 1 else sizes
+
+    cudnn = torch.backends.cudnn
+    return torch._convolution(
+        *(input, weight, bias, each(stride), each(padding), each(given.get("dilation", 1)), transposed),
+        *(each(given.get("output_padding", 0)), given.get("groups", 1), cudnn.benchmark),
+        *(cudnn.deterministic or torch.are_deterministic_algorithms_enabled(), cudnn.enabled, cudnn.allow_tf32),
+    )
+
+
+def stood_for(argument: Any, device: torch.device) -> Any:
+    """``argument`` of an operation, with ``device`` in place of the meta device."""
+    if isinstance(argument, torch.device):
+        return device if argument == _META else argument
+    if isinstance(argument, (list, tuple)) and any(isinstance(a, torch.device) for a in argument):
+        return type(argument)(stood_for(a, device) for a in argument)
+    return argument
+
+
+def node_on(node: Node, device: torch.device) -> Node:
+    """``node`` with ``device`` in place of the meta device."""
+    args = tuple(stood_for(a, device) for a in node.args)
+    kwargs = tuple((k, stood_for(a, device)) for k, a in node.kwargs)
+    same = all(a is b for a, b in zip(args, node.args, strict=True)) and kwargs == node.kwargs
+    return node if same else dataclasses.replace(node, args=args, kwargs=kwargs)
+
+
+def _constant_on_meta(t: torch.Tensor) -> torch.Tensor:
+    """A number stays what it is: torch may have made it of one of Python's, which counts for types of results."""
+    return t if _is_number(t) else _like(t, {})
+
+
+def run_on_meta(node: Node, device: torch.device) -> Node:
+    """``node`` as it is to run on the meta device, so that it makes and saves what it does on ``device``."""
+    if next(tensors_in((node.args, [a for _, a in node.kwargs])), None) is not None:
+        kwargs = tuple((k, map_tensors(a, _constant_on_meta)) for k, a in node.kwargs)
+        node = dataclasses.replace(node, args=map_tensors(node.args, _constant_on_meta), kwargs=kwargs)
+    if node.op is torch.ops.aten.scaled_dot_product_attention.default and device.type == "cpu":
+        node = dataclasses.replace(node, op=attention_on_cpu)
+    return node

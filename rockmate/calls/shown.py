@@ -1,0 +1,68 @@
+"""What a captured program is at sizes that did not come before: see ``rkgb.probe.resize``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rkgb.graphs import B_graph, D_graph, S_graph
+from rkgb.pipeline import Graphs
+from rkgb.probe.resize import (
+    graph_of_a_run,
+    graph_without_data,
+    is_same,
+    is_same_program,
+    program_without_data,
+    resized,
+)
+from rkgb.probe.skeleton import skeleton
+from rkgb.sample import Call
+from rockmate.calls.captured import Captured
+
+
+class Shown:
+    """A call of ``module``, as far as it shows without data. ``inputs``: of the program, without data; None if they are
+    no plain memory.
+    """
+
+    def __init__(self, module: Captured, inputs: Sequence[Any] | None, device: torch.device) -> None:
+        self.module, self.inputs, self.device = module, inputs, device
+
+    @contextmanager
+    def _call(self) -> Iterator[Call]:
+        assert self.inputs is not None
+        with self.module.holding(self.inputs):
+            yield Call(tuple(self.inputs[k] for k in self.module.given), {})
+
+    @cached_property
+    def program(self) -> B_graph | None:
+        """The trace of the program; None where that takes data."""
+        if self.inputs is None:
+            return None
+        with self._call() as call:
+            return program_without_data(self.module, call, self.device)
+
+    @cached_property
+    def graph(self) -> D_graph | None:
+        """The graph of the program; None where that takes data."""
+        if self.program is None:
+            return None
+        with self._call() as call:
+            return graph_without_data(self.program, self.module, call, self.device)
+
+    def graph_of_a_run(self, call: Call) -> D_graph | None:
+        """The same from a run on ``call``, which is not without data."""
+        return None if self.program is None else graph_of_a_run(self.program, self.module, call, self.device)
+
+    def program_is(self, graphs: Graphs) -> bool:
+        """Whether the program is the one that ran on these sizes."""
+        return self.program is not None and is_same_program(self.program, graphs.B, self.device)
+
+    def graph_is(self, s: S_graph) -> bool:
+        """Whether the graph is ``s``, which ran on these sizes."""
+        found = None if self.graph is None else resized(s, skeleton(s), self.graph)
+        return found is not None and is_same(found, s)
