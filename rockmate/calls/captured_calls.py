@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from rockmate.calls.structure import computes_unread, inputs_of_functions, may_w
 from rockmate.calls.surroundings import undisturbed, witnesses
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
+from rockmate.pieces.choice import runs_compiled
 from rockmate.pieces.program import Pieces, with_compiled_pieces
 from rockmate.tell import LOG
 
@@ -155,9 +156,8 @@ class CapturedCalls(Calls):
             without_wrappers(self.tensors)
             start = time.perf_counter()
             with undisturbed():
-                self.pieces = with_compiled_pieces(
-                    self.tensors, inputs, self.front.pieces, timed=self.terms.options.costs == "measured"
-                )
+                chosen = partial(runs_compiled, options=self.terms.options)
+                self.pieces = with_compiled_pieces(self.tensors, inputs, self.front.pieces, chosen)
             self.front.inside.compiled = time.perf_counter() - start
             self.tensors = self.pieces.program
         super().__init__(Captured(self.tensors, inputs), self.front)

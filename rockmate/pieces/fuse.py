@@ -11,6 +11,7 @@ from operator import getitem
 
 from torch import fx
 
+from rockmate.calls.captured import line_of
 from rockmate.pieces.functional import put_back
 from rockmate.pieces.groups import Grouping
 from rockmate.pieces.piece import Piece
@@ -31,7 +32,10 @@ class Group:
 
 
 def pieces_of(grouping: Grouping, seen: Mapping[fx.Node, Seen], known: dict[Hashable, Piece]) -> list[Group]:
-    """The groups with their pieces, equal ones one object. ``known``: pieces by their identity, which grows."""
+    """The groups with their pieces, equal ones one object.
+
+    ``known``: pieces by their identity and the forms of their arguments, which grows.
+    """
     found = (_group(members, seen, known) for members in grouping.groups)
     return [group for group in found if group is not None]
 
@@ -68,10 +72,11 @@ def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict
     graph.output(tuple(copies[n] for n in outputs))
     wants = tuple(seen[i].grad and not seen[i].number for i in inputs)
     words = dict.fromkeys(_word(n) for n in members if n in needed and seen[n].work)
-    piece = Piece(
-        fx.GraphModule({}, graph), wants, tuple(seen[n].grad for n in outputs), "_".join(list(words)[:MOST_WORDS])
-    )
-    return Group(tuple(members), tuple(inputs), outputs, known.setdefault(piece.identity, piece))
+    flows = tuple(seen[n].grad for n in outputs)
+    where = line_of(next((n for n in members if n in needed and n.meta.get("stack_trace")), members[0]))
+    piece = Piece(fx.GraphModule({}, graph), wants, flows, "_".join(list(words)[:MOST_WORDS]), where)
+    forms = tuple(seen[i].form for i in inputs)
+    return Group(tuple(members), tuple(inputs), outputs, known.setdefault((piece.identity, forms), piece))
 
 
 def _allocates(n: fx.Node, seen: Mapping[fx.Node, Seen]) -> bool:
@@ -97,11 +102,13 @@ def _word(n: fx.Node) -> str:
 
 
 def with_pieces(program: fx.GraphModule, order: Sequence[fx.Node], groups: Sequence[Group]) -> fx.GraphModule:
-    """``program`` with ``groups`` as calls of their pieces. ``order``: of its nodes, those of a group together."""
+    """``program`` with ``groups`` as calls of their pieces, which it then has as submodules, too.
+
+    ``order``: of its nodes, those of a group together.
+    """
     graph = fx.Graph()
     of = {n: group for group in groups for n in group.members}
     names = {id(group.piece): f"piece_{k}" for k, group in enumerate(groups)}
-    made = fx.GraphModule(program, fx.Graph())
     new: dict[fx.Node, fx.Node] = {}
 
     def outside(n: fx.Node) -> fx.Node:
@@ -120,13 +127,12 @@ def with_pieces(program: fx.GraphModule, order: Sequence[fx.Node], groups: Seque
                 new[n]._dynamo_source = n._dynamo_source
         elif id(group) not in done:
             done.add(id(group))
-            made.add_submodule(names[id(group.piece)], group.piece)
+            program.add_submodule(names[id(group.piece)], group.piece)
             called = graph.call_module(names[id(group.piece)], tuple(outside(i) for i in group.inputs))
             _put_outputs(graph, group, called, new)
     output = next(iter(program.graph.find_nodes(op="output")))
     graph.output(fx.node.map_arg(output.args[0], outside))
-    made.graph = graph
-    return made
+    return fx.GraphModule(program, graph)
 
 
 def _put_outputs(graph: fx.Graph, group: Group, called: fx.Node, new: dict[fx.Node, fx.Node]) -> None:

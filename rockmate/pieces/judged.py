@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.testing._comparison import default_tolerances
@@ -13,16 +13,30 @@ from torch.testing._comparison import default_tolerances
 from rkgb.device import kind_of
 from rkgb.trace.capture import current_mode
 from rockmate.errors import PieceError
-from rockmate.pieces.piece import Piece
 
 REPEAT = 5
 
 
+class Judged(Protocol):
+    """What is asked of a piece: see ``rockmate.pieces.piece.Piece``."""
+
+    wants: tuple[bool, ...]
+    flows: tuple[bool, ...]
+    words: str
+    where: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Its results, by compiled kernels."""
+
+    def eager(self, *arguments: Any) -> Any:
+        """Its results, by eager kernels."""
+
+
 @dataclass(frozen=True)
 class Runner:
-    """Runs a piece forward and backward on ``arguments``, with gradients that a seed gives."""
+    """Runs a piece forward and backward on ``arguments``, with the same gradients each time."""
 
-    piece: Piece
+    piece: Judged
     arguments: Sequence[Any]
 
     def run(self, compiled: bool) -> list[torch.Tensor]:
@@ -58,7 +72,7 @@ def _gradient(r: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(r).copy_((places * 0.61803398875).remainder(2).sub(1).view(r.shape))
 
 
-def check(runner: Runner, where: str) -> None:
+def check(runner: Runner) -> None:
     """Raise ``PieceError`` where the compiled piece is further from eager kernels than ``torch.testing`` allows for the
     types of a piece: the larger of its tolerances, relative to the largest number of a tensor, as sums have an error of
     that size.
@@ -77,7 +91,8 @@ def check(runner: Runner, where: str) -> None:
             count = len(runner.piece.flows)
             what = f"result {k}" if k < count else f"the gradient of argument {k - count}"
             raise PieceError(
-                f"the compiled piece {runner.piece.words}{where} differs from eager kernels in {what}: {error}. "
+                f"the compiled piece {runner.piece.words}{runner.piece.where} differs from eager kernels in {what}: "
+                f"{error}. "
                 "Leave compile=True out, and report this piece to PyTorch"
             ) from None
 

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -35,21 +35,21 @@ class Kernel:
     seconds: float
 
 
-def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool]) -> Kernel:
-    """Compile ``body`` for such ``arguments``, tensors and numbers, in the mode of now.
+T = TypeVar("T")
 
-    ``wants``: which of them need a gradient.
 
-    This is done in a thread of its own, where no tracer, hook or mode is in force that is in this one.
+def isolated(work: Callable[[], T]) -> T:
+    """What ``work`` returns, done with gradients in the mode of now, in a thread of its own, where no tracer, hook or
+    mode is in force that is in this one.
     """
-    found: list[Kernel] = []
+    found: list[T] = []
     failed: list[BaseException] = []
     mode = current_mode()
 
     def run() -> None:
         try:
             with in_mode(mode), torch.enable_grad(), no_warnings():
-                found.append(_compiled(body, arguments, wants))
+                found.append(work())
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
             failed.append(error)
 
@@ -70,7 +70,8 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
-def _compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool]) -> Kernel:
+def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool]) -> Kernel:
+    """Compile ``body`` for such ``arguments``, tensors and numbers; ``wants``: which of them need a gradient."""
     from torch._functorch import config as of_autograd
     from torch._functorch.aot_autograd import aot_function
     from torch._guards import TracingContext, tracing

@@ -13,20 +13,24 @@ from torch.autograd.function import once_differentiable
 
 from rkgb.device import KINDS
 from rockmate.pieces.dropout import seeded_dropout
-from rockmate.pieces.kernels import Kernel, compiled
+from rockmate.pieces.judged import Runner, check
+from rockmate.pieces.kernels import Kernel, compiled, isolated
 
 
 class Piece(torch.nn.Module):
     """``body``: a program of tensors and numbers that changes nothing. ``wants``: which of its arguments need a
-    gradient; ``flows``: which of its results have one. ``words``: what it does, in short.
+    gradient; ``flows``: which of its results have one. ``words``: what it does, in short;
+    ``where``: the user's line.
 
     A second run calls the code that the first has called, so no plan changes a bit.
     """
 
-    def __init__(self, body: fx.GraphModule, wants: tuple[bool, ...], flows: tuple[bool, ...], words: str) -> None:
+    def __init__(
+        self, body: fx.GraphModule, wants: tuple[bool, ...], flows: tuple[bool, ...], words: str, where: str = ""
+    ) -> None:
         super().__init__()
         self.__dict__["body"] = body
-        self.wants, self.flows, self.words = wants, flows, words
+        self.wants, self.flows, self.words, self.where = wants, flows, words, where
         self.kernels: dict[Hashable, Kernel] = {}
 
     @cached_property
@@ -49,11 +53,20 @@ class Piece(torch.nn.Module):
         return f"Piece({self.words}, {hashlib.sha256(repr(self.identity).encode()).hexdigest()[:16]})"
 
     def kernel(self, arguments: Sequence[Any]) -> Kernel:
-        """The code for such arguments; compiled if they are new."""
+        """The code for such arguments; compiled and compared with eager kernels if they are new."""
         key = (*map(_form, arguments), *(torch.get_autocast_dtype(k) for k in KINDS if torch.is_autocast_enabled(k)))
         found = self.kernels.get(key)
         if found is None:
-            found = self.kernels[key] = compiled(self.__dict__["body"], arguments, self.wants)
+            found = isolated(lambda: self._made(key, arguments))
+        return found
+
+    def _made(self, key: Hashable, arguments: Sequence[Any]) -> Kernel:
+        found = self.kernels[key] = compiled(self.__dict__["body"], arguments, self.wants)
+        try:
+            check(Runner(self, arguments))
+        except BaseException:
+            del self.kernels[key]
+            raise
         return found
 
     def forward(self, *arguments: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,6 @@ import torch
 from torch import fx
 
 from rkgb.trace.capture import drop_saved, preserved
-from rockmate.calls.captured import line_of
-from rockmate.pieces import judged
 from rockmate.pieces.dropout import with_seeds
 from rockmate.pieces.functional import without_writes
 from rockmate.pieces.fuse import Group, pieces_of, with_pieces
@@ -43,9 +41,12 @@ class Pieces:
 
 
 def with_compiled_pieces(
-    program: fx.GraphModule, inputs: Sequence[Any], known: dict[Hashable, Piece], timed: bool
+    program: fx.GraphModule,
+    inputs: Sequence[Any],
+    known: dict[Hashable, Piece],
+    choices: Callable[[Piece, Sequence[Any]], bool],
 ) -> Pieces:
-    """``program`` with its light operations compiled, those where that pays; ``timed``: else all.
+    """``program`` with those of its light operations compiled that ``choices`` says for a piece and its arguments.
 
     ``inputs``: of a call, on which pieces are looked at; buffers and generators are put back. ``known``: pieces by
     their identity, those of other programs of the model. Raises ``PieceError`` for a piece whose numbers are wrong.
@@ -63,7 +64,7 @@ def with_compiled_pieces(
     grouping = grouped(program, seen)
     groups = pieces_of(grouping, seen, known)
     with preserved(torch.nn.Module(), changed):
-        kept = _Judge(program, grouping.order, groups, timed).kept(inputs)
+        kept = _Judge(program, grouping.order, groups, choices).kept(inputs)
     chosen = [g for g in groups if g.piece in kept]
     return Pieces(
         with_pieces(program, grouping.order, chosen),
@@ -73,32 +74,34 @@ def with_compiled_pieces(
 
 
 class _Judge(fx.Interpreter):
-    """Runs the program with all of its pieces; each is compiled, compared and timed where it is first called."""
+    """Runs the program with all of its pieces; each is compiled and timed where it is first called."""
 
-    def __init__(self, program: fx.GraphModule, order: Sequence[fx.Node], groups: Sequence[Group], timed: bool) -> None:
+    def __init__(
+        self,
+        program: fx.GraphModule,
+        order: Sequence[fx.Node],
+        groups: Sequence[Group],
+        choices: Callable[[Piece, Sequence[Any]], bool],
+    ) -> None:
         super().__init__(with_pieces(program, order, groups))
         self.extra_traceback = False  # an error says where it is from
-        self.timed = timed
+        self.choices = choices
         self.judged: dict[Piece, bool] = {}
 
     def kept(self, inputs: Sequence[Any]) -> set[Piece]:
         """The pieces that are to run compiled."""
         with torch.no_grad():
             self.run(*inputs)
-        return {piece for piece, pays in self.judged.items() if pays}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """As in ``Interpreter``; where the node comes from is known."""
-        self.where = line_of(n)
-        return super().run_node(n)
+        return {piece for piece, compiled in self.judged.items() if compiled}
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As in ``Interpreter``."""
         piece = self.fetch_attr(target)
-        if isinstance(piece, Piece) and piece not in self.judged:
-            runner = judged.Runner(piece, args)
-            judged.check(runner, self.where)
-            self.judged[piece] = not self.timed or piece.draws or judged.pays(runner)
-        return super().call_module(target, args, kwargs)
+        if not isinstance(piece, Piece):
+            return super().call_module(target, args, kwargs)
+        if piece not in self.judged:
+            self.judged[piece] = self.choices(piece, args)
+        return piece(*args) if self.judged[piece] else piece.eager(*args)
 
 
 def copied(program: fx.GraphModule) -> fx.GraphModule:

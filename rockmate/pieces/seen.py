@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ class Seen:
     ``base``: the node, itself if it allocates, that made the memory of its result. ``grad``: whether a result needs a
     gradient. ``writes``: the bases of what it changes in place. ``draws``: whether it draws random numbers.
     ``number``: whether it is a number. ``switches``: whether it is called for what it does to torch (its grad mode).
-    ``one_type``: whether all its tensors are of one type.
+    ``one_type``: whether all its tensors are of one type. ``form``: sizes, strides and type of its result.
     """
 
     light: bool
@@ -36,6 +36,7 @@ class Seen:
     number: bool = False
     switches: bool = False
     one_type: bool = True
+    form: Hashable = None
 
 
 def watch(program: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Seen]:
@@ -78,13 +79,14 @@ class _Watched(fx.Interpreter):
             draws=called.draws,
             number=isinstance(result, (int, float)),
             one_type=len({t.dtype for t in tensors}) == 1,
+            form=tuple((t.shape, t.stride(), t.dtype) for t in made) if _is_plain(made) else None,
             switches=n.op == "call_function" and not tensors and not isinstance(result, (int, float, tuple, list)),
         )
 
 
 def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors are such as Inductor has kernels for, on one device."""
-    return len({t.device for t in tensors}) == 1 and all(
+    return len({t.device for t in tensors}) <= 1 and all(
         type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_complex()
         for t in tensors
     )
