@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx
 
 from rkgb.trace.capture import drop_saved, preserved
+from rockmate.calls.captured import Checkpointed
 from rockmate.pieces.dropout import with_seeds
 from rockmate.pieces.functional import without_writes
 from rockmate.pieces.fuse import Group, pieces_of, with_pieces
@@ -53,6 +55,7 @@ def with_compiled_pieces(
     """
     program = copied(program)
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+    with_checkpointed_parts(program)
     without_statistics(program)
     with_seeds(program, tensors[0].device)
     changed = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
@@ -102,6 +105,38 @@ class _Judge(fx.Interpreter):
         if piece not in self.judged:
             self.judged[piece] = self.choices(piece, args)
         return piece(*args) if self.judged[piece] else piece.eager(*args)
+
+
+def with_checkpointed_parts(program: fx.GraphModule) -> None:
+    """Put the operations of checkpointed parts, which run as they are, among the others."""
+    for node in list(program.graph.find_nodes(op="call_module")):
+        part = program.get_submodule(str(node.target))
+        if not isinstance(part, Checkpointed):
+            continue
+        with_checkpointed_parts(part.body)
+        known: dict[fx.Node, fx.Node] = dict(zip(part.body.graph.find_nodes(op="placeholder"), node.args, strict=True))
+        with program.graph.inserting_before(node):
+            for inner in part.body.graph.nodes:
+                if inner.op == "get_attr" or inner.op == "call_module":
+                    path = f"{node.name}_{inner.target}".replace(".", "_")
+                    setattr(program, path, attrgetter(str(inner.target))(part.body))
+                    known[inner] = program.graph.node_copy(inner, known.__getitem__)
+                    known[inner].target = path
+                elif inner.op not in ("placeholder", "output"):
+                    known[inner] = program.graph.node_copy(inner, known.__getitem__)
+        *_, output = part.body.graph.nodes
+        _replace_results(node, fx.node.map_arg(output.args[0], known.__getitem__))
+        program.graph.erase_node(node)
+
+
+def _replace_results(node: fx.Node, results: Any) -> None:
+    """Let what reads ``node`` read ``results``, a node or several."""
+    if isinstance(results, fx.Node):
+        node.replace_all_uses_with(results)
+        return
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        user.graph.erase_node(user)
 
 
 def copied(program: fx.GraphModule) -> fx.GraphModule:

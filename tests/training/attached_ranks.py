@@ -115,3 +115,26 @@ def other_way_round(rank: int, folder: Path) -> None:
     """The wrapper itself is refused."""
     with pytest.raises(InputError, match=r"is a DistributedDataParallel.* attach model\.module"):
         attached(DistributedDataParallel(gpt()))
+
+
+def compiled(rank: int, folder: Path) -> None:
+    """With compiled pieces the budget changes no bit, and the ranks have the same parameters."""
+    results = []
+    for share in ("100%", "80%"):
+        model = gpt()
+        torch.manual_seed(rank)  # masks differ between ranks
+        handle = rockmate.attach(model, share, costs="flops", compile=True)
+        parallel = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for k in range(3):
+            optimizer.zero_grad()
+            loss_of(parallel, ids(rank, k)).backward()
+            optimizer.step()
+        assert not handle.reason
+        assert "of them compiled" in str(handle.plan)
+        results.append([*snapshot(model)])
+    assert_same(results[1], results[0])
+    for p in model.parameters():
+        first = p.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(p, first)

@@ -18,6 +18,7 @@ import vision
 from against_eager import assert_same, snapshot
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rockmate
 from rockmate import InputError, Rockmate, measure_peak
@@ -235,6 +236,24 @@ def test_float16_with_a_scaler() -> None:
         results.append([loss.detach(), torch.tensor(scaler.get_scale()), *snapshot(model)])
         assert handle.plan is not None
     assert_same(*results)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:  # type: ignore[attr-defined]
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_checkpointed_layers_are_compiled_as_others() -> None:
+    plain = planned(blocks(), rows())
+    rk = planned(Checkpointed(), rows(), budget="85%")
+    assert rk.plan.pieces.split(",")[:2] == plain.plan.pieces.split(",")[:2]
+    assert_same(trained(rk.original, rk, (rows(),)), trained(plain.original, plain, (rows(),)))
 
 
 class Adapted(nn.Module):

@@ -18,6 +18,7 @@ from torch import multiprocessing
         ("ranks", ("fsdp", "fsdp_budget", "other_way_round")),
         ("attached_ranks", ("equal_with_all_options", "measured_once")),
         ("attached_ranks", ("overlap", "accumulation", "other_way_round")),
+        ("attached_ranks", ("compiled",)),
     ],
     ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )
