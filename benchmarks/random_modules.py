@@ -4,7 +4,7 @@
     python benchmarks/random_modules.py --number NUMBER [--way WAY]
 
 ``tests/random_modules.py`` makes the modules: tens of kinds of operations, in any order, on tiny tensors. Each is
-trained for four steps in eager mode, by ``attach`` whose budget is set later, by ``attach`` with a budget in bytes, and
+trained for some steps in eager mode, by ``attach`` whose budget is set later, by ``attach`` with a budget in bytes, and
 by a ``Rockmate`` if it is one graph. Budgets are between the least that can be planned and eager mode's peak. Outputs,
 losses, gradients, parameters, buffers, attributes and states of generators are compared after each step, bit for bit;
 the peak of the last one is measured. Prints a table of verdicts with their reasons, and one of the kinds of operations.

@@ -28,14 +28,8 @@ from rockmate import BudgetWarning, GraphError, InfeasibleBudgetError, MeasureEr
 from rockmate.errors import RockmateError
 from rockmate.follow.plan import FollowedPlan
 
-STEPS = 4
 RATE = 0.05
-"""Steps of each training, the last of which is measured, and the rate at which they change parameters."""
-
-KNOWN = ("followed, above",)
-"""Finds that are to be mended: where data are of some hundred bytes, followed steps near their least budget have been
-seen to take up to 1.2 KB more than predicted.
-"""
+"""The rate at which steps change parameters."""
 
 
 def loaded(source: str) -> Any:
@@ -61,6 +55,16 @@ class Training:
         self.states: list[dict[str, Any]] = []
         self.held: Any = None
         torch.manual_seed(5)
+
+    @property
+    def ways(self) -> int:
+        """How many ways of computing there may be, each with a plan and a least budget of its own."""
+        return 4 if "self.count %" in self.source or " else " in self.source else 1
+
+    def lead(self) -> None:
+        """Steps in which each way comes twice, so that it is planned."""
+        for _ in range(2 * self.ways):
+            self.step()
 
     def step(self) -> None:
         """A step that is not measured."""
@@ -149,7 +153,7 @@ def _same(a: Any, b: Any) -> bool:
 @dataclass
 class Outcome:
     """Of one module trained in one way. ``verdict``: "planned", "refused" (with the reason), "failed" (with what went
-    wrong), "known" (it is in ``KNOWN``), "not promised" (a ``BudgetWarning`` said so), or "not run", as eager mode
+    wrong), "not promised" (a ``BudgetWarning`` said so), or "not run", as eager mode
     fails. Sizes are bytes; None where there is no plan, and where the step was not measured. ``least``: the minimum
     that an error stated.
     """
@@ -182,8 +186,7 @@ def under_attach(training: Training, outcome: Outcome) -> Any:
 
 
 def _then_budgeted(training: Training, outcome: Outcome, planned: Any) -> Any:
-    training.step()
-    training.step()
+    training.lead()
     if planned.plan is not None:
         planned.budget = max(outcome.least, part_way(planned.frontier(), outcome.fraction))
     return planned
@@ -193,8 +196,7 @@ def under_attach_at_once(training: Training, outcome: Outcome) -> Any:
     """Steps of a model that was attached with the budget in bytes: a share of what eager mode takes."""
     budget = max(outcome.least, round(training.eager_peak * (0.3 + 0.7 * outcome.fraction)))
     handle = rockmate.attach(training.model, budget, costs="flops", cache=False)
-    training.step()
-    training.step()
+    training.lead()
     return handle
 
 
@@ -209,18 +211,13 @@ class Eager:
         try:
             with _heard([]):
                 training = Training(source)
-                for _ in range(STEPS - 1):
-                    training.step()
+                training.lead()
+                training.step()
                 self.peak = training.measured_step() or 0
         except Exception as error:  # noqa: BLE001 - whatever fails in eager mode is not compared
             self.fails = f"{type(error).__name__}: {error}"
             return
         self.states = training.states
-
-    @property
-    def kinds(self) -> int:
-        """How many kinds of steps there may be, each with a least budget of its own."""
-        return 4 if "self.count %" in self.source or " else " in self.source else 1
 
 
 def outcome_of(eager: Eager, way: str, fraction: float) -> Outcome:
@@ -229,7 +226,7 @@ def outcome_of(eager: Eager, way: str, fraction: float) -> Outcome:
     if eager.fails:
         outcome.be("not run", eager.fails)
         return outcome
-    for _ in range(1 + eager.kinds):
+    for _ in range(1 + Training(eager.source).ways):
         _run(eager, outcome)
         if outcome.verdict != "infeasible":
             return outcome
@@ -261,8 +258,6 @@ def _run(eager: Eager, outcome: Outcome) -> None:
         outcome.be("failed", f"not eager mode's: {', '.join(different[:4])}")
     elif outcome.verdict == "planned":
         _judge(outcome, planned.plan)
-    if outcome.verdict == "failed" and outcome.reason.startswith(KNOWN):
-        outcome.be("known", outcome.reason)
 
 
 def _judge(outcome: Outcome, plan: Any) -> None:

@@ -30,12 +30,12 @@ from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import CheckpointedParts, Unchecked
 from rockmate.follow.exposed import telling_of_exposed
-from rockmate.follow.observed import FollowedLook, Observed
+from rockmate.follow.observed import FollowedLook, Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of, find, find_least, frontier_of
 from rockmate.follow.planned import FollowedProgram, Planned, program_of
 from rockmate.follow.problem import FollowedProblem, problem_of
-from rockmate.follow.record import OpForm, form_of_op
+from rockmate.follow.record import OpForm, Slot, form_of_op
 from rockmate.follow.tape import Policy, Tape
 from rockmate.follow.unhooked import giving_way
 from rockmate.planning.least import saves_nothing
@@ -106,11 +106,12 @@ class Followed:
         self.asked: Budget | None = None
         self._rehearsed = False  # what was learned last came of no training
         self._said: set[str] = set()
+        self._left = False  # the last call computed what no plan is known for
 
     @property
     def plan(self) -> FollowedPlan | None:
         """Of the last call; None if none fits, or there is none yet."""
-        return None if self.last is None or self.last.problem is not None else self.last.plan
+        return None if self._left or self.last is None or self.last.problem is not None else self.last.plan
 
     @property
     def plans(self) -> list[tuple[tuple[str, ...], FollowedPlan]]:
@@ -161,6 +162,7 @@ class Followed:
         """What decides in a call that begins now. Raises ``InfeasibleBudgetError`` where no plan fits."""
         known = next((k for k in kind.known if missing <= k.missing), None)
         policy: Policy
+        self._left = False
         if known is None:
             like = self._like(kind)
             if like is None or like.program is None:
@@ -206,15 +208,26 @@ class Followed:
         beside = max(node.backward.peak for k in kind.known for node in k.found.problem.nodes if node.backward)
         return max(budget - beside, budget // 8), 1.0
 
-    def _otherwise(self, kind: CallKind, known: Known, tape: Tape, index: int) -> Policy:
-        """The call computes something else than ``known`` from operation ``index`` on."""
-        before, now = known.forms[:index], [form_of_op(op) for op in tape.ops[index : index + 1]]
-        for other in kind.known if now else ():
-            fits = other.forms[:index] == before and other.forms[index : index + 1] == now
-            if other is not known and other.program is not None and fits:
+    def _otherwise(self, kind: CallKind, known: Known, tape: Tape, index: int, slot: Slot | None) -> Policy:
+        """The call computes something else than ``known`` from operation ``index`` on, or saves something else."""
+        assert known.program is not None
+        forms = [*known.forms[:index], *(form_of_op(op) for op in tape.ops[index : index + 1])]
+        packs = known.program.packs[: tape.slots if slot is None else slot.number]
+        packs += [] if slot is None else [pack_of(tape, slot)]
+        over = len(tape.ops) <= index and slot is None
+        for other in () if over else kind.known:
+            if other is known or other.program is None:
+                continue
+            if other.forms[: len(forms)] == forms and other.program.packs[: len(packs)] == packs:
                 kind.known = [other, *(k for k in kind.known if k is not other)]  # the next call may be like this one
-                return Planned(other.program, partial(self._otherwise, kind, other))
+                return Planned(other.program, partial(self._otherwise, kind, other)).take_over(tape)
         kind.news = len(kind.known) < MOST_KNOWN
+        self._left = True
+        self._say(
+            f"from {place_of_caller() or 'some operation'} on, forward computes something else than was planned for. "
+            "The rest of such a step is decided as it takes place, within the budget as far as sizes tell, until one "
+            "was observed"
+        )
         return Online(*self._limits(kind, tape.device))
 
     # ------------------------------------------------------------------------- plans
@@ -241,8 +254,10 @@ class Followed:
         )
         known.seconds = time.perf_counter() - began
         others = [k for k in kind.known if not (k.forms == seen.forms and k.missing == missing)]
+        self._left = False
+        if len(others) == len(kind.known):  # else it is the other way that is to be seen, which may come next
+            kind.news = self.front.rehearses
         kind.known = [known, *others][:MOST_KNOWN]
-        kind.news = self.front.rehearses
         observed.forget()
         if self._rehearsed and not self.front.rehearses and self.asked is not None:
             self.front.terms.budget = self.asked
@@ -250,14 +265,17 @@ class Followed:
         self._solve(known, kind)
         self.last = known
         if known.plan is not None and known.problem is None and not known.carried and not self.front.rehearses:
-            self._say(known.plan)
+            self._say_plan(known.plan)
 
-    def _say(self, plan: FollowedPlan) -> None:
-        line = (
+    def _say_plan(self, plan: FollowedPlan) -> None:
+        self._say(
             f"planned a followed step for {', '.join(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
             f"{100 * plan.predicted_overhead:.1f} % more time"
         )
+
+    def _say(self, line: str) -> None:
+        """Say something once."""
         if line not in self._said:
             self._said.add(line)
             LOG.info("%s: %s", self.front.name, line)

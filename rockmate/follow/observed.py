@@ -41,7 +41,7 @@ class Seen:
     ``marks``, and ``moments`` of the allocator at these. ``ended``: when the backward was
     over, in nanoseconds; ``left``: bytes of data that still lived then. ``released``: the mark by which nobody outside
     held a datum any more; those that were always held are not there. ``reads``: for each mark "asked", the data that
-    autograd has in use from then on.
+    autograd has in use from then on. ``discarded``: data whose slots all went before the forward returned.
     """
 
     forms: list[OpForm] = field(default_factory=list)
@@ -53,6 +53,13 @@ class Seen:
     left: int = 0
     released: dict[int, int] = field(default_factory=dict)
     reads: dict[int, frozenset[int]] = field(default_factory=dict)
+    discarded: set[int] = field(default_factory=set)
+
+    def unread(self) -> set[int]:
+        """Data of slots that no backward read, and some other one may."""
+        asked = {mark.number for mark in self.marks if mark.what == "asked"}
+        found = {number for k, (_, number) in enumerate(self.packs) if number is not None and k not in asked}
+        return found - self.discarded
 
 
 class FollowedLook(Look):
@@ -132,6 +139,8 @@ class Observed:
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
         """As in ``Policy``."""
         self.seen.packs.append(pack_of(tape, slot))
+        if slot.datum is not None:
+            self.seen.discarded.discard(slot.datum.number)
         self.inner.packed(tape, slot, t)
 
     def over(self, tape: Tape) -> None:
@@ -149,6 +158,8 @@ class Observed:
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
         """As in ``Policy``."""
+        if tape.open and not datum.slots:
+            self.seen.discarded.add(datum.number)
         self.inner.let_go(tape, datum)
 
     def followed_by(self, policy: Policy) -> Policy:
@@ -175,11 +186,11 @@ class Observed:
         at = len(self.seen.marks)
         deaths = tape.ledger.deaths
         for number in deaths[self._deaths :]:
-            self._gone(number, at)
             self._in_use.pop(number, None)
         self._deaths = len(deaths)
-        for number in [n for n in self._outside if self._is_held_here_alone(tape, tape.data[n])]:
-            self._gone(number, at)
+        for number in [n for n in self._outside if not self._is_held_outside(tape, tape.data[n])]:
+            del self._outside[number]
+            self.seen.released[number] = at
         for number in [n for n in self._in_use if self._is_held_here_alone(tape, tape.data[n])]:
             del self._in_use[number]
         kind_of(tape.device).synchronize(tape.device)
@@ -188,10 +199,10 @@ class Observed:
         self.look.mark()
         self.seen.marks.append(Mark(what, index, tape.ledger.live, time.perf_counter_ns()))
 
-    def _gone(self, number: int, at: int) -> None:
-        if number in self._outside:
-            del self._outside[number]
-            self.seen.released[number] = at
+    @classmethod
+    def _is_held_outside(cls, tape: Tape, datum: Datum) -> bool:
+        copies = tape.ledger.copies.get(datum.number, 0)
+        return copies > 1 or (copies == 1 and not cls._is_held_here_alone(tape, datum))
 
     @staticmethod
     def _is_held_here_alone(tape: Tape, datum: Datum) -> bool:

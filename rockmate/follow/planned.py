@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
+from rockmate.errors import GoneError
 from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Datum, OpForm, Slot, alias_of, form_of_op
@@ -65,25 +66,35 @@ def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen) -> Follow
         elif isinstance(step, Bwd):
             backward = found.problem.nodes[step.node].backward
             wanted.update(backward.reads if backward is not None else ())
-    held = frozenset(found.datum_of[d] for d in live & wanted) - {-1}
+    held = (frozenset(found.datum_of[d] for d in live & wanted) | found.kept) - {-1}
     slots_of: dict[int, list[int]] = {}
     for slot, node in found.step_of.items():
         slots_of.setdefault(node, []).append(slot)
-    stages, stage_of = _stages(found, behind, slots_of, seen)
+    stages, stage_of = _stages(found, behind, slots_of, seen, live, held)
     return FollowedProgram(seen.forms, seen.sizes, seen.packs, held, stages, stage_of)
 
 
 def _stages(
-    found: FollowedProblem, behind: Schedule, slots_of: dict[int, list[int]], seen: Seen
+    found: FollowedProblem,
+    behind: Schedule,
+    slots_of: dict[int, list[int]],
+    seen: Seen,
+    live: set[int],
+    held: frozenset[int],
 ) -> tuple[tuple[Stage, ...], dict[int, int]]:
+    """``live``: data of the problem that are there behind the forward."""
     stages: list[Stage] = []
     stage_of: dict[int, int] = {}
     drops: list[int] = []
     runs: list[tuple[tuple[int, ...], list[int]]] = []
     for step in behind:
         if isinstance(step, Run):
-            runs.append((found.ops_of[step.node], []))
+            makes = found.problem.nodes[step.node].makes
+            others = [found.datum_of[d] for d in makes if d in live]  # that the caller holds
+            runs.append((found.ops_of[step.node], [n for n in others if n not in held]))
+            live.update(makes)
         elif isinstance(step, Del):
+            live.discard(step.data)
             (runs[-1][1] if runs else drops).append(found.datum_of[step.data])
         elif isinstance(step, Bwd):
             stage_of.update(dict.fromkeys(slots_of[step.node], len(stages)))
@@ -116,18 +127,33 @@ def _order(slots_of: dict[int, list[int]], stage_of: dict[int, int]) -> Callable
 
 class Planned:
     """Follows ``program``; not ``exactly``: at other sizes. ``otherwise``: called where the forward does something
-    else, with the number of operations that were the same; returns what decides from then on.
+    else, with the number of operations that were the same, and the slot that is another one; returns what decides from
+    then on.
     """
 
     def __init__(
         self,
         program: FollowedProgram,
-        otherwise: Callable[[Tape, int], Policy],
+        otherwise: Callable[[Tape, int, Slot | None], Policy],
         exactly: bool = True,
     ) -> None:
         self.program, self.otherwise, self.exactly = program, otherwise, exactly
         self.next_stage = 0
-        self.retained = False
+        self.keeps_all = False  # the backward is another one than was planned for: nothing goes any more
+
+    def take_over(self, tape: Tape) -> Planned:
+        """Another policy has decided so far: hold what this plan holds, and nothing else if that is possible."""
+        held = self.program.held
+        try:
+            for datum in tape.data:
+                if datum.number in held and datum.base is None:
+                    tape.hold(datum)
+        except GoneError:  # what the other policy holds makes up for it
+            return self
+        for datum in tape.data:
+            if datum.number not in held:
+                datum.base = None
+        return self
 
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""
@@ -147,7 +173,7 @@ class Planned:
         """As in ``Policy``."""
         program, number = self.program, slot.number
         if number >= len(program.packs) or program.packs[number] != pack_of(tape, slot):
-            self._leave(tape, len(tape.ops)).packed(tape, slot, t)
+            self._leave(tape, len(tape.ops), slot).packed(tape, slot, t)
 
     def over(self, tape: Tape) -> None:
         """As in ``Policy``."""
@@ -159,25 +185,26 @@ class Planned:
         planned, op = self.program.sizes[index], tape.ops[index]
         return bool(planned) and any(a > b for a, b in zip(sizes_of(tape, op), planned, strict=True))
 
-    def _leave(self, tape: Tape, index: int) -> Policy:
-        policy = self.otherwise(tape, index)
+    def _leave(self, tape: Tape, index: int, slot: Slot | None = None) -> Policy:
+        policy = self.otherwise(tape, index, slot)
         tape.decide_by(policy)
         return policy
 
     def asked(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``: take the steps of the schedule that come before this read."""
-        if not self.retained and graph_is_retained():
-            self.retained = True
-            warn_unplanned(RETAINED)
         stage = self.program.stage_of.get(slot.number, -1)
+        if not self.keeps_all and (graph_is_retained() or stage > self.next_stage):
+            self.keeps_all = True
+            warn_unplanned(RETAINED)
         while self.next_stage <= stage:
             self._take(tape, self.program.stages[self.next_stage])
             self.next_stage += 1
 
     def _take(self, tape: Tape, stage: Stage) -> None:
-        if not self.retained:
-            for number in stage.drops:
-                self._drop(tape, number)
+        if self.keeps_all:
+            return  # what is missing is made when it is read
+        for number in stage.drops:
+            self._drop(tape, number)
         for ops, gone in stage.runs:
             for index in ops:
                 for number in tape.ops[index].reads:
@@ -196,7 +223,7 @@ class Planned:
     def answered(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``: what nothing reads later is autograd's alone."""
         stage = self.program.stage_of.get(slot.number, -1)
-        if stage >= 0 and not self.retained:
+        if stage >= 0 and not self.keeps_all:
             for number in self.program.stages[stage].last.get(slot.number, ()):
                 self._drop(tape, number)
 

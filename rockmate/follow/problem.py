@@ -19,17 +19,20 @@ from solvers import Backward, Block, Data, Node, Problem
 class FollowedProblem:
     """``problem``, and what it means. ``datum_of``: the datum of the tape, by data of the problem, -1 for memory before
     it was written. ``ops_of``: the operations of each node. ``step_of``: by number of a slot, the node whose backward
-    reads it.
+    reads it. ``kept``: data of the tape that no backward read, and another one may: what cannot be made again of these.
     """
 
     problem: Problem
     datum_of: list[int]
     ops_of: list[tuple[int, ...]]
     step_of: dict[int, int]
+    kept: frozenset[int]
 
     def is_like(self, other: FollowedProblem) -> bool:
         """Whether it differs from ``other`` in bytes and times only, so that schedules of one are of the other, too."""
         if (self.datum_of, self.ops_of, self.step_of) != (other.datum_of, other.ops_of, other.step_of):
+            return False
+        if self.kept != other.kept:
             return False
         mine, theirs = self.problem, other.problem
         if (mine.held, mine.returned) != (theirs.held, theirs.returned):
@@ -83,7 +86,8 @@ class _Building:
 def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
     """The problem of a step that is over: its ``ops`` and ``data``, as a ``Tape`` has noted them."""
     building, tape = _Building(), Forward(ops, data)
-    ends = _ends(tape, seen)
+    ends, kept = _ends(tape, seen), _kept(tape, seen)
+    ends.update(dict.fromkeys(kept, len(seen.marks) + len(ops)))
     marks = {mark.number: k for k, mark in enumerate(seen.marks) if mark.what == "op"}
     released: dict[int, list[int]] = {}  # data, by the operation at whose end nobody outside holds them any more
     for number, end in ends.items():
@@ -103,7 +107,23 @@ def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
         late = [building.at[n] for n in released.get(index, ()) if n in building.at]
         if late:
             building.node(Node(f"release{index}", 0, tuple(sorted(late)), (), 0, None, rerun=False))
-    return _with_backwards(building, tape, seen, ends)
+    return _with_backwards(building, tape, seen, ends, kept)
+
+
+def _kept(tape: Forward, seen: Seen) -> frozenset[int]:
+    """The data that are needed to make what no backward read, and that cannot be made again."""
+    kept: set[int] = set()
+    left, found = [*seen.unread()], set()
+    while left:
+        datum = tape.data[left.pop()]
+        if datum.number in found:
+            continue
+        found.add(datum.number)
+        if datum.pinned:
+            kept.add(datum.number)
+        else:
+            left += [n for index in (datum.maker, *datum.writers) for n in tape.ops[index].reads]
+    return frozenset(kept)
 
 
 def _name(op: Op, index: int) -> str:
@@ -212,7 +232,9 @@ def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
     return steps
 
 
-def _with_backwards(building: _Building, tape: Forward, seen: Seen, ends: dict[int, int]) -> FollowedProblem:
+def _with_backwards(
+    building: _Building, tape: Forward, seen: Seen, ends: dict[int, int], kept: frozenset[int]
+) -> FollowedProblem:
     steps, count = _steps(tape, seen, ends), len(tape.ops)
     step_of: dict[int, int] = {}
     for step in reversed(steps):
@@ -228,4 +250,4 @@ def _with_backwards(building: _Building, tape: Forward, seen: Seen, ends: dict[i
     blocks = (Block(0, len(building.nodes), 0),) if building.nodes else ()
     problem = Problem(tuple(building.nodes), tuple(building.data), held, loss, blocks, returned - held)
     problem.verify()
-    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of)
+    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of, kept)

@@ -105,7 +105,8 @@ class Datum:
 
     ``maker`` allocates it; ``writers`` write into it later, in order. ``readers``: operations that have read it since.
     ``slots``: tensors in it that autograd's graph refers to. ``pinned``: it cannot be made again. ``exposed``: other
-    libraries may write into it.
+    libraries may write into it. ``counter``: has its version counter; ``version``: what that was when the forward
+    returned, None where nobody else can write into ``base``.
     """
 
     number: int
@@ -117,15 +118,25 @@ class Datum:
     readers: list[int] = field(default_factory=list)
     slots: int = 0
     exposed: bool = False
+    counter: torch.Tensor | None = None
+    version: int | None = None
+
+
+def counter_of(t: torch.Tensor) -> torch.Tensor:
+    """A tensor of no memory with the version counter of ``t``."""
+    counter = alias_of(t)
+    counter.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    return counter
 
 
 class Ledger:
-    """Which storages live now. ``at``: their data, by storage; ``live``: their bytes. ``deaths``: the data of storages
-    that have gone, in order.
+    """Which storages live now. ``at``: their data, by storage; ``live``: their bytes; ``copies``: how many of each
+    datum. ``deaths``: the data of storages that have gone, in order.
     """
 
     def __init__(self) -> None:
         self.at: dict[int, int] = {}
+        self.copies: dict[int, int] = {}
         self.live = 0
         self.deaths: list[int] = []
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -134,6 +145,7 @@ class Ledger:
         """``storage`` is memory of datum ``number``."""
         key = storage._cdata
         self.at[key] = number
+        self.copies[number] = self.copies.get(number, 0) + 1
         self.live += size
         # The callback must not own the ledger, which owns the reference.
         self._refs[key] = weakref.ref(storage, partial(_gone, weakref.ref(self), key, size))
@@ -153,7 +165,9 @@ def _gone(ledger: weakref.ref[Ledger], key: int, size: int, _: Any) -> None:
     found = ledger()
     if found is not None:
         del found._refs[key]
-        found.deaths.append(found.at.pop(key))
+        number = found.at.pop(key)
+        found.deaths.append(number)
+        found.copies[number] -= 1
         found.live -= size
 
 

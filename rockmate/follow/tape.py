@@ -22,7 +22,7 @@ from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.errors import GoneError
-from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, Slot, formed
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, Slot, counter_of, formed
 from rockmate.run.slots import form_of
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -136,7 +136,9 @@ class Tape(TorchDispatchMode):
                 continue
             number = len(self.data)
             pinned = not op.reruns or bool(op.writes) or t.is_inference()
-            self.data.append(Datum(number, size, index, pinned))
+            self.data.append(datum := Datum(number, size, index, pinned))
+            if pinned and not t.is_inference():
+                datum.counter = counter_of(t)
             self.ledger.add(storage, number, size)
             found.append((position, number))
         op.makes = tuple(found)
@@ -198,8 +200,9 @@ class Tape(TorchDispatchMode):
         with torch._C._DisableTorchDispatch():
             if storage is None:
                 self.make(datum)
-            else:
-                datum.base = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+                return
+            base = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            datum.base = base if datum.counter is not None else base.clone()  # whose changes nobody would see
 
     # ------------------------------------------------------------------------- saved tensors
 
@@ -216,8 +219,7 @@ class Tape(TorchDispatchMode):
                 slot.datum, slot.form = self.data[number], form_of(t)
                 slot.datum.slots += 1
                 if not t.is_inference():
-                    slot.counter = t.detach()
-                    slot.counter.data = torch.empty(0, dtype=t.dtype, device=t.device)  # the version counter alone
+                    slot.counter = slot.datum.counter = counter_of(t)
             self.policy.packed(self, slot, t)
         return slot
 
@@ -225,7 +227,8 @@ class Tape(TorchDispatchMode):
         """The tensor that autograd saved, made again if it is not held."""
         counter = slot.counter
         if counter is not None and not counter.is_inference() and counter._version != slot.version:
-            raise _changed(slot)
+            shape = slot.form[1] if slot.form else slot.held.shape if slot.held is not None else ()
+            raise _changed(list(shape), counter._version, slot.version)
         datum = slot.datum
         with torch._C._DisableTorchDispatch():
             if not self.open:
@@ -251,6 +254,10 @@ class Tape(TorchDispatchMode):
         self.open = False
         self._readers.clear()
         self.policy.over(self)
+        for datum in self.data:
+            counter = datum.counter if datum.counter is not None else datum.base
+            if datum.base is not None and counter is not None and not counter.is_inference():
+                datum.version = counter._version
 
     # ------------------------------------------------------------------------- reruns
 
@@ -309,7 +316,7 @@ class Tape(TorchDispatchMode):
                 for position, number in op.makes:
                     datum = self.data[number]
                     if datum.base is None:
-                        datum.base = results[position]
+                        datum.base, datum.version = results[position], None
                         self.ledger.add(results[position].untyped_storage(), number, datum.size)
 
     def _values(self, noted: Iterable[Any]) -> list[Any]:
@@ -317,8 +324,13 @@ class Tape(TorchDispatchMode):
 
     def _value(self, x: Any) -> Any:
         if type(x) is Ref:
-            base = self.data[x.datum].base
+            datum = self.data[x.datum]
+            base = datum.base
             assert base is not None, "an operation that runs again reads what is not there"
+            if datum.version is not None:
+                counter = base if datum.counter is None else datum.counter
+                if counter._version != datum.version:
+                    raise _changed(list(x.form[1]), counter._version, datum.version)
             return formed(base, x.form)
         if type(x) is Outside:
             return x.value()
@@ -436,11 +448,9 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(x)
 
 
-def _changed(slot: Slot) -> RuntimeError:
-    shape = list(slot.form[1]) if slot.form else list(slot.held.shape) if slot.held is not None else []
-    now = 0 if slot.counter is None else slot.counter._version
+def _changed(shape: list[int], now: int, expected: int) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of shape {shape} is at version {now}; expected version {slot.version} instead. It was changed "
+        f"a tensor of shape {shape} is at version {now}; expected version {expected} instead. It was changed "
         "between the operation that saved it and the backward that reads it."
     )

@@ -1,0 +1,176 @@
+"""Followed steps whose backward, or whose forward, is not the one that was observed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_same, planned_by, snapshot
+from models import randn
+from torch import nn
+from torch.nn import functional as F
+
+from rockmate import BudgetWarning, attach, measure_peak
+
+WIDTH = 64
+Loss = Callable[[Any], torch.Tensor]
+
+
+class Branches(nn.Module):
+    """A trunk whose graph breaks, and two branches with masks that cannot be drawn again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for k in range(4):
+            x = F.gelu(self.layers[k](x)).sin()
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        a = b = x
+        for k in (4, 5):
+            a = F.dropout(F.gelu(self.layers[k](a)), 0.1)
+        for k in (6, 7):
+            b = F.dropout(F.gelu(self.layers[k](b)), 0.1)
+        return a, b
+
+
+def first(found: Any) -> torch.Tensor:
+    return found[0].square().mean()  # type: ignore[no-any-return]
+
+
+def second(found: Any) -> torch.Tensor:
+    return found[1].square().mean()  # type: ignore[no-any-return]
+
+
+def both(found: Any) -> torch.Tensor:
+    return (found[0] * found[1]).square().mean()  # type: ignore[no-any-return]
+
+
+def neither(found: Any) -> torch.Tensor:
+    return found[0].detach().sum()  # type: ignore[no-any-return]
+
+
+def trained(model: nn.Module, losses: list[Loss]) -> Iterator[Any]:
+    torch.manual_seed(3)
+    x = randn(256, WIDTH, seed=0)
+    for loss in losses:
+        model.zero_grad()
+        value = loss(model(x))
+        if value.requires_grad:
+            value.backward()
+        yield value.detach().clone()
+        yield from snapshot(model)
+
+
+@pytest.mark.parametrize("way", ["attach", "Rockmate"])
+@pytest.mark.parametrize("budget", ["70%", "100%"])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [first] * 3 + [second, both, first],
+        [both] * 3 + [first, second, neither, both],
+        [second] * 3 + [neither, first, both],
+        [first, second, both, neither] * 2,
+    ],
+    ids=["the first", "both", "the second", "each in turn"],
+)
+def test_losses_that_read_other_outputs(losses: list[Loss], budget: str, way: str) -> None:
+    eager = Branches()
+    model, handle = planned_by(way, copy.deepcopy(eager), budget, randn(256, WIDTH, seed=0))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=BudgetWarning)
+        assert_same([*trained(model, losses)], [*trained(eager, losses)])
+    assert handle.plan is not None
+
+
+class Returning(nn.Module):
+    """Returns what is between its layers, which no operation of autograd has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        found = []
+        for layer in self.layers:
+            h = layer(x)
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+            found.append(h)
+            x = (F.gelu(h * 2) * 3).sin()
+        return x, found
+
+
+@pytest.mark.parametrize("budget", ["40%", "60%"])
+def test_outputs_that_are_changed_before_the_backward(budget: str) -> None:
+    """As in plans of one graph: the error of eager mode, also where a second run alone reads the output."""
+    model = Returning()
+    attach(model, budget, costs="flops", cache=False, on_infeasible="least")
+    x = randn(256, WIDTH, seed=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=BudgetWarning)
+        for _ in range(3):
+            model(x)[0].sum().backward()
+    y, found = model(x)
+    with torch.no_grad():
+        for h in found:
+            h.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: a tensor of shape \[256, 64\]"):
+        y.sum().backward()
+
+
+class Alternating(nn.Module):
+    """Computes something else in every other call, and keeps what it has computed."""
+
+    def __init__(self, ways: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.count, self.ways, self.last = 0, ways, torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = F.gelu(layer(x)).tanh()
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+            if k == 3 and self.count % self.ways:
+                x = F.dropout(x.sin() if self.count % self.ways == 1 else x.cos().exp(), 0.1)
+                self.last = x
+        self.count += 1
+        return x
+
+
+def last(found: torch.Tensor) -> torch.Tensor:
+    return found.square().mean()
+
+
+@pytest.mark.parametrize("ways", [2, 3])
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_ways_that_alternate_are_all_planned(ways: int, share: float) -> None:
+    eager = Alternating(ways)
+    x = randn(256, WIDTH, seed=0)
+
+    def step(model: nn.Module) -> None:
+        last(model(x)).backward()
+        model.zero_grad()
+
+    unplanned = copy.deepcopy(eager)
+    budget = int(share * max(measure_peak(lambda: step(unplanned), "cpu") for _ in range(ways)))
+    model = copy.deepcopy(eager)
+    handle = attach(model, budget, costs="flops", cache=False, on_infeasible="least")
+    steps = [last] * (4 * ways)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=BudgetWarning)
+        assert_same([*trained(model, steps)], [*trained(eager, steps)])
+    plans = {id(call.plan) for call in handle.plans}
+    assert len(plans) == ways
+    for _ in range(2 * ways):
+        peak = measure_peak(lambda: step(model), "cpu")
+        assert handle.plan is not None
+        # Until it is seen which way a call goes, it follows the plan of another one.
+        assert peak <= min(budget, max(call.plan.predicted_peak for call in handle.plans if call.plan) + 64)
