@@ -49,7 +49,8 @@ class Node:
     ``reads``: the data that it reads. ``makes``: its data; every run makes all of them. ``peak``: the most bytes that a
     run allocates, results included. ``backward``: None for nodes without gradient. A node with ``rerun=False`` runs
     once, in the forward phase. ``rng``: bytes of generator state, for a node that draws random numbers. They are kept
-    from its first run until its last, if it runs more than once.
+    from its first run until its last, if it runs more than once. ``within``: it may run again only before backwards
+    from the first of these nodes to the last, in backward order; None: before any.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Node:
     rerun: bool = True
     rng: int = 0
     warm: int | None = None
+    within: tuple[int, int] | None = None
 
     @property
     def least_time(self) -> int:
@@ -153,6 +155,10 @@ class Problem:
             if self.data[d].owner >= i:
                 raise ProblemError(f"node {i} ({node.name}) reads {self.data[d].name}, which no earlier node makes")
         check_whole(f"node {i} ({node.name})", time=node.time, peak=node.peak, rng=node.rng, warm=node.least_time)
+        if node.within is not None and not 0 <= node.within[1] <= node.within[0] < len(self.nodes):
+            raise ProblemError(
+                f"node {i} ({node.name}) runs again within {node.within}, which are no backwards in order"
+            )
         if node.least_time > node.time:
             raise ProblemError(f"node {i} ({node.name}): warm is {node.warm} ns, and time is less")
         if node.peak < sum(self.data[d].size for d in node.makes):

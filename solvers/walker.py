@@ -127,6 +127,10 @@ class _State:
             if d not in self.live:
                 raise ScheduleError(f"{self.what} reads {self.problem.data[d].name}, which is not live")
 
+    def _is_within(self, first: int, last: int) -> bool:
+        """Whether the next backward is one of those from ``first`` to ``last``."""
+        return self.backwards_done < len(self.backwards) and last <= self.backwards[self.backwards_done] <= first
+
     def _run(self, at: int, i: int) -> int:
         node = self.problem.nodes[i]
         if self.in_forward:
@@ -140,6 +144,8 @@ class _State:
                 self.rng_bytes += node.rng
         elif not node.rerun:
             raise ScheduleError(f"{self.what} reruns a node that may run only once")
+        elif node.within is not None and not self._is_within(*node.within):
+            raise ScheduleError(f"{self.what} reruns a node outside of the backwards before which it may")
         self._check_reads(node.reads)
         used = self.live_bytes + self.gradients + self.rng_bytes + node.peak
         for d in node.makes:

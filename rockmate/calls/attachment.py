@@ -54,7 +54,7 @@ from rockmate.errors import (
     PlanError,
     RockmateError,
 )
-from rockmate.follow.engine import Followed, can_follow
+from rockmate.follow.engine import Followed
 from rockmate.follow.exposed import is_followed
 from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.artefact import SavedPlan
@@ -361,11 +361,7 @@ class Attachment(Front):
                 f"{self.name} is not one graph ({self.reason}), and its submodule {parts[0]!r} was compiled, which no "
                 "plan runs: give the module as it was before torch.compile"
             )
-        if can_follow(model):
-            self._followed = Followed(self, self.reason)
-        else:
-            self._capture = self._capture.other()
-            self._steps = Steps(self, composites_of(model), self.reason)
+        self._followed = Followed(self, self.reason)
         try:
             result = run()
         except (RockmateError, GraphError):

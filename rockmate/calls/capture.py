@@ -263,11 +263,17 @@ def check_capture(program: fx.GraphModule) -> None:
         raise UnsupportedError(f"a hook is registered on a tensor{line_of(hooked)}")
     if given := next((n for n in program.graph.nodes if n.target in (torch.Tensor.set_, "set_")), None):
         raise UnsupportedError(f"a tensor is given other memory (.data = …){line_of(given)}")
+    if spread := next((n for n in program.graph.find_nodes(op="placeholder") if _is_spread(n)), None):
+        raise UnsupportedError(f"{spread.name} is a tensor that is spread over processes (DTensor)")
     if program.graph.find_nodes(op="call_function", target=torch._C._autograd._saved_tensors_hooks_disable):
         raise UnsupportedError("hooks of saved tensors are disabled inside forward (disable_saved_tensors_hooks)")
     check_effects()
     if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
         keep_draws_of_other_threads()
+
+
+def _is_spread(node: fx.Node) -> bool:
+    return any(c.__name__ == "DTensor" for c in type(node.meta.get("example_value")).__mro__)
 
 
 def check_values(program: fx.GraphModule) -> None:

@@ -36,7 +36,7 @@ from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of, find, find_
 from rockmate.follow.planned import FollowedProgram, Planned, program_of
 from rockmate.follow.problem import FollowedProblem, problem_of
 from rockmate.follow.record import OpForm, Slot, form_of_op
-from rockmate.follow.tape import Policy, Tape
+from rockmate.follow.tape import Policy, Tape, has_memory
 from rockmate.follow.unhooked import giving_way
 from rockmate.planning.least import saves_nothing
 from rockmate.progress import Progress
@@ -130,7 +130,7 @@ class Followed:
         end_look()
         device = _device_of(model, call)
         policy = self._policy(kind, missing, device)
-        tape = Tape(device, policy)
+        tape = Tape(device, policy, lasting_of(model, call))
         look = policy.look if isinstance(policy, Observed) else None
         unchecked = Unchecked(kind.parts, model, tape)
         if look is not None:
@@ -374,12 +374,14 @@ _NOTHING = (
 )
 
 
-def can_follow(model: torch.nn.Module) -> bool:
-    """Whether a forward can be followed: parameters are plain tensors that stay where they are, which those of
-    ``fully_shard`` are not.
+def lasting_of(model: torch.nn.Module, call: Call) -> frozenset[int] | None:
+    """Storages that are there in forward and backward, where those of parameters come and go, as ``fully_shard`` gathers
+    them; None where all stay.
     """
-    sharded = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)
-    return not sharded and all(type(p) in (torch.nn.Parameter, torch.Tensor) for p in model.parameters())
+    if not any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__):
+        return None
+    tensors = (t for source in (model.buffers(), call.tensors) for t in source if has_memory(t))
+    return frozenset(t.untyped_storage()._cdata for t in tensors)
 
 
 def _nothing(_: Sequence[Moment]) -> None:

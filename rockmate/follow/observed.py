@@ -41,7 +41,8 @@ class Seen:
     ``marks``, and ``moments`` of the allocator at these. ``ended``: when the backward was
     over, in nanoseconds; ``left``: bytes of data that still lived then. ``released``: the mark by which nobody outside
     held a datum any more; those that were always held are not there. ``reads``: for each mark "asked", the data that
-    autograd has in use from then on. ``discarded``: data whose slots all went before the forward returned.
+    autograd has in use from then on. ``gathered``: for each of these, the storages that come and go which are there.
+    ``discarded``: data whose slots all went before the forward returned.
     """
 
     forms: list[OpForm] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Seen:
     left: int = 0
     released: dict[int, int] = field(default_factory=dict)
     reads: dict[int, frozenset[int]] = field(default_factory=dict)
+    gathered: dict[int, frozenset[int]] = field(default_factory=dict)
     discarded: set[int] = field(default_factory=set)
 
     def unread(self) -> set[int]:
@@ -154,6 +156,8 @@ class Observed:
             self.look.reached = True
         if slot.datum is not None:
             self._mark(tape, "asked", slot.number)
+            there = (key for key, outside in tape.gathered.items() if outside.is_there)
+            self.seen.gathered[len(self.seen.marks) - 1] = frozenset(there)
         self.inner.asked(tape, slot)
 
     def let_go(self, tape: Tape, datum: Datum) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +156,7 @@ def find(problem: Problem, budget: int, options: PlanOptions) -> Found:
         return Found(keep, kept, kept.time)
     seconds = min(SECONDS, options.time_limit)
     if options.solver != "auto":
-        solution = solve(problem, budget, options.solver, time_limit=seconds)
+        solution = solve(_unlimited(problem), budget, options.solver, time_limit=seconds)
         schedule, bound = solution.schedule, solution.bound
     else:
         refined = refine(problem, None, Request(budget, seconds))
@@ -168,6 +168,12 @@ def find(problem: Problem, budget: int, options: PlanOptions) -> Found:
         return least
     at = least.schedule[least.walk.peak_step]
     raise InfeasibleError("no schedule fits", least.walk.peak, str(at), at)
+
+
+def _unlimited(problem: Problem) -> Problem:
+    """For solvers that do not know of nodes that may run again at some moments only: these do not run again."""
+    nodes = tuple(n if n.within is None else replace(n, rerun=False, within=None) for n in problem.nodes)
+    return replace(problem, nodes=nodes)
 
 
 def find_least(problem: Problem) -> Found:

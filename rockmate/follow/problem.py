@@ -7,7 +7,7 @@ observed, less the data that lived. Each moment at which autograd asks for saved
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rockmate.follow.observed import Seen
@@ -53,9 +53,10 @@ class Forward(NamedTuple):
 
 @dataclass
 class _Step:
-    """One moment of the backward. ``slots``: that it reads."""
+    """One moment of the backward. ``slots``: that it reads. ``gathered``: storages that come and go which are there."""
 
     slots: list[int]
+    gathered: frozenset[int]
     reads: set[int]
     before: int
     peak: int
@@ -70,6 +71,8 @@ class _Building:
     datum_of: list[int] = field(default_factory=list)
     ops_of: list[tuple[int, ...]] = field(default_factory=list)
     at: dict[int, int] = field(default_factory=dict)  # data of the problem, by datum
+    gathered: dict[int, frozenset[int]] = field(default_factory=dict)  # by node, storages that come and go
+    outside: int | None = None  # the datum of memory that is not followed, if there is some now
 
     def datum(self, number: int, name: str, size: int) -> int:
         """New data of the node that comes next."""
@@ -77,10 +80,23 @@ class _Building:
         self.datum_of.append(number)
         return len(self.data) - 1
 
-    def node(self, node: Node, ops: tuple[int, ...] = ()) -> None:
-        """The next node."""
+    def node(self, node: Node, ops: tuple[int, ...] = (), gathered: frozenset[int] = frozenset()) -> None:
+        """The next node. ``gathered``: see ``Op``."""
+        if gathered:
+            self.gathered[len(self.nodes)] = gathered
         self.nodes.append(node)
         self.ops_of.append(ops)
+
+    def beside(self, size: int) -> None:
+        """From now on there are ``size`` bytes that are not followed, such as parameters that were gathered."""
+        before = self.outside
+        if size == (0 if before is None else self.data[before].size):
+            return
+        if before is not None:
+            self.node(Node(f"outside_ends{len(self.nodes)}", 0, (before,), (), 0, None, rerun=False))
+        self.outside = self.datum(-1, f"outside{len(self.nodes)}", size) if size else None
+        if self.outside is not None:
+            self.node(Node(f"outside{len(self.nodes)}", 0, (), (self.outside,), size, None, rerun=False))
 
 
 def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
@@ -97,7 +113,8 @@ def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
     within = {i for d in tape.data if d.writers and not d.pinned for i in (d.maker, *d.writers)}
     for index, op in enumerate(tape.ops):
         k = marks[index]
-        own = seen.moments[k].peak - seen.marks[k].live
+        building.beside(max(0, seen.moments[k].level - seen.marks[k].live))
+        own = _own(seen, k)
         if index in groups:
             _add_group(building, tape, seen, marks, groups[index])
         elif index in within:
@@ -107,6 +124,7 @@ def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
         late = [building.at[n] for n in released.get(index, ()) if n in building.at]
         if late:
             building.node(Node(f"release{index}", 0, tuple(sorted(late)), (), 0, None, rerun=False))
+    building.beside(0)  # the loss counts it from here on
     return _with_backwards(building, tape, seen, ends, kept)
 
 
@@ -126,6 +144,12 @@ def _kept(tape: Forward, seen: Seen) -> frozenset[int]:
     return frozenset(kept)
 
 
+def _own(seen: Seen, k: int) -> int:
+    """The most bytes that the operation at mark ``k`` allocates."""
+    moment = seen.moments[k]
+    return moment.peak - max(moment.level, seen.marks[k].live)
+
+
 def _name(op: Op, index: int) -> str:
     return f"{op.func._schema.name[6:] if op.func.namespace == 'aten' else op.func._schema.name}_{index}"
 
@@ -143,7 +167,7 @@ def _add(building: _Building, tape: Forward, index: int, op: Op, own: int) -> No
     reruns = op.reruns and bool(makes) and not any(d.pinned for d in makes)
     peak = max(own, sum(d.size for d in makes))
     node = Node(_name(op, index), op.nanoseconds, tuple(reads), tuple(mine), peak, None, rerun=reruns)
-    building.node(node, (index,))
+    building.node(node, (index,), op.gathered)
 
 
 def _add_unwritten(building: _Building, tape: Forward, index: int, own: int) -> None:
@@ -167,15 +191,14 @@ def _add_group(building: _Building, tape: Forward, seen: Seen, marks: dict[int, 
     building.node(Node(f"written{ops[-1]}", 0, (unwritten,), (), 0, None, rerun=False))
     own = 0
     for k in (marks[i] for i in ops):
-        own = max(own, seen.moments[k].peak - seen.marks[k].live)
+        own = max(own, _own(seen, k))
     reads = {building.at[n] for i in ops for n in tape.ops[i].reads if n != number and n in building.at}
     name = _name(tape.ops[ops[0]], ops[-1])
     building.at[number] = building.datum(number, f"{name}.{number}", datum.size)
     time = sum(tape.ops[i].nanoseconds for i in ops)
     single = len(tape.ops[ops[0]].makes) == 1
-    building.node(
-        Node(name, time, tuple(sorted(reads)), (building.at[number],), datum.size + own, None, rerun=single), ops
-    )
+    node = Node(name, time, tuple(sorted(reads)), (building.at[number],), datum.size + own, None, rerun=single)
+    building.node(node, ops, frozenset().union(*(tape.ops[i].gathered for i in ops)))
 
 
 def _ends(tape: Forward, seen: Seen) -> dict[int, int]:
@@ -224,7 +247,8 @@ def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
             last.peak = peak
             last.time += time
         else:
-            steps.append(_Step([seen.marks[k].number], reads, max(0, before), max(0, peak), time))
+            there = seen.gathered.get(k, frozenset())
+            steps.append(_Step([seen.marks[k].number], there, reads, max(0, before), max(0, peak), time))
     final = seen.moments[-1].level - seen.left if steps else 0
     for step, following in itertools.zip_longest(steps, steps[1:]):
         step.after = max(0, following.before if following is not None else final)
@@ -232,11 +256,24 @@ def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
     return steps
 
 
+def _limit(building: _Building, steps: list[_Step]) -> None:
+    """Nodes that read what comes and goes may run again at those moments at which it was seen to be there."""
+    last = len(building.nodes) + len(steps) - 1  # the node of the first moment
+    for i, wanted in building.gathered.items():
+        there = [last - j for j, step in enumerate(steps) if wanted <= step.gathered]
+        stretches = [list(group) for _, group in itertools.groupby(there, lambda n, c=itertools.count(): n + next(c))]
+        longest = max(stretches, key=len, default=[])
+        within = (longest[0], longest[-1]) if longest else None
+        node = building.nodes[i]
+        building.nodes[i] = replace(node, rerun=node.rerun and within is not None, within=within)
+
+
 def _with_backwards(
     building: _Building, tape: Forward, seen: Seen, ends: dict[int, int], kept: frozenset[int]
 ) -> FollowedProblem:
     steps, count = _steps(tape, seen, ends), len(tape.ops)
     step_of: dict[int, int] = {}
+    _limit(building, steps)
     for step in reversed(steps):
         step_of.update(dict.fromkeys(step.slots, len(building.nodes)))
         reads = tuple(sorted(building.at[n] for n in step.reads if n in building.at))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+
+from rockmate.errors import GoneError
 
 Form = tuple[Any, ...]
 """How a tensor lies in its storage: dtype, size, stride, offset, and whether it is a conjugate or negative view."""
@@ -56,9 +58,21 @@ class Outside:
         self.version = 0 if t.is_inference() else t._version
         self.copied = copied
 
+    @property
+    def is_there(self) -> bool:
+        """Whether its memory has its bytes: that of sharded parameters is there while they are gathered."""
+        return not self.tensor.numel() or self.tensor.untyped_storage().nbytes() > 0
+
     def value(self) -> torch.Tensor:
-        """The tensor for a rerun. Raises ``RuntimeError`` where it was written since."""
+        """The tensor for a rerun. Raises ``RuntimeError`` where it was written since, ``GoneError`` where its memory is
+        not there.
+        """
         t = self.tensor
+        if not self.is_there:
+            raise GoneError(
+                f"a backward needs a sharded parameter of shape {list(t.shape)} to compute something again, and it is "
+                "not gathered then: run the backward of each layer as a whole"
+            )
         if self.copied:
             return t.clone()
         if not t.is_inference() and t._version != self.version:
@@ -75,7 +89,8 @@ class Op:
     """One operation. ``args`` and ``kwargs`` have ``Ref`` and ``Outside`` in the place of tensors.
 
     ``makes``: (position among the results, datum) of what it allocates. ``reads`` and ``writes``: data. ``reruns``:
-    whether it gives the same when it runs again. ``nanoseconds``: that it took.
+    whether it gives the same when it runs again. ``gathered``: storages that it reads, whose memory comes and goes.
+    ``nanoseconds``: that it took.
     """
 
     func: Any
@@ -85,6 +100,7 @@ class Op:
     writes: tuple[int, ...]
     reruns: bool
     makes: tuple[tuple[int, int], ...] = ()
+    gathered: frozenset[int] = frozenset()
     nanoseconds: int = 0
 
 
@@ -106,7 +122,8 @@ class Datum:
     ``maker`` allocates it; ``writers`` write into it later, in order. ``readers``: operations that have read it since.
     ``slots``: tensors in it that autograd's graph refers to. ``pinned``: it cannot be made again. ``exposed``: other
     libraries may write into it. ``counter``: has its version counter; ``version``: what that was when the forward
-    returned, None where nobody else can write into ``base``.
+    returned, None where nobody else can write into ``base``. ``needs``: storages that have to be there for it to be
+    made again.
     """
 
     number: int
@@ -120,6 +137,7 @@ class Datum:
     exposed: bool = False
     counter: torch.Tensor | None = None
     version: int | None = None
+    needs: frozenset[int] = frozenset()
 
 
 def counter_of(t: torch.Tensor) -> torch.Tensor:
@@ -149,6 +167,14 @@ class Ledger:
         self.live += size
         # The callback must not own the ledger, which owns the reference.
         self._refs[key] = weakref.ref(storage, partial(_gone, weakref.ref(self), key, size))
+
+    def leave(self, key: int, size: int) -> None:
+        """A storage that lives is memory of no datum any more."""
+        del self._refs[key]
+        number = self.at.pop(key)
+        self.deaths.append(number)
+        self.copies[number] -= 1
+        self.live -= size
 
     def storage_of(self, number: int) -> torch.UntypedStorage | None:
         """A storage of the datum that lives, whoever holds it."""
@@ -191,3 +217,35 @@ class Slot:
         if self.datum is not None:
             self.datum.slots -= 1
             self.tape.policy.let_go(self.tape, self.datum)
+
+
+class Wrapped:
+    """What autograd keeps in the place of a tensor that is made of others (a DTensor): a slot for each of these."""
+
+    __slots__ = ("form", "kind", "others", "ref", "slots", "version")
+
+    def __init__(self, t: Any, pack: Callable[[torch.Tensor], Any]) -> None:
+        """``pack``: makes a slot."""
+        names, context = t.__tensor_flatten__()
+        self.kind, self.form = type(t), (context, t.size(), t.stride())
+        parts = {name: getattr(t, name) for name in names}
+        self.slots = {name: pack(x) for name, x in parts.items() if isinstance(x, torch.Tensor)}
+        self.others = {name: x for name, x in parts.items() if name not in self.slots}
+        self.ref, self.version = weakref.ref(t), t._version
+
+    def value(self, unpack: Callable[[Any], torch.Tensor]) -> Any:
+        """The tensor. ``unpack``: of a slot. Raises ``RuntimeError`` where it was changed."""
+        t = self.ref()
+        if t is not None and t._version != self.version:
+            raise changed(t.shape, self.version, t._version)
+        parts = {name: unpack(slot) for name, slot in self.slots.items()}
+        return self.kind.__tensor_unflatten__({**parts, **self.others}, *self.form)
+
+
+def changed(shape: Iterable[int], version: int, now: int) -> RuntimeError:
+    """A saved tensor of ``shape`` was changed in place."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a tensor of shape {list(shape)} is at version {now}; expected version {version} instead. It was changed "
+        "between the operation that saved it and the backward that reads it."
+    )

@@ -16,19 +16,26 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
 from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.errors import GoneError
-from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, Slot, counter_of, formed
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, Slot, Wrapped, changed, counter_of, formed
 from rockmate.run.slots import form_of
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 _RATES = frozenset({"dropout_p", "dropout", "p"})
 _REPLACING = frozenset({"set_", "resize_", "resize_as_"})
 """Operations that give a tensor other memory."""
+
+_COLLECTIVE = frozenset({"c10d", "fsdp"})
+"""Operators that write what they do not say they write: all their tensors but those that are called inputs."""
 
 
 class Policy(Protocol):
@@ -69,11 +76,14 @@ class Tape(TorchDispatchMode):
     """See the file's text. ``device``: whose memory is followed. ``ops``, ``data``: in the order in which they came.
 
     ``open``: the forward runs. ``slots``: how many there were. ``waits``: no backward has come to one.
+    ``lasting``: the storages from outside that are there in the backward, too; None if all are. ``gathered``: an
+    argument in each of the others, which come and go. What is made from these can be made again while they are there.
     """
 
-    def __init__(self, device: torch.device, policy: Policy) -> None:
+    def __init__(self, device: torch.device, policy: Policy, lasting: frozenset[int] | None = None) -> None:
         super().__init__()
-        self.device, self.policy = device, policy
+        self.device, self.policy, self.lasting = device, policy, lasting
+        self.gathered: dict[int, Outside] = {}
         self.ops: list[Op] = []
         self.data: list[Datum] = []
         self.ledger = Ledger()
@@ -95,7 +105,7 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """Run one operation, and note it."""
         kwargs = kwargs or {}
-        if types or not self.open:  # tensors of other kinds, which the operation takes apart
+        if not self.open or not all(map(is_traceable_wrapper_subclass_type, types)):
             return func(*args, **kwargs)
         index = len(self.ops)
         self.policy.before(self, index)
@@ -103,7 +113,10 @@ class Tape(TorchDispatchMode):
         if noting.writes or noting.writes_outside:
             self._before_writes(noting.writes, noting.writes_outside)
         reruns = noting.reruns() and kernels() == self._kernels
-        op = Op(func, noting.args, noting.kwargs, tuple(noting.reads), tuple(noting.writes), reruns)
+        given = (noting.args, noting.kwargs) if reruns else ((), {})
+        op = Op(func, *given, tuple(noting.reads), tuple(noting.writes), reruns)
+        if self.lasting is not None:
+            self._note_gathered(op, noting)
         self.ops.append(op)
         began = time.perf_counter_ns()
         try:
@@ -136,7 +149,7 @@ class Tape(TorchDispatchMode):
                 continue
             number = len(self.data)
             pinned = not op.reruns or bool(op.writes) or t.is_inference()
-            self.data.append(datum := Datum(number, size, index, pinned))
+            self.data.append(datum := Datum(number, size, index, pinned, needs=self._needs(op)))
             if pinned and not t.is_inference():
                 datum.counter = counter_of(t)
             self.ledger.add(storage, number, size)
@@ -146,6 +159,37 @@ class Tape(TorchDispatchMode):
             op.reruns = False
             for number in op.writes:
                 self.data[number].pinned = True
+
+    def _note_gathered(self, op: Op, noting: _Noting) -> None:
+        """Note which memory that comes and goes ``op`` reads."""
+        op.gathered = frozenset(key for key in (*noting.outside, *noting.writes_outside) if key in self.gathered)
+        if op.gathered or any(self._needs_of(n) for n in op.reads):
+            needs = self._needs(op)
+            for number in op.writes:
+                self.data[number].needs |= needs
+
+    def _needs(self, op: Op) -> frozenset[int]:
+        if self.lasting is None:
+            return op.gathered
+        return op.gathered.union(*(self._needs_of(number) for number in op.reads))
+
+    def _needs_of(self, number: int) -> frozenset[int]:
+        datum = self.data[number]
+        return frozenset() if datum.pinned else datum.needs
+
+    def hand_on(self, datum: Datum, t: torch.Tensor) -> None:
+        """``t`` of the datum is read: keep it if it was made from memory that is not there any more."""
+        if not datum.pinned and not all(self.gathered[key].is_there for key in datum.needs):
+            if datum.counter is None and not t.is_inference():
+                datum.counter = counter_of(t)
+            self.pin(datum)
+
+    def outside(self, t: torch.Tensor, key: int, copied: bool) -> Outside:
+        """An argument in memory that is not followed."""
+        found = Outside(t, copied)
+        if self.lasting is not None and key not in self.lasting:
+            self.gathered.setdefault(key, found)
+        return found
 
     def expose(self, t: torch.Tensor) -> None:
         """Another library gets the memory of ``t``, and may write into it from now on."""
@@ -206,8 +250,10 @@ class Tape(TorchDispatchMode):
 
     # ------------------------------------------------------------------------- saved tensors
 
-    def pack(self, t: torch.Tensor) -> Slot:
+    def pack(self, t: torch.Tensor) -> Slot | Wrapped:
         """What autograd keeps in the place of ``t``."""
+        if is_traceable_wrapper_subclass(t):
+            return Wrapped(t, self.pack)
         slot = Slot(self, self.slots, t)
         self.slots += 1
         number = self.ledger.at.get(t.untyped_storage()._cdata) if self.follows(t) else None
@@ -223,12 +269,14 @@ class Tape(TorchDispatchMode):
             self.policy.packed(self, slot, t)
         return slot
 
-    def unpack(self, slot: Slot) -> torch.Tensor:
+    def unpack(self, slot: Slot | Wrapped) -> torch.Tensor:
         """The tensor that autograd saved, made again if it is not held."""
+        if isinstance(slot, Wrapped):
+            return slot.value(self.unpack)
         counter = slot.counter
         if counter is not None and not counter.is_inference() and counter._version != slot.version:
             shape = slot.form[1] if slot.form else slot.held.shape if slot.held is not None else ()
-            raise _changed(list(shape), counter._version, slot.version)
+            raise changed(shape, slot.version, counter._version)
         datum = slot.datum
         with torch._C._DisableTorchDispatch():
             if not self.open:
@@ -330,7 +378,7 @@ class Tape(TorchDispatchMode):
             if datum.version is not None:
                 counter = base if datum.counter is None else datum.counter
                 if counter._version != datum.version:
-                    raise _changed(list(x.form[1]), counter._version, datum.version)
+                    raise changed(x.form[1], datum.version, counter._version)
             return formed(base, x.form)
         if type(x) is Outside:
             return x.value()
@@ -358,12 +406,18 @@ class Schema:
             schema = func._schema
             known = _SCHEMAS[func] = cls(
                 tuple(a.name for a in schema.arguments),
-                frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
+                frozenset(a.name for a in schema.arguments if _is_written(a, func.namespace)),
                 func.namespace in ("aten", "prims") and schema.name.partition("::")[2] not in _REPLACING,
                 torch.Tag.nondeterministic_seeded in func.tags,
                 "batch_norm" in schema.name,
             )
         return known
+
+
+def _is_written(argument: Any, namespace: str) -> bool:
+    if namespace in _COLLECTIVE:
+        return "input" not in argument.name
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 _SCHEMAS: dict[Any, Schema] = {}
@@ -408,6 +462,9 @@ class _Noting:
 
     def _of(self, x: Any, name: str) -> Any:
         if isinstance(x, torch.Tensor):
+            if is_traceable_wrapper_subclass(x):  # its class takes the operation apart
+                self.pure = False
+                return [self._tensor(t, name) for t in _tensors(x)]
             return self._tensor(x, name)
         if type(x) in (list, tuple):
             return [self._of(y, name) for y in x]
@@ -422,12 +479,17 @@ class _Noting:
             return Outside(t, False)
         key = t.untyped_storage()._cdata
         number, form = tape.ledger.at.get(key), form_of(t)
+        if number is not None and tape.lasting is not None and isinstance(t, torch.nn.Parameter):
+            tape.ledger.leave(key, tape.data[number].size)  # a sharded parameter's, which its first use allocates
+            number = None
         if tape.is_exposed(key, number):
             self.pure = False
         writes = statistics or name in self.schema.writes
         if number is None:
             (self.writes_outside if writes else self.outside)[key] = None
-            return Outside(t, statistics)
+            return tape.outside(t, key, statistics)
+        if tape.lasting is not None:
+            tape.hand_on(tape.data[number], t)
         if writes:
             self.writes[number] = None
         self.reads[number] = None
@@ -440,17 +502,13 @@ def has_memory(t: torch.Tensor) -> bool:
 
 
 def _tensors(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the results of an operation."""
+    """The tensors among the results of an operation, those of which others are made taken apart."""
     if isinstance(result, torch.Tensor):
-        yield result
+        if is_traceable_wrapper_subclass(result):
+            for name in result.__tensor_flatten__()[0]:
+                yield from _tensors(getattr(result, name))
+        else:
+            yield result
     elif isinstance(result, (list, tuple)):
         for x in result:
             yield from _tensors(x)
-
-
-def _changed(shape: list[int], now: int, expected: int) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of shape {shape} is at version {now}; expected version {expected} instead. It was changed "
-        "between the operation that saved it and the backward that reads it."
-    )

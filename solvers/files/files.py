@@ -8,7 +8,8 @@ The kinds:
 - ``"graph"`` (``GraphProblem``): ``unit``, ``scale``, ``nodes`` with ``name``, ``time``, ``size``, ``reads`` and
   ``transient``;
 - ``"step"`` (``Problem``): ``nodes`` with ``name``, ``time``, ``reads``, ``makes``, ``peak``, ``backward`` (null, or
-  ``time``, ``reads``, ``before``, ``peak``, ``after``), ``rerun``, ``rng`` and ``warm`` (null, or nanoseconds);
+  ``time``, ``reads``, ``before``, ``peak``, ``after``), ``rerun``, ``rng``, ``warm`` (null, or nanoseconds) and
+  ``within`` (null, or [node, node]);
   ``data`` with ``name``, ``size`` and ``owner``; ``held``; ``returned``; ``loss``; ``blocks`` with ``start``, ``stop``
   and ``kind``;
 - ``"chain"`` (``solvers.rotor.chain.Chain``): ``stages`` with the fields of ``Stage``, their ``runs`` with those of

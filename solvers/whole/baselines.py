@@ -41,7 +41,7 @@ def _rerun(staged: Staged, segment: list[int], kept: frozenset[int]) -> Reruns:
         for i in range(t - 1, -1, -1) if t >= staged.first else ():
             operation = staged.operations[i]
             due = any(d in wanted and d not in kept for d in operation.makes)
-            if due and operation.rerun and i not in here and not staged.held.issuperset(operation.makes):
+            if due and operation.may_rerun(t) and i not in here and not staged.held.issuperset(operation.makes):
                 stage.append(i)
                 wanted.update(operation.reads)
         runs.append(stage[::-1])

@@ -190,7 +190,7 @@ class _Remaking:
         """
         staged = self.staged
         stage = self.now.cells[reader][0]
-        if stage < staged.first:
+        if stage < staged.first or not staged.operations[staged.owners[d]].may_rerun(stage):
             return None
         reruns: set[int] = set()
         freed, time = staged.sizes[d], 0
@@ -208,7 +208,7 @@ class _Remaking:
                 if end is None or not staged.sizes[j] or j in staged.held:
                     continue
                 stays = self._most_between(end + 1, reader) + staged.sizes[j] <= self.budget
-                if stays or not staged.operations[staged.owners[j]].rerun:
+                if stays or not staged.operations[staged.owners[j]].may_rerun(stage):
                     freed -= staged.sizes[j] if end < self.p else 0
                 else:
                     pending.append(staged.owners[j])

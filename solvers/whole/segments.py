@@ -36,9 +36,10 @@ class Segments:
 
     def stage_of(self, k: int, i: int, latest: int) -> int | None:
         """The last stage up to ``latest`` in which segment k has a cell for a rerun of i; None if there is none."""
-        low, high = self.limits[k], self.limits[k + 1]
-        for t in (min(latest, high[0], self.staged.steps - 1), min(latest, high[0] - 1)):
-            if t > i and t >= self.staged.first and low < (t, i) < high:
+        low, high, stages = self.limits[k], self.limits[k + 1], self.staged.operations[i].stages
+        first, last = (0, self.staged.steps - 1) if stages is None else (stages.start, stages.stop - 1)
+        for t in (min(latest, high[0], last), min(latest, high[0] - 1, last)):
+            if t > i and t >= max(first, self.staged.first) and low < (t, i) < high:
                 return t
         return None
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from solvers.liveness import with_deletes
-from solvers.problem import Problem
+from solvers.problem import Node, Problem
 from solvers.schedule import Bwd, Loss, Run, Schedule, Step
 from solvers.whole.graph import GraphProblem, graph_schedule
 
@@ -33,7 +33,7 @@ class Operation:
     """One computation. ``own``: the most bytes that a run allocates, results included.
 
     ``rng``: bytes of generator state, kept from the first run to the last. ``warm``: the time of a rerun in a stage
-    that made again all that it reads; None: the same ``time``.
+    that made again all that it reads; None: the same ``time``. ``stages``: those in which it may run again; None: all.
     """
 
     time: int
@@ -43,11 +43,16 @@ class Operation:
     rerun: bool = True
     rng: int = 0
     warm: int | None = None
+    stages: range | None = None
 
     @property
     def least_time(self) -> int:
         """Nanoseconds that a run takes at least."""
         return self.time if self.warm is None else self.warm
+
+    def may_rerun(self, stage: int) -> bool:
+        """Whether it may run again in ``stage``."""
+        return self.rerun and (self.stages is None or stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -133,10 +138,14 @@ def staged_step(problem: Problem) -> Staged:
     the next one begins with. Elsewhere a deletion between them may set the peak, which ``memory`` counts, and the
     integer program of ``solvers.whole.relaxation`` does not.
     """
-    operations = [Operation(n.time, n.reads, n.makes, n.peak, n.rerun, n.rng, n.warm) for n in problem.nodes]
+    backwards = problem.backward_order()
+    operations = [
+        Operation(n.time, n.reads, n.makes, n.peak, n.rerun, n.rng, n.warm, _stages(n, len(problem.nodes), backwards))
+        for n in problem.nodes
+    ]
     operations.append(Operation(0, tuple(sorted(problem.returned)), (), problem.loss, rerun=False))
     base, before = [0] * len(operations), [0] * len(operations)
-    for i in problem.backward_order():
+    for i in backwards:
         backward = problem.nodes[i].backward
         assert backward is not None
         operations.append(Operation(backward.time, backward.reads, (), 0, rerun=False))
@@ -151,6 +160,14 @@ def staged_step(problem: Problem) -> Staged:
         first=len(problem.nodes) + 1,
         held=problem.held,
     )
+
+
+def _stages(node: Node, count: int, backwards: Sequence[int]) -> range | None:
+    """The stages of the backwards ``node.within``, which come after those of ``count`` nodes and the loss."""
+    if node.within is None:
+        return None
+    inside = [count + 1 + k for k, i in enumerate(backwards) if node.within[1] <= i <= node.within[0]]
+    return range(inside[0], inside[-1] + 1) if inside else range(0)
 
 
 def schedule_graph(problem: GraphProblem, runs: Reruns) -> Schedule:
