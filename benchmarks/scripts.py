@@ -1,4 +1,4 @@
-"""Training scripts whose batches differ in length, or whose models are several graphs: plain, and with one line more.
+"""Training scripts whose batches differ in length, or whose models are no one graph: plain, and with one line more.
 
     python benchmarks/scripts.py [NAME …] [--repeat 1] [--out FILE] [--short]
 

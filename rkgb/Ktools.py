@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import torch
 
 from rkgb.blocks.simplify import statistics_of
 from rkgb.cost.layouts import differentiated
-from rkgb.cost.measure import Cost, Known, measure_nodes
+from rkgb.cost.measure import Cost, measure_nodes
 from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.gradients import GradientBuffers
 from rkgb.graphs import S_graph
@@ -263,26 +263,6 @@ def with_extra(k: K_graph, turned: K_graph) -> K_graph:
         k,
         nodes=tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both),
     )
-
-
-def with_roots(k: K_graph, known: Known, roots: tuple[int, ...]) -> K_graph:
-    """``k`` where the loss reads these outputs alone. ``known`` has the costs that ``k`` was made of.
-
-    Every backward still runs, for gradients from other nodes, or else ``k`` stays what it is. Each takes what it took.
-    """
-    usage = dataclasses.replace(k.usage, roots=roots)
-    every, fewer = (differentiated(k.s, u.root_values(k.s.d)) for u in (k.usage, usage))
-    made_of = [
-        (u.turned or (), costs) for u, costs in known.of.items() if dataclasses.replace(u, turned=None) == k.usage
-    ]
-    if any(bool(a) != bool(b) for a, b in zip(every, fewer, strict=True)) or not made_of:
-        return k
-    contiguous, *turned = [_differentiated(k.s, costs, usage, k.missing) for _, costs in sorted(made_of, key=_first)]
-    return with_extra(contiguous, turned[-1]) if turned else contiguous
-
-
-def _first(item: tuple[Collection[int], object]) -> int:
-    return len(item[0])
 
 
 def _idle(s: S_graph, usage: Usage) -> frozenset[int]:

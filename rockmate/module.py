@@ -31,7 +31,6 @@ from rockmate.planning.checks import checked_call, checked_module
 from rockmate.planning.options import PlanOptions, options_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import make_planner
-from rockmate.planning.step import StepPlan
 from rockmate.planning.wrappers import NO_REPLICAS
 from rockmate.progress import Progress
 from solvers import Frontier
@@ -163,7 +162,7 @@ class Rockmate(torch.nn.Module):
     forward = _Forward()
 
     @property
-    def plan(self) -> Plan | StepPlan | FollowedPlan:
+    def plan(self) -> Plan | FollowedPlan:
         """The plan of the last call, or the one that replaced it after its backward."""
         plan = self._front.plan
         if plan is None:

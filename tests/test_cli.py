@@ -47,7 +47,7 @@ class Takes(Scaled):
         return self.net(x) * (next(self.taken) + random.random())
 
 class Drops(nn.Module):
-    """Layers of which Python's random numbers leave some out: several graphs."""
+    """Layers of which Python's random numbers leave some out: no one graph."""
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(net(1) for _ in range(4))

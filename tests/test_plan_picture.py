@@ -16,12 +16,10 @@ from torch import nn
 import rkgb
 from rkgb import RenderWarning
 from rockmate import Plan, Rockmate, attach
-from rockmate.calls import attachment
 from rockmate.demo.gpt import GPT
 from rockmate.planning.fates import Fate, fates
 from rockmate.planning.picture import COLOURS, modules
 from rockmate.planning.report import block_choices
-from rockmate.planning.step import StepPlan
 from solvers import Bwd, Loss, Run, Step, keep_everything, recompute_all, walk, with_deletes
 from solvers.liveness import drop_useless_runs, forward_phase
 
@@ -176,23 +174,6 @@ def test_the_plan_of_a_followed_step(tmp_path: Path) -> None:
     assert handle.plan is not None
     path = rkgb.print_graph(handle.plan, directory=tmp_path)
     assert path.name == "FollowedPlan.svg" and "addmm" in path.read_text(encoding="utf-8")
-
-
-@dot
-def test_the_plan_of_several_graphs_has_a_chain_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "can_follow", lambda model: False)
-    torch.manual_seed(0)
-    model, x = Broken(), torch.randn(256, 32)
-    handle = attach(model, "70%", costs="flops")
-    for _ in range(4):
-        model(x).square().mean().backward()
-        model.zero_grad()
-    assert isinstance(handle.plan, StepPlan) and len(handle.plan.parts) == 2
-    path = rkgb.print_graph(handle.plan, directory=tmp_path)
-    text = path.read_text(encoding="utf-8")
-    assert path.name == "StepPlan.svg" and ">graph 1<" in text and ">graph 2<" in text
-    assert "graph1_chain0" in text and "graph2_chain0" in text
-    assert rkgb.print_graph(handle.plan.parts[0], directory=tmp_path).exists()
 
 
 def test_modules_of_a_block_are_said_in_few_words(plan: Plan) -> None:

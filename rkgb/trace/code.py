@@ -36,12 +36,6 @@ class Code:
     scopes: tuple[tuple[dict[str, Any], frozenset[str]], ...] = ()
     cells: tuple[tuple[str, str, CellType], ...] = ()
 
-    def reads_as(self, other: Code) -> bool:
-        """Whether both read the same names, global variables and cells."""
-        mine, theirs = ([(id(v), read) for v, read in c.scopes] for c in (self, other))
-        cells, others = ([(f, k, id(cell)) for f, k, cell in c.cells] for c in (self, other))
-        return self.names == other.names and mine == theirs and cells == others
-
 
 def not_compiled(function: _Function) -> _Function:
     """``function``, which TorchDynamo leaves alone, with all that it calls, where a compiled function comes to it."""

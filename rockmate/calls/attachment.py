@@ -23,14 +23,11 @@ from rkgb.warn import warn, warn_once
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
-from rockmate.calls.dynamo import capture_again, composites_of, composites_too
-from rockmate.calls.engine import not_captured
 from rockmate.calls.front import Front
 from rockmate.calls.hooks import Hooks, any_is_gone, hooks_of
-from rockmate.calls.look import abandoned, end_look
+from rockmate.calls.look import end_look
 from rockmate.calls.reasons import reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
-from rockmate.calls.steps import Steps
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
     check_global_hooks,
@@ -61,7 +58,6 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import gets_sizes
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import NOTHING_COMPUTED, cannot_be_called
-from rockmate.planning.step import StepPlan
 from rockmate.planning.wrappers import compiled_parts
 from rockmate.tell import LOG, described
 from solvers import Frontier
@@ -85,7 +81,7 @@ class PlannedCall:
     """
 
     call: tuple[str, ...] = field(repr=False)
-    plan: Plan | StepPlan | FollowedPlan | None
+    plan: Plan | FollowedPlan | None
     name: str
 
 
@@ -97,8 +93,7 @@ class Attachment(Front):
         self._model = weakref.ref(model)
         self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
         self._capture = Capture(self, lambda: self.model)
-        self._followed: Followed | None = None  # where no plan of captured graphs will do
-        self._steps: Steps | None = None  # where a call is several graphs
+        self._followed: Followed | None = None  # where no plan of a captured graph will do
         self._why: Exception | None = None  # a call cannot be captured as one graph
         self._hooks: Hooks = []  # that the model had then
         self._begun = 1  # times that one graph was tried
@@ -138,26 +133,21 @@ class Attachment(Front):
         return self.last.last if self.last is not None else None
 
     @property
-    def plan(self) -> Plan | StepPlan | FollowedPlan | None:
-        """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far.
-
-        Where the forward is several graphs, it is that of the whole step, from the second or third step on; None if no
-        plan fits the budget.
+    def plan(self) -> Plan | FollowedPlan | None:
+        """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far, or
+        none fits the budget.
         """
         self._check_place()
         if self._followed is not None:
             return self._followed.plan
-        if self._steps is not None:
-            last = self._steps.last
-            return None if last is None or last.problem is not None else last.plan
         return self.variant.plan if self.variant is not None else None
 
     @property
     def plans_made(self) -> int:
-        """How many kinds of calls were planned; of steps of several graphs, how many graphs."""
+        """How many kinds of calls were planned."""
         if self._followed is not None:
             return len(self._followed.plans)
-        return self._made if self._steps is None else sum(m.base is m for m in self._steps.members.every)
+        return self._made
 
     @property
     def plans_dropped(self) -> int:
@@ -170,9 +160,6 @@ class Attachment(Front):
         self._check_place()
         if self._followed is not None:
             return _named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
-        if self._steps is not None:
-            known = self._steps.known
-            return _named((k, (_graphs(len(s.members)), *s.members[0].call), s.plan) for k, s in enumerate(known))
         free = (call for calls in self._capture.graphs for call, _ in calls.spacious.values())
         return _named([*((v.number, v.call, v.plan) for v in self.cache.variants()), *((inf, c, None) for c in free)])
 
@@ -190,8 +177,6 @@ class Attachment(Front):
         end_look()  # what it is to say is for the budget of before
         if self._followed is not None:
             self._followed.set_budget(wanted)
-        elif self._steps is not None:
-            self._steps.set_budget(wanted)
         elif self.last is None:
             self.terms.budget = wanted
         else:
@@ -223,8 +208,6 @@ class Attachment(Front):
             raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
         if self._followed is not None:
             return self._followed.frontier()
-        if self._steps is not None and self._steps.last is not None:
-            return self._steps.frontier()
         if self.last is None or self.last.last is None:
             raise InputError(
                 "no call was planned yet, or the budget does not bind, so there is no frontier: use "
@@ -322,18 +305,16 @@ class Attachment(Front):
             raise error.with_traceback(None) from None  # nor do the frames of TorchDynamo
 
     def _run_in_its_way(self, model: torch.nn.Module, call: Call) -> Any:
-        """As one graph, as several, or followed."""
+        """As one graph, or followed."""
         try:
             _check_tensors(call)
         except UnsupportedError as error:
             return self._run_unplanned(model, call, error, None)
         if self._followed is not None:
             return self._followed.run(model, call)
-        if self._steps is not None:
-            return self._run_in_steps(model, call, self._steps)
         try:
             self.inside.ran = False  # whether the capture is over, and what it made runs
-            result = self._capture.run(model, call, whole=True)
+            result = self._capture.run(model, call)
         except Exception as error:
             if self.inside.ran:
                 raise
@@ -350,13 +331,13 @@ class Attachment(Front):
         return self._begin(partial(self._run_in_its_way, model, call))
 
     def _begin(self, run: Callable[[], Any]) -> Any:
-        """TorchDynamo captures no whole of this call: from now on the model's own Python runs, and is followed; where
-        that cannot be, the call is several graphs. If the module itself refuses the call, all stays as it was.
+        """TorchDynamo captures no one graph of this call: from now on the model's own Python runs, and is followed. If
+        the module itself refuses the call, all stays as it was.
         """
-        model, before = self.model, (self._capture, self.reason)
+        before = self.reason
         assert self._why is not None
         self.reason = reason_of(self._why)
-        if parts := compiled_parts(model):
+        if parts := compiled_parts(self.model):
             raise UnsupportedError(
                 f"{self.name} is not one graph ({self.reason}), and its submodule {parts[0]!r} was compiled, which no "
                 "plan runs: give the module as it was before torch.compile"
@@ -365,18 +346,15 @@ class Attachment(Front):
         try:
             result = run()
         except (RockmateError, GraphError):
-            before[0].clear()
+            self._capture.clear()
             raise
         except Exception:
-            self._capture.clear()
-            self._capture, self.reason = before
-            self._steps = self._followed = self._why = None
+            self._followed, self._why, self.reason = None, None, before
             raise
-        before[0].clear()
-        if self._followed is not None:
-            LOG.info("%s is followed operation by operation: %s", self.name, self.reason)
-            if self.terms.options.compile:
-                LOG.info("%s runs eager kernels: pieces are compiled where a call is captured as graphs", self.name)
+        self._capture.clear()
+        LOG.info("%s is followed operation by operation: %s", self.name, self.reason)
+        if self.terms.options.compile:
+            LOG.info("%s runs eager kernels: pieces are compiled where a call is captured", self.name)
         return result
 
     def _rehearse(self, model: torch.nn.Module, call: Call) -> None:
@@ -422,9 +400,8 @@ class Attachment(Front):
 
     def _begin_again(self) -> None:
         """Forget that calls are not one graph: a hook, which may have been the reason, was removed."""
-        way = self._steps or self._followed
-        if way is not None and way.asked is not None:
-            self.terms.budget = way.asked
+        if self._followed is not None and self._followed.asked is not None:
+            self.terms.budget = self._followed.asked
         self._forget()
         self._capture, self._hooks, self.reason, self._refused = Capture(self, lambda: self.model), [], "", False
         self._begun += 1
@@ -434,29 +411,7 @@ class Attachment(Front):
         self._capture.clear()
         self.cache.clear()
         self.families.clear()
-        self._followed = self._steps = self._why = self.last = None
-
-    def _run_in_steps(self, model: torch.nn.Module, call: Call, steps: Steps) -> Any:
-        """TorchDynamo captures a call as several graphs, which are planned together."""
-        forward = steps.forward()
-        self.inside.forward = forward
-        try:
-            with abandoned(forward.look), composites_too(steps.composites), not_captured():
-                result = self._capture.run(model, call, whole=False)
-        except Exception as error:
-            capture_again(error)
-            raise
-        finally:
-            self.inside.forward = None
-        forward.over()
-        nothing = not (forward.ran or forward.small or self._capture.graphs)  # else all was left out in this step
-        if nothing or steps.captures_nothing:
-            self._steps = None
-            unknown = UnsupportedError(
-                f"nothing of a call of {self.name} could be captured ({self.reason}): attach submodules instead"
-            )
-            self._run_unplanned(model, call, unknown, None)
-        return result
+        self._followed = self._why = self.last = None
 
     def _run_unplanned(self, model: torch.nn.Module, call: Call, error: Exception, reason: Exception | None) -> Any:
         """No plan can be made: the model runs as it is from now on, if the terms allow that."""
@@ -508,11 +463,7 @@ def _check_tensors(call: Call) -> None:
         )
 
 
-def _graphs(count: int) -> str:
-    return f"{count} graphs" if count > 1 else "1 graph"
-
-
-def _named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | StepPlan | FollowedPlan | None]]) -> list[PlannedCall]:
+def _named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | FollowedPlan | None]]) -> list[PlannedCall]:
     """Kinds of calls in the order in which they are given; those of the same words are numbered as the number before
     them rises.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import re
 import sys
@@ -39,7 +38,7 @@ from rockmate.calls.surroundings import (
     modules_that_ask,
     put_back_if_it_fails,
 )
-from rockmate.calls.unguarded import CAPTURING, Noted, codes_of, see_what_is_not_guarded
+from rockmate.calls.unguarded import CAPTURING, Noted, see_what_is_not_guarded
 from rockmate.errors import PlanningWarning
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ MANY_CAPTURES = 8
 
 
 class Capture:
-    """The captured graphs of one model. ``graphs``: these, in the order in which they came."""
+    """The captures of one model's calls, each as one graph. ``graphs``: these, in the order in which they came."""
 
     def __init__(self, front: Front, model: Callable[[], torch.nn.Module]) -> None:
         """``model``: returns the model."""
@@ -59,50 +58,26 @@ class Capture:
         self.graphs: list[CapturedCalls] = []
         self._entry = new_entry()
         self._compiled: Callable[..., Any] | None = None
-        self._whole = True
         self._settings: dict[str, Any] = {}
         self._repeated: Counter[int] = Counter()  # by the captured graph: how often it was captured again
         self._changed: str | None = None  # why, where that is to be said
-        self._known_again = False  # whether a call captured such a graph as one of several
-        self._steps_captured = 0  # calls that captured nothing else
         self._asking: list[Any] = []
         self._masks_known = True  # whether it can be known before a capture what masks it leaves out
         self._sizes: set[tuple[torch.Size, ...]] = set()  # of the calls that came
         self._noted = Noted()  # what TorchDynamo does not guard
-        self._other: Capture | None = None
 
-    def other(self) -> Capture:
-        """Another one of the same calls; the same again as long as it serves none: TorchDynamo keeps notes of each."""
-        self._other = self._other or Capture(self.front, self._model)
-        return self._other
-
-    def run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
-        """Call the model as TorchDynamo captures it: as one graph if ``whole``, else as several."""
-        CAPTURING.captured, self._known_again = False, False
+    def run(self, model: torch.nn.Module, call: Call) -> Any:
+        """Call the model as TorchDynamo captures it, as one graph."""
         sizes = tuple(t.shape for t in call.tensors)
-        graphs = len(self.graphs)
         if sizes in self._sizes:
-            result = self._run(model, call, whole)
-            self._count_captures(self._known_again and len(self.graphs) == graphs)
-        else:
-            self._sizes.add(sizes)
-            with COLLECTING_RARELY:  # it may be captured, and is planned for
-                result = self._run(model, call, whole)
-        if CAPTURING.captured and not whole:
-            gc.collect()  # exceptions of captures that failed hold each other, and frames with activations
-        return result
+            return self._run(model, call)
+        self._sizes.add(sizes)
+        with COLLECTING_RARELY:  # it may be captured, and is planned for
+            return self._run(model, call)
 
-    def _count_captures(self, again: bool) -> None:
-        """A call is over that was captured as several graphs; ``again``: it captured only what was known."""
-        self._steps_captured += again
-        if again and self._steps_captured == MANY_CAPTURES:
-            self._warn_of_captures(_latest_reason(CAPTURING.code))
-
-    def _run(self, model: torch.nn.Module, call: Call, whole: bool) -> Any:
+    def _run(self, model: torch.nn.Module, call: Call) -> Any:
         if "torch._dynamo" not in sys.modules:
             importlib.import_module("torch._dynamo")
-        if whole != self._whole:
-            self.clear()
         if self._compiled is not None and self._noted.is_stale:
             self._forget()  # captures of inner functions are known by the backend
         if self._compiled is None:
@@ -110,16 +85,16 @@ class Capture:
             explain_in_any_case()
             capture_under_settings()
             see_what_is_not_guarded()
-            self._whole, self._settings, self._asking = whole, settings(whole), modules_that_ask()
-            self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=whole)
+            self._settings, self._asking = settings(), modules_that_ask()
+            self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
         hide_own_warnings()
-        masks_left_out = whole and self._masks_known
+        masks_left_out = self._masks_known
         full = is_full(call) if masks_left_out else None
         try:
             with (
                 self._capturing(),
                 as_eager(self._asking),
-                left_out_as_eager(full, masks_left_out, several=not whole),
+                left_out_as_eager(full, masks_left_out),
                 put_back_if_it_fails(),
             ):
                 result = self._compiled(model, call.args, call.kwargs, full)
@@ -127,7 +102,7 @@ class Capture:
             if not masks_left_out or self._masks_known:
                 raise
             self._forget()
-            return self._run(model, call, whole)
+            return self._run(model, call)
         if self._changed is not None:  # said here, since an error within a capture would be taken for TorchDynamo's
             changed, self._changed = self._changed, None
             self._warn_of_captures(changed)
@@ -146,10 +121,7 @@ class Capture:
             CAPTURING.name, CAPTURING.noted, CAPTURING.settings, CAPTURING.tracked = before
 
     def clear(self) -> None:
-        """Forget all that was captured, also of the functions of the model's classes, which run for others, too."""
-        if not self._whole:
-            for code in codes_of(self._model()):
-                torch._dynamo.eval_frame.reset_code(code)  # type: ignore[attr-defined]
+        """Forget all that was captured."""
         self._forget()
         self.graphs.clear()
         self._repeated.clear()
@@ -165,39 +137,25 @@ class Capture:
     def captured(self, program: fx.GraphModule) -> Callable[..., Any]:
         """What runs in the place of ``program``, which TorchDynamo has captured."""
         self.front.inside.captured = True
-        forward = getattr(self.front.inside, "forward", None)
-        if forward is not None:
-            forward.past.captured = True
         self._noted.note_model(self._model())
         if not are_known(program):
             self._masks_known = False  # so it is captured once more
             raise UnsupportedError("whether a mask is left out depends on values")
-        try:
-            self._check(program)
-        except UnsupportedError as error:
-            if self._whole:
-                raise
-            # This code runs as it is; what it calls is captured.
-            raise torch._dynamo.exc.SkipFrame(str(error)) from error
+        self._check(program)
         identity = identity_of(program)
         calls = next((calls for calls in self.graphs if identity and calls.identity == identity), None)
         if calls is None:
             calls = CapturedCalls(program, identity, self.front)
             self.graphs.append(calls)
-        elif not self._whole:
-            self._known_again = True
         else:
             self._repeated[id(calls)] += 1
             if self._repeated[id(calls)] == MANY_CAPTURES:
                 self._changed = _latest_reason(self._entry.__code__)
         found = weakref.ref(calls)  # what it makes of this, TorchDynamo keeps for ever
-        alone = None if self._whole else _alone(program)
 
         def call(*arguments: Any) -> Any:
             calls = found()
-            if calls is None:  # functions of the model's classes are run for others, too, as they were captured
-                assert alone is not None
-                return alone.forward(*arguments)
+            assert calls is not None
             calls.front.inside.ran = True
             modes = getattr(calls.front.inside, "modes", None)
             if not modes:
@@ -212,8 +170,7 @@ class Capture:
         check_capture(program)
         if check_checkpoints(program):
             self.front.say_checkpoints()
-        if self._whole:
-            check_values(program)
+        check_values(program)
 
     def _warn_of_captures(self, changed: str) -> None:
         """Say that the same was captured for the many-th time, since the condition ``changed`` does not hold."""
@@ -224,19 +181,6 @@ class Capture:
             'small step. Keep it in a tensor (a buffer), or outside of the model; TORCH_LOGS="recompiles" says more.',
             PlanningWarning,
         )
-
-
-def _alone(program: fx.GraphModule) -> fx.GraphModule | None:
-    """``program`` without the examples that it was captured on; None if it holds tensors."""
-    from torch import fx
-
-    if any(n.op in ("get_attr", "call_module") for n in program.graph.nodes):
-        return None
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    for node in graph.nodes:
-        node.meta = {}
-    return fx.GraphModule({}, graph)
 
 
 def _latest_reason(code: CodeType) -> str:
@@ -279,8 +223,6 @@ def _is_spread(node: fx.Node) -> bool:
 def check_values(program: fx.GraphModule) -> None:
     """Raise ``UnsupportedError`` where numbers that Python reads from tensors are used, or sizes depend on values: as
     one graph, each call with others would be new.
-
-    As several graphs, which end where the values are read, one plan serves all values and sizes of a graph.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 

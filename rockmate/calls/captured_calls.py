@@ -30,7 +30,6 @@ from rockmate.calls.keys import call_key, in_force
 from rockmate.calls.look import WholeLook, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.shown import Shown
-from rockmate.calls.steps import Forward
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.surroundings import undisturbed, witnesses
 from rockmate.calls.variants import Variant
@@ -126,9 +125,6 @@ class CapturedCalls(Calls):
                 self._make_ready(inputs)
         with self._in_call(inputs):
             call = Call(tuple(inputs[k] for k in self.module.given), {})
-            forward: Forward | None = getattr(self.front.inside, "forward", None)
-            if forward is not None:
-                return self._run_in_step(forward, call, inputs, numbers, arguments)
             fits = False
             if not self.terms.always:
                 kind, missing = self.kind(call)
@@ -185,16 +181,6 @@ class CapturedCalls(Calls):
             f"{error}",
             BudgetWarning,
         )
-
-    def _run_in_step(
-        self, forward: Forward, call: Call, inputs: Sequence[Any], numbers: Any, arguments: tuple[Any, ...]
-    ) -> Any:
-        """Run this graph as its step's plan says; small ones run as they are."""
-        member = forward.member(self, call, arguments)
-        if member is None:
-            return self._without_plan(arguments)
-        results = forward.run(self, call, member, inputs)
-        return self.split.joined(results, numbers) if self.split else results
 
     @cached_property
     def results(self) -> Results:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import logging
 import re
-import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -34,15 +30,7 @@ _SETTINGS = {
 }
 
 
-_OF_PARTS = {
-    "suppress_errors": True,  # code that cannot be captured runs as it is
-    "recompile_limit": 16 * RECOMPILE_LIMIT,  # functions of modules are shared by all models of their class
-    "accumulated_recompile_limit": 128 * RECOMPILE_LIMIT,
-}
-"""Where a call is captured as several graphs."""
-
-
-def settings(whole: bool) -> dict[str, Any]:
+def settings() -> dict[str, Any]:
     """TorchDynamo's settings while it captures calls, of those that this version of torch has.
 
     What transformers and others say once (``logger.warning_once``) is no reason not to capture a call: it is not said.
@@ -51,7 +39,6 @@ def settings(whole: bool) -> dict[str, Any]:
     once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
     found = {
         **_SETTINGS,
-        **({} if whole else _OF_PARTS),
         "ignore_logging_functions": getattr(config, "ignore_logging_functions", set()) | once,
     }
     return {name: value for name, value in found.items() if hasattr(config, name)}
@@ -69,7 +56,6 @@ def capture_under_settings() -> None:
 def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
     if not is_captured():
         return convert(*args)
-    CAPTURING.captured, CAPTURING.code = True, args[1].f_code
     with torch._dynamo.config.patch(CAPTURING.settings):
         return convert(*args)
 
@@ -105,7 +91,7 @@ def hide_own_warnings() -> None:
 
 def hide_own_logs() -> None:
     """A call that the module refuses fails in TorchDynamo first, which logs pages; the module's own error says it.
-    Where values are read, TorchDynamo logs which of its settings to change; a model that is several graphs needs none.
+    Where values are read, TorchDynamo logs which of its settings to change; a model that is followed needs none.
     In torch 2.11 it fails to log its settings, of which some are functions.
     """
     for name in _LOGGERS:
@@ -131,16 +117,6 @@ _NO_NEWS = (
 )
 
 
-def capture_again(error: BaseException) -> None:
-    """Functions that a call was in when it failed may be captured by later calls: TorchDynamo gives up those in which
-    an operation fails, for ever.
-    """
-    at = error.__traceback__
-    while at is not None:
-        torch._dynamo.eval_frame.reset_code(at.tb_frame.f_code)  # type: ignore[attr-defined]
-        at = at.tb_next
-
-
 _MODULES = r"torch\.(_dynamo|_subclasses|_higher_order_ops|fx)\."
 _OF_DYNAMO = ("ignore", None, Warning, re.compile(_MODULES), 0)
 
@@ -159,57 +135,3 @@ def new_entry() -> Callable[..., Any]:
 
 
 _numbers = itertools.count()
-
-
-def composites_of(model: torch.nn.Module) -> list[type]:
-    """The classes of torch's that have the ``forward`` of modules of ``model`` with submodules."""
-    with_parts = (type(m) for m in model.modules() if m._modules)
-    owners = (next(c for c in kind.__mro__ if "forward" in c.__dict__) for kind in with_parts)
-    of_torch = (c for c in dict.fromkeys(owners) if c.__module__.startswith("torch.nn.modules."))
-    return [c for c in of_torch if c is not torch.nn.Module]
-
-
-class _Composites:
-    """Has ``forward`` of some of torch's classes as functions outside of torch, while it is entered for them.
-
-    TorchDynamo begins no graph in functions of torch's own: where it cannot capture the code that calls such a module
-    (a loop with a graph break), the layers in it would run as they are. Several threads may enter.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.entered: Counter[type] = Counter()
-        self.known: dict[type, tuple[Any, Callable[..., Any]]] = {}  # by class: its forward, and the one outside
-
-    @contextlib.contextmanager
-    def __call__(self, classes: list[type]) -> Iterator[None]:
-        with self.lock:
-            for c in classes:
-                found = self.known.get(c)
-                if found is None or c.__dict__["forward"] not in found:
-                    found = self.known[c] = (c.__dict__["forward"], _outside(c))
-                self.entered[c] += 1
-                c.forward = found[1]  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            with self.lock:
-                for c in classes:
-                    self.entered[c] -= 1
-                    if not self.entered[c] and c.__dict__["forward"] is self.known[c][1]:
-                        c.forward = self.known[c][0]  # type: ignore[attr-defined]
-
-
-def _outside(kind: type) -> Callable[..., Any]:
-    """``forward`` of ``kind``, called from here."""
-    original = kind.__dict__["forward"]
-
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs)
-
-    name = f"forward_of_{kind.__name__}"  # what TorchDynamo learns of a function, it knows by name and line
-    made = FunctionType(forward.__code__.replace(co_name=name), forward.__globals__, name, None, forward.__closure__)
-    return functools.wraps(original)(made)
-
-
-composites_too = _Composites()

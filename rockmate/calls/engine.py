@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -67,19 +66,3 @@ def release(by: Intercept) -> None:
         before, _ENGINE.active = _ENGINE.active, tuple(x for x in _ENGINE.active if x != by)
         if before and not _ENGINE.active and getattr(torch.autograd, _NAME) is _ENGINE.placed:
             setattr(torch.autograd, _NAME, _ENGINE.original)
-
-
-@contextlib.contextmanager
-def not_captured() -> Iterator[None]:
-    """TorchDynamo captures nothing in backwards that run meanwhile, as inside forward."""
-    by = partial(_just_run)  # one of its own
-    if can_intercept():
-        intercept(by)
-    try:
-        yield
-    finally:
-        release(by)
-
-
-def _just_run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(*args, **kwargs)

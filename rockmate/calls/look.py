@@ -123,34 +123,26 @@ class InGraph:
         self.look.abandon("outputs were let go without a backward")
 
 
-class WholeLook(Look):
-    """The memory of a whole step: from now to the end of the next backward in this thread, if that reaches the call."""
+class StepLook(Look):
+    """The memory of a whole step: from now to the end of the next backward in this thread that reaches the call.
+
+    ``reached``: it has. ``window`` is marked when it is over.
+    """
 
     window: Timeline | None
 
-    def __init__(
-        self, device: torch.device, forward_measured: Callable[[int], None], measured: Callable[[int], None]
-    ) -> None:
-        """``forward_measured`` is called with what the call keeps, ``measured`` with the peak of the step, bytes above
-        the level at the beginning. The first is known where another forward comes before the backward, too.
-        """
+    def __init__(self, device: torch.device) -> None:
         super().__init__(timeline(device))
-        self.forward_measured, self.measured = forward_measured, measured
         self.reached = False
+
+    def mark(self) -> None:
+        """A moment is now."""
         if self.window is not None:
             self.window.mark()
 
-    def follow(self, outputs: Sequence[Any]) -> None:
-        """These are what the call returns."""
-        if self.window is not None:
-            self.window.mark()
-        hook = InGraph(self).hook(self._reach)
-        for t in outputs:
-            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                t.grad_fn.register_prehook(hook)
-
-    def _reach(self, _: Any) -> None:
-        self.reached = True
+    @abstractmethod
+    def ended(self, moments: list[Moment], stays: bool) -> None:
+        """The step is over; the last of ``moments`` is its end. ``stays``: its graph does."""
 
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``."""
@@ -163,11 +155,41 @@ class WholeLook(Look):
             if not self.reached:
                 self.another()
             else:
-                if self.window is not None:
-                    self.window.mark()
+                self.mark()
                 seen = self.close()
                 if done and seen is not None:
-                    self.measured(max(moment.peak for moment in seen))
+                    self.ended(seen, stays)
+                elif not done:
+                    self.why_not = self.why_not or "backward failed"
+
+
+class WholeLook(StepLook):
+    """A look at a step that runs without a plan."""
+
+    def __init__(
+        self, device: torch.device, forward_measured: Callable[[int], None], measured: Callable[[int], None]
+    ) -> None:
+        """``forward_measured`` is called with what the call keeps, ``measured`` with the peak of the step, bytes above
+        the level at the beginning. The first is known where another forward comes before the backward, too.
+        """
+        super().__init__(device)
+        self.forward_measured, self.measured = forward_measured, measured
+        self.mark()
+
+    def follow(self, outputs: Sequence[Any]) -> None:
+        """These are what the call returns."""
+        self.mark()
+        hook = InGraph(self).hook(self._reach)
+        for t in outputs:
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                t.grad_fn.register_prehook(hook)
+
+    def _reach(self, _: Any) -> None:
+        self.reached = True
+
+    def ended(self, moments: list[Moment], stays: bool) -> None:
+        """As in ``StepLook``."""
+        self.measured(max(moment.peak for moment in moments))
 
     def close(self) -> list[Moment] | None:
         """As in ``Look``."""
@@ -175,56 +197,6 @@ class WholeLook(Look):
         if seen is not None and len(seen) > 1:
             self.forward_measured(seen[1].level)
         return seen
-
-
-class StepLook(Look):
-    """The memory of a whole step at the moments that the caller marks, to the end of the next backward in this thread
-    that comes to a graph of it.
-
-    ``begins`` is called with the ends that a backward starts from; it returns whether that comes to one. ``then`` is
-    called with the moments, the last of which is the end of the step.
-    """
-
-    window: Timeline | None
-
-    def __init__(self, device: torch.device, then: Callable[[list[Moment]], None]) -> None:
-        super().__init__(timeline(device))
-        self.then = then
-        self.begins: Callable[[Sequence[Any]], bool] = lambda ends: True
-        self.in_forward = False
-        self.in_backward = False  # of this step, which on a GPU runs in a thread of autograd's
-
-    def mark(self) -> bool:
-        """A moment is now; whether it was marked."""
-        if self.window is None or not (self.in_backward or self.thread == threading.get_ident()):
-            return False
-        self.window.mark()
-        return True
-
-    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
-        """As in ``Look``."""
-        if not self.begins(ends):
-            try:
-                return run()
-            finally:
-                self.another()
-        done, self.in_backward = False, True
-        try:
-            result = run()
-            done = True
-            return result
-        finally:
-            self.in_backward = False
-            self.mark()
-            seen = self.close()
-            if self.in_forward:
-                self.why_not = "forward computes gradients itself"
-            elif stays:  # what stays is no step's
-                self.why_not = "backward kept its graph (retain_graph, create_graph)"
-            elif not done or seen is None:
-                self.why_not = "the memory of the process cannot be recorded now" if done else "backward failed"
-            else:
-                self.then(seen)
 
 
 @contextlib.contextmanager

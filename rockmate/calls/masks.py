@@ -37,45 +37,29 @@ def is_full(call: Call) -> bool | None:
 
 
 @contextlib.contextmanager
-def left_out_as_eager(full: bool | None, values: bool, several: bool) -> Iterator[None]:
+def left_out_as_eager(full: bool | None, values: bool) -> Iterator[None]:
     """What TorchDynamo captures leaves out masks as in eager mode.
 
     ``full``: of the call, which TorchDynamo must guard. ``values``: whether masks are left out where their values say
-    that they may, without a look at these, and the tensors are marked that say so. ``several``: the call is captured as
-    several graphs, between which the functions that read values run as in eager mode.
+    that they may, without a look at these, and the tensors are marked that say so.
     """
     library: Any = sys.modules.get("transformers.masking_utils")
-    asked = [name for name in _ASKED if values or several or name not in _OF_VALUES]
+    asked = [name for name in _ASKED if values or name not in _OF_VALUES]
     there: dict[str, Callable[..., Any]] = {name: getattr(library, name) for name in asked if hasattr(library, name)}
-    found = {name: f for name, f in there.items() if f not in _of_ours(name)}
+    found = {name: f for name, f in there.items() if f is not _ASKED[name]}
     if found:
         _original.update(found)
         torch.compiler.allow_in_graph(_mark)
         torch.compiler.assume_constant_result(_is_full)
     before, _captured.full = without_padding(), full
     for name in found:
-        setattr(library, name, _outside(name) if several and name in _OF_VALUES else _ASKED[name])
+        setattr(library, name, _ASKED[name])
     try:
         yield
     finally:
         _captured.full = before
         for name, original in found.items():
             setattr(library, name, original)
-
-
-def _outside(name: str) -> Callable[..., Any]:
-    """The function of transformers', which TorchDynamo does not capture; one object, as guards tell objects apart."""
-    if name not in _outsides:
-        _outsides[name] = torch._dynamo.disable(_original[name])
-    return _outsides[name]
-
-
-def _of_ours(name: str) -> tuple[Callable[..., Any] | None, ...]:
-    """What may have taken the place of the function, for another call."""
-    return _ASKED[name], _outsides.get(name)
-
-
-_outsides: dict[str, Callable[..., Any]] = {}
 
 
 def without_padding() -> bool | None:

@@ -1,4 +1,4 @@
-"""Training steps on a sample, ahead of the first one: a plan of several graphs, or of a followed forward, needs them.
+"""Training steps on a sample, ahead of the first one: a plan of a followed forward needs them.
 
 All that the steps change is put back: parameters, gradients, buffers and other tensors that modules hold, generators of
 random numbers, attributes, containers and counters that the model's Python reaches.

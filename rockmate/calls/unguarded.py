@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -113,11 +113,6 @@ def is_overridden(t: torch.Tensor) -> bool:
 def is_captured() -> bool:
     """Whether this thread captures a call of an attached model."""
     return getattr(CAPTURING, "name", None) is not None
-
-
-def codes_of(model: torch.nn.Module) -> list[CodeType]:
-    """The code of the methods of the classes of the model's modules."""
-    return [m.__code__ for c in classes_of(model) for m in _methods(c) if isinstance(m, FunctionType)]
 
 
 def classes_of(model: torch.nn.Module) -> list[type]:

@@ -22,7 +22,6 @@ from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import facts_of_call, text_of_facts
 from rockmate.planning.prepare import make_planner
 from rockmate.planning.report import block_choices
-from rockmate.planning.step import StepPlan, graphs_of
 from rockmate.progress import Progress
 from solvers import Frontier
 
@@ -76,9 +75,7 @@ def check(given: Given, options: Options) -> Answer:
 def _supported(found: Planned) -> str:
     if isinstance(found.plan, FollowedPlan):
         return f"yes, followed operation by operation ({found.why})"
-    if not isinstance(found.plan, StepPlan):
-        return "yes"
-    return f"yes, as {graphs_of(len(found.plan.parts))} ({found.why})"
+    return "yes"
 
 
 def _gain(given: Given, options: Options, eager_peak: int, curve: Frontier) -> str:
@@ -204,16 +201,16 @@ def _values(given: Given) -> dict[str, Any]:
     }
 
 
-def _call(made: Plan | StepPlan | FollowedPlan) -> list[tuple[str, str]]:
+def _call(made: Plan | FollowedPlan) -> list[tuple[str, str]]:
     return facts_of_call(made.call) if isinstance(made, Plan) else []
 
 
-def _values_of_call(made: Plan | StepPlan | FollowedPlan) -> dict[str, Any]:
-    """A list for each graph: its inputs in a few words, then the mode."""
-    return {"calls": [list(part.call) for part in (made.parts if isinstance(made, StepPlan) else (made,))]}
+def _values_of_call(made: Plan | FollowedPlan) -> dict[str, Any]:
+    """One list: the inputs in a few words, then the mode."""
+    return {"calls": [list(made.call)]}
 
 
-def _values_of_plan(made: Plan | StepPlan | FollowedPlan) -> dict[str, Any]:
+def _values_of_plan(made: Plan | FollowedPlan) -> dict[str, Any]:
     """The figures of a plan."""
     values: dict[str, Any] = {
         "eager_peak": made.eager_peak,

@@ -12,7 +12,6 @@ import torch
 from rockmate import Plan, Rockmate
 from rockmate.cli.load import Given
 from rockmate.follow.plan import FollowedPlan
-from rockmate.planning.step import StepPlan
 from solvers import Frontier
 
 
@@ -57,7 +56,7 @@ class Planned:
     why: str = ""
 
     @property
-    def plan(self) -> Plan | StepPlan | FollowedPlan:
+    def plan(self) -> Plan | FollowedPlan:
         """The plan of the call."""
         plan = self.front.plan
         assert plan is not None

@@ -9,7 +9,7 @@ place, and what it computes is planned when it comes again.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,19 +18,18 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten_with_path
 
-from rkgb.cost.memory import is_measuring
 from rkgb.device.kind import Moment
 from rkgb.sample import Call
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
-from rockmate.calls.look import Look, abandoned, end_look
+from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.surroundings import modes_again
 from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import CheckpointedParts, Unchecked
 from rockmate.follow.exposed import telling_of_exposed
-from rockmate.follow.observed import FollowedLook, Observed, pack_of, place_of_caller
+from rockmate.follow.observed import Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of, find, find_least, frontier_of
 from rockmate.follow.planned import FollowedProgram, Planned, program_of
@@ -38,14 +37,12 @@ from rockmate.follow.problem import FollowedProblem, problem_of
 from rockmate.follow.record import OpForm, Slot, form_of_op
 from rockmate.follow.tape import Policy, Tape, has_memory
 from rockmate.follow.unhooked import giving_way
+from rockmate.follow.watch import Watch
 from rockmate.planning.least import saves_nothing
 from rockmate.progress import Progress
 from rockmate.tell import LOG
 from solvers import Frontier, InfeasibleError, Schedule, walk
 from solvers.interrupts import Heeded
-
-MOST_LOOKS = 16
-"""Steps of one kind of call that are observed."""
 
 MOST_KNOWN = 16
 """Ways in which one kind of call computes that are remembered."""
@@ -90,9 +87,9 @@ class CallKind:
     """
 
     call: tuple[str, ...]
+    watch: Watch
     known: list[Known] = field(default_factory=list)
     parts: CheckpointedParts = field(default_factory=CheckpointedParts)
-    looks: int = 0
     news: bool = True
 
 
@@ -126,7 +123,8 @@ class Followed:
         key = call_key(call.leaves, call.spec), model.training
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = CallKind(self.front.described(_names(call), call.leaves))
+            said = self.front.described(_names(call), call.leaves)
+            kind = self.kinds[key] = CallKind(said, Watch(self.front.name))
         end_look()
         device = _device_of(model, call)
         policy = self._policy(kind, missing, device)
@@ -146,7 +144,8 @@ class Followed:
             self.front.say_checkpoints()
             kind.news = True
             if look is not None:
-                look.then = _nothing
+                look.then = None
+                kind.watch.saw()
         self._follow(tape, kind)
         return result
 
@@ -179,19 +178,12 @@ class Followed:
             self.last = known
             assert known.program is not None
             policy = Planned(known.program, partial(self._otherwise, kind, known))
-        wanted = known is None or kind.news
-        if wanted and kind.looks < MOST_LOOKS and Look.possible() and not is_measuring():
-            look = FollowedLook(device, _nothing)
-            if look.window is None:
-                look.close()
-                return policy
-            kind.looks += 1
-            return Observed(look, policy)
-        return policy
+        look = kind.watch.look(device, bool(kind.known)) if known is None or kind.news else None
+        return policy if look is None else Observed(look, policy)
 
     def _like(self, kind: CallKind) -> Known | None:
         """What was seen of calls of other sizes, of which the plan takes least memory for what it is of."""
-        if kind.known or kind.looks:
+        if kind.known or kind.watch.looks:
             return None
         found = [known for other in self.kinds.values() for known in other.known if known.plan and not known.problem]
         return min(found, key=lambda k: k.plan.predicted_peak / max(1, k.eager_peak) if k.plan else 1.0, default=None)
@@ -243,6 +235,7 @@ class Followed:
         moments: list[Moment],
     ) -> None:
         """A step was observed: plan such steps."""
+        kind.watch.saw()
         seen = observed.seen
         if len(moments) != len(seen.marks) + 1 or observed.ledger is None:
             return
@@ -375,17 +368,13 @@ _NOTHING = (
 
 
 def lasting_of(model: torch.nn.Module, call: Call) -> frozenset[int] | None:
-    """Storages that are there in forward and backward, where those of parameters come and go, as ``fully_shard`` gathers
-    them; None where all stay.
+    """Storages that are there in forward and backward, where ``fully_shard`` gathers and frees others; None where all
+    are.
     """
     if not any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__):
         return None
     tensors = (t for source in (model.buffers(), call.tensors) for t in source if has_memory(t))
     return frozenset(t.untyped_storage()._cdata for t in tensors)
-
-
-def _nothing(_: Sequence[Moment]) -> None:
-    """Before it is known what to do with an observation."""
 
 
 def _names(call: Call) -> list[str]:

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rkgb.cost.memory import timeline
 from rkgb.device import kind_of
-from rkgb.device.kind import Moment, Timeline
+from rkgb.device.kind import Moment
 from rkgb.trace.code import is_the_users
-from rockmate.calls.look import Look
+from rockmate.calls.look import StepLook
 from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, form_of_op
 from rockmate.follow.tape import Policy, Tape
 
@@ -64,38 +63,19 @@ class Seen:
         return found - self.discarded
 
 
-class FollowedLook(Look):
-    """The memory of a followed step at the moments that are marked, to the end of the backward that reads its slots.
-
-    ``then`` is called with the moments, the last of which is the end. ``reached``: a slot was read.
+class FollowedLook(StepLook):
+    """A look at a followed step, to the end of the backward that reads its slots. ``then`` is called with the moments
+    that were marked, the last of which is the end.
     """
 
-    window: Timeline | None
+    then: Callable[[list[Moment]], None] | None = None
 
-    def __init__(self, device: torch.device, then: Callable[[list[Moment]], None]) -> None:
-        super().__init__(timeline(device))
-        self.then, self.reached = then, False
-
-    def mark(self) -> None:
-        """A moment is now."""
-        if self.window is not None:
-            self.window.mark()
-
-    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
-        """As in ``Look``."""
-        done = False
-        try:
-            result = run()
-            done = True
-            return result
-        finally:
-            if not self.reached:
-                self.another()
-            else:
-                self.mark()
-                seen = self.close()
-                if done and seen is not None and not stays:  # what stays is no step's
-                    self.then(seen)
+    def ended(self, moments: list[Moment], stays: bool) -> None:
+        """As in ``StepLook``: what stays is no step's."""
+        if stays:
+            self.why_not = "backward kept its graph (retain_graph, create_graph)"
+        elif self.then is not None:
+            self.then(moments)
 
 
 class Observed:
@@ -121,7 +101,7 @@ class Observed:
         """As in ``Policy``: there is no backward to wait for, unless it runs."""
         self.inner.ended()
         if self.look is not None:
-            self.look.abandon()
+            self.look.abandon("outputs were let go without a backward")
 
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""

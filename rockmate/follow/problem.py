@@ -261,7 +261,8 @@ def _limit(building: _Building, steps: list[_Step]) -> None:
     last = len(building.nodes) + len(steps) - 1  # the node of the first moment
     for i, wanted in building.gathered.items():
         there = [last - j for j, step in enumerate(steps) if wanted <= step.gathered]
-        stretches = [list(group) for _, group in itertools.groupby(there, lambda n, c=itertools.count(): n + next(c))]
+        ends = [k for k in range(len(there)) if there[k] - 1 not in there[k + 1 : k + 2]]
+        stretches = [there[a + 1 : b + 1] for a, b in itertools.pairwise([-1, *ends])]
         longest = max(stretches, key=len, default=[])
         within = (longest[0], longest[-1]) if longest else None
         node = building.nodes[i]

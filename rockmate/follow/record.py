@@ -233,13 +233,14 @@ class Wrapped:
         self.others = {name: x for name, x in parts.items() if name not in self.slots}
         self.ref, self.version = weakref.ref(t), t._version
 
-    def value(self, unpack: Callable[[Any], torch.Tensor]) -> Any:
+    def value(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """The tensor. ``unpack``: of a slot. Raises ``RuntimeError`` where it was changed."""
         t = self.ref()
         if t is not None and t._version != self.version:
             raise changed(t.shape, self.version, t._version)
         parts = {name: unpack(slot) for name, slot in self.slots.items()}
-        return self.kind.__tensor_unflatten__({**parts, **self.others}, *self.form)
+        made: torch.Tensor = self.kind.__tensor_unflatten__({**parts, **self.others}, *self.form)
+        return made
 
 
 def changed(shape: Iterable[int], version: int, now: int) -> RuntimeError:

@@ -37,13 +37,11 @@ CHAIN, BLOCK = Size(70, 78, 260, 0), Size(90, 58, 200, 8)
 
 @dataclass(frozen=True)
 class Drawn:
-    """A schedule to be drawn. ``prefix``: of all keys in the picture. ``name``: of what it is for."""
+    """A schedule to be drawn."""
 
     graph: K_graph
     problem: Problem
     schedule: Schedule
-    prefix: str = ""
-    name: str = ""
 
     @property
     def s(self) -> S_graph:
@@ -90,14 +88,6 @@ def draw_plan(drawn: Drawn, title: str, facts: str) -> Any:
     return picture
 
 
-def draw_step(graphs: Sequence[Drawn], title: str, facts: str) -> Any:
-    """The picture of the plan of several graphs: the chain of each, one after the other."""
-    picture = parts.new_picture(title, facts, LEGEND)
-    nodes = sum(CHAIN.height(len(drawn.problem.blocks)) * CHAIN.base for drawn in graphs)
-    stand(picture, [panel for drawn in graphs for panel in _chain(drawn, nodes)])
-    return picture
-
-
 def _chain(drawn: Drawn, others: float) -> list[Panel]:
     """The blocks, one box each; ``others``: square points of what stands beside them."""
     count = len(drawn.problem.blocks)
@@ -108,12 +98,12 @@ def _chain(drawn: Drawn, others: float) -> list[Panel]:
 def _add_chain(picture: Any, drawn: Drawn, span: tuple[int, int]) -> tuple[list[str], str]:
     """Add the blocks of ``span``, and the loss behind the last one; the keys at the top and the end."""
     blocks, (start, stop) = drawn.problem.blocks, span
-    chain = parts.chain_frame(span, len(blocks), drawn.prefix, drawn.name or "the chain of blocks")
-    keys = [f"{drawn.prefix}chain{b}" for b in range(start, stop)]
+    chain = parts.chain_frame(span, len(blocks), "", "the chain of blocks")
+    keys = [f"chain{b}" for b in range(start, stop)]
     for b, key in zip(range(start, stop), keys, strict=True):
         _add_block_box(chain, drawn, b, key)
     if stop == len(blocks):
-        keys.append(f"{drawn.prefix}loss")
+        keys.append("loss")
         peak = f"the peak: {drawn.peak[1]}" if drawn.peak[0] == len(blocks) else ""
         parts.add_box(chain, keys[-1], parts.label("loss", peak), "the gradients of the outputs arrive", parts.LOSS)
     for above, below in itertools.pairwise(keys):
@@ -175,18 +165,18 @@ def _add_block(picture: Any, drawn: Drawn, b: int, alike: Sequence[int]) -> tupl
     said = f"keeps {show_bytes(choice.kept)} of {show_bytes(choice.all)}"
     said += f" · runs again: {choice.reruns}, {_share(drawn, choice)}" if choice.reruns else " · nothing runs again"
     others = f"the same: {'block' if len(alike) == 2 else 'blocks'} {_ranges(alike[1:])}" if len(alike) > 1 else ""
-    frame = parts.new_block(f"{drawn.prefix}block{b}", title, block.kind, said, others)
+    frame = parts.new_block(f"block{b}", title, block.kind, said, others)
     tops: dict[str, None] = {}
     for i in range(block.start, block.stop):
         _add_operation(frame, drawn, i)
         before = _add_reads(frame, drawn, i, b)
         tops.update(dict.fromkeys(key for key in before if f"b{b}_" in key))
         if not before and i == block.start:
-            tops[f"{drawn.prefix}n{i}"] = None
+            tops[f"n{i}"] = None
         elif not before:  # nothing but its place in the program says where it belongs
-            parts.put_below(frame, f"{drawn.prefix}n{i - 1}", [f"{drawn.prefix}n{i}"])
+            parts.put_below(frame, f"n{i - 1}", [f"n{i}"])
     picture.subgraph(frame)
-    return list(tops), f"{drawn.prefix}n{block.stop - 1}"
+    return list(tops), f"n{block.stop - 1}"
 
 
 def _add_reads(frame: Any, drawn: Drawn, i: int, b: int) -> list[str]:
@@ -196,16 +186,16 @@ def _add_reads(frame: Any, drawn: Drawn, i: int, b: int) -> list[str]:
     for v in s.nodes[i].reads:
         j = drawn.makers.get(v)
         if j is not None and j >= start:
-            keys[f"{drawn.prefix}n{j}"] = None
+            keys[f"n{j}"] = None
         elif j is not None:
-            keys[f"{drawn.prefix}b{b}_n{j}"] = None
-            _add_entering(frame, drawn, j, f"{drawn.prefix}b{b}_n{j}")
+            keys[f"b{b}_n{j}"] = None
+            _add_entering(frame, drawn, j, f"b{b}_n{j}")
         elif s.d.sources[v].kind == "input":
-            keys[f"{drawn.prefix}b{b}_v{v}"] = None
+            keys[f"b{b}_v{v}"] = None
             text = parts.data_label(s.shown[v], "input")
-            parts.add_data(frame, f"{drawn.prefix}b{b}_v{v}", text, f"input {s.shown[v]}", parts.OUTPUT)
+            parts.add_data(frame, f"b{b}_v{v}", text, f"input {s.shown[v]}", parts.OUTPUT)
     for key in keys:
-        frame.edge(key, f"{drawn.prefix}n{i}")
+        frame.edge(key, f"n{i}")
     return list(keys)
 
 
@@ -218,7 +208,7 @@ def _add_operation(frame: Any, drawn: Drawn, i: int) -> None:
     text = parts.label(node.label, name, _said(drawn, i), returned)
     tooltip = "\n".join(filter(None, (_when(drawn, i), parts.program_text(s.d, node.ops))))
     style = "filled,rounded" if drawn.problem.nodes[i].rerun else "filled,rounded,dashed"
-    parts.add_box(frame, f"{drawn.prefix}n{i}", text, tooltip, COLOURS[fate.kind], style=style)
+    parts.add_box(frame, f"n{i}", text, tooltip, COLOURS[fate.kind], style=style)
 
 
 def _add_entering(frame: Any, drawn: Drawn, j: int, key: str) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rockmate.errors import InputError
 from rockmate.run.watch import MeasuredStep
 from solvers import Bwd, Del, Loss, Problem, Run, Schedule, keep_everything, walk
 from solvers.figures import MIB, finished, new_figure
-from solvers.sequence import Choice, Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,55 +40,6 @@ def plot_memory(
         _add_measured(axes, ours, measured)
     axes.set_xlabel("time of the step, by the plan's costs (ms)")
     axes.set_xlim(0, max(eager.edges[-1], ours.edges[-1]))
-    _add_budget(axes, budget)
-    return finished(figure, path)
-
-
-class Part(NamedTuple):
-    """One graph of a step: its problem and schedule, the ``stage`` that it is, and the ``choice`` that it runs."""
-
-    problem: Problem
-    schedule: Schedule
-    stage: Stage
-    choice: Choice
-
-
-def plot_step(parts: Sequence[Part], budget: int, eager_peak: int, path: str | Path | None = None) -> Figure:
-    """Memory over the time of a step of several graphs, as predicted; ``budget`` and ``eager_peak`` in bytes.
-
-    A point is what is allocated while one operation of a graph runs. What the code between graphs takes at most is a
-    line after the graph: nothing is known of its time. Raises ``ImportError`` where matplotlib is missing.
-    """
-    figure, axes = new_figure()
-    edges, sizes, kinds = [0.0], [], []
-    between: list[tuple[float, float]] = []  # time, MiB
-    below = [0]  # before each graph, what those before it keep
-    for part in parts:
-        below.append(below[-1] + part.choice.kept)
-    forwards = [(part, below[k], True) for k, part in enumerate(parts)]
-    for part, kept, forward in [*forwards, *((part, kept, False) for part, kept, _ in reversed(forwards))]:
-        levels, stage = _Levels(part.problem, part.schedule), part.stage
-        if forward:  # with what is beside the problem
-            own = (kept + part.choice.forward + stage.before) / MIB - levels.forward_peak
-        else:
-            own = (kept + part.choice.backward + stage.beside) / MIB - levels.backward_peak
-        turn = edges[-1], levels.loss_bytes + own  # between the graph's forward and its backward
-        begun = False
-        for k, kind in enumerate(levels.kinds):
-            if (kind == "forward") == forward:
-                edges.append(edges[-1] + levels.edges[k + 1] - levels.edges[k])
-                sizes.append(levels.bytes[k] + own + begun * (stage.later - stage.beside) / MIB)
-                kinds.append(kind)
-                begun = begun or kind == "backward"
-        if forward:
-            turn = edges[-1], max(turn[1], (kept + part.choice.kept + part.choice.released + stage.after) / MIB)
-        between += [turn] if forward else [turn, (edges[-1], (kept + stage.rest) / MIB)]
-    _add_kinds(axes, edges, sizes, kinds)
-    times, highest = zip(*between, strict=True)
-    axes.vlines(times, 0, highest, color="#777777", label="code between graphs, at most")
-    axes.axhline(eager_peak / MIB, color="#777777", linestyle=":", label="peak if everything were kept")
-    axes.set_xlabel("time of the graphs, by the plan's costs (ms)")
-    axes.set_xlim(0, edges[-1])
     _add_budget(axes, budget)
     return finished(figure, path)
 
@@ -134,27 +83,21 @@ def _add_measured(axes: Any, ours: _Levels, measured: MeasuredStep) -> None:
 
 
 class _Levels:
-    """The steps that take time: their edges (ms), and what is allocated meanwhile (MiB); the loss likewise.
-
-    ``forward_peak``: the most until the loss, ``backward_peak``: from then on, each with it.
-    """
+    """The steps that take time: their edges (ms), and what is allocated meanwhile (MiB); the loss likewise."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.edges: list[float] = [0.0]
         self.bytes: list[float] = []
         self.kinds: list[str] = []
-        self.loss = self.loss_bytes = self.forward_peak = 0.0
+        self.loss = self.loss_bytes = 0.0
         in_backward = False
         for step, size in zip(schedule, walk(problem, schedule).timeline, strict=True):
             if isinstance(step, Loss):
                 in_backward = True
                 self.loss, self.loss_bytes = self.edges[-1], size / MIB
-                self.forward_peak = max([*self.bytes, self.loss_bytes])
             elif isinstance(step, Run | Bwd):
                 node = problem.nodes[step.node]
                 time = node.time if isinstance(step, Run) else node.backward.time if node.backward else 0
                 self.edges.append(self.edges[-1] + time / 1e6)
                 self.bytes.append(size / MIB)
                 self.kinds.append("backward" if isinstance(step, Bwd) else "run again" if in_backward else "forward")
-        behind = (size for size, kind in zip(self.bytes, self.kinds, strict=True) if kind != "forward")
-        self.backward_peak = max([*behind, self.loss_bytes])

@@ -404,7 +404,7 @@ def test_hooks_that_come_and_go() -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("budget", ["90%", "55%"])
 def test_a_hook_that_splits_the_model_and_goes(kind: str, first: bool, budget: str) -> None:
-    """Under backward hooks of submodules the forward is several graphs, for which no plan fits the smaller budget."""
+    """Under backward hooks of submodules the forward is followed, and no plan fits the smaller budget."""
 
     def train(model: Any) -> Iterator[Any]:
         seen: list[str] = []

@@ -1,4 +1,4 @@
-"""What a step of several graphs does with their outputs: it drops some, and computes its loss inside a graph."""
+"""What a followed step does with outputs: it drops some, and computes its loss inside."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rockmate import attach, measure_peak
-from rockmate.calls import attachment
-from rockmate.planning.step import StepPlan
-
-
-@pytest.fixture(autouse=True)
-def several_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are captured as several graphs, as sharded ones are; others are followed."""
-    monkeypatch.setattr(attachment, "can_follow", lambda model: False)
-
+from rockmate.follow.plan import FollowedPlan
 
 WIDTH, CLASSES = 32, 1024
 
@@ -53,7 +45,7 @@ class Head(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Layers and a head, each a graph."""
+    """Layers and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +83,7 @@ def test_outputs_that_nobody_reads_are_not_counted(share: str) -> None:
     for _ in range(3):
         trained(model, x)
     plan = handle.plan
-    assert isinstance(plan, StepPlan)
+    assert isinstance(plan, FollowedPlan)
     assert plan.recomputed
     labels = 8 * len(x)  # counted until the backward of the loss is over
     assert eager <= plan.eager_peak <= eager + labels
@@ -109,34 +101,6 @@ def test_what_a_loss_runs_again_from_goes_with_the_backward_of_its_graph() -> No
     next(model.parameters()).register_hook(lambda _: gone.append(memory.expired()))  # the first layer's
     loss.backward()
     assert gone == [True]
-
-
-@pytest.mark.parametrize("odd", ["scores are kept", "scores are regularized"])
-def test_steps_that_use_outputs_now_and_then_are_observed(odd: str) -> None:
-    """A plan counts on what the steps so far did. One that does more is noticed, and from some on planned for."""
-    x = randn(512, WIDTH, seed=0)
-    torch.manual_seed(0)
-    model = Tagger()
-    kept: list[torch.Tensor] = []
-
-    def step(number: int) -> None:
-        loss, scores = model(x)
-        if number % 4 == 3:
-            kept[:] = [scores.detach()] if odd == "scores are kept" else []
-            loss = loss + (0 if kept else scores.square().mean())
-        del scores
-        loss.backward()
-        kept.clear()
-        model.zero_grad()
-
-    handle = attach(model, "90%", costs="flops")
-    for number in range(24):
-        step(number)
-    plan = handle.plan
-    assert isinstance(plan, StepPlan)
-    for number in (2, 3):
-        assert measure_peak(lambda number=number: step(number), "cpu") <= plan.budget  # type: ignore[misc]
-    assert measure_peak(lambda: step(3), "cpu") > measure_peak(lambda: step(2), "cpu")
 
 
 class TwoHeads(nn.Module):

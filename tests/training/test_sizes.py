@@ -205,7 +205,7 @@ class Bounds(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:the forward of Bounds runs other graphs")  # its way for long inputs is one
-@pytest.mark.parametrize("reads", [False, True], ids=["one graph", "several graphs"])
+@pytest.mark.parametrize("reads", [False, True], ids=["one graph", "followed"])
 def test_numbers_and_ways_without_effect_on_the_first_values_are_not_mistaken(reads: bool) -> None:
     model = Bounds(reads)
     budget = tight_budget(model, (randn(8, 7, 16, seed=0),), fraction=0.5)

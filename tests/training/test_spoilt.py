@@ -67,7 +67,7 @@ def detached(x: torch.Tensor) -> torch.Tensor:
 
 
 class Two(nn.Module):
-    """Two outputs, of which ``part`` computes the second; ``several``: as several graphs."""
+    """Two outputs, of which ``part`` computes the second; ``several``: as no one graph."""
 
     def __init__(self, part: Callable[[torch.Tensor], torch.Tensor], several: bool) -> None:
         super().__init__()

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 import rockmate
 from rockmate import BudgetWarning, measure_peak
-from rockmate.calls import attachment
 
 NOT_A_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"
 """TorchDynamo asks for gradients of inputs, and hides this warning, but not where it is an error."""
@@ -449,7 +448,6 @@ def test_masks_of_several_graphs_are_left_out_where_there_is_no_padding_mask(mon
             self.largest = max(self.largest, float(loss.detach()))
             return 2 * loss
 
-    monkeypatch.setattr(attachment, "can_follow", lambda model: False)
     model = Reports()
     handle = rockmate.attach(model, "70%", costs="flops", cache=False)
     for k in range(3):

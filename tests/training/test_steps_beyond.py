@@ -1,4 +1,4 @@
-"""Steps of several graphs that keep more than one forward and one backward do, and captures that leave something."""
+"""Followed steps that keep more than one forward and one backward do, and backwards of others within a step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from against_eager import assert_same, snapshot
 from models import randn
 from torch import nn
 
-from rockmate import Attachment, BudgetWarning, PlanningWarning, attach, measure_peak
-from rockmate.calls import attachment
-
-
-@pytest.fixture(autouse=True)
-def several_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are captured as several graphs, as sharded ones are; others are followed."""
-    monkeypatch.setattr(attachment, "can_follow", lambda model: False)
-
+from rockmate import Attachment, BudgetWarning, attach, measure_peak
 
 ROWS, WIDTH = 320, 64
 
@@ -88,7 +80,7 @@ def test_a_backward_whose_graph_stays_is_said_to_exceed_the_budget_once(what: st
     assert len(said) == 1
 
 
-def test_captures_leave_no_activation() -> None:
+def test_observed_steps_leave_no_activation() -> None:
     torch.manual_seed(0)
     model, x = Checked(), randn(ROWS, WIDTH, seed=1)
     attach(model, "70%")
@@ -104,55 +96,6 @@ def test_captures_leave_no_activation() -> None:
     finally:
         gc.enable()
     assert left == [1] * 4  # the input
-
-
-class Logs(nn.Module):
-    """It keeps what it has read from its values, in one of several ways."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        layers = (m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
-        self.layers, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, 10)
-        self.how, self.values, self.last, self.mean = how, list[float](), 0.0, 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers(x)
-        value = x.abs().mean().item()
-        if self.how == "a list":
-            self.values.append(value)
-        elif self.how == "a mean":
-            self.mean = 0.9 * self.mean + 0.1 * value
-        else:
-            self.last = value
-        result: torch.Tensor = self.head(torch.tanh(x))
-        return result
-
-
-def logging(how: str, steps: int) -> Attachment:
-    torch.manual_seed(0)
-    model = Logs(how)
-    handle = attach(model, 450_000, costs="flops", cache=False)
-    for k in range(steps):
-        model(randn(ROWS, WIDTH, seed=k)).mean().backward()
-        model.zero_grad()
-    return handle
-
-
-def test_a_step_that_captures_is_observed_again() -> None:
-    """A capture that TorchDynamo gives up holds activations, which the plan would count in every step."""
-    plans = [logging(how, 6).plan for how in ("the last", "a mean")]
-    assert plans[0] is not None
-    assert plans[1] is not None
-    assert plans[0].predicted_peak == plans[1].predicted_peak
-    assert plans[0].predicted_overhead == plans[1].predicted_overhead
-
-
-def test_captures_in_every_step_are_said_with_their_reason() -> None:
-    with pytest.warns(PlanningWarning, match=r"captured for the 9th time.*len\(self.values\)"):
-        logging("a list", 12)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        logging("the last", 12)
 
 
 class Turns(Checked):
@@ -175,8 +118,7 @@ def test_a_measured_step_that_is_to_be_observed_is_said_to_run_without_a_plan() 
         model(x).square().mean().backward()
         model.zero_grad()
 
-    step()
-    with pytest.warns(BudgetWarning, match="not planned together yet"):
+    with pytest.warns(BudgetWarning, match="has no plan for such steps yet"):
         measure_peak(step)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -247,7 +189,7 @@ class Order(nn.Module):
 
 
 @pytest.mark.parametrize("kinds", ["aonoa", "aola", "aoan", "aoal", "loanal", "aordor", "aroadl"])
-def test_graphs_without_a_backward_come_in_every_order(kinds: str) -> None:
+def test_parts_without_a_backward_come_in_every_order(kinds: str) -> None:
     torch.manual_seed(0)
     model = Order(kinds)
     eager, x = copy.deepcopy(model), randn(ROWS, WIDTH, seed=1)

@@ -28,7 +28,7 @@ TABLE: dict[str, float] = {}
 
 
 class Reads(nn.Module):
-    """Multiplies by what ``read`` finds; ``breaks``: as several graphs."""
+    """Multiplies by what ``read`` finds; ``breaks``: as no one graph."""
 
     def __init__(self, read: Callable[[Any, torch.Tensor], Any], breaks: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Forwards that read numbers from tensors, or register hooks on them: several graphs, each planned once."""
+"""Forwards that read numbers from tensors, or register hooks on them: they are followed."""
 
 from __future__ import annotations
 
