@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -55,3 +56,16 @@ def problems(draw: st.DrawFn, max_nodes: int = 5, max_blocks: int = 3, plain: bo
     problem = Problem(nodes, tuple(data), held, draw(small), blocks, returned)
     problem.verify()
     return problem
+
+
+@st.composite
+def limited_problems(draw: st.DrawFn, max_nodes: int = 3) -> Problem:
+    """Some nodes may run again before some backwards only."""
+    problem = draw(problems(max_nodes=max_nodes))
+    last = len(problem.nodes) - 1
+
+    def limited(node: Node) -> Node:
+        first = draw(st.none() | st.integers(0, last))
+        return node if first is None else replace(node, within=(first, draw(st.integers(0, first))))
+
+    return replace(problem, nodes=tuple(map(limited, problem.nodes)))

@@ -64,7 +64,7 @@ LIN_RELU_LIN = """\
 "kind": "step",
 "nodes": [
   {"name": "input", "time": 0, "reads": [], "makes": [0], "peak": 1048576, "backward": null, "rerun": true, "rng": 0, \
-"warm": null},
+"warm": null, "within": null},
 """
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from graph_strategies import cheapest, graphs, least_costs
 from hypothesis import example, given, settings
-from solver_strategies import problems
+from solver_strategies import limited_problems, problems
 
 from solvers import Backward, Block, Data, GraphProblem, Node, Problem, Request, frontier, solve, walk, walk_graph
 from solvers.whole.stages import Reruns, schedule_graph, schedule_step, staged_graph, staged_step, timeline
@@ -81,7 +81,7 @@ def test_deletions_beside_more_gradients_than_the_loss_has_room_for_count() -> N
 
 
 @settings(deadline=None, max_examples=60)
-@given(problems(max_nodes=3))
+@given(problems(max_nodes=3) | limited_problems())
 @example(KEPT)
 @example(NO_ROOM)
 @example(HALF_DROPPED)

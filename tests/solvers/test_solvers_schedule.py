@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from solvers import (
     Del,
     Loss,
     Problem,
+    ProblemError,
     Run,
     Schedule,
     ScheduleError,
@@ -152,3 +155,15 @@ def test_any_order_is_valid_and_useless_runs_only_cost(data: st.DataObject) -> N
 def test_baselines_are_valid(problem: Problem) -> None:
     for schedule in all_baselines(problem).values():
         walk(problem, schedule)
+
+
+def test_a_node_runs_again_before_the_backwards_that_it_is_limited_to() -> None:
+    problem = lin_relu_lin()
+    nodes = (problem.nodes[0], replace(problem.nodes[1], within=(2, 1)), *problem.nodes[2:])
+    problem = replace(problem, nodes=nodes)
+    forward = [Run(0), Run(1), Run(2), Del(1), Run(3), Loss()]
+    assert walk(problem, (*forward, Bwd(3), Run(1), Bwd(2), Bwd(1))).recompute == nodes[1].time
+    with pytest.raises(ScheduleError, match="outside of the backwards before which it may"):
+        walk(problem, (*forward, Run(1), Bwd(3), Bwd(2), Bwd(1)))
+    with pytest.raises(ProblemError, match="no backwards in order"):
+        replace(problem, nodes=(replace(nodes[0], within=(0, 1)), *nodes[1:])).verify()
