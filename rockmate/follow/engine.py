@@ -34,9 +34,10 @@ from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of, find, find_least, frontier_of
 from rockmate.follow.planned import FollowedProgram, Planned, program_of
 from rockmate.follow.problem import FollowedProblem, problem_of
-from rockmate.follow.record import OpForm, Slot, form_of_op
+from rockmate.follow.record import OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Policy, Tape, has_memory
 from rockmate.follow.unhooked import giving_way
+from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.watch import Watch
 from rockmate.planning.least import saves_nothing
 from rockmate.progress import Progress
@@ -60,7 +61,8 @@ class Known:
 
     ``forms`` of its operations. ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in
     bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
-    fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss.
+    fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways
+    in which outputs were used that ``found`` is for.
     """
 
     found: FollowedProblem
@@ -78,18 +80,20 @@ class Known:
     carried: bool = False
     uses: int = 0
     problem: tuple[str, int] | None = None
+    used: set[Use] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class CallKind:
     """Calls with arguments of one form. ``known``: the way that came last first. ``news``: another one came. ``parts``:
-    that are checkpointed.
+    that are checkpointed. ``unsure``: ways in which outputs were used that no plan is for.
     """
 
     call: tuple[str, ...]
     watch: Watch
     known: list[Known] = field(default_factory=list)
     parts: CheckpointedParts = field(default_factory=CheckpointedParts)
+    unsure: set[Use] = field(default_factory=set)
     news: bool = True
 
 
@@ -140,6 +144,7 @@ class Followed:
         with abandoned(look), modes_again(inside), telling_of_exposed(tape.expose), saved, way, unchecked, tape:
             result = model._call_impl(*call.args, **call.kwargs)
         tape.close()
+        tape.begins = UseOfOutputs(tape, partial(self._note_use, kind)).begin
         if unchecked.found:  # the next step runs without, and is the one to plan
             self.front.say_checkpoints()
             kind.news = True
@@ -148,6 +153,17 @@ class Followed:
                 kind.watch.saw()
         self._follow(tape, kind)
         return result
+
+    def _note_use(self, kind: CallKind, tape: Tape, use: Use) -> None:
+        """A backward comes to a call: the loss that its plan counts on may be another one."""
+        policy = tape.policy
+        if isinstance(policy, Observed):
+            policy.use = use
+        elif isinstance(policy, Planned):
+            known = next((k for k in kind.known if k.program is policy.program), None)
+            if known is not None and not known.rehearsed and use not in known.used:
+                kind.unsure.add(use)
+                kind.news = True
 
     def _follow(self, tape: Tape, kind: CallKind) -> None:
         """The call waits for its backward."""
@@ -246,10 +262,19 @@ class Followed:
             found, observed, seen.forms, missing, 0.0, self.front.rehearses, eager_peak_of(found.problem), device
         )
         known.seconds = time.perf_counter() - began
+        if observed.use is not None:
+            known.used.add(observed.use)
         others = [k for k in kind.known if not (k.forms == seen.forms and k.missing == missing)]
+        before = next((k for k in kind.known if k not in others and not k.rehearsed), None)
+        if before is not None and before.observed.seen.sizes == seen.sizes:
+            known.found = found.with_worst_of(before.found)
+            known.used |= before.used
+            known.eager_peak = eager_peak_of(known.found.problem)
         self._left = False
-        if len(others) == len(kind.known):  # else it is the other way that is to be seen, which may come next
-            kind.news = self.front.rehearses
+        wanted = len(others) == len(kind.known) or observed.use in kind.unsure
+        kind.unsure -= known.used
+        if wanted:  # else it is the other way that is to be seen, which may come next
+            kind.news = self.front.rehearses or bool(kind.unsure)
         kind.known = [known, *others][:MOST_KNOWN]
         observed.forget()
         if self._rehearsed and not self.front.rehearses and self.asked is not None:

@@ -16,7 +16,7 @@ from rkgb.device import kind_of
 from rkgb.device.kind import Moment
 from rkgb.trace.code import is_the_users
 from rockmate.calls.look import StepLook
-from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, form_of_op
+from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Policy, Tape
 
 
@@ -79,7 +79,11 @@ class FollowedLook(StepLook):
 
 
 class Observed:
-    """Notes what happens while ``inner`` decides. ``places``: the user's source line of each operation."""
+    """Notes what happens while ``inner`` decides. ``places``: the user's source line of each operation. ``use``: of
+    what the forward returned.
+    """
+
+    use: Use | None = None
 
     def __init__(self, look: FollowedLook, inner: Policy) -> None:
         self.inner = inner

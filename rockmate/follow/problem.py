@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rockmate.follow.observed import Seen
 from rockmate.follow.record import Datum, Op
-from solvers import Backward, Block, Data, Node, Problem
+from solvers import Backward, Block, Data, Node, Problem, keep_everything, walk
 
 
 @dataclass
@@ -38,6 +38,35 @@ class FollowedProblem:
         if (mine.held, mine.returned) != (theirs.held, theirs.returned):
             return False
         return all(_shape(m) == _shape(n) for m, n in zip(mine.nodes, theirs.nodes, strict=True))
+
+    def with_worst_of(self, other: FollowedProblem) -> FollowedProblem:
+        """A problem that a schedule fits in both: ``other`` is of the same forward, with another loss. Where their
+        backwards differ, the one of them that takes more.
+        """
+        mine, theirs = self.problem, other.problem
+        same = (self.datum_of, self.ops_of, self.step_of) == (other.datum_of, other.ops_of, other.step_of)
+        if not same or any(_makes(m) != _makes(n) for m, n in zip(mine.nodes, theirs.nodes, strict=True)):
+            peaks = [walk(p, keep_everything(p)).peak for p in (mine, theirs)]
+            return self if peaks[0] >= peaks[1] else other
+        nodes = tuple(_worst(m, n) for m, n in zip(mine.nodes, theirs.nodes, strict=True))
+        held = mine.held | theirs.held
+        returned = (mine.returned | theirs.returned) - held
+        problem = replace(mine, nodes=nodes, held=held, returned=returned, loss=max(mine.loss, theirs.loss))
+        return replace(self, problem=problem, kept=self.kept | other.kept)
+
+
+def _makes(node: Node) -> tuple[object, ...]:
+    return node.makes, node.rerun, node.within, node.backward is None
+
+
+def _worst(mine: Node, theirs: Node) -> Node:
+    reads, peak = tuple(sorted({*mine.reads, *theirs.reads})), max(mine.peak, theirs.peak)
+    a, b = mine.backward, theirs.backward
+    if a is None or b is None:
+        return replace(mine, reads=reads, peak=peak)
+    read = tuple(sorted({*a.reads, *b.reads}))
+    sizes = max(a.before, b.before), max(a.peak, b.peak), max(a.after, b.after)
+    return replace(mine, reads=reads, peak=peak, backward=Backward(max(a.time, b.time), read, *sizes))
 
 
 def _shape(node: Node) -> tuple[object, ...]:

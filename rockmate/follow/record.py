@@ -147,6 +147,15 @@ def counter_of(t: torch.Tensor) -> torch.Tensor:
     return counter
 
 
+class Use(NamedTuple):
+    """What is known when the backward comes to the forward's first saved tensor. ``nodes``: how many other code has
+    added to autograd's graph, -1 if that is not known. ``held``: data that somebody outside holds.
+    """
+
+    nodes: int
+    held: frozenset[int]
+
+
 class Ledger:
     """Which storages live now. ``at``: their data, by storage; ``live``: their bytes; ``copies``: how many of each
     datum. ``deaths``: the data of storages that have gone, in order.

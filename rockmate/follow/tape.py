@@ -11,7 +11,7 @@ again, by operation, are those of Dynamic Tensor Rematerialization (Kirisame et 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -89,6 +89,7 @@ class Tape(TorchDispatchMode):
         self.ledger = Ledger()
         self.slots = 0
         self.open = self.waits = True
+        self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes to the first slot
         self.settings, self._kernels = settings(), kernels()
         self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
         self._readers: dict[int, list[int]] = {}  # operations that have read memory from outside, by storage
@@ -280,6 +281,8 @@ class Tape(TorchDispatchMode):
         datum = slot.datum
         with torch._C._DisableTorchDispatch():
             if not self.open:
+                if self.waits and self.begins is not None:
+                    self.begins(self)
                 self.waits = False
                 self.policy.asked(self, slot)
             if datum is None:

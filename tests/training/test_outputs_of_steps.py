@@ -103,6 +103,34 @@ def test_what_a_loss_runs_again_from_goes_with_the_backward_of_its_graph() -> No
     assert gone == [True]
 
 
+@pytest.mark.parametrize("odd", ["scores are kept", "scores are regularized"])
+def test_steps_that_use_outputs_now_and_then_are_observed(odd: str) -> None:
+    """A plan counts on what the steps so far did. One that does more is noticed, and from some on planned for."""
+    x = randn(512, WIDTH, seed=0)
+    torch.manual_seed(0)
+    model = Tagger()
+    kept: list[torch.Tensor] = []
+
+    def step(number: int) -> None:
+        loss, scores = model(x)
+        if number % 4 == 3:
+            kept[:] = [scores.detach()] if odd == "scores are kept" else []
+            loss = loss + (0 if kept else scores.square().mean())
+        del scores
+        loss.backward()
+        kept.clear()
+        model.zero_grad()
+
+    handle = attach(model, "90%", costs="flops")
+    for number in range(24):
+        step(number)
+    plan = handle.plan
+    assert isinstance(plan, FollowedPlan)
+    for number in (2, 3):
+        assert measure_peak(lambda number=number: step(number), "cpu") <= plan.budget  # type: ignore[misc]
+    assert measure_peak(lambda: step(3), "cpu") > measure_peak(lambda: step(2), "cpu")
+
+
 class TwoHeads(nn.Module):
     """One head is in the graph of the trunk, the other behind the value that Python reads."""
 
