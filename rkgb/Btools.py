@@ -80,14 +80,13 @@ def trace_without_data(model: torch.nn.Module, call: Call, device: torch.device)
 
     Nothing is computed. Raises what ``trace`` raises, and what torch raises for operations that need data.
     """
-    with OnMeta(device):
-        return _traced(model, call)[0]
+    return _traced(model, call, OnMeta(device))[0]
 
 
-def _traced(model: torch.nn.Module, call: Call) -> tuple[B_graph, list[torch.Tensor]]:
+def _traced(model: torch.nn.Module, call: Call, on_meta: OnMeta | None = None) -> tuple[B_graph, list[torch.Tensor]]:
     forward = _Forward(model, call)
     own = _named_tensors(model)
-    graph, results, seen, captured = _recorded(forward, [*forward.inputs, *own.values()])
+    graph, results, seen, captured = _recorded(forward, [*forward.inputs, *own.values()], on_meta)
     sources = [Source("input", k) for k in range(len(forward.inputs))] + [
         Source("parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name) for name, t in own.items()
     ]
@@ -146,7 +145,7 @@ class _Forward:
 
 
 def _recorded(
-    forward: _Forward, known: list[torch.Tensor]
+    forward: _Forward, known: list[torch.Tensor], on_meta: OnMeta | None
 ) -> tuple[Any, list[torch.Tensor], Recorder, list[torch.Tensor]]:
     """The jit graph of ``forward``, its results, the recorder, and captured tensors, which are inputs after ``known``.
 
@@ -155,7 +154,7 @@ def _recorded(
     captured: list[torch.Tensor] = []
     recorded = 0
     while True:
-        seen = Recorder([*known, *captured], own_generators(forward.model.modules()))
+        seen = Recorder([*known, *captured], own_generators(forward.model.modules()), on_meta)
         graph: Any = None
         results: list[torch.Tensor] = []
         with preserved(forward.model, [*forward.inputs, *captured]):

@@ -57,7 +57,7 @@ def attention_on_cpu(
         result = aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, **named)[0]
         return result
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        mask = torch.empty_like(mask, dtype=q.dtype)  # what it is made of
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     result = flash(q, k, v, dropout, causal, attn_mask=mask, scale=named.get("scale"))[0]
     return result

@@ -176,11 +176,18 @@ class Recorder(TorchFunctionMode):
     keep unused random results in the trace, without which the generators would not advance as in eager mode.
     """
 
-    def __init__(self, known: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        known: Sequence[torch.Tensor],
+        generators: Sequence[torch.Generator] = (),
+        on_meta: Callable[..., Any] | None = None,
+    ) -> None:
+        """``on_meta``: calls functions where no data are, and nothing is drawn."""
         super().__init__()
         self._known = {id(t): weakref.ref(t) for t in known}
         self.generators = generators
-        self.devices = watched_devices(known)
+        self.devices = () if on_meta else watched_devices(known)
+        self.call = on_meta or _plainly
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
@@ -190,10 +197,10 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracing = torch._C._get_tracing_state()
-        if tracing is None or self.inside_function:
-            return func(*args, **(kwargs or {}))
-        name = _call_name(func)
         kwargs = kwargs or {}
+        if tracing is None or self.inside_function:
+            return self.call(func, args, kwargs)
+        name = _call_name(func)
         self._refuse(func, name, args)
         if name in _UNRECORDED:
             with untraced(tracing):
@@ -241,7 +248,7 @@ class Recorder(TorchFunctionMode):
         traced = [_C._get_value_trace(t) for t in numbers]
         uses = [*map(_uses, traced)]
         with scoped(tracing, self.scope(generator)):
-            result = func(*args, **kwargs)
+            result = self.call(func, args, kwargs)
         with untraced(tracing):
             self.written.after(name, copies)
         if numbers and any(True for _ in tensors_in(result)):
@@ -327,6 +334,10 @@ class Recorder(TorchFunctionMode):
     def _knows(self, t: torch.Tensor) -> bool:
         known = self._known.get(id(t))
         return known is not None and known() is t
+
+
+def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _uses(value: Any) -> int:

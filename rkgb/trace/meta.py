@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from rkgb.nodes import Node
@@ -72,15 +71,13 @@ def _is_number(t: torch.Tensor) -> bool:
     return not t.dim() and t.device.type == "cpu" and not t.requires_grad
 
 
-class OnMeta(TorchFunctionMode):
-    """What a program makes on ``device`` is made on the meta device."""
+class OnMeta:
+    """Calls functions of a program: what it makes on ``device`` is made on the meta device."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self.usual = device.type == torch.get_default_device().type
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_VALUES:
             return _constant(func(*args, **kwargs))
         if func in _CONVOLUTIONS:
