@@ -1,0 +1,221 @@
+"""Sequences of sizes of models of many kinds under one budget: eager mode's bits, and peaks within the budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import assert_same, snapshot, tight_budget
+from models import randn, tokens
+from torch import nn
+
+import rockmate.calls.calls
+from rkgb.graphs import D_graph
+from rockmate import attach, measure_peak
+
+Sizes = list[tuple[int, ...]]
+
+
+class Translating(nn.Module):
+    """An encoder and a decoder with lengths of their own, and masks that are made of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 24), nn.Linear(24, 40)
+        self.body = nn.Transformer(24, 2, 2, 2, 48, dropout=0.1, batch_first=True)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        x = self.body(self.embed(source), self.embed(target), tgt_mask=mask, tgt_is_causal=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+
+
+class Shifted(nn.Module):
+    """Writes a number into a slice of its own result, fills with another, and joins tensors of numbers, as T5 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(40, 24), _layers(24)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        shifted = ids.new_zeros(ids.shape)
+        shifted[..., 1:] = ids[..., :-1].clone()
+        shifted[..., 0] = 3
+        shifted.masked_fill_(shifted == 5, 0)
+        none = torch.tensor([], dtype=torch.float32, device=ids.device)
+        x = self.layers(torch.cat([none, self.embed(shifted)], -2)) * torch.tensor([0.5])
+        return x / ids.shape[1] ** 0.5
+
+
+class Grouped(nn.Module):
+    """Attention whose keys and values serve several heads, with a mask of booleans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(24, 32), nn.Linear(24, 32), nn.Linear(32, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, 4, 8).transpose(1, 2)
+        k, v = self.kv(x).view(batch, length, 2, 2, 8).permute(2, 0, 3, 1, 4)
+        seen = torch.arange(length, device=x.device)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None] >= seen, enable_gqa=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1)).tanh()
+
+
+class Rounded(nn.Module):
+    """Sizes that are halved and rounded, and brought back by interpolation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 12, 3, stride=2, padding=1), nn.ConvTranspose2d(12, 12, 2, stride=2)
+        self.norm, self.out = nn.BatchNorm2d(12), nn.Conv2d(12, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.max_pool2d(F.gelu(self.norm(self.down(x))), 2, ceil_mode=True)
+        y = F.interpolate(F.gelu(self.up(y)), x.shape[-2:], mode="bilinear", align_corners=False)
+        return self.out(y)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, whose kernels on a CPU keep other tensors than torch's rules for sizes know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lstm, self.last = _layers(24), nn.LSTM(24, 24, 2, batch_first=True), _layers(24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.lstm(self.first(x))[0])
+
+
+class OfData(nn.Module):
+    """A constant that is larger than a number, by which the rows are weighed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _layers(24)
+        self.weights = [0.5, 2.0, 0.25] * 8
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * torch.tensor(self.weights)
+
+
+class Frozen(nn.Module):
+    """A part without gradients and an in-place change, of a length that a window divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.layers = _layers(24), _layers(24)
+        self.register_buffer("mean", torch.zeros(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+            self.mean.lerp_(target.mean((0, 1)), 0.1)
+        windows = self.layers(x).unfold(1, 4, 3)
+        return windows.mean(-1).relu_() + self.mean - target.mean(1, keepdim=True)
+
+
+def _layers(width: int) -> nn.Sequential:
+    layers = (nn.Linear(width, 3 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(3 * width, width), nn.LayerNorm(width))
+    return nn.Sequential(*layers, *copy.deepcopy(layers))
+
+
+LENGTHS: Sizes = [(4, 30), (4, 21), (3, 30), (4, 17), (2, 9), (4, 29), (5, 24), (1, 26)]
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[torch.Tensor, ...]], Sizes]] = {
+    "translation": (
+        Translating,
+        lambda a, b: (tokens(3, a, high=40, seed=a), tokens(3, b, high=40, seed=b)),
+        [(20, 14), (13, 19), (17, 17), (9, 20), (20, 6), (11, 12)],
+    ),
+    "shifted": (Shifted, lambda b, n: (tokens(b, n, high=40, seed=n),), LENGTHS),
+    "grouped": (Grouped, lambda b, n: (randn(b, n, 24, seed=n),), LENGTHS),
+    "images": (Rounded, lambda h, w: (randn(2, 3, h, w, seed=h),), [(33, 28), (24, 31), (17, 40), (30, 30), (9, 37)]),
+    "channels last": (
+        lambda: Rounded().to(memory_format=torch.channels_last),
+        lambda h, w: (randn(2, 3, h, w, seed=h).to(memory_format=torch.channels_last),),
+        [(33, 28), (24, 31), (17, 40), (9, 37)],
+    ),
+    "recurrent": (Recurrent, lambda b, n: (randn(b, n, 24, seed=n),), LENGTHS),
+    "constants": (OfData, lambda b, n: (randn(b, n, 24, seed=n),), LENGTHS),
+    "frozen": (Frozen, lambda b, n: (randn(b, n, 24, seed=n),), LENGTHS),
+    "bfloat16": (lambda: _layers(24).bfloat16(), lambda b, n: (randn(b, n, 24, seed=n).bfloat16(),), LENGTHS),
+    "one layer": (lambda: _layers(24), lambda b, n: (randn(b, n, 24, seed=n),), LENGTHS),
+}
+
+
+KEPT_OTHERWISE = ("recurrent", "channels last", "bfloat16")
+"""Cases with kernels that keep or lay out otherwise on a CPU than torch's rules for sizes say."""
+
+
+def trained(model: nn.Module, batches: list[tuple[torch.Tensor, ...]]) -> list[Any]:
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found: list[Any] = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(*batch).float().square().mean()
+        loss.backward()
+        found += [loss.detach(), *snapshot(model)]
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sequence_of_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first call is traced on data, and only where kernels of the CPU keep otherwise does another one run."""
+    make, call, sizes = CASES[name]
+    traced, ran = 0, 0
+    planner, run = rockmate.calls.calls.make_planner, rockmate.calls.calls.Shown.graph_of_a_run
+
+    def count_traces(*args: Any, **kwargs: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        return planner(*args, **kwargs)
+
+    def count_runs(*args: Any) -> D_graph | None:
+        nonlocal ran
+        ran += 1
+        return run(*args)
+
+    torch.manual_seed(0)
+    model = make()
+    eager, batches = copy.deepcopy(model), [call(*size) for size in sizes]
+    budget = max(tight_budget(copy.deepcopy(model), batch, fraction=0.4) for batch in batches[:2])
+    monkeypatch.setattr(rockmate.calls.calls, "make_planner", count_traces)
+    monkeypatch.setattr(rockmate.calls.calls.Shown, "graph_of_a_run", count_runs)
+    attach(model, budget, costs="flops", on_infeasible="least")
+    assert_same(trained(model, batches), trained(eager, batches))
+    assert traced == 1 + (name == "shifted")  # a number that divides is an input from the second capture on
+    assert (ran > 0) == (name in KEPT_OTHERWISE)
+    for batch in batches[:2]:
+
+        def step(batch: tuple[torch.Tensor, ...] = batch) -> None:
+            model.zero_grad()
+            model(*batch).float().square().mean().backward()
+
+        step()
+        assert measure_peak(step) <= budget
+
+
+def test_a_program_that_takes_data_is_traced_at_each_size(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator without a rule for sizes: results are eager mode's, and it is said once."""
+    caplog.set_level(logging.INFO, "rockmate")
+
+    def refused(*args: Any) -> None:
+        raise NotImplementedError("no rule for sizes")
+
+    monkeypatch.setattr("rkgb.probe.resize.trace_without_data", refused)
+    torch.manual_seed(0)
+    model = _layers(24)
+    eager, batches = copy.deepcopy(model), [(randn(b, n, 24, seed=n),) for b, n in LENGTHS]
+    attach(model, tight_budget(copy.deepcopy(model), batches[0], fraction=0.4), costs="flops", on_infeasible="least")
+    assert_same(trained(model, batches), trained(eager, batches))
+    assert caplog.text.count("does not show without data") == 1
