@@ -1,10 +1,12 @@
 """Every model of the zoo: graphs, a plan half-way between least and most memory, one step compared with eager mode.
 
     python benchmarks/zoo.py [NAME …] [--device cpu] [--jobs 2] [--json FILE] [--cases ../shared/zoo.py]
+        [--compile]
 
 Prints a line a case and exits with 1 if one misses: outputs, gradients, buffers and random state equal to eager mode's
 (where eager mode does not agree with itself, as near as that), measured peak at most the budget. A case in
-``REFUSED`` must be refused with that error.
+``REFUSED`` must be refused with that error. With ``--compile`` all pieces run compiled, and the step is compared with
+that of keeping everything, also compiled; how far that is from eager mode is a figure (dropout draws otherwise).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def load(path: Path) -> Any:
         sys.exit(f"{path} is not there; --cases names the file that builds the models")
     spec = importlib.util.spec_from_file_location("zoo_cases", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["zoo_cases"] = importlib.util.module_from_spec(spec)  # TorchDynamo looks it up by name
     spec.loader.exec_module(module)
     return module
 
@@ -116,12 +118,12 @@ def moved(built: Any, device: str) -> Any:
     return (built[0].to(device), *unflatten(there, spec))
 
 
-def run(cases: Path, name: str, device: str = "cpu") -> dict[str, Any]:
+def run(cases: Path, name: str, device: str = "cpu", compiled: bool = False) -> dict[str, Any]:
     """The figures of one case; ``miss`` says what went wrong, or is empty."""
     row: dict[str, Any] = {"case": name, "miss": ""}
     start = time.perf_counter()
     try:
-        _figures(moved(load(cases).build(name), device), row)
+        _figures(moved(load(cases).build(name), device), row, compiled)
     except Exception as error:  # noqa: BLE001 - whatever a model throws is a line of the table
         row["error"] = f"{type(error).__name__}: {error}"
         row["miss"] = "" if REFUSED.get(name) == type(error).__name__ else "error"
@@ -130,7 +132,7 @@ def run(cases: Path, name: str, device: str = "cpu") -> dict[str, Any]:
     return row
 
 
-def _figures(built: Any, row: dict[str, Any]) -> None:
+def _figures(built: Any, row: dict[str, Any], compiled: bool) -> None:
     seeds: dict[int, torch.Tensor] = {}
     eager, again = fresh(built), fresh(built)
     with plain_checkpoints():
@@ -138,9 +140,14 @@ def _figures(built: Any, row: dict[str, Any]) -> None:
         repeated = step(again[0], *again, seeds)
     model, args, kwargs = fresh(built)
     start = time.perf_counter()
-    rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs, cache=False)
+    options: dict[str, Any] = {"compile": True, "costs": "flops"} if compiled else {}
+    rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs, cache=False, **options)
     with preserved(model, tensors_of((args, kwargs)), [name for name, _ in model.named_parameters()]):
-        step(rk, model, args, kwargs, seeds)  # makes the plan for the values that this seed brings
+        kept = step(rk, model, args, kwargs, seeds)  # makes the plan for the values that this seed brings
+    if compiled:
+        row["from_eager"] = max(difference(kept[what], expected[what]) for what in ("outputs", "gradients", "buffers"))
+        row["pieces"] = getattr(rk.plan, "pieces", "")
+        expected = repeated = kept
     forget_gradients(model, args, kwargs)
     row["graph_seconds"] = round(time.perf_counter() - start, 1)
     row["followed"] = rk.reason  # why the model is not one graph
@@ -163,7 +170,7 @@ def _figures(built: Any, row: dict[str, Any]) -> None:
         row[what] = gap
         if gap > 2 * own:
             row["miss"] += f" {what} {gap:.1e} (eager itself {own:.1e})"
-    del found, expected, repeated, eager, again
+    del found, expected, repeated, eager, again, kept
 
     forget_gradients(model, args, kwargs)
     bare(rk, args, kwargs, seeds)  # what forward made at its first call may ask for another plan
@@ -195,6 +202,7 @@ def show(row: dict[str, Any]) -> str:
         f"S {row['nodes']:4} "
         f"blocks {row['blocks']:3}/{row['classes']:2} largest {row['largest']:3} "
         f"{'followed ' if row['followed'] else ''}"
+        f"{'from eager {from_eager:.1e}, pieces {pieces} '.format(**row) if 'pieces' in row else ''}"
         f"budget {row['budget']:>11,} of {row['max']:>11,} measured {row['measured'] / row['budget']:.3f} overhead "
         f"{100 * row['overhead']:5.1f} % graphs {row['graph_seconds']} solve {row['solve_seconds']} "
         f"all {row['seconds']} s"
@@ -206,13 +214,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="cases; all by default")
     parser.add_argument("--cases", type=Path, default=CASES, help="the file that builds the models")
     parser.add_argument("--device", default="cpu", help="where they run")
+    parser.add_argument("--compile", action="store_true", help="with compiled pieces")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     names = options.names or load(options.cases).names()
     rows = []
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
-        for row in pool.imap(_one, [(options.cases, name, options.device) for name in names]):
+        for row in pool.imap(_one, [(options.cases, name, options.device, options.compile) for name in names]):
             rows.append(row)
             print(show(row), flush=True)
     missed = [row["case"] for row in rows if row["miss"]]
@@ -224,7 +233,7 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def _one(job: tuple[Path, str, str]) -> dict[str, Any]:
+def _one(job: tuple[Path, str, str, bool]) -> dict[str, Any]:
     torch.set_num_threads(1)
     return run(*job)
 
