@@ -1,6 +1,7 @@
 """Bytes: of many models under several budgets each, the peak that was predicted, the one that is measured, the budget.
 
     OMP_NUM_THREADS=1 python benchmarks/bytes.py [NAME …] [--cases FILE] [--out FILE] [--again] [--short]
+        [--compile]
 
 For each model the budgets are the least, that of a step which runs nothing again, and a quarter, half and three
 quarters of the way between. A step under each is compared with eager mode's: outputs, gradients and buffers, bit for
@@ -11,7 +12,8 @@ that is refused is counted as refused, with the error's words.
 
 The loss has no numbers: it is a tensor without elements whose backward makes gradients that were drawn before. So no
 byte is the loss's own, and predictions are held to the byte. Times are modelled (``costs="flops"``), so that plans are
-the same on every run. Models that OUT has already are not run again, but with ``--again``. NAMEs are those of CASES
+the same on every run. With ``--compile`` all pieces run compiled, and steps are compared with one that keeps
+everything, also compiled. Models that OUT has already are not run again, but with ``--again``. NAMEs are those of CASES
 (``architectures.py``, which needs timm and torchvision; ``features.py`` has others), or parts of them.
 """
 
@@ -105,7 +107,7 @@ def differing(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> li
     return [what for what in found if difference(found[what], expected[what]) > 0]
 
 
-def examined(built: Any, row: dict[str, Any]) -> None:
+def examined(built: Any, row: dict[str, Any], compiled: bool) -> None:
     """Fill the ``row`` of a model with a figure for each pair of it and a budget."""
     step = Step()
     reference = fresh(built)
@@ -114,7 +116,10 @@ def examined(built: Any, row: dict[str, Any]) -> None:
         row["eager_differs"] = differing(results(step, reference[0], *reference), expected)
     del reference
     model, args, kwargs = built
-    rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs, costs="flops", cache=False)
+    rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs, costs="flops", cache=False, compile=compiled)
+    if compiled:
+        row["pieces"] = getattr(rk.plan, "pieces", "")
+        expected = results(step, rk, model, args, kwargs)
     row["operations"] = len(rk.plan.graph.s.d.nodes if isinstance(rk.plan, Plan) else rk.plan.problem.nodes)
     step_again, pairs = partial(step, rk, args, kwargs), row["pairs"]
     with put_back(model, args, kwargs):
@@ -166,13 +171,13 @@ def misses(row: dict[str, Any]) -> list[str]:
     return found
 
 
-def run(cases: Path, name: str) -> dict[str, Any]:
+def run(cases: Path, name: str, compiled: bool = False) -> dict[str, Any]:
     """The row of one model."""
     row: dict[str, Any] = {"model": name, "pairs": [], "eager_differs": []}
     torch.compiler.reset()  # it captures a function a few times only, and models of a family share theirs
     start = time.perf_counter()
     try:
-        examined(load(cases).build(name), row)
+        examined(load(cases).build(name), row, compiled)
     except (GraphError, RockmateError) as error:
         # A measurement or a budget that was to fit is no matter of the model.
         refused = not row["pairs"] and not isinstance(error, MeasureError)
@@ -214,6 +219,7 @@ def main() -> int:
     parser.add_argument("--cases", type=Path, default=HERE / "architectures.py", help="the file that builds the models")
     parser.add_argument("--out", type=Path, help="the results; rows that are there stay")
     parser.add_argument("--again", action="store_true", help="run models that OUT has already")
+    parser.add_argument("--compile", action="store_true", help="with compiled pieces")
     parser.add_argument("--short", action="store_true", help=f"{', '.join(SHORT[1])} of {SHORT[0]}")
     options = parser.parse_args()
     cases, wanted = (HERE / SHORT[0], SHORT[1]) if options.short else (options.cases, tuple(options.names))
@@ -223,7 +229,7 @@ def main() -> int:
     torch.set_num_threads(1)
     for name in names:
         if options.again or name not in rows:
-            rows[name] = run(cases, name)
+            rows[name] = run(cases, name, options.compile)
             if options.out:
                 options.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows.values()) + "\n]\n")
     print(summary(list(rows.values())))

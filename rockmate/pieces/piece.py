@@ -88,23 +88,23 @@ def _form(a: Any) -> Hashable:
 class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Piece, *arguments: Any) -> Any:
-        kernel = piece.kernel(arguments)
-        found = kernel.forward([a for a in arguments if isinstance(a, torch.Tensor)])
+        ctx.kernel = kernel = piece.kernel(arguments)
+        ctx.flows = piece.flows
+        found = kernel.forward([a for a, is_tensor in zip(arguments, kernel.tensors, strict=True) if is_tensor])
         results = tuple(found[: kernel.count])
         ctx.save_for_backward(*found[kernel.count :])
-        ctx.mark_non_differentiable(*(r for r, flows in zip(results, piece.flows, strict=True) if not flows))
-        ctx.piece, ctx.kernel = piece, kernel
-        ctx.tensors = tuple(isinstance(a, torch.Tensor) for a in arguments)
+        if not all(piece.flows):
+            ctx.mark_non_differentiable(*(r for r, flows in zip(results, piece.flows, strict=True) if not flows))
         return results if len(results) > 1 else results[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         kernel: Kernel = ctx.kernel
-        given = [g for g, flows in zip(gradients, ctx.piece.flows, strict=True) if flows]
+        given = [g for g, flows in zip(gradients, ctx.flows, strict=True) if flows]
         laid = [g if g.stride() == s else _with_strides(g, s) for g, s in zip(given, kernel.strides, strict=True)]
         found = iter(kernel.backward([*ctx.saved_tensors, *laid]))
-        return (None, *(next(found) if is_tensor else None for is_tensor in ctx.tensors))
+        return (None, *(next(found) if is_tensor else None for is_tensor in kernel.tensors))
 
 
 def _with_strides(g: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
