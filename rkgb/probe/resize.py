@@ -75,10 +75,15 @@ def _given(node: Node, value: dict[int, int]) -> Any:
 
 def resized(s: S_graph, expected: Hashable, d: D_graph) -> S_graph | None:
     """``s``, whose skeleton is ``expected``, with the numbers and sizes of ``d``; None if ``d`` is another graph."""
-    if len(d.nodes) != len(s.d.nodes) or any(a.name != b.name for a, b in zip(d.nodes, s.d.nodes, strict=True)):
-        return None
-    found = _with_sizes(s, d)
+    found = _with_sizes(s, d) if has_operations_of(s, d) else None
     return found if found is not None and skeleton(found) == expected else None
+
+
+def has_operations_of(s: S_graph, d: D_graph) -> bool:
+    """Whether ``d`` calls the operations of ``s`` and starts from as many values, so that it may be the same graph."""
+    if len(d.nodes) != len(s.d.nodes) or len(d.sources) != len(s.d.sources):
+        return False
+    return all(a.name == b.name for a, b in zip(d.nodes, s.d.nodes, strict=True))
 
 
 def is_same(a: S_graph, b: S_graph) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from rkgb.cost.measure import Known
 from rkgb.cost.memory import refuse_within_measurements
 from rkgb.cost.usage import Usage, supposed
 from rkgb.graphs import D_graph, S_graph, Structure
+from rkgb.probe.resize import has_operations_of
 from rkgb.program import source_values
 from rkgb.sample import Call
 from rkgb.trace.guards import GuardFailed
@@ -279,15 +281,19 @@ class Calls(ABC):
         if not known or self.needs_data:
             return None
         report("resize", 0.0)
+        start = time.perf_counter()
         with self.planning(call):
             found = self._shown_at(call, known)
         if found is None or (like := latest(found[0])) is None:
             return None
         family, s = found
+        seconds = time.perf_counter() - start
         with self.planning(call), self.module_ready():
             like.planner.report = report
             costs = self._known_of(s, family)
-            return like.planner.at_other_sizes(s, costs, self.module, call.tensors, family.options), like
+            planner = like.planner.at_other_sizes(s, costs, self.module, call.tensors, family.options)
+        planner.seconds["trace"] = seconds
+        return planner, like
 
     def _shown_at(self, call: Call, known: Sequence[Family]) -> tuple[Family, S_graph] | None:
         """The one of the ``known`` graphs that the call runs, with its sizes; None where even the program takes data.
@@ -298,7 +304,8 @@ class Calls(ABC):
         found = None if self.needs_a_run else resized_in(known, shown.graph)
         if found is not None and found[0].is_shown:
             return found
-        if shown.program is not None:
+        known = [f for f in known if shown.graph is None or has_operations_of(f.traced.S, shown.graph)]
+        if shown.program is not None and known:
             with self.module_ready():
                 found = resized_in(known, shown.graph_of_a_run(self.traced_on(call)))
             if found is not None and found[0].is_traced_without_data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -41,8 +42,12 @@ class WaitingCall(Protocol):
         """Whether no backward has come to it."""
 
 
-_MANY = frozenset({32, 128, 512})
-"""Sizes that a plan was carried over to, at which it is said that there are many."""
+_MANY = frozenset({2, 32, 128, 512})
+"""Sizes that a plan was carried over to, at which it is said what to do about them."""
+
+
+LONG = 1.0
+"""Seconds of a step from which on it is said what took them."""
 
 
 class Front:
@@ -146,12 +151,19 @@ class Front:
     def tell(self, variant: Variant, guard: str = "") -> None:
         """Say that a plan was made; ``guard``: the one that failed, if that is why."""
         if variant.planner.scaled and (variant.plan.solver == CARRIED or not variant.plan.recomputed):
-            LOG.debug("%s: the plan is carried over to %s", self.name, ", ".join(variant.call))
+            seconds = variant.plan.setup_seconds
+            LOG.log(
+                logging.INFO if sum(seconds.values()) > LONG else logging.DEBUG,
+                "%s: the plan is carried over in %.1f s to %s%s",
+                *(self.name, sum(seconds.values()), ", ".join(variant.call)),
+                f", of which its capture took {seconds['capture']:.1f} s" if "capture" in seconds else "",
+            )
             self._carried += 1
             if self._carried in _MANY:
                 LOG.info(
                     "%s: %d other sizes, or numbers that its Python has, have come so far, and the first step of each "
-                    "takes longer: pad inputs to fewer lengths, and keep numbers that change at every step in tensors",
+                    "takes longer: give a call of the largest size (sample=), pad inputs to fewer lengths, and keep "
+                    "numbers that change at every step in tensors",
                     *(self.name, self._carried),
                 )
             return

@@ -219,3 +219,29 @@ def test_a_program_that_takes_data_is_traced_at_each_size(
     attach(model, tight_budget(copy.deepcopy(model), batches[0], fraction=0.4), costs="flops", on_infeasible="least")
     assert_same(trained(model, batches), trained(eager, batches))
     assert caplog.text.count("does not show without data") == 1
+
+
+def test_at_the_third_size_a_sample_is_recommended(caplog: pytest.LogCaptureFixture) -> None:
+    """And a size that takes long has a line, with what its capture took."""
+    caplog.set_level(logging.INFO, "rockmate")
+    torch.manual_seed(0)
+    model = _layers(24)
+    batches = [(randn(b, n, 24, seed=n),) for b, n in LENGTHS[:4]]
+    attach(model, tight_budget(copy.deepcopy(model), batches[0], fraction=0.4), costs="flops", on_infeasible="least")
+    for k, batch in enumerate(batches):
+        model(*batch).sum().backward()
+        assert ("sample=" in caplog.text) == (k >= 2)
+
+
+def test_a_size_that_takes_long_has_a_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rockmate.calls.front.LONG", 0.0)
+    caplog.set_level(logging.INFO, "rockmate")
+    torch.manual_seed(0)
+    model = _layers(24)
+    batches = [(randn(b, n, 24, seed=n),) for b, n in LENGTHS[:2]]
+    attach(model, tight_budget(copy.deepcopy(model), batches[0], fraction=0.4), costs="flops", on_infeasible="least")
+    for batch in batches:
+        model(*batch).sum().backward()
+    said = [line for line in caplog.messages if "carried over" in line]
+    assert len(said) == 1
+    assert "of which its capture took" in said[0]
