@@ -122,6 +122,33 @@ def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[boo
     return Kernel(forward_code, backward_code, count, tuple(strides), are_tensors, time.perf_counter() - start)
 
 
+def without_data(
+    body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool], flows: Sequence[bool]
+) -> Kernel:
+    """What stands for the kernel of ``body`` on the meta device, where nothing is compiled. ``wants``: which arguments
+    need a gradient; ``flows``: which results have one.
+
+    Results lie as the kernel's, gradients as what they are of. What the kernel saves is not known: here, what it is
+    given.
+    """
+    others = tuple(None if isinstance(a, torch.Tensor) else a for a in arguments)
+    are_tensors = tuple(isinstance(a, torch.Tensor) for a in arguments)
+    wanted = [w for w, is_tensor in zip(wants, are_tensors, strict=True) if is_tensor]
+
+    def forward(given: list[Any]) -> list[torch.Tensor]:
+        feed = iter(given)
+        with torch.no_grad():
+            results = body(*(next(feed) if t else a for t, a in zip(are_tensors, others, strict=True)))
+        return [*results, *given]
+
+    def backward(given: list[Any]) -> list[Any]:
+        return [torch.empty_like(t) if w else None for t, w in zip(given, wanted, strict=False)]
+
+    results = forward([a for a in arguments if isinstance(a, torch.Tensor)])[: len(flows)]
+    strides = tuple(r.stride() for r, has_one in zip(results, flows, strict=True) if has_one)
+    return Kernel(forward, backward, len(flows), strides, are_tensors, 0.0)
+
+
 def _below_wrappers(made: Any) -> Code:
     """The function of a compiled graph, without what is for finding out how long the first call takes."""
     found: Code = getattr(made, "current_callable", None) or made

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from rkgb.device import KINDS
 from rockmate.pieces.dropout import seeded_dropout
 from rockmate.pieces.judged import Runner, check
-from rockmate.pieces.kernels import Kernel, compiled, isolated
+from rockmate.pieces.kernels import Kernel, compiled, isolated, without_data
 
 
 class Piece(torch.nn.Module):
@@ -57,7 +57,11 @@ class Piece(torch.nn.Module):
         key = (*map(_form, arguments), *(torch.get_autocast_dtype(k) for k in KINDS if torch.is_autocast_enabled(k)))
         found = self.kernels.get(key)
         if found is None:
-            found = isolated(lambda: self._made(key, arguments))
+            if any(isinstance(a, torch.Tensor) and a.is_meta for a in arguments):
+                found = without_data(self.__dict__["body"], arguments, self.wants, self.flows)
+            else:
+                found = isolated(lambda: self._made(key, arguments))
+            self.kernels[key] = found
         return found
 
     def _made(self, key: Hashable, arguments: Sequence[Any]) -> Kernel:
@@ -70,9 +74,7 @@ class Piece(torch.nn.Module):
         return found
 
     def forward(self, *arguments: Any) -> Any:
-        """The results: one tensor, or a tuple. On the meta device nothing is computed, so nothing is compiled."""
-        if any(isinstance(a, torch.Tensor) and a.is_meta for a in arguments):
-            return self.eager(*arguments)
+        """The results: one tensor, or a tuple."""
         return _Applied.apply(self, *arguments)
 
     def eager(self, *arguments: Any) -> Any:
