@@ -258,6 +258,58 @@ def sounds(length: tuple[int, ...], labels: int, name: str) -> list[Batch]:
     return found
 
 
+def translations(steps: int) -> list[Batch]:
+    """Batches of eight sentences and their translations, of other lengths in each step."""
+    lengths = random.Random(0)
+    found: list[Batch] = []
+    for k in range(steps):
+        source, target = lengths.randint(20, 90), lengths.randint(15, 70)
+        made = torch.Generator().manual_seed(k)
+        ids = torch.randint(2, 500, (8, source), generator=made)
+        labels = torch.randint(2, 500, (8, target), generator=made)
+        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return found
+
+
+def t5() -> nn.Module:
+    return hugging(
+        "T5ForConditionalGeneration", "T5Config", vocab_size=500, d_model=128, d_kv=32, d_ff=256, num_layers=3,
+        num_heads=4, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+
+
+def marian() -> nn.Module:
+    return hugging(
+        "MarianMTModel", "MarianConfig", vocab_size=500, d_model=96, encoder_layers=3, decoder_layers=3,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=192, decoder_ffn_dim=192,
+        max_position_embeddings=128, pad_token_id=0, decoder_start_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+
+
+def sides(steps: int) -> list[Batch]:
+    """Four images a step, of other heights and widths each time."""
+    lengths = random.Random(0)
+    shapes = [(lengths.randint(40, 120), lengths.randint(40, 120)) for _ in range(steps)]
+    return [{"x": torch.randn(4, 3, *s, generator=torch.Generator().manual_seed(k))} for k, s in enumerate(shapes)]
+
+
+class Convolutions(nn.Module):
+    """Convolutions, whose sizes are halved and doubled again, and a mean over all places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1, stride=2), nn.GroupNorm(4, 32), nn.GELU(), nn.Upsample(scale_factor=2),
+            nn.Conv2d(32, 32, 3), nn.ReLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3))).logsumexp(1).sum()
+
+
 class Recurrent(nn.Module):
     """A language model of an LSTM."""
 
@@ -279,6 +331,10 @@ SCRIPTS = {
     "gpt2, 26 lengths": Script(gpt2, lambda: text(40, 26, 20, 200, 512), language_loss, 5),
     "llama, 53 lengths": Script(llama, lambda: text(80, 53, 20, 200, 512), language_loss, 8),
     "transformer, 17 lengths": Script(transformer, lambda: pairs(40, 17, 64), square, 5, 85),
+    "t5, 30 pairs of lengths": Script(t5, lambda: translations(30), language_loss, 7),
+    "marian, 30 pairs of lengths": Script(marian, lambda: translations(30), language_loss, 7),
+    "convolutions, 30 pairs of sides": Script(Convolutions, lambda: sides(30), itself, 5, 75),
+    "lstm, 26 lengths": Script(Recurrent, lambda: text(40, 26, 20, 100, 512), itself, 5, 105),
     "resnet, smaller last batch": Script(Residual, lambda: images(4), itself),
     "fcos": Script(lambda: detector("fcos_resnet50_fpn"), pictures, sum_of_losses, None, 80, 1.3),
     "retinanet": Script(lambda: detector("retinanet_resnet50_fpn"), pictures, sum_of_losses, None, 80, 1.3),

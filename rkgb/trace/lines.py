@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -50,6 +51,7 @@ def user_line() -> str:
     return named_line(frame.f_code.co_filename, frame.f_lineno)
 
 
+@functools.lru_cache(4096)  # a captured program is traced at each size
 def line_of_trace(text: str, beside: str) -> str:
     """The innermost source line of a printed traceback outside of this package, torch and the file ``beside``."""
     frames = re.findall(r'File "(.*?)", line (\d+)', text)
