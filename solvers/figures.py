@@ -17,7 +17,7 @@ def new_figure() -> tuple[Figure, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('plots need matplotlib, which is not installed: pip install "rockmate[plot]"') from error
+        raise ImportError("plots need matplotlib, which is not installed: pip install matplotlib") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -354,7 +354,7 @@ def test_without_matplotlib_the_error_says_what_to_install(plan: Plan, monkeypat
         return load(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r'matplotlib, which is not installed: pip install "rockmate\[plot\]"'):
+    with pytest.raises(ImportError, match=r"matplotlib, which is not installed: pip install matplotlib"):
         plan.plot_memory()
 
 
