@@ -19,8 +19,9 @@ from torch.utils import checkpoint
 
 from rkgb.errors import UnsupportedError
 from rockmate.calls.held import Held
+from rockmate.follow.noting import Schema
 from rockmate.follow.record import Op, Outside
-from rockmate.follow.tape import Schema, Tape
+from rockmate.follow.tape import Tape
 
 
 class CheckpointedParts:

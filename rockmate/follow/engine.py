@@ -29,13 +29,14 @@ from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import CheckpointedParts, Unchecked
 from rockmate.follow.exposed import telling_of_exposed
+from rockmate.follow.noting import has_memory
 from rockmate.follow.observed import Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of, find, find_least, frontier_of
 from rockmate.follow.planned import FollowedProgram, Planned, program_of
 from rockmate.follow.problem import FollowedProblem, problem_of
 from rockmate.follow.record import OpForm, Slot, Use, form_of_op
-from rockmate.follow.tape import Policy, Tape, has_memory
+from rockmate.follow.tape import Policy, Tape
 from rockmate.follow.unhooked import giving_way
 from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.watch import Watch

@@ -210,8 +210,8 @@ class Planned:
                 for number in tape.ops[index].reads:
                     datum = tape.data[number]
                     if datum.base is None and number not in (n for _, n in tape.ops[ops[0]].makes):
-                        tape.make(datum)  # a part of the graph was left out
-            tape.run(ops)
+                        tape.reruns.make(datum)  # a part of the graph was left out
+            tape.reruns.run(ops)
             for number in gone:
                 self._drop(tape, number)
 

@@ -11,8 +11,7 @@ again, by operation, are those of Dynamic Tensor Rematerialization (Kirisame et 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,20 +21,10 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from rkgb.settings import settings
-from rkgb.trace.capture import current_mode
-from rockmate.calls.surroundings import running_in, runs_plainly
-from rockmate.errors import GoneError
-from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, Slot, Wrapped, changed, counter_of, formed
+from rockmate.follow.noting import Noting, flat, has_memory, kernels
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped, changed, counter_of, formed
+from rockmate.follow.reruns import Reruns
 from rockmate.run.slots import form_of
-
-_STATISTICS = frozenset({"running_mean", "running_var"})
-_RATES = frozenset({"dropout_p", "dropout", "p"})
-_REPLACING = frozenset({"set_", "resize_", "resize_as_"})
-"""Operations that give a tensor other memory."""
-
-_COLLECTIVE = frozenset({"c10d", "fsdp"})
-"""Operators that write what they do not say they write: all their tensors but those that are called inputs."""
 
 
 class Policy(Protocol):
@@ -90,7 +79,7 @@ class Tape(TorchDispatchMode):
         self.slots = 0
         self.open = self.waits = True
         self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes to the first slot
-        self.settings, self._kernels = settings(), kernels()
+        self.reruns, self._kernels = Reruns(self.ops, self.data, self.ledger), kernels()
         self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
         self._readers: dict[int, list[int]] = {}  # operations that have read memory from outside, by storage
 
@@ -110,7 +99,7 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         index = len(self.ops)
         self.policy.before(self, index)
-        noting = _Noting(self, func, args, kwargs)
+        noting = Noting(self, func, args, kwargs)
         if noting.writes or noting.writes_outside:
             self._before_writes(noting.writes, noting.writes_outside)
         reruns = noting.reruns() and kernels() == self._kernels
@@ -126,7 +115,7 @@ class Tape(TorchDispatchMode):
             self.ops.pop()  # the forward may go on without it
             raise
         op.nanoseconds = time.perf_counter_ns() - began
-        results = list(_tensors(result))
+        results = list(flat(result))
         self._made(index, op, results, noting)
         for number in op.reads:
             self.data[number].readers.append(index)
@@ -138,7 +127,7 @@ class Tape(TorchDispatchMode):
         self.policy.after(self, index, results)
         return result
 
-    def _made(self, index: int, op: Op, results: list[torch.Tensor], noting: _Noting) -> None:
+    def _made(self, index: int, op: Op, results: list[torch.Tensor], noting: Noting) -> None:
         """Note what the operation has allocated."""
         found = []
         for position, t in enumerate(results):
@@ -161,7 +150,7 @@ class Tape(TorchDispatchMode):
             for number in op.writes:
                 self.data[number].pinned = True
 
-    def _note_gathered(self, op: Op, noting: _Noting) -> None:
+    def _note_gathered(self, op: Op, noting: Noting) -> None:
         """Note which memory that comes and goes ``op`` reads."""
         op.gathered = frozenset(key for key in (*noting.outside, *noting.writes_outside) if key in self.gathered)
         if op.gathered or any(self._needs_of(n) for n in op.reads):
@@ -244,7 +233,7 @@ class Tape(TorchDispatchMode):
         storage = self.ledger.storage_of(datum.number)
         with torch._C._DisableTorchDispatch():
             if storage is None:
-                self.make(datum)
+                self.reruns.make(datum)
                 return
             base = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
             datum.base = base if datum.counter is not None else base.clone()  # whose changes nobody would see
@@ -290,7 +279,7 @@ class Tape(TorchDispatchMode):
                 return slot.held
             base = datum.base
             if base is None:
-                base = self.make(datum)
+                base = self.reruns.make(datum)
             t = formed(base, slot.form)
             if not self.open:
                 self.policy.answered(self, slot)
@@ -309,209 +298,3 @@ class Tape(TorchDispatchMode):
             counter = datum.counter if datum.counter is not None else datum.base
             if datum.base is not None and counter is not None and not counter.is_inference():
                 datum.version = counter._version
-
-    # ------------------------------------------------------------------------- reruns
-
-    def make(self, datum: Datum) -> torch.Tensor:
-        """Make the datum again, from what is held. What is made on the way is held if a slot refers to it."""
-        order = sorted(self._needed(datum))
-        left: dict[int, int] = {}
-        for index in order:
-            for number in self.ops[index].reads:
-                left[number] = left.get(number, 0) + 1
-        made = {number for index in order for _, number in self.ops[index].makes if self.data[number].base is None}
-        for index in order:
-            self.run([index])
-            for number in self.ops[index].reads:
-                left[number] -= 1
-                other = self.data[number]
-                if not left[number] and number in made and not other.slots and other is not datum:
-                    other.base = None
-        assert datum.base is not None
-        return datum.base
-
-    def _needed(self, datum: Datum) -> set[int]:
-        """The operations that make the datum from what is held."""
-        found: set[int] = set()
-        left = [datum]
-        while left:
-            other = left.pop()
-            if other.base is not None or other.maker in found:
-                continue
-            if other.pinned:
-                raise GoneError(
-                    "a backward reads what cannot be made again, and is gone: call backward once for each forward, or "
-                    "with retain_graph=True from the first time on"
-                )
-            ops = [other.maker, *other.writers]
-            found.update(ops)
-            left += [self.data[n] for index in ops for n in self.ops[index].reads if n != other.number]
-        return found
-
-    def run(self, ops: Iterable[int]) -> None:
-        """Run operations again, in order."""
-        if runs_plainly(self.settings):
-            with torch.no_grad(), torch._C._DisableAutocast():
-                self._run(ops)
-        else:
-            mode = replace(current_mode(), grad=False, autocast=())
-            with running_in(mode, self.settings):
-                self._run(ops)
-
-    def _run(self, ops: Iterable[int]) -> None:
-        for index in ops:
-            op = self.ops[index]
-            result = op.func(*self._values(op.args), **{k: self._value(v) for k, v in op.kwargs.items()})
-            if op.makes:
-                results = list(_tensors(result))
-                for position, number in op.makes:
-                    datum = self.data[number]
-                    if datum.base is None:
-                        datum.base, datum.version = results[position], None
-                        self.ledger.add(results[position].untyped_storage(), number, datum.size)
-
-    def _values(self, noted: Iterable[Any]) -> list[Any]:
-        return [self._value(x) for x in noted]
-
-    def _value(self, x: Any) -> Any:
-        if type(x) is Ref:
-            datum = self.data[x.datum]
-            base = datum.base
-            assert base is not None, "an operation that runs again reads what is not there"
-            if datum.version is not None:
-                counter = base if datum.counter is None else datum.counter
-                if counter._version != datum.version:
-                    raise changed(x.form[1], datum.version, counter._version)
-            return formed(base, x.form)
-        if type(x) is Outside:
-            return x.value()
-        return self._values(x) if type(x) is list else x
-
-
-@dataclass(frozen=True, slots=True)
-class Schema:
-    """What is known of an operator. ``names`` of its arguments, by position and by name; ``writes``: those that it
-    writes. ``pure``: torch describes it, and it gives no tensor other memory. ``random``: it may draw numbers.
-    ``trains``: it is a batch norm.
-    """
-
-    names: tuple[str, ...]
-    writes: frozenset[str]
-    pure: bool
-    random: bool
-    trains: bool
-
-    @classmethod
-    def of(cls, func: Any) -> Schema:
-        """Of an operator; asking torch takes longer than a small operation."""
-        known = _SCHEMAS.get(func)
-        if known is None:
-            schema = func._schema
-            known = _SCHEMAS[func] = cls(
-                tuple(a.name for a in schema.arguments),
-                frozenset(a.name for a in schema.arguments if _is_written(a, func.namespace)),
-                func.namespace in ("aten", "prims") and schema.name.partition("::")[2] not in _REPLACING,
-                torch.Tag.nondeterministic_seeded in func.tags,
-                "batch_norm" in schema.name,
-            )
-        return known
-
-
-def _is_written(argument: Any, namespace: str) -> bool:
-    if namespace in _COLLECTIVE:
-        return "input" not in argument.name
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-_SCHEMAS: dict[Any, Schema] = {}
-
-
-def kernels() -> tuple[object, ...]:
-    """Settings that forward may change for a part of itself, and which decide on kernels."""
-    c = torch._C
-    return c._get_mkldnn_enabled(), c._get_deterministic_algorithms(), c._get_float32_matmul_precision()
-
-
-class _Noting:
-    """One operation, as it is noted. ``reads``, ``writes``: data.
-    ``outside``, ``writes_outside``: storages of other memory. ``pure``: it may give the same again.
-    """
-
-    __slots__ = ("args", "kwargs", "outside", "pure", "rates", "reads", "schema", "tape", "trains", "writes",
-                 "writes_outside")  # fmt: skip
-
-    def __init__(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.tape = tape
-        self.schema = schema = Schema.of(func)
-        self.reads: dict[int, None] = {}
-        self.outside: dict[int, None] = {}
-        self.writes: dict[int, None] = {}
-        self.writes_outside: dict[int, None] = {}
-        self.pure, self.rates, self.trains = schema.pure, [], False  # type: ignore[var-annotated]
-        if schema.trains:
-            given = dict(zip(schema.names, args, strict=False)) | kwargs
-            self.trains = bool(given.get("training", given.get("train", True)))
-        self.args = tuple([self._of(x, schema.names[k]) for k, x in enumerate(args)])
-        self.kwargs = {key: self._of(x, key) for key, x in kwargs.items()}
-
-    def reruns(self) -> bool:
-        """Whether it gives the same again."""
-        random = self.schema.random and not (self.rates and all(rate == 0 for rate in self.rates))
-        return self.pure and not random and (self.trains or not self.writes_outside)
-
-    def has(self, key: int) -> bool:
-        """Whether a storage from outside is among its arguments."""
-        return key in self.outside or key in self.writes_outside
-
-    def _of(self, x: Any, name: str) -> Any:
-        if isinstance(x, torch.Tensor):
-            if is_traceable_wrapper_subclass(x):  # its class takes the operation apart
-                self.pure = False
-                return [self._tensor(t, name) for t in _tensors(x)]
-            return self._tensor(x, name)
-        if type(x) in (list, tuple):
-            return [self._of(y, name) for y in x]
-        if name in _RATES:
-            self.rates.append(x)
-        return x
-
-    def _tensor(self, t: torch.Tensor, name: str) -> Any:
-        tape, statistics = self.tape, self.trains and name in _STATISTICS
-        if not has_memory(t):
-            self.pure = False
-            return Outside(t, False)
-        key = t.untyped_storage()._cdata
-        number, form = tape.ledger.at.get(key), form_of(t)
-        if number is not None and tape.lasting is not None and isinstance(t, torch.nn.Parameter):
-            tape.ledger.leave(key, tape.data[number].size)  # a sharded parameter's, which its first use allocates
-            number = None
-        if tape.is_exposed(key, number):
-            self.pure = False
-        writes = statistics or name in self.schema.writes
-        if number is None:
-            (self.writes_outside if writes else self.outside)[key] = None
-            return tape.outside(t, key, statistics)
-        if tape.lasting is not None:
-            tape.hand_on(tape.data[number], t)
-        if writes:
-            self.writes[number] = None
-        self.reads[number] = None
-        return Ref(number, form)
-
-
-def has_memory(t: torch.Tensor) -> bool:
-    """Whether ``t`` lies in one storage, in strides."""
-    return t.layout == torch.strided and not t.is_nested and torch._C._has_storage(t)
-
-
-def _tensors(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the results of an operation, those of which others are made taken apart."""
-    if isinstance(result, torch.Tensor):
-        if is_traceable_wrapper_subclass(result):
-            for name in result.__tensor_flatten__()[0]:
-                yield from _tensors(getattr(result, name))
-        else:
-            yield result
-    elif isinstance(result, (list, tuple)):
-        for x in result:
-            yield from _tensors(x)

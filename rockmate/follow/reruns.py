@@ -1,0 +1,98 @@
+"""Operations of a followed forward that run again, with the arguments that they had in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rkgb.settings import settings
+from rkgb.trace.capture import current_mode
+from rockmate.calls.surroundings import running_in, runs_plainly
+from rockmate.errors import GoneError
+from rockmate.follow.noting import flat
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, changed, formed
+
+
+class Reruns:
+    """Makes ``data`` of one forward again by its ``ops``, under the settings of now."""
+
+    def __init__(self, ops: list[Op], data: list[Datum], ledger: Ledger) -> None:
+        self.ops, self.data, self.ledger, self.settings = ops, data, ledger, settings()
+
+    def make(self, datum: Datum) -> torch.Tensor:
+        """Make the datum again, from what is held. What is made on the way is held if a slot refers to it."""
+        order = sorted(self._needed(datum))
+        left: dict[int, int] = {}
+        for index in order:
+            for number in self.ops[index].reads:
+                left[number] = left.get(number, 0) + 1
+        made = {number for index in order for _, number in self.ops[index].makes if self.data[number].base is None}
+        for index in order:
+            self.run([index])
+            for number in self.ops[index].reads:
+                left[number] -= 1
+                other = self.data[number]
+                if not left[number] and number in made and not other.slots and other is not datum:
+                    other.base = None
+        assert datum.base is not None
+        return datum.base
+
+    def _needed(self, datum: Datum) -> set[int]:
+        """The operations that make the datum from what is held."""
+        found: set[int] = set()
+        left = [datum]
+        while left:
+            other = left.pop()
+            if other.base is not None or other.maker in found:
+                continue
+            if other.pinned:
+                raise GoneError(
+                    "a backward reads what cannot be made again, and is gone: call backward once for each forward, or "
+                    "with retain_graph=True from the first time on"
+                )
+            ops = [other.maker, *other.writers]
+            found.update(ops)
+            left += [self.data[n] for index in ops for n in self.ops[index].reads if n != other.number]
+        return found
+
+    def run(self, ops: Iterable[int]) -> None:
+        """Run operations again, in order."""
+        if runs_plainly(self.settings):
+            with torch.no_grad(), torch._C._DisableAutocast():
+                self._run(ops)
+        else:
+            mode = replace(current_mode(), grad=False, autocast=())
+            with running_in(mode, self.settings):
+                self._run(ops)
+
+    def _run(self, ops: Iterable[int]) -> None:
+        for index in ops:
+            op = self.ops[index]
+            result = op.func(*self._values(op.args), **{k: self._value(v) for k, v in op.kwargs.items()})
+            if op.makes:
+                results = list(flat(result))
+                for position, number in op.makes:
+                    datum = self.data[number]
+                    if datum.base is None:
+                        datum.base, datum.version = results[position], None
+                        self.ledger.add(results[position].untyped_storage(), number, datum.size)
+
+    def _values(self, noted: Iterable[Any]) -> list[Any]:
+        return [self._value(x) for x in noted]
+
+    def _value(self, x: Any) -> Any:
+        if type(x) is Ref:
+            datum = self.data[x.datum]
+            base = datum.base
+            assert base is not None, "an operation that runs again reads what is not there"
+            if datum.version is not None:
+                counter = base if datum.counter is None else datum.counter
+                if counter._version != datum.version:
+                    raise changed(x.form[1], datum.version, counter._version)
+            return formed(base, x.form)
+        if type(x) is Outside:
+            return x.value()
+        return self._values(x) if type(x) is list else x
