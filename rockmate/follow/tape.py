@@ -170,9 +170,7 @@ class Tape(TorchDispatchMode):
     def hand_on(self, datum: Datum, t: torch.Tensor) -> None:
         """``t`` of the datum is read: keep it if it was made from memory that is not there any more."""
         if not datum.pinned and not all(self.gathered[key].is_there for key in datum.needs):
-            if datum.counter is None and not t.is_inference():
-                datum.counter = counter_of(t)
-            self.pin(datum)
+            self._pin_living(datum, t)
 
     def outside(self, t: torch.Tensor, key: int, copied: bool) -> Outside:
         """An argument in memory that is not followed."""
@@ -193,7 +191,8 @@ class Tape(TorchDispatchMode):
                 self._exposed[key] = t.detach()
         else:
             self._before_writes((number,), ())
-            self.pin(self.data[number])
+            with torch._C._DisableTorchDispatch():
+                self._pin_living(self.data[number], t)
             self.data[number].exposed = True
 
     def is_exposed(self, key: int, number: int | None) -> bool:
@@ -227,6 +226,12 @@ class Tape(TorchDispatchMode):
         if not datum.pinned and datum.base is None and wanted and self.policy.keeps(datum):
             self.hold(datum)
         datum.pinned = True
+
+    def _pin_living(self, datum: Datum, t: torch.Tensor) -> None:
+        """As ``pin``, for a datum of which ``t`` lives: it is held as it is, with what others write into it."""
+        if datum.counter is None and not t.is_inference():
+            datum.counter = counter_of(t)
+        self.pin(datum)
 
     def hold(self, datum: Datum) -> None:
         """Hold the datum from now on: as it is if it lives, else as it is made again."""
