@@ -193,9 +193,11 @@ class Planned:
     def asked(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``: take the steps of the schedule that come before this read."""
         stage = self.program.stage_of.get(slot.number, -1)
-        if not self.keeps_all and (graph_is_retained() or stage > self.next_stage):
+        if not self.keeps_all and graph_is_retained():
             self.keeps_all = True
             warn_unplanned(RETAINED)
+        elif stage > self.next_stage:  # a part is left out: another use of the outputs, of which a step is observed
+            self.keeps_all = True
         while self.next_stage <= stage:
             self._take(tape, self.program.stages[self.next_stage])
             self.next_stage += 1
