@@ -244,6 +244,13 @@ def test_plan_for_autocast_with_another_solver(run: Run) -> None:
     assert "mode                train, autocast bfloat16" in done.out and "--autocast bfloat16\n" in done.out
 
 
+def test_plans_for_compiled_kernels(run: Run) -> None:
+    done = run("plan", "model.py:make", "--budget", "100%", "--costs", "flops", "--compile")
+    assert "\npieces              " in done.out and "of them compiled" in done.out
+    done = run("check", "model.py:make", "--costs", "flops", "--compile")
+    assert ", compile=True)" in done.out and " --compile\n" in done.out
+
+
 def test_no_plan_fits(run: Run) -> None:
     done = run("plan", "model.py:make", "--budget", "1 KiB", "--costs", "flops", "--json")
     assert done.code == 1

@@ -88,9 +88,10 @@ def _gain(given: Given, options: Options, eager_peak: int, curve: Frontier) -> s
     whole = abs(100 * share - round(100 * share)) < 1e-9
     text = f"{round(100 * share)}%" if whole else show_at_least(budget)
     more = f" --autocast {options.autocast}" if options.autocast else ""
+    more, argument = (f"{more} --compile", ", compile=True") if options.compile else (more, "")
     return (
         f"With {100 * share:.0f} % of the memory, a step takes {100 * overhead:.1f} % longer.\n"
-        f'In your script: rockmate.attach(model, "{text}")\n'
+        f'In your script: rockmate.attach(model, "{text}"{argument})\n'
         f'The plan:       rockmate plan {given.target} --budget "{text}"{more}'
     )
 
@@ -112,7 +113,8 @@ def plan(given: Given, budget: str, options: Options, save: Path | None, program
         if not isinstance(made, Plan):
             raise Misuse(f"the plan was not saved: the model is not captured as one graph ({found.why})")
         made.save(save)
-        text += f"\n\nsaved in {save}: rockmate.Rockmate(model, sample, plan={str(save)!r})"
+        more = ", compile=True" if options.compile else ""
+        text += f"\n\nsaved in {save}: rockmate.Rockmate(model, sample, plan={str(save)!r}{more})"
         values["saved"] = str(save)
     if program:
         text += f"\n\n{made.program()}"

@@ -10,6 +10,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,6 +321,15 @@ def test_resuming_goes_on_with_the_same_bits() -> None:
     assert_same(trained(copied.original, copied, (rows(),)), expected)
 
 
+def test_a_saved_plan_runs_with_compiled_pieces(tmp_path: Path) -> None:
+    rk = planned(blocks(), rows(), budget="85%")
+    rk.plan.save(tmp_path / "plan.json")
+    loaded = Rockmate(blocks(), rows(), plan=tmp_path / "plan.json", compile=True)
+    assert_same(trained(loaded.original, loaded, (rows(),)), trained(rk.original, rk, (rows(),)))
+    with pytest.raises(rockmate.PlanError, match="another graph"):
+        Rockmate(blocks(), rows(), plan=tmp_path / "plan.json")
+
+
 def test_draws_follow_from_the_seed() -> None:
     """Reproducible from ``manual_seed``; other steps and other layers have other masks."""
     model = nn.Sequential(nn.Linear(32, 32), *(nn.Sequential(nn.Tanh(), nn.Dropout(0.5)) for _ in range(2)))
@@ -370,6 +380,19 @@ def test_where_compiling_does_not_pay_eager_kernels_run(monkeypatch: pytest.Monk
     rk = Rockmate(model, rows(), "85%", compile=True, cache=False)
     assert "of them compiled: 0" in str(rk.plan)
     assert_same(trained(model, rk, (rows(),)), trained(eager, eager, (rows(),)))
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_the_choice_is_kept_for_the_next_process(pays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are the costs of pieces; else the last bits would follow from a clock in each start of a script."""
+    monkeypatch.setattr(judged, "pays", lambda _: pays)
+    first = Rockmate(blocks(0.0), rows(), "85%", compile=True, cache=tmp_path)
+    monkeypatch.setattr(judged, "pays", lambda _: pytest.fail("it was timed again"))
+    second = Rockmate(blocks(0.0), rows(), "85%", compile=True, cache=tmp_path)
+    assert "measure" in first.plan.setup_seconds
+    assert "measure" not in second.plan.setup_seconds
+    results = [trained(rk.original, rk, (rows(),)) for rk in (first, second)]
+    assert_same(*results)
 
 
 def test_a_call_that_is_followed_runs_eager_kernels(caplog: pytest.LogCaptureFixture) -> None:
