@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,30 +19,30 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from rkgb.device.kind import Moment
 from rkgb.sample import Call
-from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
+from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.surroundings import modes_again
-from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError, InputError
-from rockmate.follow.checkpoints import CheckpointedParts, Unchecked
+from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.exposed import telling_of_exposed
+from rockmate.follow.known import CallKind, Known
 from rockmate.follow.noting import has_memory
 from rockmate.follow.observed import Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
-from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of, find, find_least, frontier_of
-from rockmate.follow.planned import FollowedProgram, Planned, program_of
-from rockmate.follow.problem import FollowedProblem, problem_of
-from rockmate.follow.record import OpForm, Slot, Use, form_of_op
+from rockmate.follow.plan import FollowedPlan, eager_peak_of, frontier_of
+from rockmate.follow.planned import Planned
+from rockmate.follow.problem import problem_of
+from rockmate.follow.record import Slot, Use, form_of_op
+from rockmate.follow.solving import Solving
 from rockmate.follow.tape import Policy, Tape
 from rockmate.follow.unhooked import giving_way
 from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.watch import Watch
-from rockmate.planning.least import saves_nothing
 from rockmate.progress import Progress
 from rockmate.tell import LOG
-from solvers import Frontier, InfeasibleError, Schedule, walk
+from solvers import Frontier
 from solvers.interrupts import Heeded
 
 MOST_KNOWN = 16
@@ -56,48 +55,6 @@ FIRST = 0.6
 """Part of the budget that the data of a step may take of which nothing is known yet."""
 
 
-@dataclass(eq=False)
-class Known:
-    """What was observed of one way in which a kind of call computes.
-
-    ``forms`` of its operations. ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in
-    bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
-    fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways
-    in which outputs were used that ``found`` is for.
-    """
-
-    found: FollowedProblem
-    observed: Observed
-    forms: list[OpForm]
-    missing: frozenset[str]
-    seconds: float
-    rehearsed: bool
-    eager_peak: int
-    device: torch.device
-    budget: int = -1
-    plan: FollowedPlan | None = None
-    program: FollowedProgram | None = None
-    schedule: Schedule | None = None
-    carried: bool = False
-    uses: int = 0
-    problem: tuple[str, int] | None = None
-    used: set[Use] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class CallKind:
-    """Calls with arguments of one form. ``known``: the way that came last first. ``news``: another one came. ``parts``:
-    that are checkpointed. ``unsure``: ways in which outputs were used that no plan is for.
-    """
-
-    call: tuple[str, ...]
-    watch: Watch
-    known: list[Known] = field(default_factory=list)
-    parts: CheckpointedParts = field(default_factory=CheckpointedParts)
-    unsure: set[Use] = field(default_factory=set)
-    news: bool = True
-
-
 class Followed:
     """See the file's text. ``why`` the calls are no one graph that can be planned. ``last``: of the last call."""
 
@@ -105,10 +62,15 @@ class Followed:
         self.front, self.why = front, why
         self.kinds: dict[Hashable, CallKind] = {}
         self.last: Known | None = None
-        self.asked: Budget | None = None
+        self.solving = Solving(front, why)
         self._rehearsed = False  # what was learned last came of no training
         self._said: set[str] = set()
         self._left = False  # the last call computed what no plan is known for
+
+    @property
+    def asked(self) -> Budget | None:
+        """The budget as it was given, once it has become bytes."""
+        return self.solving.asked
 
     @property
     def plan(self) -> FollowedPlan | None:
@@ -189,7 +151,7 @@ class Followed:
             known.uses += known.carried
             if known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
                 known.carried, known.budget = False, -1
-            self._solve(known, kind)
+            self.solving.solve(known, kind, self.kinds.values())
             if known.problem is not None:
                 raise InfeasibleBudgetError(*known.problem)
             self.last = known
@@ -278,10 +240,10 @@ class Followed:
             kind.news = self.front.rehearses or bool(kind.unsure)
         kind.known = [known, *others][:MOST_KNOWN]
         observed.forget()
-        if self._rehearsed and not self.front.rehearses and self.asked is not None:
-            self.front.terms.budget = self.asked
+        if self._rehearsed and not self.front.rehearses and self.solving.asked is not None:
+            self.front.terms.budget = self.solving.asked
         self._rehearsed = self.front.rehearses
-        self._solve(known, kind)
+        self.solving.solve(known, kind, self.kinds.values())
         self.last = known
         if known.plan is not None and known.problem is None and not known.carried and not self.front.rehearses:
             self._say_plan(known.plan)
@@ -299,84 +261,19 @@ class Followed:
             self._said.add(line)
             LOG.info("%s: %s", self.front.name, line)
 
-    def _settled(self, known: Known) -> int:
-        """The budget in bytes: a share is of the largest step so far."""
-        terms = self.front.terms
-        if isinstance(terms.budget, Budget):
-            self.asked, terms.budget = terms.budget, terms.budget.bytes(known)
-        elif self.asked is not None and self.asked.share is not None:
-            terms.budget = max(terms.budget, self.asked.bytes(known))
-        return terms.budget
-
-    def _solve(self, known: Known, kind: CallKind) -> None:
-        """Plan ``known`` for the budget of now."""
-        budget = self._settled(known)
-        if budget == known.budget:
-            return
-        began, terms = time.perf_counter(), self.front.terms
-        problem = known.found.problem
-        known.problem = None
-        with Heeded(), Progress(terms.progress) as report:
-            report("solve", 0.0)
-            try:
-                carried = None if known.uses else self._carried(known, budget)
-                found = carried or find(problem, budget, terms.options)
-                known.carried = carried is not None
-            except InfeasibleError as error:
-                least = error.min_budget
-                message = self._infeasible(budget, least, known)
-                found = find_least(problem)
-                if terms.least:
-                    least_instead(InfeasibleBudgetError(message, least))
-                else:
-                    known.problem = message, least
-        known.budget = budget
-        known.plan = self._plan(known, kind, found, budget, time.perf_counter() - began)
-        known.program = program_of(known.found, found.schedule, known.observed.seen)
-        known.schedule = found.schedule
-
-    def _carried(self, known: Known, budget: int) -> Found | None:
-        """The fastest schedule of another size of what ``known`` computes that fits here, if there is one."""
-        every = (other for kind in self.kinds.values() for other in kind.known)
-        like = (k for k in every if k is not known and k.forms == known.forms and k.schedule is not None)
-        schedules = dict.fromkeys(k.schedule for k in like if k.found.is_like(known.found))
-        walked = [(s, walk(known.found.problem, s)) for s in schedules if s is not None]
-        fitting = [(s, w) for s, w in walked if w.peak <= budget]
-        if not fitting or known.eager_peak <= budget:
-            return None
-        schedule, figures = min(fitting, key=lambda x: x[1].time)
-        return Found(schedule, figures, 0)
-
-    def _plan(self, known: Known, kind: CallKind, found: Found, budget: int, seconds: float) -> FollowedPlan:
-        places = tuple(known.observed.places[ops[-1]] if ops else "" for ops in known.found.ops_of)
-        setup = {"observe": known.seconds, "solve": seconds}
-        bound = None if found.bound <= 0 else found.bound
-        return FollowedPlan(
-            budget, kind.call, known.found.problem, found.schedule, found.walk, places, self.why, setup, bound
-        )
-
-    def _infeasible(self, budget: int, least: int, known: Known) -> str:
-        nothing = _NOTHING if saves_nothing(least, known.eager_peak) else ""
-        return (
-            f"no plan fits a budget of {show_at_most(budget)}: the forward of {self.front.name} is followed operation "
-            f"by operation ({self.why.rstrip('.')}), and the smallest that can be planned is {show_at_least(least)}; "
-            f"without recomputation the step takes {show_at_least(known.eager_peak)}. {nothing}Raise the budget or "
-            "make the batch smaller."
-        )
-
     def set_budget(self, budget: Budget) -> None:
         """Plan for another budget. Raises ``InfeasibleBudgetError`` where no plan of the last kind of step fits it."""
-        before = self.front.terms.budget, self.asked
-        self.front.terms.budget, self.asked = budget, None
+        before = self.front.terms.budget, self.solving.asked
+        self.front.terms.budget, self.solving.asked = budget, None
         if self.last is None:
             return
         last = self.last
         kind = next(kind for kind in self.kinds.values() if last in kind.known)
-        self._solve(last, kind)
+        self.solving.solve(last, kind, self.kinds.values())
         if last.problem is not None:
             problem = last.problem
-            self.front.terms.budget, self.asked = before
-            self._solve(last, kind)
+            self.front.terms.budget, self.solving.asked = before
+            self.solving.solve(last, kind, self.kinds.values())
             raise InfeasibleBudgetError(*problem)
 
     def frontier(self) -> Frontier:
@@ -385,12 +282,6 @@ class Followed:
             raise InputError("no step was planned yet: run a forward and its backward before you ask for the frontier")
         with Heeded(), Progress(self.front.terms.progress):
             return frontier_of(self.last.found.problem, self.front.terms.options)
-
-
-_NOTHING = (
-    "Recomputation saves next to nothing here: nearly all of it is gradients of parameters, results that may not be "
-    "computed again (random numbers), and what one operation needs. "
-)
 
 
 def lasting_of(model: torch.nn.Module, call: Call) -> frozenset[int] | None:

@@ -1,0 +1,58 @@
+"""What is known of the steps of a followed model, by kinds of calls and by the ways in which these compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from rockmate.follow.checkpoints import CheckpointedParts
+from rockmate.follow.observed import Observed
+from rockmate.follow.plan import FollowedPlan
+from rockmate.follow.planned import FollowedProgram
+from rockmate.follow.problem import FollowedProblem
+from rockmate.follow.record import OpForm, Use
+from rockmate.follow.watch import Watch
+from solvers import Schedule
+
+
+@dataclass(eq=False)
+class Known:
+    """What was observed of one way in which a kind of call computes.
+
+    ``forms`` of its operations. ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in
+    bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
+    fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways
+    in which outputs were used that ``found`` is for.
+    """
+
+    found: FollowedProblem
+    observed: Observed
+    forms: list[OpForm]
+    missing: frozenset[str]
+    seconds: float
+    rehearsed: bool
+    eager_peak: int
+    device: torch.device
+    budget: int = -1
+    plan: FollowedPlan | None = None
+    program: FollowedProgram | None = None
+    schedule: Schedule | None = None
+    carried: bool = False
+    uses: int = 0
+    problem: tuple[str, int] | None = None
+    used: set[Use] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class CallKind:
+    """Calls with arguments of one form. ``known``: the way that came last first. ``news``: another one came. ``parts``:
+    that are checkpointed. ``unsure``: ways in which outputs were used that no plan is for.
+    """
+
+    call: tuple[str, ...]
+    watch: Watch
+    known: list[Known] = field(default_factory=list)
+    parts: CheckpointedParts = field(default_factory=CheckpointedParts)
+    unsure: set[Use] = field(default_factory=set)
+    news: bool = True
