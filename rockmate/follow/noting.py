@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rockmate.follow.record import Datum, Ledger, Outside, Ref
+from rockmate.follow.record import Datum, Ledger, Outside, Ref, counter_of
 from rockmate.run.slots import form_of
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -145,6 +145,9 @@ class Noting:
             notes.hand_on(notes.data[number], t)
         if writes:
             self.writes[number] = None
+            datum = notes.data[number]
+            if datum.counter is None and not t.is_inference():
+                datum.counter = counter_of(t)  # it may be held from now on
         self.reads[number] = None
         return Ref(number, form)
 
