@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,9 +65,9 @@ def probe_again(
     b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor], device: torch.device | None = None
 ) -> D_graph:
     """D of ``b``, whose nodes were named at other sizes: without names. ``device``: all is on the meta device, which
-    stands for this one, and shows no random draws.
+    stands for this one, and shows no random draws: what may draw stays, though nobody reads its results.
     """
-    return _without_dead(_run(b, model, inputs, device)[0].graph())
+    return _without_dead(_run(b, model, inputs, device)[0].graph(), may_draw)
 
 
 def _run(
@@ -370,8 +370,17 @@ def _refuse(_: None) -> torch.Tensor:
     raise RuntimeError("backward ran inside forward")
 
 
-def _without_dead(d: D_graph) -> D_graph:
-    """Remove the nodes that neither make a needed value, nor change a buffer or an input, nor draw random numbers."""
+def may_draw(node: Node) -> bool:
+    """Whether an operation may draw random numbers; those that torch does not describe may."""
+    tags = getattr(node.op, "tags", None)
+    return tags is None or torch.Tag.nondeterministic_seeded in tags
+
+
+def _without_dead(d: D_graph, stays: Callable[[Node], bool] = is_guard) -> D_graph:
+    """Remove the nodes that neither make a needed value, nor change a buffer or an input, nor draw random numbers.
+
+    Guards are not removed, nor are those that ``stays``.
+    """
     needed = set(d.outputs)
     written: set[int] = {d.values[v].storage for v in d.outputs} | {
         s for s, storage in enumerate(d.storages) if storage.owner is None
@@ -379,7 +388,8 @@ def _without_dead(d: D_graph) -> D_graph:
     keep = []
     for k in reversed(range(len(d.nodes))):
         node, facts = d.nodes[k], d.facts[k]
-        if is_guard(node) or needed & set(node.outputs) or facts.random or written & set(facts.writes):
+        effective = is_guard(node) or stays(node) or facts.random or written & set(facts.writes)
+        if effective or needed & set(node.outputs):
             keep.append(k)
             needed.update(node.reads())
             written.update(d.values[v].storage for v in (*node.reads(), *node.outputs))

@@ -33,6 +33,7 @@ from rkgb.randomness import (
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
+from rkgb.trace.meta import OnMeta
 from rkgb.trace.respelled import Respelled, respelled
 from rkgb.trace.written import Written, has_memory
 from rkgb.trees import map_tensors, tensors_in
@@ -180,14 +181,15 @@ class Recorder(TorchFunctionMode):
         self,
         known: Sequence[torch.Tensor],
         generators: Sequence[torch.Generator] = (),
-        on_meta: Callable[..., Any] | None = None,
+        on_meta: OnMeta | None = None,
     ) -> None:
-        """``on_meta``: calls functions where no data are, and nothing is drawn."""
+        """``on_meta``: calls functions where no data are, and nothing is drawn, but seen to be."""
         super().__init__()
         self._known = {id(t): weakref.ref(t) for t in known}
         self.generators = generators
         self.devices = () if on_meta else watched_devices(known)
-        self.call = on_meta or _plainly
+        self.on_meta = on_meta
+        self.call: Callable[..., Any] = on_meta or _plainly
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
@@ -255,7 +257,8 @@ class Recorder(TorchFunctionMode):
             for t, value, before_call in zip(numbers, traced, uses, strict=True):
                 if _uses(value) == before_call:
                     self._read(tracing, torch.Tensor.item, "item", (t,), {})
-        if self._states(tracing, generator) != before:
+        drawn = self._states(tracing, generator) != before if self.on_meta is None else self.on_meta.draws
+        if drawn:
             self.draws += self._marked(tracing, list(tensors_in(result)))
         for t in tensors_in(result):
             if t.grad_fn is None:

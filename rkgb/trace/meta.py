@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.nodes import Node
 from rkgb.storages import storage_key
@@ -71,13 +72,32 @@ def _is_number(t: torch.Tensor) -> bool:
     return not t.dim() and t.device.type == "cpu" and not t.requires_grad
 
 
+class _Draws(TorchDispatchMode):
+    """Sees whether an operation would draw random numbers. ``came``: one did."""
+
+    came = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.came |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 class OnMeta:
-    """Calls functions of a program: what it makes on ``device`` is made on the meta device."""
+    """Calls functions of a program: what it makes on ``device`` is made on the meta device. ``draws``: the last call
+    would have drawn random numbers there.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.usual = device.type == torch.get_default_device().type
+        self.draws = False
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _Draws() as draws:
+            result = self._call(func, args, kwargs)
+        self.draws = draws.came
+        return result
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_VALUES:
             return _constant(func(*args, **kwargs))
         if func in _CONVOLUTIONS:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
+from rockmate.calls.surroundings import ANOTHER, RETAINED, graph_is_retained, warn_unplanned
 from rockmate.errors import GoneError
 from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
@@ -139,7 +139,8 @@ class Planned:
     ) -> None:
         self.program, self.otherwise, self.exactly = program, otherwise, exactly
         self.next_stage = 0
-        self.keeps_all = False  # the backward is another one than was planned for: nothing goes any more
+        self.keeps_all = False  # the graph is retained: nothing goes any more
+        self.keeps_pinned = False  # the backward leaves out parts, which another one may read
 
     def take_over(self, tape: Tape) -> Planned:
         """Another policy has decided so far: hold what this plan holds, and nothing else if that is possible."""
@@ -192,22 +193,24 @@ class Planned:
 
     def asked(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``: take the steps of the schedule that come before this read."""
-        stage = self.program.stage_of.get(slot.number, -1)
         if not self.keeps_all and graph_is_retained():
             self.keeps_all = True
             warn_unplanned(RETAINED)
-        elif stage > self.next_stage:  # a part is left out: another use of the outputs, of which a step is observed
-            self.keeps_all = True
+        stage = self.program.stage_of.get(slot.number, -1)
+        if 0 <= stage < self.next_stage - 1 and slot.datum is not None and slot.datum.base is None:
+            warn_unplanned(ANOTHER)
         while self.next_stage <= stage:
-            self._take(tape, self.program.stages[self.next_stage])
+            self.keeps_pinned |= self.next_stage < stage
+            self._take(tape, self.program.stages[self.next_stage], is_read=self.next_stage == stage)
             self.next_stage += 1
 
-    def _take(self, tape: Tape, stage: Stage) -> None:
+    def _take(self, tape: Tape, stage: Stage, is_read: bool) -> None:
+        """Come to ``stage``. Of a part that is left out, nothing runs again; what is missing later is made then."""
         if self.keeps_all:
-            return  # what is missing is made when it is read
+            return
         for number in stage.drops:
             self._drop(tape, number)
-        for ops, gone in stage.runs:
+        for ops, gone in stage.runs if is_read else ():
             for index in ops:
                 for number in tape.ops[index].reads:
                     datum = tape.data[number]
@@ -217,9 +220,8 @@ class Planned:
             for number in gone:
                 self._drop(tape, number)
 
-    @staticmethod
-    def _drop(tape: Tape, number: int) -> None:
-        if number >= 0:
+    def _drop(self, tape: Tape, number: int) -> None:
+        if number >= 0 and not (self.keeps_pinned and tape.data[number].pinned):
             tape.data[number].base = None
 
     def answered(self, tape: Tape, slot: Slot) -> None:

@@ -13,7 +13,7 @@ from rkgb.randomness import drawing_again
 from rkgb.settings import settings
 from rkgb.storages import storage_key
 from rkgb.trace.capture import drop_saved
-from rockmate.calls.surroundings import running_in, warn_unplanned
+from rockmate.calls.surroundings import ANOTHER, running_in, warn_unplanned
 from rockmate.errors import GoneError
 from rockmate.run.program import NodeCode, Program
 from rockmate.run.slots import Slot, changed, unpack, version_of
@@ -173,7 +173,7 @@ class Store:
             if not possible or (self.program.s.nodes[owner].random and owner not in self.random):
                 raise self._gone(owner)
             left += [d for d in self.program.read_by(owner) if self.live[d] is None]
-        self.warn_unplanned("a backward of a part of the graph, or a second one, computes again what the plan dropped")
+        self.warn_unplanned(ANOTHER)
         # Whatever surrounds the reader: autocast, another backward, none.
         with running_in(self.program.mode, self.settings):
             for i in sorted(missing):

@@ -1,8 +1,13 @@
-"""Dropout's masks are drawn whole in the forward where nobody keeps their bits and there is the memory for it."""
+"""Random draws: masks that are drawn whole, and draws that nobody reads.
+
+Dropout's masks are drawn whole in the forward where nobody keeps their bits and there is the memory for it.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +15,9 @@ import torch
 from against_eager import assert_same, step
 from models import part_way, randn
 from torch import nn
+from torch.nn import functional as F
 
+import rockmate
 from rkgb.probe.decompose import DRAWN
 from rockmate import Rockmate, frontier, measure_peak
 from rockmate.run.compiled import compile_schedule
@@ -93,3 +100,49 @@ def test_masks_that_were_drawn_whole_go_when_they_are_dropped() -> None:
     assert torch.float32 in drawn(rk._last.program)  # type: ignore[union-attr]
     assert rk.plan.recomputed > 0
     assert measure_peak(lambda: step(rk, (x,))) <= rk.budget
+
+
+class DrawsInEveryOther(nn.Module):
+    """Draws in every other call, and reads nothing of it: two graphs, of which one is the other without the draw."""
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.draw, self.count = draw, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        self.count += 1
+        if self.count % 2:
+            self.draw(x)
+        return x
+
+
+UNREAD_DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2),
+    "dropout": lambda x: F.dropout(x, 0.2),
+    "rand": lambda x: torch.rand(3),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid().detach()),
+    "in place": lambda x: x.detach().clone().normal_(),
+    "multinomial": lambda x: torch.multinomial(x[0].detach().softmax(-1), 2),
+}
+
+
+@pytest.mark.parametrize("draw", UNREAD_DRAWS.values(), ids=UNREAD_DRAWS)
+def test_unread_draws_of_one_of_two_graphs(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A graph is taken for one of other sizes, which is traced without data, only if both draw."""
+    eager = DrawsInEveryOther(draw)
+    model = copy.deepcopy(eager)
+    handle = rockmate.attach(model, "100%", costs="flops", cache=False)
+    x = torch.randn(4, 6, 8)
+
+    def states(called: nn.Module) -> Iterator[torch.Tensor]:
+        torch.manual_seed(3)
+        for size in (4, 4, 4, 4, 3, 3, 2):
+            called(x[:size]).sum().backward()
+            yield torch.get_rng_state()
+
+    assert_same([*states(model)], [*states(eager)])
+    assert handle.reason == ""
