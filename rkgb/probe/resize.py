@@ -22,6 +22,7 @@ from rkgb.graphs import B_graph, D_graph, Node, Ref, S_graph, S_node, Saved, sub
 from rkgb.probe.skeleton import content, skeleton
 from rkgb.sample import Call
 from rkgb.trace.meta import node_on
+from rkgb.trace.quick import QuickRules
 from rkgb.trees import map_tensors
 
 
@@ -31,7 +32,8 @@ def program_without_data(model: torch.nn.Module, call: Call, device: torch.devic
     None where that takes data: operators that have no rule for sizes alone, and sizes that follow from values.
     """
     try:
-        return trace_without_data(model, call, device)
+        with QuickRules():
+            return trace_without_data(model, call, device)
     except Exception:  # noqa: BLE001 - torch's rules for sizes, and functions of the user's, may raise anything
         return None
 
@@ -39,7 +41,8 @@ def program_without_data(model: torch.nn.Module, call: Call, device: torch.devic
 def graph_without_data(b: B_graph, model: torch.nn.Module, call: Call, device: torch.device) -> D_graph | None:
     """D of ``b``, which ``program_without_data`` returned for the same ``call``; None where that takes data."""
     try:
-        return probe_again(b, model, call.tensors, device)
+        with QuickRules():
+            return probe_again(b, model, call.tensors, device)
     except Exception:  # noqa: BLE001 - as above
         return None
 
