@@ -38,12 +38,14 @@ def _made(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _elementwise(x: Any, other: Any = None, *numbers: Any) -> torch.Tensor | None:
-    """As large as ``x``, to which a number, or the last dimensions of another tensor, may be broadcast."""
+    """As large as ``x``, to which a number, or another tensor that is no larger, may be broadcast."""
     if not _is_usual(x):
         return None
     if isinstance(other, torch.Tensor) and other.dim():
-        fits = _is_usual(other) and other.shape == x.shape[x.dim() - other.dim() :]
-        return _made(x.shape) if fits else None
+        if not other.is_meta or other.dtype != torch.float32 or not _is_dense(other) or other.dim() > x.dim():
+            return None
+        sizes = zip(other.shape, x.shape[x.dim() - other.dim() :], strict=True)
+        return _made(x.shape) if all(size in (1, most) for size, most in sizes) else None
     number = other is None or isinstance(other, (int, float, str)) or other.dtype in (torch.float64, torch.float32)
     return _made(x.shape) if number else None
 
@@ -64,6 +66,16 @@ def _sum_and_product(bias: Any, a: Any, b: Any) -> torch.Tensor | None:
     return _product(a, b) if _is_usual(bias) and bias.shape == b.shape[1:] else None
 
 
+def _products(a: Any, b: Any) -> torch.Tensor | None:
+    usual = all(isinstance(t, torch.Tensor) and t.is_meta and t.dtype == torch.float32 for t in (a, b))
+    fits = usual and a.shape[0] == b.shape[0] and a.shape[2] == b.shape[1]
+    return _made((a.shape[0], a.shape[1], b.shape[2])) if fits else None
+
+
+def _softmax(x: Any, _: int, half: bool) -> torch.Tensor | None:
+    return _made(x.shape) if _is_usual(x) and not half else None
+
+
 _ATEN = torch.ops.aten
 _ALL = "relu gelu silu tanh sigmoid exp neg rsqrt".split()
 _RULES: dict[Any, Callable[..., Any]] = {
@@ -71,6 +83,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **{getattr(_ATEN, name).default: _elementwise for name in _ALL},
     _ATEN.pow.Tensor_Scalar: _elementwise,
     _ATEN.native_layer_norm.default: _layer_norm,
+    _ATEN._softmax.default: _softmax,
+    _ATEN.bmm.default: _products,
     _ATEN.mm.default: _product,
     _ATEN.addmm.default: _sum_and_product,
 }
