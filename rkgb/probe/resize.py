@@ -19,7 +19,7 @@ import torch
 from rkgb.Btools import trace_without_data
 from rkgb.Dtools import probe_again
 from rkgb.graphs import B_graph, D_graph, Node, Ref, S_graph, S_node, Saved, substitute
-from rkgb.probe.skeleton import content, skeleton
+from rkgb.probe.skeleton import content, skeleton, source_form
 from rkgb.sample import Call
 from rkgb.trace.meta import node_on
 from rkgb.trace.quick import QuickRules
@@ -109,11 +109,11 @@ def same_constants(a: S_graph, b: S_graph) -> bool:
 def _with_sizes(s: S_graph, d: D_graph) -> S_graph | None:
     """``s`` with the numbers and sizes of ``d``, which has as many nodes and may number values and storages otherwise.
 
-    None if other values share memory in ``d``.
+    None if it starts from other parameters, buffers or inputs, or other values share memory in it.
     """
     old = s.d
     value = _numbers_of_values(old, d)
-    if value is None:
+    if value is None or any(source_form(x) != source_form(old.sources[value[v]]) for v, x in d.sources.items()):
         return None
     number = {x.storage: old.values[value[v]].storage for v, x in d.values.items()}
     if any(number[x.storage] != old.values[value[v]].storage for v, x in d.values.items()):

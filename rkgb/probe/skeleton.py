@@ -18,7 +18,7 @@ def skeleton(s: S_graph, values: bool = True) -> Hashable:
     return (
         tuple(_operation(n, values) for n in d.nodes),
         d.outputs,
-        tuple(sorted((v, _source(x)) for v, x in d.sources.items())),
+        tuple(sorted((v, source_form(x)) for v, x in d.sources.items())),
         tuple((v, *_form(x), x.storage) for v, x in d.values.items()),
         tuple((x.shape, x.stride) for v, x in d.values.items() if v in d.sources and d.sources[v].kind != "input"),
         tuple((x.owner, x.source) for x in d.storages),
@@ -59,7 +59,8 @@ def content(t: torch.Tensor) -> Hashable:
     return (str(t.dtype), tuple(t.shape), repr(t.tolist()) if few else str(id(t)))
 
 
-def _source(source: Source) -> tuple[str, str]:
+def source_form(source: Source) -> tuple[str, str]:
+    """What a value that no node makes is."""
     return source.kind, repr(content(source.key)) if isinstance(source.key, torch.Tensor) else repr(source.key)
 
 
