@@ -166,7 +166,12 @@ class Rockmate(torch.nn.Module):
         """The plan of the last call, or the one that replaced it after its backward."""
         plan = self._front.plan
         if plan is None:
-            raise InputError("a copy plans at its first call: call it before you ask for its plan")
+            raise InputError(
+                "the last call has no plan: it computed something new, which is planned when its forward and backward "
+                "were observed. Call it again"
+                if self.plans_made
+                else "a copy plans at its first call: call it before you ask for its plan"
+            )
         return plan
 
     @property

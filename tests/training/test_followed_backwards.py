@@ -14,7 +14,7 @@ from models import randn
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import BudgetWarning, attach, measure_peak
+from rockmate import BudgetWarning, InputError, Rockmate, attach, measure_peak
 
 WIDTH = 64
 Loss = Callable[[Any], torch.Tensor]
@@ -147,6 +147,16 @@ class Alternating(nn.Module):
 
 def last(found: torch.Tensor) -> torch.Tensor:
     return found.square().mean()
+
+
+def test_a_call_that_computes_something_new_has_no_plan() -> None:
+    x = randn(256, WIDTH, seed=0)
+    rk = Rockmate(Alternating(2), x, "80%", costs="flops", cache=False)
+    rk(x).sum().backward()
+    assert rk.plan.recomputed
+    rk(x)
+    with pytest.raises(InputError, match="the last call has no plan: it computed something new"):
+        rk.plan  # noqa: B018 - asking raises
 
 
 @pytest.mark.parametrize("ways", [2, 3])
