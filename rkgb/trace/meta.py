@@ -92,6 +92,9 @@ class OnMeta:
         self.draws = False
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(t.is_meta and not t.dim() for t in tensors_in((args, kwargs))):
+            # What reads a number raises here. In a trace, the tracer would keep the argument for a call of a later one.
+            _untraced(lambda: self._call(func, args, kwargs))
         with _Draws() as draws:
             result = self._call(func, args, kwargs)
         self.draws = draws.came

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from rkgb.device import KINDS
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
+from rkgb.trace.attention import attention_by, attention_kernels
 from rkgb.trace.capture import Recorder, call_in, drop_saved, untraced
 from rkgb.trace.lines import place, user_line
 from rkgb.trace.patches import traceable
@@ -130,7 +132,14 @@ def record(
 @contextlib.contextmanager
 def _traceable_run(model: torch.nn.Module, seen: Recorder) -> Iterator[None]:
     """What holds while ``model`` is traced."""
-    with traceable(), _functions_marked(seen), _modules_named(model), drop_saved(), warnings.catch_warnings():
+    with (
+        _mode_put_back(),
+        traceable(),
+        _functions_marked(seen),
+        _modules_named(model),
+        drop_saved(),
+        warnings.catch_warnings(),
+    ):
         # What Python reads from data, the recorder sees.
         warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
         # A weight that was cast before would be a tensor from nowhere. Within the trace the cache does what it does in
@@ -140,6 +149,29 @@ def _traceable_run(model: torch.nn.Module, seen: Recorder) -> Iterator[None]:
             yield
         finally:
             torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _mode_put_back() -> Iterator[None]:
+    """Captured programs switch gradients and autocast by calls, of which an error leaves out those that switch back."""
+    grad, nesting = torch.is_grad_enabled(), _autocast_nesting()
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in KINDS]
+    try:
+        with attention_by(attention_kernels()):
+            yield
+    finally:
+        torch.set_grad_enabled(grad)
+        for kind, enabled, dtype in casts:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        while _autocast_nesting() > nesting:
+            torch.autocast_decrement_nesting()
+
+
+def _autocast_nesting() -> int:
+    """How many autocast contexts there are around."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def _check_recorded(seen: Recorder) -> None:
