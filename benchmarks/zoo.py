@@ -148,6 +148,7 @@ def _figures(built: Any, row: dict[str, Any], compiled: bool) -> None:
         row["from_eager"] = max(difference(kept[what], expected[what]) for what in ("outputs", "gradients", "buffers"))
         row["pieces"] = getattr(rk.plan, "pieces", "")
         expected = repeated = kept
+    del kept  # a step that holds its outputs is another one
     forget_gradients(model, args, kwargs)
     row["graph_seconds"] = round(time.perf_counter() - start, 1)
     row["followed"] = rk.reason  # why the model is not one graph
@@ -170,7 +171,7 @@ def _figures(built: Any, row: dict[str, Any], compiled: bool) -> None:
         row[what] = gap
         if gap > 2 * own:
             row["miss"] += f" {what} {gap:.1e} (eager itself {own:.1e})"
-    del found, expected, repeated, eager, again, kept
+    del found, expected, repeated, eager, again
 
     forget_gradients(model, args, kwargs)
     bare(rk, args, kwargs, seeds)  # what forward made at its first call may ask for another plan

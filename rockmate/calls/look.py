@@ -106,6 +106,10 @@ class Look(ABC):
         return opened.close() if opened is not None else None
 
 
+FAILED = ("forward failed", "backward failed")
+"""Why a step is not seen that is none."""
+
+
 class InGraph:
     """Owned by hooks in the graph of a step that is looked at. When they go, there is no backward to wait for."""
 
@@ -160,7 +164,7 @@ class StepLook(Look):
                 if done and seen is not None:
                     self.ended(seen, stays)
                 elif not done:
-                    self.why_not = self.why_not or "backward failed"
+                    self.abandon(FAILED[1])
 
 
 class WholeLook(StepLook):
@@ -206,7 +210,7 @@ def abandoned(look: Look | None) -> Iterator[None]:
         yield
     except BaseException:
         if look is not None:
-            look.abandon("forward failed")
+            look.abandon(FAILED[0])
         raise
 
 

@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 from rkgb.errors import UnsupportedError
 from rockmate.calls.held import Held
 from rockmate.follow.noting import Schema
-from rockmate.follow.record import Op, Outside
+from rockmate.follow.record import Op
 from rockmate.follow.tape import Tape
 
 
@@ -108,18 +108,11 @@ def _effect(ops: list[Op], first: int, preserves: bool) -> str:
     """
     for op in ops:
         schema = Schema.of(op.func)
-        given = dict(zip(schema.names, op.args, strict=False)) | op.kwargs
-        if any(isinstance(x, torch.Generator) for x in given.values()) or (schema.random and not preserves):
+        if op.draws_from_given or (schema.random and not preserves):
             return "draws numbers that its second run would not draw"
-        written = any(_outside(given.get(name)) for name in schema.writes)
-        counted = any(x.copied for x in given.values() if isinstance(x, Outside))
-        if written or counted or any(number < first for number in op.writes) or not schema.pure:
+        if op.writes_outside or any(number < first for number in op.writes) or not schema.pure:
             return "writes into memory that was there before"
     return ""
-
-
-def _outside(x: Any) -> bool:
-    return any(isinstance(t, Outside) for t in (x if isinstance(x, list) else [x]))
 
 
 def _numbers() -> tuple[Any, ...]:

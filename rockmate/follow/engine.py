@@ -227,7 +227,8 @@ class Followed:
         known.seconds = time.perf_counter() - began
         if observed.use is not None:
             known.used.add(observed.use)
-        others = [k for k in kind.known if not (k.forms == seen.forms and k.missing == missing)]
+        way = seen.forms, missing, seen.packs
+        others = [k for k in kind.known if (k.forms, k.missing, k.observed.seen.packs) != way]
         before = next((k for k in kind.known if k not in others and not k.rehearsed), None)
         if before is not None and before.observed.seen.sizes == seen.sizes:
             known.found = found.with_worst_of(before.found)

@@ -109,6 +109,11 @@ class Noting:
         random = self.schema.random and not (self.rates and all(rate == 0 for rate in self.rates))
         return self.pure and not random and (self.trains or not self.writes_outside)
 
+    def draws_from_given(self) -> bool:
+        """Whether a generator is among its arguments."""
+        given = (*self.args, *self.kwargs.values()) if self.schema.random else ()
+        return any(isinstance(x, torch.Generator) for x in given)
+
     def has(self, key: int) -> bool:
         """Whether a storage from outside is among its arguments."""
         return key in self.outside or key in self.writes_outside

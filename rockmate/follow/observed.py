@@ -15,7 +15,7 @@ import torch
 from rkgb.device import kind_of
 from rkgb.device.kind import Moment
 from rkgb.trace.code import is_the_users
-from rockmate.calls.look import StepLook
+from rockmate.calls.look import FAILED, StepLook
 from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Policy, Tape
 
@@ -69,6 +69,12 @@ class FollowedLook(StepLook):
     """
 
     then: Callable[[list[Moment]], None] | None = None
+
+    def abandon(self, why: str = "") -> None:
+        """As in ``Look``; what was noted of a step that failed is not kept."""
+        super().abandon(why)
+        if why in FAILED:
+            self.then = None
 
     def ended(self, moments: list[Moment], stays: bool) -> None:
         """As in ``StepLook``: what stays is no step's."""

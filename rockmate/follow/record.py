@@ -90,7 +90,8 @@ class Op:
 
     ``makes``: (position among the results, datum) of what it allocates. ``reads`` and ``writes``: data. ``reruns``:
     whether it gives the same when it runs again. ``gathered``: storages that it reads, whose memory comes and goes.
-    ``nanoseconds``: that it took.
+    ``nanoseconds``: that it took. ``writes_outside``: it writes into memory that is not followed. ``draws_from_given``:
+    it draws from a generator among its arguments.
     """
 
     func: Any
@@ -102,6 +103,8 @@ class Op:
     makes: tuple[tuple[int, int], ...] = ()
     gathered: frozenset[int] = frozenset()
     nanoseconds: int = 0
+    writes_outside: bool = False
+    draws_from_given: bool = False
 
 
 OpForm = tuple[Any, ...]

@@ -105,6 +105,7 @@ class Tape(TorchDispatchMode):
         reruns = noting.reruns() and kernels() == self._kernels
         given = (noting.args, noting.kwargs) if reruns else ((), {})
         op = Op(func, *given, tuple(noting.reads), tuple(noting.writes), reruns)
+        op.writes_outside, op.draws_from_given = bool(noting.writes_outside), noting.draws_from_given()
         if self.lasting is not None:
             self._note_gathered(op, noting)
         self.ops.append(op)

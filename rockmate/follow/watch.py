@@ -9,7 +9,7 @@ import torch
 
 from rkgb.cost.memory import is_measuring
 from rkgb.warn import warn
-from rockmate.calls.look import Look
+from rockmate.calls.look import FAILED, Look
 from rockmate.errors import BudgetWarning
 from rockmate.follow.observed import FollowedLook
 
@@ -48,7 +48,9 @@ class Watch:
                     "memory is measured: it may exceed the budget. Run it twice before you measure it"
                 )
             return None
-        if self._last is not None and self._last.why_not:
+        if self._last is not None and self._last.why_not in FAILED:
+            self.unseen -= 1  # it was no step
+        elif self._last is not None and self._last.why_not:
             self.why[self._last.why_not] = None
         if self.unseen >= MOST_UNSEEN and not planned:
             self._say(

@@ -69,7 +69,7 @@ def test_arguments_are_refused_when_they_are_given(options: dict[str, Any], mess
 
 def test_unknown_options_of_the_backend() -> None:
     compiled = torch.compile(net(), backend="rockmate", options={"budget": "1 MiB", "costz": "flops"})
-    with pytest.raises(Exception, match="no option 'costz': there are budget, cache, costs"):
+    with pytest.raises(Exception, match="no option 'costz': there are budget, cache, compile, costs"):
         compiled(X)
 
 

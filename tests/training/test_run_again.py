@@ -228,8 +228,8 @@ def test_a_counter_that_forward_changes_is_no_guard() -> None:
     eager = Twice()
     rk = Rockmate(copy.deepcopy(eager), torch.randn(64, 16), "100%", costs="flops", cache=False)
     x = torch.randn(64, 16)
-    assert_trains_as_eager(eager, rk, lambda _, call: [t for _ in range(3) for t in step(call, (x,))])
-    assert rk.plans_made == 1
+    assert_trains_as_eager(eager, rk, lambda _, call: [t for _ in range(6) for t in step(call, (x,))])
+    assert rk.plans_made <= 2  # for steps that make gradients, and for those that add to them
 
 
 # ------------------------------------------------------------------ models that are followed

@@ -434,31 +434,6 @@ def test_masks_are_left_out_where_transformers_leaves_them_out(kind: Callable[[]
     assert handle.plans_made <= 3  # no padding, some padding, no mask
 
 
-def test_masks_of_several_graphs_are_left_out_where_there_is_no_padding_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No values say so then. With a mask, other kernels of attention run, some of which take several times the
-    memory."""
-
-    class Reports(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.largest = bert(), 0.0
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
-            self.largest = max(self.largest, float(loss.detach()))
-            return 2 * loss
-
-    model = Reports()
-    handle = rockmate.attach(model, "70%", costs="flops", cache=False)
-    for k in range(3):
-        model(tokens(8, 64, high=64, seed=k)).backward()
-    assert handle._steps is not None
-    nodes = [node for member in handle._steps.members.every for node in member.planner.graphs.D.nodes]
-    attention = [node for node in nodes if node.name == "scaled_dot_product_attention"]
-    assert attention
-    assert all(node.args[3] is None for node in attention)
-
-
 @pytest.mark.parametrize("what", ["attention_mask", "position_ids"])
 def test_masks_and_positions_that_a_model_computes(what: str) -> None:
     """They differ from call to call: what holds for one call must not be taken for granted in the next."""
