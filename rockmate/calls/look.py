@@ -109,6 +109,9 @@ class Look(ABC):
 FAILED = ("forward failed", "backward failed")
 """Why a step is not seen that is none."""
 
+LET_GO = "outputs were let go without a backward"
+"""Why a step is not seen whose graph goes."""
+
 
 class InGraph:
     """Owned by hooks in the graph of a step that is looked at. When they go, there is no backward to wait for."""
@@ -124,7 +127,7 @@ class InGraph:
         called(gradients)
 
     def __del__(self) -> None:
-        self.look.abandon("outputs were let go without a backward")
+        self.look.abandon(LET_GO)
 
 
 class StepLook(Look):

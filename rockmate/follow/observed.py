@@ -15,7 +15,7 @@ import torch
 from rkgb.device import kind_of
 from rkgb.device.kind import Moment
 from rkgb.trace.code import is_the_users
-from rockmate.calls.look import FAILED, StepLook
+from rockmate.calls.look import FAILED, LET_GO, StepLook
 from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Policy, Tape
 
@@ -111,7 +111,7 @@ class Observed:
         """As in ``Policy``: there is no backward to wait for, unless it runs."""
         self.inner.ended()
         if self.look is not None:
-            self.look.abandon("outputs were let go without a backward")
+            self.look.abandon(LET_GO)
 
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""

@@ -181,7 +181,7 @@ class Ledger:
         self._refs[key] = weakref.ref(storage, partial(_gone, weakref.ref(self), key, size))
 
     def leave(self, key: int, size: int) -> None:
-        """A storage that lives is memory of no datum any more."""
+        """A storage is memory of no datum any more."""
         del self._refs[key]
         number = self.at.pop(key)
         self.deaths.append(number)
@@ -202,11 +202,7 @@ class Ledger:
 def _gone(ledger: weakref.ref[Ledger], key: int, size: int, _: Any) -> None:
     found = ledger()
     if found is not None:
-        del found._refs[key]
-        number = found.at.pop(key)
-        found.deaths.append(number)
-        found.copies[number] -= 1
-        found.live -= size
+        found.leave(key, size)
 
 
 class Slot:
