@@ -60,7 +60,7 @@ class Probe:
             runs=Runs.alike(0),
             backward_time=0,
             held=private + lasting,
-            forward_peak=max(kept_peak, fill_peak),
+            forward_peak=max(kept_peak, fill_peak, stop_peak),
             pass_peak=pass_peak - state,
             stop_peak=stop_peak,
             backward_peak=backward_peak,

@@ -50,9 +50,11 @@ class ChainTable:
         self._columns = np.arange(size + 1)
         self._buffer: Times = np.empty((count + 1) * (size + 1), np.float32)
         self._passes = [_passes(costs, i) for i in range(count)]
-        self._kept_best = np.array([min(o.time + o.forward_time for o in of) for of in costs.options], np.float64)
+        kept = [min(o.time + o.forward_time for o in of) for of in costs.options]
         alone = [min(self._alone(k, o)[1] for o in range(len(of))) for k, of in enumerate(costs.options)]
         self._alone_best = np.array(alone, np.float64)
+        # A block that another follows in its segment is kept, or passed before it runs alone.
+        self._followed_best = np.minimum(kept, self._alone_best + np.array(costs.pass_time, np.float64))
         # inner[i][j - i], and its first finite column: columns before it need not be read.
         self.inner: list[Times] = [np.full((count - i, size + 1), np.inf, np.float32) for i in range(count)]
         self._first: list[Slots] = [np.full(count - i, size + 1, np.int64) for i in range(count)]
@@ -121,14 +123,14 @@ class ChainTable:
         np.minimum(out[:, low:], offers, out=out[:, low:])
 
     def _best(self, i: int) -> Times:
-        """Per end, the time of i..j with unlimited memory, rounded up."""
-        sums = np.concatenate([[0.0], np.cumsum(self._kept_best[i:-1])]) + self._alone_best[i:]
+        """Per end, a time that i..j takes at least, rounded up."""
+        sums = np.concatenate([[0.0], np.cumsum(self._followed_best[i:-1])]) + self._alone_best[i:]
         best: Times = (sums * (1 + 1e-6)).astype(np.float32)
         return best
 
     def _again(self, i: int) -> Times:
         """Per k, the time by which a split at k or later exceeds ``_best`` at least."""
-        extra = self._passes[i][2][: self.costs.blocks - i] + self._alone_best[i:] - self._kept_best[i:]
+        extra = self._passes[i][2][: self.costs.blocks - i] + self._alone_best[i:] - self._followed_best[i:]
         least: Times = np.minimum.accumulate(extra[::-1])[::-1].clip(0).astype(np.float32)
         return least
 

@@ -92,6 +92,11 @@ class Chain:
                 raise ProblemError(
                     f"stage {i} ({stage.name}): of whole runs the one that keeps everything is the shortest: {runs}"
                 )
+            if stage.stop_peak > stage.forward_peak:
+                raise ProblemError(
+                    f"stage {i} ({stage.name}): a run that stops is the start of one that goes on, and allocates no more "
+                    f"than it: stop_peak is {stage.stop_peak} bytes, forward_peak {stage.forward_peak}"
+                )
 
     @property
     def length(self) -> int:

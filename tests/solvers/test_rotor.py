@@ -33,15 +33,16 @@ def chains(draw: st.DrawFn, longest: int = 4) -> Chain:
     stages, values = [], [((0, 0),)]
     for i in range(draw(st.integers(1, longest))):
         out, held, whole, filling = draw(SIZES), draw(SIZES), draw(TIMES), draw(TIMES)
+        forward_peak = held + out + draw(SIZES)
         runs = Runs(whole, whole + draw(TIMES), whole + filling, draw(st.integers(0, whole + filling)))
         stage = Stage(
             name=f"stage {i}",
             runs=runs,
             backward_time=draw(st.integers(0, 9)),
             held=held,
-            forward_peak=held + out + draw(SIZES),
+            forward_peak=forward_peak,
             pass_peak=out + draw(SIZES),
-            stop_peak=held + draw(SIZES),
+            stop_peak=draw(st.integers(held, forward_peak)),
             backward_peak=draw(SIZES),
             input_gradient=values[-1][0][1],
             parameter_gradients=draw(st.integers(0, 3)),
@@ -81,6 +82,15 @@ def test_persistent_is_the_best_of_all(chain: Chain, share: float) -> None:
     found = walk_sequence(chain, persistent(chain, limit, 100 * limit))
     assert found.peak <= limit
     assert found.time == min(w.time for w in walks if w.peak <= limit)
+
+
+def test_a_second_pass_may_be_faster_than_keeping() -> None:
+    """The table once took the time of keeping every stage for a lower bound, and stopped at it."""
+    first = Stage("first", Runs(0, 0, 1, 0), 0, 0, 2, 3, 0, 0, 0, 0)
+    second = Stage("second", Runs.alike(0), 0, 0, 1, 1, 0, 0, 2, 0)
+    chain = Chain((first, second), (((0, 0),), ((1, 2),), ((2, 1),)), 1, 2)
+    assert walk_sequence(chain, persistent(chain, 5, 500)).time == 0
+    assert walk_sequence(chain, persistent(chain, 4, 500)).time == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -208,6 +218,8 @@ def test_chains_that_cannot_be() -> None:
     for runs in (Runs.alike(1, tail=2), Runs(2, 1, 2, 1), Runs(2, 2, 1, 1), Runs(1, 1, 1, 2)):
         with pytest.raises(ProblemError, match="keeps everything is the shortest"):
             replace(homogeneous(1), stages=(replace(stage, runs=runs),))
+    with pytest.raises(ProblemError, match="stop_peak is 9 bytes, forward_peak 2"):
+        replace(homogeneous(1), stages=(replace(stage, stop_peak=9),))
 
 
 def test_chain_as_text() -> None:
