@@ -94,8 +94,8 @@ class Chain:
                 )
             if stage.stop_peak > stage.forward_peak:
                 raise ProblemError(
-                    f"stage {i} ({stage.name}): a run that stops is the start of one that goes on, and allocates no more "
-                    f"than it: stop_peak is {stage.stop_peak} bytes, forward_peak {stage.forward_peak}"
+                    f"stage {i} ({stage.name}): a run that stops is the start of a full one, so it allocates "
+                    f"no more: stop_peak is {stage.stop_peak} bytes, forward_peak {stage.forward_peak}"
                 )
 
     @property
