@@ -191,6 +191,7 @@ class Followed:
                 continue
             if other.forms[: len(forms)] == forms and other.program.packs[: len(packs)] == packs:
                 kind.known = [other, *(k for k in kind.known if k is not other)]  # the next call may be like this one
+                self.last = other
                 return Planned(other.program, partial(self._otherwise, kind, other)).take_over(tape)
         kind.news = len(kind.known) < MOST_KNOWN
         self._left = True

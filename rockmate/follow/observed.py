@@ -182,25 +182,16 @@ class Observed:
         for number in deaths[self._deaths :]:
             self._in_use.pop(number, None)
         self._deaths = len(deaths)
-        for number in [n for n in self._outside if not self._is_held_outside(tape, tape.data[n])]:
+        for number in [n for n in self._outside if not tape.ledger.is_held_outside(tape.data[n])]:
             del self._outside[number]
             self.seen.released[number] = at
-        for number in [n for n in self._in_use if self._is_held_here_alone(tape, tape.data[n])]:
+        for number in [n for n in self._in_use if tape.ledger.is_held_here_alone(tape.data[n])]:
             del self._in_use[number]
         kind_of(tape.device).synchronize(tape.device)
         if self.look is None:
             return
         self.look.mark()
         self.seen.marks.append(Mark(what, index, tape.ledger.live, time.perf_counter_ns()))
-
-    @classmethod
-    def _is_held_outside(cls, tape: Tape, datum: Datum) -> bool:
-        copies = tape.ledger.copies.get(datum.number, 0)
-        return copies > 1 or (copies == 1 and not cls._is_held_here_alone(tape, datum))
-
-    @staticmethod
-    def _is_held_here_alone(tape: Tape, datum: Datum) -> bool:
-        return datum.base is not None and tape.ledger.holders(datum.base) <= 0
 
 
 def pack_of(tape: Tape, slot: Slot) -> tuple[int, int | None]:

@@ -131,7 +131,7 @@ class _Costs:
     def rate(self, datum: Datum) -> float | None:
         """Nanoseconds a byte; None for data that cannot go, or whose memory somebody else holds."""
         tape = self.tape
-        if datum.base is None or datum.pinned or not datum.slots or tape.ledger.holders(datum.base) > 0:
+        if datum.pinned or not datum.slots or not tape.ledger.is_held_here_alone(datum):
             return None
         again = self._again(datum)
         return None if again is None else (1 + again) / datum.size

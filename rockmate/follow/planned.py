@@ -145,15 +145,18 @@ class Planned:
     def take_over(self, tape: Tape) -> Planned:
         """Another policy has decided so far: hold what this plan holds, and nothing else if that is possible."""
         held = self.program.held
+        others = [datum for datum in tape.data if datum.number not in held]
+        for datum in others:  # first: what is made again needs the room
+            if not datum.pinned:
+                datum.base = None
         try:
             for datum in tape.data:
                 if datum.number in held and datum.base is None:
-                    tape.hold(datum)
+                    tape.hold(datum, held)
         except GoneError:  # what the other policy holds makes up for it
             return self
-        for datum in tape.data:
-            if datum.number not in held:
-                datum.base = None
+        for datum in others:
+            datum.base = None
         return self
 
     def before(self, tape: Tape, index: int) -> None:

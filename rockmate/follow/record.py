@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,19 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rockmate.errors import GoneError
-
-Form = tuple[Any, ...]
-"""How a tensor lies in its storage: dtype, size, stride, offset, and whether it is a conjugate or negative view."""
-
-
-def formed(base: torch.Tensor, form: Form) -> torch.Tensor:
-    """The tensor that lies in the storage of ``base`` as ``form`` says."""
-    dtype, size, stride, offset, conj, neg = form
-    if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
-        return base.as_strided(size, stride, offset)
-    t = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
-    t = torch._neg_view(t) if neg else t
-    return torch._conj(t) if conj else t
+from rockmate.run.slots import Form, changed
 
 
 def alias_of(t: torch.Tensor) -> torch.Tensor:
@@ -193,10 +181,16 @@ class Ledger:
         found = (self._refs[key]() for key, other in self.at.items() if other == number)
         return next((s for s in found if s is not None), None)
 
-    def holders(self, base: torch.Tensor) -> int:
-        """How many tensors beside ``base`` lie in its storage."""
+    def is_held_outside(self, datum: Datum) -> bool:
+        """Whether somebody else holds a tensor in its memory: ``base`` is ours."""
+        copies = self.copies.get(datum.number, 0)
+        return copies > 1 or (copies == 1 and not self.is_held_here_alone(datum))
+
+    def is_held_here_alone(self, datum: Datum) -> bool:
+        """Whether no tensor beside ``base`` lies in its storage."""
         uses: Callable[[int], int] = torch._C._storage_Use_Count
-        return uses(base.untyped_storage()._cdata) - 2  # base, and Python's object
+        # base, and Python's object
+        return datum.base is not None and uses(datum.base.untyped_storage()._cdata) <= 2
 
 
 def _gone(ledger: weakref.ref[Ledger], key: int, size: int, _: Any) -> None:
@@ -245,16 +239,7 @@ class Wrapped:
         """The tensor. ``unpack``: of a slot. Raises ``RuntimeError`` where it was changed."""
         t = self.ref()
         if t is not None and t._version != self.version:
-            raise changed(t.shape, self.version, t._version)
+            raise changed(f"a tensor of shape {list(t.shape)}", t, self.version)
         parts = {name: unpack(slot) for name, slot in self.slots.items()}
         made: torch.Tensor = self.kind.__tensor_unflatten__({**parts, **self.others}, *self.form)
         return made
-
-
-def changed(shape: Iterable[int], version: int, now: int) -> RuntimeError:
-    """A saved tensor of ``shape`` was changed in place."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of shape {list(shape)} is at version {now}; expected version {version} instead. It was changed "
-        "between the operation that saved it and the backward that reads it."
-    )

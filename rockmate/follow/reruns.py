@@ -13,7 +13,8 @@ from rkgb.trace.capture import current_mode
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.errors import GoneError
 from rockmate.follow.noting import flat
-from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, changed, formed
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref
+from rockmate.run.slots import changed, formed
 
 
 class Reruns:
@@ -22,8 +23,11 @@ class Reruns:
     def __init__(self, ops: list[Op], data: list[Datum], ledger: Ledger) -> None:
         self.ops, self.data, self.ledger, self.settings = ops, data, ledger, settings()
 
-    def make(self, datum: Datum) -> torch.Tensor:
-        """Make the datum again, from what is held. What is made on the way is held if a slot refers to it."""
+    def make(self, datum: Datum, among: frozenset[int] | None = None) -> torch.Tensor:
+        """Make the datum again, from what is held. What is made on the way is held if a slot refers to it.
+
+        ``among``: and it is one of these.
+        """
         order = sorted(self._needed(datum))
         left: dict[int, int] = {}
         for index in order:
@@ -35,7 +39,8 @@ class Reruns:
             for number in self.ops[index].reads:
                 left[number] -= 1
                 other = self.data[number]
-                if not left[number] and number in made and not other.slots and other is not datum:
+                wanted = other is datum or (other.slots and (among is None or number in among))
+                if not left[number] and number in made and not wanted:
                     other.base = None
         assert datum.base is not None
         return datum.base
@@ -91,7 +96,7 @@ class Reruns:
             if datum.version is not None:
                 counter = base if datum.counter is None else datum.counter
                 if counter._version != datum.version:
-                    raise changed(x.form[1], datum.version, counter._version)
+                    raise changed(f"a tensor of shape {list(x.form[1])}", counter, datum.version)
             return formed(base, x.form)
         if type(x) is Outside:
             return x.value()

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import (
 )
 
 from rockmate.follow.noting import Noting, flat, has_memory, kernels
-from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped, changed, counter_of, formed
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped, counter_of
 from rockmate.follow.reruns import Reruns
-from rockmate.run.slots import form_of
+from rockmate.run.slots import changed, form_of, formed
 
 
 class Policy(Protocol):
@@ -234,12 +234,12 @@ class Tape(TorchDispatchMode):
             datum.counter = counter_of(t)
         self.pin(datum)
 
-    def hold(self, datum: Datum) -> None:
-        """Hold the datum from now on: as it is if it lives, else as it is made again."""
+    def hold(self, datum: Datum, among: frozenset[int] | None = None) -> None:
+        """Hold the datum from now on: as it lives, or else as it is made again. ``among``: see ``Reruns.make``."""
         storage = self.ledger.storage_of(datum.number)
         with torch._C._DisableTorchDispatch():
             if storage is None:
-                self.reruns.make(datum)
+                self.reruns.make(datum, among)
                 return
             base = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
             datum.base = base if datum.counter is not None else base.clone()  # whose changes nobody would see
@@ -272,7 +272,7 @@ class Tape(TorchDispatchMode):
         counter = slot.counter
         if counter is not None and not counter.is_inference() and counter._version != slot.version:
             shape = slot.form[1] if slot.form else slot.held.shape if slot.held is not None else ()
-            raise changed(shape, slot.version, counter._version)
+            raise changed(f"a tensor of shape {list(shape)}", counter, slot.version)
         datum = slot.datum
         with torch._C._DisableTorchDispatch():
             if not self.open:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rockmate.calls.observe import sequence_number
 from rockmate.follow.record import Use
@@ -16,14 +16,13 @@ class UseOfOutputs:
     def __init__(self, tape: Tape, then: Callable[[Tape, Use], None]) -> None:
         self.then = then
         self.thread, self.first = threading.get_ident(), sequence_number()
-        self.outside = frozenset(n for n in set(tape.ledger.at.values()) if _is_held_outside(tape, n))
+        self.outside = _held(tape, tape.ledger.at.values())
 
     def begin(self, tape: Tape) -> None:
         """The backward has come to the first saved tensor."""
         nodes = sequence_number() - self.first if threading.get_ident() == self.thread else -1
-        self.then(tape, Use(nodes, frozenset(n for n in self.outside if _is_held_outside(tape, n))))
+        self.then(tape, Use(nodes, _held(tape, self.outside)))
 
 
-def _is_held_outside(tape: Tape, number: int) -> bool:
-    base = tape.data[number].base
-    return tape.ledger.storage_of(number) is not None if base is None else tape.ledger.holders(base) > 0
+def _held(tape: Tape, numbers: Iterable[int]) -> frozenset[int]:
+    return frozenset(n for n in numbers if tape.ledger.is_held_outside(tape.data[n]))

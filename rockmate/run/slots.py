@@ -10,6 +10,9 @@ import torch
 
 from rkgb.storages import storage_key
 
+Form = tuple[Any, ...]
+"""How a tensor lies in its storage: dtype, size, stride, offset, and whether it is a conjugate or negative view."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -100,22 +103,26 @@ def version_of(t: torch.Tensor) -> int:
     return -1 if t.is_inference() else t._version
 
 
-def form_of(t: torch.Tensor) -> Any:
+def form_of(t: torch.Tensor) -> Form:
     """How ``t`` lies in its storage."""
     return (t.dtype, t.size(), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
+
+
+def formed(base: torch.Tensor, form: Form) -> torch.Tensor:
+    """The tensor that lies in the storage of ``base`` as ``form`` says."""
+    dtype, size, stride, offset, conj, neg = form
+    if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
+        return base.as_strided(size, stride, offset)
+    t = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
+    t = torch._neg_view(t) if neg else t
+    return torch._conj(t) if conj else t
 
 
 def _at(place: Place, held: dict[int, torch.Tensor]) -> torch.Tensor:
     """The tensor of a place, from the values of its data."""
     if place.exact and place.value in held:
         return held[place.value]
-    base = next(iter(held.values()))
-    dtype, size, stride, offset, conj, neg = place.form
-    if dtype == base.dtype and not (conj or neg or base.is_conj() or base.is_neg()):
-        return base.as_strided(size, stride, offset)
-    t = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
-    t = torch._neg_view(t) if neg else t
-    return torch._conj(t) if conj else t
+    return formed(next(iter(held.values())), place.form)
 
 
 def changed(what: str, t: torch.Tensor, then: int) -> RuntimeError:

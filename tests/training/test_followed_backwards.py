@@ -182,5 +182,5 @@ def test_ways_that_alternate_are_all_planned(ways: int, share: float) -> None:
     for _ in range(2 * ways):
         peak = measure_peak(lambda: step(model), "cpu")
         assert handle.plan is not None
-        # Until it is seen which way a call goes, it follows the plan of another one.
-        assert peak <= min(budget, max(call.plan.predicted_peak for call in handle.plans if call.plan) + 64)
+        # Until it is seen which way a call goes, it follows the plan of another one, and may take less than its own.
+        assert peak <= min(budget, handle.plan.predicted_peak + 64)
