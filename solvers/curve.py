@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +23,9 @@ ROWS = 10
 
 STEPS = (10, 5, 2, 1)
 """Percents of memory that may lie between two rows of a table."""
+
+KNEE = 0.05
+"""A budget between two rows has a row if its overhead is lower by this than a line between the two says."""
 
 
 class Baseline(NamedTuple):
@@ -94,17 +98,32 @@ class Frontier:
     def table(self) -> list[tuple[int, float, float]]:
         """About ten rows: a budget in bytes, its share of ``max_budget``, and the overhead. The largest comes first.
 
-        Shares are whole percents, which can be given as a budget ("60%"), but for the last one, ``min_budget``.
+        There are more where the overhead rises steeply: the smallest budgets before it does. Shares are whole
+        percents, which can be given as a budget ("60%"), but for the last one, ``min_budget``.
         """
         if self.max_budget <= 0:
             return []
         least = self.min_budget / self.max_budget
-        rows = []
-        for percent in _percents(100 * least):
-            budget = self.max_budget * percent // 100
-            if percent / 100 - least > 0.005:  # else it prints as the last row
-                rows.append((budget, percent / 100, self.overhead(budget)))
-        return [*rows, (self.min_budget, least, self.overhead(self.min_budget))]
+        last = self.min_budget, least, self.overhead(self.min_budget)
+        rows = [self._row(p) for p in _percents(100 * least) if p / 100 - least > 0.005]  # else it prints as the last
+        knees = [row for above, below in pairwise([*rows, last]) for row in self._knee(above, below)]
+        return [*sorted([*rows, *knees], reverse=True), last]
+
+    def _row(self, percent: int) -> tuple[int, float, float]:
+        budget = self.max_budget * percent // 100
+        return budget, percent / 100, self.overhead(budget)
+
+    def _knee(self, above: tuple[int, float, float], below: tuple[int, float, float]) -> list[tuple[int, float, float]]:
+        """The row between two that lies lowest under the line between them, if it lies low enough."""
+        rise = (below[2] - above[2]) / (above[1] - below[1]) if above[1] > below[1] else 0.0
+        if below[2] - above[2] < KNEE:
+            return []
+        between = [
+            self._row(p) for p in range(int(100 * below[1]) + 1, round(100 * above[1])) if p / 100 - below[1] > 0.005
+        ]
+        gains = [(above[2] + rise * (above[1] - share) - overhead, budget) for budget, share, overhead in between]
+        gain, budget = max(gains, default=(0.0, 0))
+        return [row for row in between if row[0] == budget and gain >= KNEE]
 
     def _rows(self) -> list[tuple[str, str, str]]:
         rows = [("budget", "of eager's peak", "extra time")]
