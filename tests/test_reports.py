@@ -281,6 +281,17 @@ def test_a_frontier_prints_about_ten_rows(least: int, percents: list[int]) -> No
         assert budget <= share * 1000 + 1 and overhead == curve.overhead(budget)
 
 
+def test_a_frontier_has_the_row_before_the_time_rises_steeply() -> None:
+    """Between 40 % and the least, 33 %, most of the rise is below 35 %."""
+    points = [(size, 0.3 + 0.001 * (1000 - size) / 10) for size in range(350, 1001)]
+    curve = Frontier(330, 1000, ((330, 0.9), *points))
+    shares = [round(100 * share) for _, share, _ in curve.table()]
+    assert shares == [*range(100, 30, -10), 35, 33]
+    assert str(curve).splitlines()[-2].split()[:2] == ["350", "bytes"]
+    straight = Frontier(300, 1000, tuple((size, (1000 - size) / 1000) for size in range(300, 1001)))
+    assert len(straight.table()) == 8
+
+
 def test_overheads_of_budgets_between_points() -> None:
     curve = Frontier(10, 30, ((10, 0.5), (20, 0.2), (30, 0.0)))
     assert [curve.overhead(budget) for budget in (10, 19, 20, 29, 30, 10**9)] == [0.5, 0.5, 0.2, 0.2, 0.0, 0.0]
