@@ -16,7 +16,7 @@ class UseOfOutputs:
     def __init__(self, tape: Tape, then: Callable[[Tape, Use], None]) -> None:
         self.then = then
         self.thread, self.first = threading.get_ident(), sequence_number()
-        self.outside = _held(tape, tape.ledger.at.values())
+        self.outside = _held(tape, set(tape.ledger.at.values()))  # a copy: storages may go meanwhile
 
     def begin(self, tape: Tape) -> None:
         """The backward has come to the first saved tensor."""

@@ -131,7 +131,7 @@ class ChainTable:
     def _again(self, i: int) -> Times:
         """Per k, the time by which a split at k or later exceeds ``_best`` at least."""
         extra = self._passes[i][2][: self.costs.blocks - i] + self._alone_best[i:] - self._followed_best[i:]
-        least: Times = np.minimum.accumulate(extra[::-1])[::-1].clip(0).astype(np.float32)
+        least: Times = np.minimum.accumulate(extra[::-1])[::-1].astype(np.float32)
         return least
 
     def _fill_top(self, i: int) -> None:
