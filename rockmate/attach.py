@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 
@@ -25,8 +26,33 @@ from rockmate.planning.wrappers import check_compiled
 from rockmate.tell import be_heard
 
 
+class AttachOptions(TypedDict, total=False):
+    """The options of ``attach``."""
+
+    sample: Sample | None
+    sample_kwargs: dict[str, Any] | None
+    costs: str
+    loss_memory: int | None
+    on_infeasible: str
+    time_limit: float | None
+    solver: str
+    progress: bool | None
+    cache: bool | str | os.PathLike[str] | None
+    compile: bool
+
+
+@overload
+def attach(model: torch.nn.Module, budget: int | float | str, **options: Unpack[AttachOptions]) -> Attachment: ...
+
+
+@overload
 def attach(
-    model: torch.nn.Module,
+    model: Sequence[torch.nn.Module], budget: int | float | str, **options: Unpack[AttachOptions]
+) -> tuple[Attachment, ...]: ...
+
+
+def attach(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     budget: int | float | str,
     *,
     sample: Sample | None = None,
@@ -39,23 +65,60 @@ def attach(
     progress: bool | None = None,
     cache: bool | str | os.PathLike[str] | None = True,
     compile: bool = False,
-) -> Attachment:
+) -> Attachment | tuple[Attachment, ...]:
     """Train ``model`` under ``budget``, in place: from now on its calls with gradients run under a plan.
 
     The model stays what it is: its class, methods, state and attributes; copies and pickles of it are plain modules.
     Without ``sample`` a plan is made at the first call with gradients, and at the first of each new kind. Calls without
-    gradients, and those for which the budget does not bind, run as they did before. ``on_infeasible``: "error" raises
-    ``InfeasibleBudgetError`` where no plan fits the budget, "least" warns (``BudgetWarning``) and takes the plan of
-    least memory. ``compile``: operations between the kernels of libraries run as pieces that Inductor has compiled, as
-    ``docs/compile.md`` says. The other arguments are as for ``Rockmate``. Raises ``InputError`` for what cannot be
-    used, and, at a
-    call that is planned, ``GraphError`` for a model that cannot be traced.
+    gradients, and those for which the budget does not bind, run as they did before. The budget is for a step: calls
+    that come before the backward of others are planned together from the second such step on. A list of modules that
+    run in one step, such as a generator and its discriminator, shares one budget, and a tuple of what is returned for
+    each comes back. ``on_infeasible``: "error" raises ``InfeasibleBudgetError`` where no plan fits the budget, "least"
+    warns (``BudgetWarning``) and takes the plan of least memory. ``compile``: operations between the kernels of
+    libraries run as pieces that Inductor has compiled, as ``docs/compile.md`` says. The other arguments are as for
+    ``Rockmate``. Raises ``InputError`` for what cannot be used, and, at a call that is planned, ``GraphError`` for a
+    model that cannot be traced.
     """
+    models = [model] if isinstance(model, torch.nn.Module) else _checked_list(model, sample)
+    for k, one in enumerate(models):
+        _check_new(one, models[:k], compile)
+    if sample is None and sample_kwargs is not None:
+        raise InputError("sample_kwargs without a sample: give sample=() if the call has no positional arguments")
+    options = options_of(costs, loss_memory, time_limit, solver, cache, compile)
+    terms = Terms(parse_budget(budget), options, progress, is_least(on_infeasible))
+    be_heard()
+    attachments = []
+    for one in models:
+        if compile:
+            prepare_for_pieces(one)
+        attachment = Attachment(one, terms)
+        if sample is not None:
+            attachment.plan_for(checked_call(one, sample, sample_kwargs, compile))
+        attachments.append(attachment)
+    for one, attachment in zip(models, attachments, strict=True):
+        one._compiled_call_impl = attachment
+        _attachments.add(attachment)
+    watch_others(Attachment, attached)
+    return attachments[0] if isinstance(model, torch.nn.Module) else tuple(attachments)
+
+
+def _checked_list(models: object, sample: Sample | None) -> list[torch.nn.Module]:
+    """Modules that are to share a budget."""
+    if not isinstance(models, (list, tuple)):
+        checked_type(models)
+        raise InputError("give a module, or a list of modules that run in one step")
+    if not models:
+        raise InputError("the list of modules is empty: give the modules that run in one step")
+    if sample is not None:
+        raise InputError("sample= is for one module: the calls of several are planned when they come")
+    return list(models)
+
+
+def _check_new(model: torch.nn.Module, others: Sequence[torch.nn.Module], compile: bool) -> None:
+    """Raise ``InputError`` for a module that cannot be attached. ``others``: that are attached together with it."""
     checked_module(model)
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise InputError(f"the model is a {type(model).__name__}, which a plan does not run: attach model.module")
-    if sample is None and sample_kwargs is not None:
-        raise InputError("sample_kwargs without a sample: give sample=() if the call has no positional arguments")
     if hasattr(model, "_rockmate_attachment"):
         raise InputError("the model is a Rockmate, which has a plan: set rk.budget, or attach rk.original")
     if attached(model) is not None:
@@ -63,22 +126,16 @@ def attach(
             "the model is attached already: set the budget of what attach returned (rockmate.attached(model).budget), "
             "or rockmate.detach(model) first"
         )
+    for other in others:
+        if any(m is model for m in other.modules()) or any(m is other for m in model.modules()):
+            raise InputError(
+                f"of the modules in the list, the {type(model).__name__} is the {type(other).__name__}, a part of it, "
+                "or has it as a part: attach the larger one alone"
+            )
     check_compiled(model, compile)
-    for other in list(_attachments):
-        if other.is_around(model):
-            warn_of_whole(model, other.name)
-    options = options_of(costs, loss_memory, time_limit, solver, cache, compile)
-    terms = Terms(parse_budget(budget), options, progress, is_least(on_infeasible))
-    be_heard()
-    if compile:
-        prepare_for_pieces(model)
-    attachment = Attachment(model, terms)
-    if sample is not None:
-        attachment.plan_for(checked_call(model, sample, sample_kwargs, compile))
-    model._compiled_call_impl = attachment
-    _attachments.add(attachment)
-    watch_others(Attachment, attached)
-    return attachment
+    for attachment in list(_attachments):
+        if attachment.is_around(model):
+            warn_of_whole(model, attachment.name)
 
 
 _attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()

@@ -25,7 +25,7 @@ from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
 from rockmate.calls.front import Front
 from rockmate.calls.hooks import Hooks, any_is_gone, hooks_of
-from rockmate.calls.look import end_look
+from rockmate.calls.look import end_look, others_looks_paused
 from rockmate.calls.reasons import reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
 from rockmate.calls.surroundings import (
@@ -100,6 +100,7 @@ class Attachment(Front):
         self.reason = ""
         self._signature: inspect.Signature | None = None
         self._refused = self._detached = False
+        terms.users.append(weakref.ref(self))
         self._lazy = True  # whether there may be layers that have no sizes yet
 
     @property
@@ -130,7 +131,7 @@ class Attachment(Front):
     def variant(self) -> Variant | None:
         """The plan of the last call, ready to run."""
         self._check_place()
-        return self.last.last if self.last is not None else None
+        return self.last.ran if self.last is not None else None
 
     @property
     def plan(self) -> Plan | FollowedPlan | None:
@@ -140,7 +141,7 @@ class Attachment(Front):
         self._check_place()
         if self._followed is not None:
             return self._followed.plan
-        return self.variant.plan if self.variant is not None else None
+        return self.last.ran.plan if self.last is not None and self.last.ran is not None else None
 
     @property
     def plans_made(self) -> int:
@@ -186,11 +187,24 @@ class Attachment(Front):
                 raise error.with_traceback(None) from None
         if self.terms.budget == before:
             return
+        self._look_again()
+        self.terms.others_plan_anew(self)
+
+    def _look_again(self) -> None:
+        """Whether the budget binds is not known any more."""
         for calls in self._capture.graphs:
             calls.spacious.clear()
             calls.free = None
             calls.binding.clear()
             calls.measured = 0
+
+    def plan_anew(self) -> None:
+        """The budget was set by another module that shares it."""
+        self._look_again()
+        self.cache.clear()
+        self.last = None
+        if self._followed is not None:
+            self._followed.solving.asked = None
 
     def _check_place(self) -> None:
         """Say that ``model.compile()`` has put its code in the place of the plan, which torch tells nobody."""
@@ -258,8 +272,7 @@ class Attachment(Front):
         if self._lazy and self._gets_sizes(model):
             return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()
-        end_look()  # not within frames of TorchDynamo, which may record for the profiler themselves
-        with self._entered(), without_global_hooks(), modes_suspended() as self.inside.modes:
+        with others_looks_paused(), self._entered(), without_global_hooks(), modes_suspended() as self.inside.modes:
             return self._run(model, Call(args, kwargs))
 
     def _gets_sizes(self, model: torch.nn.Module) -> bool:
@@ -411,6 +424,7 @@ class Attachment(Front):
         self._capture.clear()
         self.cache.clear()
         self.families.clear()
+        self.terms.steps.forget(self)
         self._followed = self._why = self.last = None
 
     def _run_unplanned(self, model: torch.nn.Module, call: Call, error: Exception, reason: Exception | None) -> Any:

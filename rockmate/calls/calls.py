@@ -27,6 +27,7 @@ from rockmate.calls.families import Family, resized_in
 from rockmate.calls.front import Front
 from rockmate.calls.look import abandoned, end_look
 from rockmate.calls.shown import Shown
+from rockmate.calls.steps import Turn
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import (
     Variant,
@@ -38,6 +39,7 @@ from rockmate.calls.variants import (
     reads_more,
     solved_again,
 )
+from rockmate.calls.ways import PlannedWays, with_gradients
 from rockmate.errors import InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import KeptCosts
@@ -70,12 +72,13 @@ class Calls(ABC):
     """Runs calls of ``module`` under plans.
 
     The module is a pure program of tensors: see ``CapturedCalls``. ``last``: the plan of the last call, or the one that
-    replaced it after its backward.
+    replaced it after its backward; ``ran``: where the call shared its step's budget, the plan for its share.
     """
 
     def __init__(self, module: torch.nn.Module, front: Front) -> None:
         self.module, self.front, self.terms, self.cache = module, front, front.terms, front.cache
         self.last: Variant | None = None
+        self.ran: Variant | None = None
         self.needs_data = self.needs_a_run = False  # for the program at other sizes, or for its graph
 
     # ------------------------------------------------- what a subclass knows better
@@ -145,25 +148,47 @@ class Calls(ABC):
 
     def _run_under(self, variant: Variant, call: Call) -> Any:
         """Run under this plan; raises ``GuardFailed`` where it is not for these values."""
-        self.front.check_alone(variant.plan.predicted_peak)
+        turn, ran = self._turn(variant, call)
         look = variant.look()
-        with abandoned(look):
-            state = CallState(variant.program, self.sources(variant, call.tensors))
-            outputs = state.forward()
-            result = self.returned(variant.structure, outputs)
+        try:
+            with abandoned(look):
+                state = CallState(ran.program, self.sources(ran, call.tensors))
+                outputs = state.forward()
+                result = self.returned(ran.structure, outputs)
+        except BaseException:
+            self.terms.steps.undo(turn)
+            raise
+        turn.held_by(state.backward)
+        state.backward.arrived = turn.begin
         self.cache.used(variant)
-        self.last = variant
+        self.last, self.ran = variant, ran
         if variant.is_provisional and variant.family is not None:
             variant.family.spent[variant.number] += variant.plan.rerun_time
         if variant.observer is not None:
             if look is not None:
                 look.then = self.learner(variant, call.tensors)
-            kept = state.store.warn_unplanned if variant.is_tight else None
-            observed = variant.observer.watch(variant.program, outputs, look, kept)
+            kept = state.store.warn_unplanned if ran.is_tight else None
+            observed = variant.observer.watch(ran.program, outputs, look, kept)
             if observed is not None:
-                self.front.follow(observed, variant.plan.kept)
+                observed.turn = turn
+                turn.held_by(observed)
                 state.backward.arrived = observed.begin
         return result
+
+    def _turn(self, variant: Variant, call: Call) -> tuple[Turn, Variant]:
+        """The turn of a call under this plan in its step, and the variant that runs in it."""
+        key, steps = self.kind(call)[0], self.terms.steps
+        after = bool(variant.planner.missing) and steps.follows_a_backward(key, self.front)
+        if after:
+            if "after" not in variant.derived:
+                with TRACING, undisturbed(), self.module_ready():
+                    variant.derived["after"] = with_gradients(variant, self.module, call.tensors)
+            variant = variant.derived["after"]
+        if "ways" not in variant.derived:
+            variant.derived["ways"] = PlannedWays(variant, self.front, self.terms.progress)
+        ways: PlannedWays = variant.derived["ways"]
+        turn = steps.take(key, ways, self.front.name, self.terms, after)
+        return turn, ways.placed(turn.way)
 
     def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:
         """The variant for what earlier calls have shown."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -27,9 +28,10 @@ from rockmate.calls.captured import Captured, captured_sources, without_wrappers
 from rockmate.calls.front import Front
 from rockmate.calls.function_numbers import move_numbers_out
 from rockmate.calls.keys import call_key, in_force
-from rockmate.calls.look import WholeLook, abandoned
+from rockmate.calls.look import Look, WholeLook, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.shown import Shown
+from rockmate.calls.steps import Rough, Turn
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.surroundings import undisturbed, witnesses
 from rockmate.calls.variants import Variant
@@ -37,6 +39,7 @@ from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitErro
 from rockmate.pieces.choice import runs_compiled
 from rockmate.pieces.program import Pieces, with_compiled_pieces
 from rockmate.tell import LOG
+from solvers.calls import Way
 
 MOST_KINDS = 256
 """Kinds of calls of a graph that are remembered where the budget does not bind, and that are measured at most: a number
@@ -77,14 +80,15 @@ class Spare(NamedTuple):
 
 
 class FreeCall:
-    """A call that ran without a plan. Its graph owns it, by a hook. ``waits``: no backward has come to it."""
+    """A call that ran without a plan. Its graph owns it, by a hook. ``look``: at this call, if there is one."""
 
-    def __init__(self, function: Node) -> None:
-        self.waits = True
+    def __init__(self, function: Node, turn: Turn, look: Look | None) -> None:
+        self.turn, self.look = turn, look
+        turn.held_by(self)
         function.register_prehook(self._begin)
 
     def _begin(self, _: Any) -> None:
-        self.waits = False
+        self.turn.begin(self.look)
 
 
 class CapturedCalls(Calls):
@@ -105,15 +109,16 @@ class CapturedCalls(Calls):
         self.ready = False
         self.now = threading.local()  # the arguments of the call that this thread is in
         self.spacious: dict[Hashable, Spacious] = {}  # kinds of calls for which the budget does not bind
-        self.kept: dict[Hashable, int] = {}  # bytes that such calls keep for their backward, if they ran without a plan
+        self.rough: dict[Hashable, Rough] = {}  # what such calls take, as far as it is known
         self.binding: set[Hashable] = set()
         self.extents: dict[Hashable, Extent] = {}  # by kinds of calls
         self.measured = 0  # calls for which the budget seemed not to bind
 
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
-        if self.free is not None and self.free.in_force == in_force():
-            return self._run_alone(self.free.kind, arguments)
+        free, steps = self.free, self.terms.steps
+        if free is not None and free.in_force == in_force() and not steps.is_one_of_several(free.kind):
+            return self._run_alone(free.kind, arguments)
         if self.refused or witnesses() != getattr(self.front.inside, "witnesses", witnesses()):
             return self.program.forward(*arguments)
         wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
@@ -128,7 +133,7 @@ class CapturedCalls(Calls):
             fits = False
             if not self.terms.always:
                 kind, missing = self.kind(call)
-                fits = self._fits(kind, missing, call, arguments)
+                fits = self._fits(kind, missing, call, arguments) and self._fits_beside(kind)
             if self.front.only_plans:
                 if not fits:
                     self.last = self.variants(call, self.front.saved)[0]
@@ -288,14 +293,26 @@ class CapturedCalls(Calls):
         extent = self.extents[kind]
         rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
         if rough <= budget or self._larger_fits(extent, missing, budget):
+            if kind not in self.rough:
+                said, peak = self.front.described(self.module.names, call.leaves), int(min(rough, budget))
+                made = sum(self.front.bytes_of_missing_gradients().values())
+                self.rough[kind] = Rough(self.front, said, Way(0, peak, peak, 0), made)
             return True
         self.binding.add(kind)  # to look at all sizes takes longer than a small step
         return False
 
+    def _fits_beside(self, kind: Hashable) -> bool:
+        """Whether a call for which the budget does not bind need not be planned with others of its step, either."""
+        steps = self.terms.steps
+        if not steps.is_one_of_several(kind):
+            return True
+        return not steps.is_known(kind) and steps.held() + self.rough[kind].alone.backward <= self.front.budget
+
     def _forget_kinds(self) -> None:
         """Begin again with what is known of kinds of calls, which are too many."""
-        for known in (self.extents, self.spacious, self.kept, self.binding):
+        for known in (self.extents, self.spacious, self.rough, self.binding):
             known.clear()
+        self.free = None
 
     def _larger_fits(self, extent: Extent, missing: frozenset[str], budget: int) -> bool:
         """Whether a call of no smaller sizes fits with everything kept, as was measured, or planned."""
@@ -314,12 +331,13 @@ class CapturedCalls(Calls):
         said, budget, then = self.front.described(self.module.names, call.leaves), self.front.budget, in_force()
 
         def forward_measured(kept: int) -> None:
-            self.kept[kind] = kept
+            self._saw(turns, kind, kept, self.rough[kind].alone.backward)
 
         def measured(peak: int) -> None:
             self.measured += 1
             if peak <= budget:
                 self.spacious[kind] = Spacious(said, missing)
+                self._saw(turns, kind, self.rough[kind].alone.kept, peak)
                 alone = self.split is None and len(missing) == self.module.trained
                 self.free = Spare(kind, then) if alone else None
                 LOG.info(
@@ -334,23 +352,33 @@ class CapturedCalls(Calls):
                 BudgetWarning,
             )
 
+        turns: list[Turn] = []
         look = WholeLook(_device_of(arguments), forward_measured, measured)
         with abandoned(look):
-            result = self._run_alone(kind, arguments)
+            result = self._run_alone(kind, arguments, look, turns)
         look.follow(result)
         return result
 
-    def _run_alone(self, kind: Hashable, arguments: tuple[Any, ...]) -> Any:
-        """Run the captured program as it is. Once it is said that several such calls exceed the budget, no one asks."""
-        front, kept = self.front, self.kept.get(kind, 0)
-        if front.said_several or not torch.is_grad_enabled():
+    def _saw(self, turns: Sequence[Turn], kind: Hashable, kept: int, peak: int) -> None:
+        """A call that runs without a plan was measured."""
+        self.rough[kind] = replace(self.rough[kind], alone=Way(kept, peak, peak, 0))
+        for turn in turns:
+            self.terms.steps.seen(turn, self.rough[kind])
+
+    def _run_alone(
+        self, kind: Hashable, arguments: tuple[Any, ...], look: Look | None = None, turns: list[Turn] | None = None
+    ) -> Any:
+        """Run the captured program as it is. ``look``: at this call; ``turns`` gets its turn."""
+        if not torch.is_grad_enabled():
             return self._without_plan(arguments)
-        front.check_alone(kept)
+        turn = self.terms.steps.take(kind, self.rough[kind], self.front.name, self.terms)
+        if turns is not None:
+            turns.append(turn)
         result = self._without_plan(arguments)
         functions = (t.grad_fn for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None)
         function = next(functions, None)
         if function is not None:
-            front.follow(FreeCall(function), kept)
+            FreeCall(function, turn, look)
         return result
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-from rkgb.warn import warn
-from rockmate.budget import Budget, show_bytes
+from rockmate.budget import Budget
 from rockmate.calls.families import Families
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import PlanCache, Variant
-from rockmate.errors import BudgetWarning, InputError
+from rockmate.errors import InputError
 from rockmate.pieces.piece import Piece
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.planner import CARRIED
@@ -26,20 +24,13 @@ class PlannedGraph(Protocol):
     """What is asked of the graph whose plan ran last: see ``rockmate.calls.calls.Calls``."""
 
     last: Variant | None
+    ran: Variant | None
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget."""
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call."""
-
-
-class WaitingCall(Protocol):
-    """A call whose backward may not have begun."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether no backward has come to it."""
 
 
 _MANY = frozenset({2, 32, 128, 512})
@@ -65,7 +56,7 @@ class Front:
         self._made = 0
         self._before: tuple[str, ...] | None = None
         self._carried = 0
-        self.said_several = self._said_checkpoints = self._said_needs_data = False
+        self._said_checkpoints = self._said_needs_data = False
         self.rehearses = False  # training steps run that are no training: see rockmate.calls.rehearsal
         self.inside = threading.local()  # what is known of the call that this thread is in
 
@@ -106,30 +97,6 @@ class Front:
     def only_plans(self) -> bool:
         """Whether this thread plans, and runs nothing."""
         return False
-
-    def follow(self, call: WaitingCall, kept: int) -> None:
-        """The forward of ``call`` is over; it keeps ``kept`` bytes for its backward."""
-        waiting: list[tuple[weakref.ref[WaitingCall], int]] = self.inside.__dict__.setdefault("waiting", [])
-        waiting.append((weakref.ref(call), kept))
-
-    def check_alone(self, peak: int) -> None:
-        """Say once that this thread's calls whose backward has not begun, and one of ``peak`` bytes, exceed it."""
-        waiting = getattr(self.inside, "waiting", None)
-        if not waiting:
-            return
-        waiting[:] = [(ref, kept) for ref, kept in waiting if (call := ref()) is not None and call.waits]
-        if not waiting or self.said_several:
-            return
-        together = sum(kept for _, kept in waiting) + peak
-        if together > self.budget:
-            self.said_several = True
-            warn(
-                f"{self.name} was called {len(waiting) + 1} times before a backward. What the calls keep adds up, "
-                f"here to {show_bytes(together)}; the budget of {show_bytes(self.budget)} is for one call and its "
-                "backward. Call backward after each (gradients add up), make one call with a larger batch, or attach a "
-                "module that makes the calls. Forwards without a backward belong under torch.no_grad().",
-                BudgetWarning,
-            )
 
     def capture_seconds(self) -> dict[str, float]:
         """Seconds from the beginning of this thread's call until now, as the phase "capture" of the set-up;

@@ -21,6 +21,9 @@ from rockmate.calls.engine import can_intercept, intercept, release
 MOST_OTHERS = 64
 """Backwards that may come before that of a call that is looked at, which may never have one."""
 
+MOST_CALLS = 8
+"""Calls under a plan or a budget that may come between a call that is looked at and its backward."""
+
 _OTHERS = f"{MOST_OTHERS} backwards of other graphs came"
 
 
@@ -28,9 +31,8 @@ class Look(ABC):
     """Close observation of one call: the next backward in its thread that comes to it is intercepted, memory until then
     recorded. Others that run before (of a discriminator, of parts of the loss) belong to what is recorded.
 
-    There is at most one in a process. It ends with that backward, before the next forward under a plan, with a backward
-    of another call under a plan, when the graph is released, or when other code starts a profiler, since two cannot
-    run.
+    There is at most one in a process. It ends with that backward, when the graph is released, or when other code starts
+    a profiler, since two cannot run. The forward or the backward of another call under a plan ends it, or is a gap.
     """
 
     current: Look | None = None
@@ -76,6 +78,10 @@ class Look(ABC):
     @abstractmethod
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """Call ``run``, a backward from ``ends``. ``stays``: its graph does (``retain_graph``, ``create_graph``)."""
+
+    def another_begins(self) -> None:
+        """A backward has come to another call under a plan or a budget: what that takes is not of this one."""
+        self.disturbed = True
 
     def another(self) -> None:
         """A backward is over that did not come to the call."""
@@ -141,11 +147,60 @@ class StepLook(Look):
     def __init__(self, device: torch.device) -> None:
         super().__init__(timeline(device))
         self.reached = False
+        self._marks = 0
+        self._gaps: list[int] = []  # moments at which gaps begin and end, in turns
+        self._arrived: list[int] = []  # bytes that each gap made for this step
+        self._calls = 0  # gaps in which another call ran
+        self.arrives = 0  # bytes of the gradients of its outputs, which the backwards of others may make
+        self.before_gaps: list[int] = []  # levels of this step, known when it is over
 
     def mark(self) -> None:
         """A moment is now."""
-        if self.window is not None:
+        if self.window is not None and not self.in_gap:
             self.window.mark()
+            self._marks += 1
+
+    @property
+    def in_gap(self) -> bool:
+        """Whether what runs now is not of this step."""
+        return len(self._gaps) % 2 == 1
+
+    def pause(self) -> None:
+        """What comes from now on is of another call: it is taken out of the recording."""
+        if not self.in_gap:
+            self._gaps.append(self._marks)
+            if self.window is not None:
+                self.window.mark()
+                self._marks += 1
+
+    def resume(self, arrives: int = 0) -> None:
+        """What comes from now on is of this step, and of what was made meanwhile ``arrives`` bytes."""
+        if self.in_gap:
+            self._gaps.append(self._marks)
+            self._arrived.append(arrives)
+            if self.window is not None:
+                self.window.mark()
+                self._marks += 1
+
+    def pauses_for_a_call(self) -> bool:
+        """Pause for the forward of another call, if so many may come."""
+        if self._calls == MOST_CALLS or self.in_gap or self.thread != threading.get_ident():
+            return False
+        self._calls += 1
+        self.pause()
+        return True
+
+    def another_begins(self) -> None:
+        """As in ``Look``."""
+        self.pause()
+
+    def close(self) -> list[Moment] | None:
+        """The moments of this step; None if nothing was recorded."""
+        seen: list[Moment] | None = super().close()
+        if seen is None:
+            return None
+        found, self.before_gaps = _without(seen, self._gaps, self._arrived)
+        return found
 
     @abstractmethod
     def ended(self, moments: list[Moment], stays: bool) -> None:
@@ -160,6 +215,7 @@ class StepLook(Look):
             return result
         finally:
             if not self.reached:
+                self.resume()
                 self.another()
             else:
                 self.mark()
@@ -168,6 +224,31 @@ class StepLook(Look):
                     self.ended(seen, stays)
                 elif not done:
                     self.abandon(FAILED[1])
+
+
+def _without(moments: list[Moment], gaps: list[int], arrived: list[int]) -> tuple[list[Moment], list[int]]:
+    """``moments`` without those of gaps, and the levels at which gaps begin.
+
+    Later levels are less by what each gap left, but for the bytes that ``arrived``. A gap that does not end is the end.
+    """
+    found: list[Moment] = []
+    levels: list[int] = []
+    begins, ends = gaps[::2], gaps[1::2]
+    beside, before = 0, 0
+    for k, (level, peak) in enumerate(moments):
+        if k in begins:
+            before = level
+            levels.append(level - beside)
+            if begins.index(k) == len(ends):
+                found.append(Moment(level - beside, level - beside))
+                break
+        elif k in ends:
+            beside += level - before - arrived[ends.index(k)]
+            if found:
+                found[-1] = Moment(found[-1].level, max(found[-1].peak, peak - beside))
+        else:
+            found.append(Moment(level - beside, peak - beside))
+    return found, levels
 
 
 class WholeLook(StepLook):
@@ -189,9 +270,11 @@ class WholeLook(StepLook):
         hook = InGraph(self).hook(self._reach)
         for t in outputs:
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                self.arrives += t.nbytes
                 t.grad_fn.register_prehook(hook)
 
     def _reach(self, _: Any) -> None:
+        self.resume(0 if self.reached else self.arrives)
         self.reached = True
 
     def ended(self, moments: list[Moment], stays: bool) -> None:
@@ -221,6 +304,20 @@ def end_look() -> None:
     """End a look that is open: another forward begins, and what it does is no loss."""
     if Look.current is not None:
         Look.current.abandon("no backward came before the next forward of a model with a plan")
+
+
+@contextlib.contextmanager
+def others_looks_paused() -> Iterator[None]:
+    """While a call runs, it is not of a step that is looked at, which ends where that cannot be."""
+    look = Look.current
+    if isinstance(look, StepLook) and look.pauses_for_a_call():
+        try:
+            yield
+        finally:
+            look.resume()
+    else:
+        end_look()
+        yield
 
 
 atexit.register(end_look)  # torch crashes where a profiler that is open outlives the interpreter

@@ -31,6 +31,7 @@ from rkgb.device.kind import Window
 from rkgb.Ktools import K_graph
 from rkgb.warn import warn
 from rockmate.calls.look import Look
+from rockmate.calls.steps import Turn
 from rockmate.calls.surroundings import RETAINED, graph_is_retained
 from rockmate.errors import BudgetWarning
 from rockmate.planning.room import Room, bytes_of_outputs, device_of_outputs, scaled, seen_room
@@ -202,6 +203,7 @@ class ObservedCall:
                 self.edges[function._sequence_nr(), place] = k
                 function.register_prehook(partial(self.reach, k, place))
         self.look = look
+        self.turn: Turn | None = None
         self.first = sequence_number()
         if look is not None:
             look.begin(self)
@@ -225,8 +227,8 @@ class ObservedCall:
     def begin(self) -> None:
         """The first backward has come to the module: the loss is done, and nothing runs again yet."""
         if self.waits:
-            if Look.current is not None and Look.current is not self.look:
-                Look.current.disturbed = True
+            if self.turn is not None:
+                self.turn.begin(self.look)
             self.task = torch._C._current_graph_task_id()
             if self.thread == threading.get_ident():
                 self.nodes = sequence_number() - self.first
@@ -320,6 +322,11 @@ class CallLook(Look):
         """The backward has come to the outputs."""
         if self.window is not None:
             self.window.mark()
+
+    def another_begins(self) -> None:
+        """As in ``Look``: that its own backward began first is no reason."""
+        call = self.call() if self.call is not None else None
+        self.disturbed = call is None or call.waits
 
     def close(self) -> tuple[int, int, int] | None:
         """As in ``Look``; see ``Window.close``."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from rkgb.device import kind_of
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_bytes
+from rockmate.calls.steps import Steps
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
+
+
+class User(Protocol):
+    """Has plans under some terms."""
+
+    def plan_anew(self) -> None:
+        """Plans are made again at the next calls."""
 
 
 @dataclass
@@ -30,6 +40,8 @@ class Terms:
     least: bool = False
     always: bool = False
     settled: tuple[Budget, int] | None = field(default=None, init=False)  # what it was, of a step of so many bytes
+    steps: Steps = field(default_factory=Steps, init=False)  # of the calls under this budget
+    users: list[weakref.ref[User]] = field(default_factory=list, init=False)  # whose plans these terms are for
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used when it is given, not at the first call that is planned."""
@@ -45,11 +57,19 @@ class Terms:
         if isinstance(self.budget, Budget):
             self.settled = self.budget, planner.eager_peak
             self.budget = self.budget.bytes(planner)
+        elif len(self.users) > 1:
+            self._settle_larger(planner)
         try:
             yield self.budget
         except BaseException:
             self.budget, self.settled = before
             raise
+
+    def _settle_larger(self, planner: Planner) -> None:
+        """A share of what several modules share is one of the largest step so far."""
+        asked, peak = self.settled or (Budget(), 0)
+        if asked.share is not None and planner.eager_peak > peak:
+            self.settled, self.budget = (asked, planner.eager_peak), asked.bytes(planner)
 
     def at_most(self, size: int) -> int:
         """The budget in bytes, if it is known and less than ``size``; else ``size``."""
@@ -60,6 +80,12 @@ class Terms:
         asked, peak = self.settled or (Budget(), 0)
         if asked.share is not None and peak == before.eager_peak:
             self.settled, self.budget = (asked, now.eager_peak), asked.bytes(now)
+
+    def settle_step(self, peak: int) -> None:
+        """A step of several calls takes ``peak`` bytes if nothing runs again: a share is one of that."""
+        asked, _ = self.settled or (Budget(), 0)
+        if asked.share is not None and isinstance(self.budget, int):
+            self.settled, self.budget = (asked, peak), int(peak * asked.share)
 
     def least_instead(self, error: InfeasibleBudgetError, planner: Planner, *, until_seen: bool = False) -> int:
         """The bytes of the plan of least memory, with a warning, if that one is to run where no plan of ``planner``
@@ -78,6 +104,12 @@ class Terms:
             raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
         with self.settling(planner):
             return least_instead(error)
+
+    def others_plan_anew(self, user: User) -> None:
+        """``user`` has set the budget, which is that of others, too."""
+        for other in (ref() for ref in self.users):
+            if other is not None and other is not user:
+                other.plan_anew()
 
     def bytes_known(self, device: torch.device) -> int | None:
         """The budget in bytes, if that does not depend on the model."""

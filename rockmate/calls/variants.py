@@ -7,8 +7,9 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -52,6 +53,7 @@ class Variant:
     observer: Observer | None
     family: Family | None = None
     number: int = 0
+    derived: dict[str, Any] = field(default_factory=dict, init=False)  # from this one, for steps of several calls
 
     @property
     def call(self) -> tuple[str, ...]:

@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from rkgb.device.kind import Moment
 from rkgb.sample import Call
+from rkgb.trees import tensors_of
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
-from rockmate.calls.look import abandoned, end_look
+from rockmate.calls.look import Look, abandoned
+from rockmate.calls.steps import Rough, Turn
 from rockmate.calls.surroundings import modes_again
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
@@ -40,9 +42,11 @@ from rockmate.follow.tape import Policy, Tape
 from rockmate.follow.unhooked import giving_way
 from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.watch import Watch
+from rockmate.follow.ways import FollowedWays
 from rockmate.progress import Progress
 from rockmate.tell import LOG
 from solvers import Frontier
+from solvers.calls import Way
 from solvers.interrupts import Heeded
 
 MOST_KNOWN = 16
@@ -66,6 +70,7 @@ class Followed:
         self._rehearsed = False  # what was learned last came of no training
         self._said: set[str] = set()
         self._left = False  # the last call computed what no plan is known for
+        self._shared: FollowedPlan | None = None  # of the last call, for its share of the step's budget
 
     @property
     def asked(self) -> Budget | None:
@@ -75,7 +80,9 @@ class Followed:
     @property
     def plan(self) -> FollowedPlan | None:
         """Of the last call; None if none fits, or there is none yet."""
-        return None if self._left or self.last is None or self.last.problem is not None else self.last.plan
+        if self._left or self.last is None or self.last.problem is not None:
+            return None
+        return self._shared or self.last.plan
 
     @property
     def plans(self) -> list[tuple[tuple[str, ...], FollowedPlan]]:
@@ -92,9 +99,8 @@ class Followed:
         if kind is None:
             said = self.front.described(_names(call), call.leaves)
             kind = self.kinds[key] = CallKind(said, Watch(self.front.name))
-        end_look()
         device = _device_of(model, call)
-        policy = self._policy(kind, missing, device)
+        policy, turn = self._policy(key, kind, missing, device)
         tape = Tape(device, policy, lasting_of(model, call))
         look = policy.look if isinstance(policy, Observed) else None
         unchecked = Unchecked(kind.parts, model, tape)
@@ -104,18 +110,33 @@ class Followed:
         inside = getattr(self.front.inside, "modes", None) or []
         pack, unpack = tape.pack, tape.unpack
         saved, way = saved_tensors_hooks(pack, unpack), giving_way(pack, unpack)
-        with abandoned(look), modes_again(inside), telling_of_exposed(tape.expose), saved, way, unchecked, tape:
-            result = model._call_impl(*call.args, **call.kwargs)
+        try:
+            with abandoned(look), modes_again(inside), telling_of_exposed(tape.expose), saved, way, unchecked, tape:
+                result = model._call_impl(*call.args, **call.kwargs)
+        except BaseException:
+            self.front.terms.steps.undo(turn)
+            raise
         tape.close()
-        tape.begins = UseOfOutputs(tape, partial(self._note_use, kind)).begin
+        if look is not None:
+            look.arrives = sum(t.nbytes for t in tensors_of(result) if t.grad_fn is not None)
+        tape.begins = partial(self._begins, turn, look, UseOfOutputs(tape, partial(self._note_use, kind)))
+        turn.held_by(tape)
         if unchecked.found:  # the next step runs without, and is the one to plan
             self.front.say_checkpoints()
             kind.news = True
             if look is not None:
                 look.then = None
                 kind.watch.saw()
-        self._follow(tape, kind)
+        if turn.ways.rough:
+            kept = sum(datum.size for datum in tape.data if datum.base is not None)
+            self.front.terms.steps.seen(turn, Rough(self.front, kind.call, Way(kept, kept, kept, 0), turn.ways.made))
         return result
+
+    @staticmethod
+    def _begins(turn: Turn, look: Look | None, use: UseOfOutputs, tape: Tape) -> None:
+        """A backward comes to the call."""
+        turn.begin(look)
+        use.begin(tape)
 
     def _note_use(self, kind: CallKind, tape: Tape, use: Use) -> None:
         """A backward comes to a call: the loss that its plan counts on may be another one."""
@@ -128,20 +149,21 @@ class Followed:
                 kind.unsure.add(use)
                 kind.news = True
 
-    def _follow(self, tape: Tape, kind: CallKind) -> None:
-        """The call waits for its backward."""
-        kept = sum(datum.size for datum in tape.data if datum.base is not None)
-        known = kind.known[0] if kind.known else None
-        if isinstance(self.front.terms.budget, int):
-            self.front.check_alone(known.plan.predicted_peak if known is not None and known.plan else kept)
-        self.front.follow(tape, kept)
+    def _policy(
+        self, key: Hashable, kind: CallKind, missing: frozenset[str], device: torch.device
+    ) -> tuple[Policy, Turn]:
+        """What decides in a call that begins now, and its turn in the step.
 
-    def _policy(self, kind: CallKind, missing: frozenset[str], device: torch.device) -> Policy:
-        """What decides in a call that begins now. Raises ``InfeasibleBudgetError`` where no plan fits."""
+        Raises ``InfeasibleBudgetError`` where no plan fits.
+        """
         known = next((k for k in kind.known if missing <= k.missing), None)
         policy: Policy
         self._left = False
+        self._shared = None
+        made, steps = self.front.bytes_of_missing_gradients(), self.front.terms.steps
+        took = partial(steps.take, (id(self), key), name=self.front.name, terms=self.front.terms)
         if known is None:
+            turn = took(ways=Rough(self.front, kind.call, Way(0, 0, 0, 0), sum(made.values())))
             like = self._like(kind)
             if like is None or like.program is None:
                 policy = Online(*self._limits(kind, device))
@@ -155,10 +177,14 @@ class Followed:
             if known.problem is not None:
                 raise InfeasibleBudgetError(*known.problem)
             self.last = known
-            assert known.program is not None
-            policy = Planned(known.program, partial(self._otherwise, kind, known))
+            if known.ways is None or known.ways.plan is not known.plan:
+                bytes_made = sum(made[name] for name in known.missing & made.keys())
+                known.ways = FollowedWays(known, kind, self.front, bytes_made, self.front.terms.options)
+            turn = took(ways=known.ways)
+            self._shared, program = known.ways.placed(turn.way)
+            policy = Planned(program, partial(self._otherwise, kind, known))
         look = kind.watch.look(device, bool(kind.known)) if known is None or kind.news else None
-        return policy if look is None else Observed(look, policy)
+        return policy if look is None else Observed(look, policy), turn
 
     def _like(self, kind: CallKind) -> Known | None:
         """What was seen of calls of other sizes, of which the plan takes least memory for what it is of."""
@@ -170,6 +196,8 @@ class Followed:
     def _limits(self, kind: CallKind, device: torch.device) -> tuple[int | None, float]:
         """Bytes that data may take in a step that has no plan, or a share."""
         budget = self.front.terms.bytes_known(device)
+        if budget is not None:
+            budget = max(0, budget - self.front.terms.steps.held())
         if budget is None:
             asked = self.front.terms.budget
             share = float(asked.share) if isinstance(asked, Budget) and asked.share is not None else 1.0
@@ -191,7 +219,7 @@ class Followed:
                 continue
             if other.forms[: len(forms)] == forms and other.program.packs[: len(packs)] == packs:
                 kind.known = [other, *(k for k in kind.known if k is not other)]  # the next call may be like this one
-                self.last = other
+                self.last, self._shared = other, None
                 return Planned(other.program, partial(self._otherwise, kind, other)).take_over(tape)
         kind.news = len(kind.known) < MOST_KNOWN
         self._left = True
@@ -226,6 +254,7 @@ class Followed:
             found, observed, seen.forms, missing, 0.0, self.front.rehearses, eager_peak_of(found.problem), device
         )
         known.seconds = time.perf_counter() - began
+        known.waits = observed.more_in_gaps(moments)
         if observed.use is not None:
             known.used.add(observed.use)
         way = seen.forms, missing, seen.packs
@@ -246,7 +275,7 @@ class Followed:
             self.front.terms.budget = self.solving.asked
         self._rehearsed = self.front.rehearses
         self.solving.solve(known, kind, self.kinds.values())
-        self.last = known
+        self.last, self._shared = known, None
         if known.plan is not None and known.problem is None and not known.carried and not self.front.rehearses:
             self._say_plan(known.plan)
 

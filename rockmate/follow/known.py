@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,7 +24,8 @@ class Known:
     ``forms`` of its operations. ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in
     bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
     fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways
-    in which outputs were used that ``found`` is for.
+    in which outputs were used that ``found`` is for. ``waits``: bytes that the step holds beside its data while others
+    of its calls run, for the loss.
     """
 
     found: FollowedProblem
@@ -42,6 +44,8 @@ class Known:
     uses: int = 0
     problem: tuple[str, int] | None = None
     used: set[Use] = field(default_factory=set)
+    waits: int = 0
+    ways: Any = None  # see rockmate.follow.ways
 
 
 @dataclass(eq=False)

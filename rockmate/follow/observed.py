@@ -143,6 +143,7 @@ class Observed:
     def asked(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``."""
         if self.look is not None:
+            self.look.resume(0 if self.look.reached else self.look.arrives)
             self.look.reached = True
         if slot.datum is not None:
             self._mark(tape, "asked", slot.number)
@@ -168,6 +169,12 @@ class Observed:
         self._in_use[slot.datum.number] = None
         self.seen.reads[len(self.seen.marks) - 1] = frozenset(self._in_use)
         self._mark(tape, "answered", slot.number)
+
+    def more_in_gaps(self, moments: Sequence[Moment]) -> int:
+        """Bytes that the step held while other calls ran, above the level at the end of its forward."""
+        end = next(k for k, mark in enumerate(self.seen.marks) if mark.what == "end")
+        levels = self.look.before_gaps if self.look is not None else []
+        return max((level - moments[end].level for level in levels), default=0)
 
     def forget(self) -> None:
         """What was noted has been used: nothing of the call is kept but what tells it from others."""

@@ -29,7 +29,8 @@ class Solving:
         """The budget in bytes: a share is of the largest step so far."""
         terms = self.front.terms
         if isinstance(terms.budget, Budget):
-            self.asked, terms.budget = terms.budget, terms.budget.bytes(known)
+            self.asked, terms.settled = terms.budget, (terms.budget, known.eager_peak)
+            terms.budget = terms.budget.bytes(known)
         elif self.asked is not None and self.asked.share is not None:
             terms.budget = max(terms.budget, self.asked.bytes(known))
         return terms.budget

@@ -39,8 +39,8 @@ class Watch:
 
     def look(self, device: torch.device, planned: bool) -> FollowedLook | None:
         """A look at the step that begins; None if there can be none. ``planned``: there is a plan for such steps."""
-        if self.looks >= MOST_LOOKS:
-            return None
+        if self.looks >= MOST_LOOKS or isinstance(Look.current, FollowedLook):
+            return None  # where another call of the step is observed, this one is later
         if is_measuring():
             if not planned:
                 self._say(

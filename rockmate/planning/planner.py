@@ -361,6 +361,12 @@ class Planner:
         graphs = dataclasses.replace(self.graphs, K=k, known=known)
         return self._with(graphs, self.room, seconds=seconds, scaled=False, options_of_blocks=None, solved={})
 
+    def with_gradients(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
+        """A planner for calls in whose backward the gradients of all parameters are there."""
+        k = self.graphs.K
+        k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, self.graphs.known, frozenset())
+        return self._with(dataclasses.replace(self.graphs, K=k), self.room, missing=frozenset())
+
     def carried_plan(self, budget: int, schedules: Iterable[Schedule]) -> Plan | None:
         """The fastest of ``schedules`` of other sizes of the graph that fits ``budget``; None if none does."""
         best: ChainPlan | None = None

@@ -1,0 +1,373 @@
+"""The calls of one step share its budget: which of them wait for their backward, and in which way each of them runs.
+
+A step begins with a call while no other waits for its backward, and ends before the next such call. What a step of
+several calls was is known when it is over. Where their plans exceed the budget together, or run something again, the
+calls of later steps that begin in the same way are planned together: see ``solvers.calls``. A call that no known step
+has gets what those that wait leave of the budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rkgb.warn import warn
+from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
+from rockmate.calls.look import Look
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError
+from rockmate.tell import LOG
+from solvers import InfeasibleError
+from solvers.calls import Phase, Way, least_of, level, share
+
+MOST_TURNS = 64
+"""Calls of a step that are remembered."""
+
+MOST_STEPS = 16
+"""Steps of several calls that are known."""
+
+_CLOCK = itertools.count(1)
+"""The order of forwards and backwards."""
+
+
+class Ways(Protocol):
+    """In which ways the calls of one kind can run.
+
+    ``owner``: whose parameters they use. ``call`` in a few words. ``made``: bytes of the gradients of parameters that
+    the backward makes. ``alone``: the way in which such a call runs where it is the only one of its step; ``eager``:
+    the one that runs nothing again. ``rough``: these figures are bounds, since no plan is known.
+    """
+
+    @property
+    def owner(self) -> object: ...
+    @property
+    def call(self) -> tuple[str, ...]: ...
+    @property
+    def made(self) -> int: ...
+    @property
+    def alone(self) -> Way: ...
+    @property
+    def eager(self) -> Way: ...
+    @property
+    def rough(self) -> bool: ...
+    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
+        """Ways that take at most ``budget`` bytes; ``tight``: also those that take least, which may take long."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rough:
+    """The only way of a call that no plan is known for: see ``Ways``."""
+
+    owner: object
+    call: tuple[str, ...]
+    alone: Way
+    made: int = 0
+    rough: bool = True
+
+    @property
+    def eager(self) -> Way:
+        """As in ``Ways``."""
+        return self.alone
+
+    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
+        """As in ``Ways``."""
+        return [self.alone]
+
+
+class Turn:
+    """One call of a step. ``way``: in which it runs. ``at``: when its forward began; ``began``: when its backward did,
+    0 before; ``gone``: when it was seen that there will be none.
+    """
+
+    def __init__(self, key: Hashable, ways: Ways, way: Way) -> None:
+        self.key, self.ways, self.way = key, ways, way
+        self.at, self.began, self.gone = next(_CLOCK), 0, 0
+        self._graph: weakref.ref[Any] | None = None
+
+    def held_by(self, graph: object) -> None:
+        """``graph`` lives as long as there may be a backward."""
+        self._graph = weakref.ref(graph)
+
+    def begin(self, look: Look | None = None) -> None:
+        """A backward has come to it. ``look``: at this call, if there is one."""
+        if not self.began:
+            self.began = next(_CLOCK)
+            if Look.current is not None and Look.current is not look:
+                Look.current.another_begins()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a backward may still come."""
+        if not self.began and not self.gone and (self._graph is None or self._graph() is None):
+            self.gone = next(_CLOCK)
+        return not self.began and not self.gone
+
+    def waits_at(self, moment: int) -> bool:
+        """Whether it kept its data at this moment."""
+        return self.at < moment < (self.began or self.gone or moment + 1)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Which calls a step has, of which ``owners`` (by number), and for each of their phases in order, (call, whether it
+    is the backward, calls that wait).
+    """
+
+    keys: tuple[Hashable, ...]
+    owners: tuple[int, ...]
+    phases: tuple[tuple[int, bool, tuple[int, ...]], ...]
+
+    def earlier(self, call: int) -> list[int]:
+        """The owners of the calls whose backward comes before that of ``call``."""
+        order = [k for k, backward, _ in self.phases if backward]
+        return [self.owners[k] for k in order[: order.index(call)]] if call in order else []
+
+
+@dataclass(eq=False)
+class _Step:
+    """Such steps are planned together. ``eager``: bytes where nothing runs again. ``chosen``: ways of its calls, for
+    ``budget`` and the ``ways`` that there were; ``peak``: what they take.
+    """
+
+    form: _Form
+    eager: int
+    budget: int = -1
+    ways: tuple[Ways, ...] = ()
+    chosen: list[Way] = field(default_factory=list)
+    peak: int = 0
+
+
+class Steps:
+    """The steps under one budget. See the file's text."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Form, _Step] = {}
+        self._eager: dict[_Form, int] = {}
+        self._ways: dict[tuple[Hashable, bool], Ways] = {}  # by kinds, and whether the gradients are there
+        self._here = threading.local()
+        self._said: set[str] = set()
+
+    def __reduce__(self) -> Any:
+        """Copies know of no step."""
+        return Steps, ()
+
+    def forget(self, owner: object) -> None:
+        """Nothing is known of the calls of ``owner`` any more."""
+        gone = {key for (key, _), ways in self._ways.items() if ways.owner is owner}
+        self._ways = {(key, made): ways for (key, made), ways in self._ways.items() if key not in gone}
+        self._known = {form: s for form, s in self._known.items() if gone.isdisjoint(form.keys)}
+        self._eager = {form: s for form, s in self._eager.items() if gone.isdisjoint(form.keys)}
+
+    # ------------------------------------------------------------------------- this thread
+
+    @property
+    def _turns(self) -> list[Turn]:
+        turns: list[Turn] = self._here.__dict__.setdefault("turns", [])
+        return turns
+
+    def waiting(self) -> list[Turn]:
+        """The calls of this thread that wait for their backward."""
+        return [turn for turn in self._turns if turn.waits]
+
+    def held(self) -> int:
+        """Bytes that these keep."""
+        return sum(turn.way.kept for turn in self.waiting())
+
+    def is_one_of_several(self, key: Hashable) -> bool:
+        """Whether a call that comes now shares the budget with others, by what is known."""
+        return bool(self.waiting()) or self.is_known(key)
+
+    def is_known(self, key: Hashable) -> bool:
+        """Whether a call that comes now is expected in a step whose calls are planned together."""
+        if not self._known:
+            return False
+        before = tuple(turn.key for turn in self._turns) if self.waiting() else ()
+        return self._expected((*before, key)) is not None
+
+    def follows_a_backward(self, key: Hashable, owner: object) -> bool:
+        """Whether the backward of the call that comes now is expected after that of another one of ``owner``."""
+        if not self._known:
+            return False
+        before = tuple(turn.key for turn in self._turns) if self.waiting() else ()
+        step = self._expected((*before, key))
+        return step is not None and step.form.owners[len(before)] in step.form.earlier(len(before))
+
+    # ------------------------------------------------------------------------- calls
+
+    def take(self, key: Hashable, ways: Ways, name: str, terms: Terms, after: bool = False) -> Turn:
+        """A call of such a kind comes: its turn, in the way in which it is to run. ``after``: the ``ways`` are those
+        where the gradients of parameters are there, as ``follows_a_backward`` says.
+
+        Raises ``InfeasibleBudgetError`` where the calls of the step do not fit the budget in any ways that are known.
+        """
+        if not self.waiting():
+            self._finish(name, terms)
+        turns = self._turns
+        if len(turns) >= MOST_TURNS:
+            turns[:] = self.waiting()
+        self._ways[key, after] = ways
+        step = self._expected((*(turn.key for turn in turns), key))
+        budget = terms.budget
+        way = None
+        if step is not None and isinstance(budget, int):
+            way = self._planned(step, turns, budget, name, terms)
+        if way is None and isinstance(budget, int) and (waiting := self.waiting()):
+            way = self._left(ways, waiting, budget, name)
+        turn = Turn(key, ways, way or ways.alone)
+        turns.append(turn)
+        return turn
+
+    def undo(self, turn: Turn) -> None:
+        """The call of ``turn`` has failed."""
+        if turn in self._turns:
+            self._turns.remove(turn)
+
+    def seen(self, turn: Turn, ways: Rough) -> None:
+        """What the call of ``turn``, which no plan is known for, keeps and takes."""
+        turn.way, turn.ways = ways.alone, ways
+        if (known := self._ways.get((turn.key, False))) is None or known.rough:
+            self._ways[turn.key, False] = ways
+
+    def _ways_of(self, form: _Form) -> tuple[Ways, ...]:
+        found = []
+        for k, key in enumerate(form.keys):
+            after = form.owners[k] in form.earlier(k)
+            found.append(self._ways.get((key, after)) or self._ways[key, not after])
+        return tuple(found)
+
+    def _expected(self, keys: tuple[Hashable, ...]) -> _Step | None:
+        """Of the known steps that begin so, the one that takes most."""
+        found = [step for form, step in self._known.items() if form.keys[: len(keys)] == keys]
+        return max(found, key=lambda step: (len(step.form.keys), step.eager), default=None)
+
+    def _planned(self, step: _Step, turns: Sequence[Turn], budget: int, name: str, terms: Terms) -> Way | None:
+        """The way for the call after ``turns``; None if that is not known before plans of later calls are."""
+        ways, taken = self._ways_of(step.form), [turn.way for turn in turns]
+        if step.budget != budget or step.ways != ways or step.chosen[: len(taken)] != taken:
+            phases, fixed = _phases(step.form, ways), [[way] for way in taken]
+            try:
+                step.chosen = _shared(fixed, ways[len(taken) :], phases, budget)
+            except InfeasibleError as error:
+                if taken or any(w.rough for w in ways):
+                    return None
+                said = _infeasible(name, step.form, ways, budget, error.min_budget, step.eager)
+                if not terms.least:
+                    raise InfeasibleBudgetError(said, error.min_budget) from None
+                self._say(f"{said} The plans of least memory run instead.")
+                step.chosen = least_of([w.within(error.min_budget, tight=True) for w in ways], phases)
+            step.budget, step.ways = budget, ways
+            peak = max(level(phase, step.chosen) for phase in phases)
+            if not taken and peak != step.peak:
+                step.peak = peak
+                LOG.info(
+                    "%s: %d calls of a step are planned together: predicted peak %s, budget %s, %.0f us run again",
+                    *(name, len(ways), show_bytes(peak), show_bytes(budget), sum(w.time for w in step.chosen) / 1e3),
+                )
+        return step.chosen[len(taken)]
+
+    def _left(self, ways: Ways, waiting: Iterable[Turn], budget: int, name: str) -> Way:
+        """The fastest way in what those that wait leave of the budget; if there is none, that of least memory."""
+        held = [turn.way.kept for turn in waiting]
+        if sum(held) + _peak(ways.alone) <= budget:
+            return ways.alone
+        for tight in (False, True):
+            choices = [ways.alone, *ways.within(budget, tight=tight)]
+            fitting = [way for way in choices if sum(held) + _peak(way) <= budget]
+            if fitting:
+                return min(fitting, key=lambda way: way.time)
+        least = min(choices, key=_peak)
+        self._say(
+            f"{name} was called {len(held) + 1} times before a backward. What the calls keep adds up, here to "
+            f"{show_bytes(sum(held) + _peak(least))}, and the budget of {show_bytes(budget)} is for the whole step. "
+            "The calls of later steps like this one are planned together. Forwards without a backward belong under "
+            "torch.no_grad()."
+        )
+        return least
+
+    def _say(self, message: str) -> None:
+        """Warn of a step once, whatever the figures are."""
+        about = "".join(c for c in message if not c.isdigit())
+        if about not in self._said:
+            self._said.add(about)
+            warn(message, BudgetWarning)
+
+    # ------------------------------------------------------------------------- steps
+
+    def _finish(self, name: str, terms: Terms) -> None:
+        """The last step of this thread is over: learn what it was, if it had several calls."""
+        turns = list(self._turns)
+        self._turns.clear()
+        if len(turns) < 2:
+            return
+        form = _form_of(turns)
+        if all(not waiting for _, _, waiting in form.phases):
+            return  # one after another
+        ways = self._ways_of(form)
+        phases = _phases(form, ways)
+        self._eager[form] = max(level(phase, [w.eager for w in ways]) for phase in phases)
+        if not any(w.rough for w in ways):
+            terms.settle_step(max(self._eager.values()))
+        peak = max(level(phase, [turn.way for turn in turns]) for phase in phases)
+        if form in self._known:
+            self._known[form].eager = self._eager[form]
+        elif isinstance(terms.budget, int) and (peak > terms.budget or any(turn.way.time for turn in turns)):
+            if len(self._known) == MOST_STEPS:
+                self._known.pop(next(iter(self._known)))
+            self._known[form] = _Step(form, self._eager[form])
+
+
+class Terms(Protocol):
+    """What is asked of plans: see ``rockmate.calls.terms``."""
+
+    budget: int | Budget
+    least: bool
+
+    def settle_step(self, peak: int) -> None: ...
+
+
+def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequence[Phase], budget: int) -> list[Way]:
+    """The ways of all calls; those of the first ones are ``fixed``. Raises ``InfeasibleError`` where none fit."""
+    try:
+        return share([*fixed, *(w.within(budget) for w in ways)], phases, budget)
+    except InfeasibleError:
+        return share([*fixed, *(w.within(budget, tight=True) for w in ways)], phases, budget)
+
+
+def _peak(way: Way) -> int:
+    return max(way.forward, way.backward)
+
+
+def _form_of(turns: Sequence[Turn]) -> _Form:
+    moments = [(turn.at, k, False) for k, turn in enumerate(turns)]
+    moments += [(turn.began, k, True) for k, turn in enumerate(turns) if turn.began]
+    phases = tuple(
+        (k, backward, tuple(j for j, other in enumerate(turns) if j != k and other.waits_at(moment)))
+        for moment, k, backward in sorted(moments)
+    )
+    return _Form(tuple(turn.key for turn in turns), tuple(id(turn.ways.owner) for turn in turns), phases)
+
+
+def _phases(form: _Form, ways: Sequence[Ways]) -> list[Phase]:
+    """Gradients that calls of one owner make are those of the same parameters."""
+    made: dict[int, int] = {}
+    phases = []
+    for call, backward, waiting in form.phases:
+        phases.append(Phase(call, backward, waiting, sum(made.values())))
+        if backward:
+            owner = id(ways[call].owner)
+            made[owner] = max(made.get(owner, 0), ways[call].made)
+    return phases
+
+
+def _infeasible(name: str, form: _Form, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
+    calls = "; ".join(dict.fromkeys(", ".join(w.call) for w in ways))
+    return (
+        f"no plans fit a budget of {show_at_most(budget)} for a step in which {name} and what shares its budget are "
+        f"called {len(form.keys)} times before all backwards are over ({calls}): the smallest budget that the calls "
+        f"can be planned for together is {show_at_least(least)}; without recomputation the step takes "
+        f"{show_at_least(eager)}. Raise the budget, make the batch smaller, or call backward after each call "
+        "(gradients add up)."
+    )

@@ -1,0 +1,77 @@
+"""In which ways a planned call can run beside others: what it keeps for its backward, and its peaks, against time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from rockmate.planning.planner import Planner
+from solvers import ChainPlan, ChainPlanner, InfeasibleError, Loss, Problem, Schedule, keep_everything, walk
+from solvers.calls import Way
+
+PEAKS = (0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
+"""Parts of the budget that are tried as the peak of such a call."""
+
+TIGHT = 8
+"""Peaks that are tried between the least and ``PEAKS[0]`` of the budget."""
+
+KEPT = 6
+"""Amounts to keep that are tried for each of ``PARTS``."""
+
+PARTS = (1.0, 0.7)
+"""Parts of the budget that such a call may take."""
+
+Solve = Callable[[Problem, int], Schedule]
+"""The schedule of a problem within so many bytes. Raises ``InfeasibleError``."""
+
+
+def way_of(problem: Problem, schedule: Schedule, beside: int = 0, waits: int = 0) -> Way:
+    """The figures of a schedule. Bytes ``beside`` it are there at every moment, and ``waits`` while others run."""
+    walked, at = walk(problem, schedule), schedule.index(Loss())
+    forward, backward = max(walked.timeline[:at], default=0), max(walked.timeline[at:], default=0)
+    kept = walked.timeline[at] - problem.loss + beside + waits
+    return Way(kept, forward + beside, backward + beside, walked.recompute)
+
+
+def eager_way(planner: Planner) -> Way:
+    """Nothing runs again."""
+    return way_of(planner.problem, keep_everything(planner.problem), planner.reserved)
+
+
+def ways_of(planner: Planner, budget: int, tight: bool) -> dict[Way, ChainPlan]:
+    """Ways to run a call of ``planner`` in at most ``budget`` bytes; ``tight``: also those of least memory."""
+    problem, beside = planner.problem, planner.reserved
+    chain = planner.chain()
+
+    def solve(wanted: Problem, limit: int) -> Schedule:
+        chosen = chain if wanted is problem else ChainPlanner(wanted, solved=planner.solved)
+        return chosen.solve(limit).schedule
+
+    least = planner.frontier().min_budget - beside if tight else None
+    return {
+        way_of(problem, schedule, beside): ChainPlan(schedule, walk(problem, schedule), "for several calls")
+        for schedule in schedules_of(problem, budget - beside, least, solve)
+    }
+
+
+def schedules_of(problem: Problem, budget: int, least: int | None, solve: Solve) -> Iterator[Schedule]:
+    """Schedules within ``budget`` bytes: for smaller peaks, down to the ``least`` if it is given; for amounts to keep.
+
+    To keep no more than so much is to have so much more for the loss.
+    """
+    keep = keep_everything(problem)
+    walked = walk(problem, keep)
+    if walked.peak <= budget:
+        yield keep
+    kept = walked.timeline[keep.index(Loss())] - problem.loss
+    asked = [(problem, int(part * budget)) for part in PEAKS if part * budget < walked.peak]
+    if least is not None:
+        more = max(0, int(PEAKS[0] * budget) - least)
+        asked += [(problem, least + more * k // TIGHT) for k in range(TIGHT)]
+    for limit in (int(part * budget) for part in PARTS):
+        asked += [(replace(problem, loss=max(problem.loss, limit - kept * k // KEPT)), limit) for k in range(KEPT)]
+    for wanted, limit in asked:
+        try:
+            yield solve(wanted, limit)
+        except InfeasibleError:
+            continue
