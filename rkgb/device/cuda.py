@@ -189,6 +189,8 @@ class _StatisticsWindow(Window):
         self.kind, self.device, self.what = kind, device, kind._counted()
         self.before = 0
         self.seen: tuple[int, int] | None = None  # peak and level at the second moment
+        self.paused = 0, 0  # peak until the pause, and level at it
+        self.most = self.at_pauses = 0  # the most of such peaks, and of such levels
 
     def begin(self) -> None:
         self.before = self.kind._begin(self.what, self.device)
@@ -196,7 +198,17 @@ class _StatisticsWindow(Window):
     def mark(self) -> None:
         now = torch.cuda.memory_stats(self.device)
         peak, level = now.get(f"{self.what}.all.peak", 0), now.get(f"{self.what}.all.current", 0)
-        self.seen = max(0, peak - self.before), max(0, level - self.before)
+        self.seen = max(0, self.most, peak - self.before), max(0, level - self.before)
+
+    def pause(self) -> None:
+        now = torch.cuda.memory_stats(self.device)
+        self.paused = now.get(f"{self.what}.all.peak", 0) - self.before, now.get(f"{self.what}.all.current", 0)
+        self.at_pauses = max(self.at_pauses, self.paused[1] - self.before)
+
+    def resume(self) -> None:
+        peak, level = self.paused
+        self.most = max(self.most, peak)
+        self.before += self.kind._begin(self.what, self.device) - level
 
     def close(self) -> tuple[int, int, int] | None:
         if self.seen is None:

@@ -36,8 +36,11 @@ class Window(ABC):
     """Measures what any code allocates and releases between two moments, ``begin`` and ``mark``.
 
     Open it before any memory is allocated that may be released between the moments. Call ``close`` in the thread that
-    opened it, and not within a backward.
+    opened it, and not within a backward. ``at_pauses``: the most bytes that were new when it was paused; known when it
+    is closed.
     """
+
+    at_pauses: int
 
     @abstractmethod
     def begin(self) -> None:
@@ -46,6 +49,14 @@ class Window(ABC):
     @abstractmethod
     def mark(self) -> None:
         """Mark the second moment."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """What comes from now on is not measured."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """What comes from now on is."""
 
     @abstractmethod
     def close(self) -> tuple[int, int, int] | None:

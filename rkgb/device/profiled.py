@@ -18,9 +18,9 @@ from rkgb.device.kind import Measured, Moment, Phase, Timeline, Window
 # The profiler announces each session on stderr; it reads this level at its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-_BEGIN, _MARK = "rockmate: begin", "rockmate: mark"
+_BEGIN, _MARK, _PAUSE, _RESUME = (f"rockmate: {what}" for what in ("begin", "mark", "pause", "resume"))
 """Events of these names mark moments among those of the allocator. They take no memory, and no dispatcher sees them."""
-_MARKS = (_BEGIN, _MARK)
+_MARKS = (_BEGIN, _MARK, _PAUSE, _RESUME)
 
 
 def _mark(name: str = _MARK) -> None:
@@ -47,7 +47,7 @@ class ProfiledWindow(Window):
     """
 
     def __init__(self) -> None:
-        self.marked = False
+        self.marked, self.at_pauses = False, 0
         self.session = profile(use_cpu=True, profile_memory=True)
         self.session.__enter__()
 
@@ -58,9 +58,21 @@ class ProfiledWindow(Window):
         self.marked = True
         _mark()
 
+    def pause(self) -> None:
+        _mark(_PAUSE)
+
+    def resume(self) -> None:
+        _mark(_RESUME)
+
     def close(self) -> tuple[int, int, int] | None:
         self.session.__exit__(None, None, None)
-        return _between_marks(events(self.session)) if self.marked else None
+        if not self.marked:
+            return None
+        recorded = _without_pauses(events(self.session))
+        begin = next((k for k, (_, which, size) in enumerate(recorded) if not size and _MARKS[which] == _BEGIN), 0)
+        pauses = (k for k, (_, which, size) in enumerate(recorded) if not size and _MARKS[which] == _PAUSE)
+        self.at_pauses = max((replay(recorded[begin + 1 : k])[1] for k in pauses if k > begin), default=0)
+        return _between_marks(recorded)
 
 
 class ProfiledTimeline(Timeline):
@@ -100,10 +112,29 @@ def _moments(recorded: list[tuple[int, int, int]]) -> list[Moment]:
     return [Moment(level - first, peak - first) for level, peak in moments]
 
 
+def _without_pauses(recorded: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The events without those of blocks that were allocated in a pause."""
+    found: list[tuple[int, int, int]] = []
+    made: set[int] = set()  # addresses of blocks that pauses made
+    pauses = False
+    for event in recorded:
+        _, address, size = event
+        if size == 0:
+            pauses = _MARKS[address] == _PAUSE if _MARKS[address] in (_PAUSE, _RESUME) else pauses
+            found.append(event)
+        elif size > 0 and pauses:
+            made.add(address)
+        elif size < 0 and address in made:
+            made.discard(address)
+        else:
+            found.append(event)
+    return found
+
+
 def _between_marks(recorded: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
     """What ``Window.close`` returns, from the ``recorded`` events."""
     marks = [(k, address) for k, (_, address, size) in enumerate(recorded) if size == 0]
-    start, end = (next((k for k, which in marks if which == mark), -1) for mark in range(len(_MARKS)))
+    start, end = (next((k for k, which in marks if _MARKS[which] == mark), -1) for mark in (_BEGIN, _MARK))
     if start < 0 or end < 0:
         return None
     between, later = recorded[start + 1 : end], recorded[end + 1 :]

@@ -100,7 +100,7 @@ class Attachment(Front):
         self.reason = ""
         self._signature: inspect.Signature | None = None
         self._refused = self._detached = False
-        terms.users.append(weakref.ref(self))
+        terms.steps.add(self)
         self._lazy = True  # whether there may be layers that have no sizes yet
 
     @property
@@ -188,7 +188,9 @@ class Attachment(Front):
         if self.terms.budget == before:
             return
         self._look_again()
-        self.terms.others_plan_anew(self)
+        for other in self.terms.steps.users():
+            if other is not self:
+                other.plan_anew()
 
     def _look_again(self) -> None:
         """Whether the budget binds is not known any more."""

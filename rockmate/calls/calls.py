@@ -26,6 +26,7 @@ from rockmate.budget import Budget
 from rockmate.calls.families import Family, resized_in
 from rockmate.calls.front import Front
 from rockmate.calls.look import abandoned, end_look
+from rockmate.calls.observe import Observer
 from rockmate.calls.shown import Shown
 from rockmate.calls.steps import Turn
 from rockmate.calls.surroundings import undisturbed
@@ -39,7 +40,7 @@ from rockmate.calls.variants import (
     reads_more,
     solved_again,
 )
-from rockmate.calls.ways import PlannedWays, with_gradients
+from rockmate.calls.ways import PlannedWays, waits_of, with_gradients
 from rockmate.errors import InfeasibleBudgetError, InputError, VariantLimitError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import KeptCosts
@@ -72,14 +73,20 @@ class Calls(ABC):
     """Runs calls of ``module`` under plans.
 
     The module is a pure program of tensors: see ``CapturedCalls``. ``last``: the plan of the last call, or the one that
-    replaced it after its backward; ``ran``: where the call shared its step's budget, the plan for its share.
+    replaced it after its backward.
     """
 
     def __init__(self, module: torch.nn.Module, front: Front) -> None:
         self.module, self.front, self.terms, self.cache = module, front, front.terms, front.cache
         self.last: Variant | None = None
-        self.ran: Variant | None = None
+        self._places: dict[tuple[int, int], Variant] = {}  # see ``_at_place``
+        self._placed: tuple[Variant, Variant] | None = None  # a plan, and that for its share of a step's budget
         self.needs_data = self.needs_a_run = False  # for the program at other sizes, or for its graph
+
+    @property
+    def ran(self) -> Variant | None:
+        """``last``, or where the call shared its step's budget, the plan for its share."""
+        return self._placed[1] if self._placed is not None and self._placed[0] is self.last else self.last
 
     # ------------------------------------------------- what a subclass knows better
 
@@ -129,7 +136,7 @@ class Calls(ABC):
         failed: list[str] = []
         for variant in variants:
             try:
-                return self._run_under(self._adapted(variant, call.tensors), call)
+                return self._run_under(variant, call)
             except GuardFailed as guard:
                 failed.append(str(guard))
         if len(variants) >= MAX_VARIANTS:
@@ -148,6 +155,11 @@ class Calls(ABC):
 
     def _run_under(self, variant: Variant, call: Call) -> Any:
         """Run under this plan; raises ``GuardFailed`` where it is not for these values."""
+        place = self.terms.steps.place()
+        if place == 0:
+            base = variant = self._adapted(variant, call.tensors)
+        else:
+            base, variant = variant, self._at_place(variant, place, call.tensors)
         turn, ran = self._turn(variant, call)
         look = variant.look()
         try:
@@ -160,8 +172,8 @@ class Calls(ABC):
             raise
         turn.held_by(state.backward)
         state.backward.arrived = turn.begin
-        self.cache.used(variant)
-        self.last, self.ran = variant, ran
+        self.cache.used(base)
+        self.last, self._placed = base, (base, ran)
         if variant.is_provisional and variant.family is not None:
             variant.family.spent[variant.number] += variant.plan.rerun_time
         if variant.observer is not None:
@@ -175,18 +187,30 @@ class Calls(ABC):
                 state.backward.arrived = observed.begin
         return result
 
+    def _at_place(self, variant: Variant, place: int, inputs: list[torch.Tensor]) -> Variant:
+        """``variant`` for calls that come after so many others of their step: what these do with outputs is observed
+        apart.
+        """
+        found = self._places.get((variant.number, place))
+        if found is None or found.plan.budget != variant.plan.budget:
+            observer = variant.observer and Observer(variant.plan.graph, variant.planner.options.loss_memory is None)
+            found = replace(variant, observer=observer)
+        found = self._places[variant.number, place] = self._adapted(found, inputs)
+        return found
+
     def _turn(self, variant: Variant, call: Call) -> tuple[Turn, Variant]:
         """The turn of a call under this plan in its step, and the variant that runs in it."""
         key, steps = self.kind(call)[0], self.terms.steps
         after = bool(variant.planner.missing) and steps.follows_a_backward(key, self.front)
         if after:
             if "after" not in variant.derived:
+                end_look()
                 with TRACING, undisturbed(), self.module_ready():
                     variant.derived["after"] = with_gradients(variant, self.module, call.tensors)
             variant = variant.derived["after"]
-        if "ways" not in variant.derived:
-            variant.derived["ways"] = PlannedWays(variant, self.front, self.terms.progress)
-        ways: PlannedWays = variant.derived["ways"]
+        ways: PlannedWays | None = variant.derived.get("ways")
+        if ways is None or ways.seen != waits_of(variant):
+            ways = variant.derived["ways"] = PlannedWays(variant, self.front, self.terms.progress)
         turn = steps.take(key, ways, self.front.name, self.terms, after)
         return turn, ways.placed(turn.way)
 
@@ -196,6 +220,7 @@ class Calls(ABC):
         family = variant.family if variant.is_provisional else None
         if not news and not (family is not None and family.is_worth_solving(variant.number)):
             return variant
+        end_look()
         with TRACING, Heeded(), self._progress_of(variant.planner), undisturbed(), self.module_ready():
             if news:
                 new = adapted(variant, self.last, self.module, inputs, self.terms)
@@ -203,6 +228,7 @@ class Calls(ABC):
                 new = solved_again(variant, self._known_of(variant.plan.graph.s, None), self.module, inputs)
                 self.front.tell_again(variant, new)
         self.cache.adapt(variant, new)
+        self._places.update((at, new) for at, other in list(self._places.items()) if other is variant)
         return new
 
     def learner(self, variant: Variant, inputs: list[torch.Tensor]) -> Callable[[], None]:
@@ -246,6 +272,7 @@ class Calls(ABC):
     def _make_variant(self, call: Call, saved: SavedPlan | None = None, failed: Sequence[str] = ()) -> Variant:
         """``failed``: the guards for which the plans for such calls are none for this one."""
         refuse_within_measurements()
+        end_look()
         capture = self.front.capture_seconds()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
             key, latest = self.kind(call)[0], self._latest

@@ -296,7 +296,7 @@ class CapturedCalls(Calls):
             if kind not in self.rough:
                 said, peak = self.front.described(self.module.names, call.leaves), int(min(rough, budget))
                 made = sum(self.front.bytes_of_missing_gradients().values())
-                self.rough[kind] = Rough(self.front, said, Way(0, peak, peak, 0), made)
+                self.rough[kind] = Rough(self.front, _device_of(arguments), said, Way(0, peak, peak, 0), made)
             return True
         self.binding.add(kind)  # to look at all sizes takes longer than a small step
         return False

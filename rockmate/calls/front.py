@@ -24,7 +24,10 @@ class PlannedGraph(Protocol):
     """What is asked of the graph whose plan ran last: see ``rockmate.calls.calls.Calls``."""
 
     last: Variant | None
-    ran: Variant | None
+
+    @property
+    def ran(self) -> Variant | None:
+        """The plan that ran: ``last``, or that for its share of a step's budget."""
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget."""

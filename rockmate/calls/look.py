@@ -38,7 +38,8 @@ class Look(ABC):
     current: Look | None = None
     others = 0  # backwards that have come to other graphs
     why_not = ""  # it has seen nothing: the reason, as a clause
-    disturbed = False  # one of them to that of another call under a plan, which is no loss
+    calls = 0  # forwards of other calls under a plan that have come
+    in_gap = False  # what runs now is of another call
 
     def __init__(self, opened: Window | Timeline | None) -> None:
         """``opened``: what records memory, None if nothing does."""
@@ -81,13 +82,41 @@ class Look(ABC):
 
     def another_begins(self) -> None:
         """A backward has come to another call under a plan or a budget: what that takes is not of this one."""
-        self.disturbed = True
+        self.pause()
+
+    def pause(self) -> None:
+        """What comes from now on is of another call, and is taken out of the recording."""
+        if not self.in_gap:
+            self.in_gap = True
+            self.gap_begins()
+
+    def resume(self) -> None:
+        """What comes from now on is of this call."""
+        if self.in_gap:
+            self.in_gap = False
+            self.gap_ends()
+
+    @abstractmethod
+    def gap_begins(self) -> None:
+        """What another call takes is not recorded from now on."""
+
+    @abstractmethod
+    def gap_ends(self) -> None:
+        """What comes is recorded again."""
+
+    def pauses_for_a_call(self) -> bool:
+        """Pause for the forward of another call, if so many may come."""
+        if self.calls == MOST_CALLS or self.in_gap or self.thread != threading.get_ident():
+            return False
+        self.calls += 1
+        self.pause()
+        return True
 
     def another(self) -> None:
         """A backward is over that did not come to the call."""
         self.others += 1
-        if self.disturbed or self.others == MOST_OTHERS:
-            self.abandon("the backward of another call of a model with a plan came" if self.disturbed else _OTHERS)
+        if self.others == MOST_OTHERS:
+            self.abandon(_OTHERS)
 
     def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of what starts a profiler."""
@@ -150,49 +179,37 @@ class StepLook(Look):
         self._marks = 0
         self._gaps: list[int] = []  # moments at which gaps begin and end, in turns
         self._arrived: list[int] = []  # bytes that each gap made for this step
-        self._calls = 0  # gaps in which another call ran
         self.arrives = 0  # bytes of the gradients of its outputs, which the backwards of others may make
         self.before_gaps: list[int] = []  # levels of this step, known when it is over
 
     def mark(self) -> None:
         """A moment is now."""
-        if self.window is not None and not self.in_gap:
+        if not self.in_gap:
+            self._mark()
+
+    def _mark(self) -> None:
+        if self.window is not None:
             self.window.mark()
             self._marks += 1
 
-    @property
-    def in_gap(self) -> bool:
-        """Whether what runs now is not of this step."""
-        return len(self._gaps) % 2 == 1
-
-    def pause(self) -> None:
-        """What comes from now on is of another call: it is taken out of the recording."""
-        if not self.in_gap:
-            self._gaps.append(self._marks)
-            if self.window is not None:
-                self.window.mark()
-                self._marks += 1
-
-    def resume(self, arrives: int = 0) -> None:
-        """What comes from now on is of this step, and of what was made meanwhile ``arrives`` bytes."""
-        if self.in_gap:
-            self._gaps.append(self._marks)
-            self._arrived.append(arrives)
-            if self.window is not None:
-                self.window.mark()
-                self._marks += 1
-
-    def pauses_for_a_call(self) -> bool:
-        """Pause for the forward of another call, if so many may come."""
-        if self._calls == MOST_CALLS or self.in_gap or self.thread != threading.get_ident():
-            return False
-        self._calls += 1
-        self.pause()
-        return True
-
-    def another_begins(self) -> None:
+    def gap_begins(self) -> None:
         """As in ``Look``."""
-        self.pause()
+        self._gaps.append(self._marks)
+        self._mark()
+
+    def gap_ends(self) -> None:
+        """As in ``Look``."""
+        self._gaps.append(self._marks)
+        self._arrived.append(0)
+        self._mark()
+
+    def reach(self) -> None:
+        """The backward comes to this call, with gradients that those of other calls may have made."""
+        in_gap = self.in_gap
+        self.resume()
+        if in_gap and not self.reached:
+            self._arrived[-1] = self.arrives
+        self.reached = True
 
     def close(self) -> list[Moment] | None:
         """The moments of this step; None if nothing was recorded."""
@@ -274,8 +291,7 @@ class WholeLook(StepLook):
                 t.grad_fn.register_prehook(hook)
 
     def _reach(self, _: Any) -> None:
-        self.resume(0 if self.reached else self.arrives)
-        self.reached = True
+        self.reach()
 
     def ended(self, moments: list[Moment], stays: bool) -> None:
         """As in ``StepLook``."""
@@ -310,11 +326,10 @@ def end_look() -> None:
 def others_looks_paused() -> Iterator[None]:
     """While a call runs, it is not of a step that is looked at, which ends where that cannot be."""
     look = Look.current
-    if isinstance(look, StepLook) and look.pauses_for_a_call():
-        try:
+    if look is not None and look.pauses_for_a_call():
+        with abandoned(look):
             yield
-        finally:
-            look.resume()
+        look.resume()
     else:
         end_look()
         yield

@@ -81,7 +81,9 @@ class Observer:
         self._known: set[Signs] = set()
         self._peak = self._kept = -1
         self._outputs = self.outputs  # for which these are: of this size, or of a larger one
+        self.waits = 0  # bytes that the caller holds while other calls of the step run
         self._looks = 0
+        self._wasted = self._passing = 0  # looks in a row that showed nothing new; calls to pass over before the next
         self._look = True  # at the next call
         self._said = False  # that there are no more
 
@@ -111,6 +113,9 @@ class Observer:
                 BudgetWarning,
             )
         if not self._look or self._looks >= _LOOKS or not self.places or not CallLook.possible():
+            return None
+        if self._passing:
+            self._passing -= 1
             return None
         self._looks += 1
         return CallLook(self.device if self.measures else None)
@@ -147,12 +152,16 @@ class Observer:
     def note(self, signs: Signs, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
         """A call is over. ``roots``, ``seen`` (see ``Window.close``): where it was looked at closely."""
         if signs in self._known:
+            if roots is not None:  # of the calls of a step, others are to be looked at
+                self._wasted += 1
+                self._passing = self._wasted
             return
         if roots is None or (self.measures and seen is None and self._looks < _LOOKS):
             self.news = self.news or (self.usage is not None and not self.unsure)
             self.unsure = self._look = True
             return
         self._known.add(signs)
+        self._wasted = 0
         self._look, self.news, self.unsure = False, True, False
         now = Usage(roots, signs.held, signs.attached, signs.turned.intersection(roots))
         self.usage = now if self.usage is None else _union(self.usage, now)
@@ -236,7 +245,7 @@ class ObservedCall:
             alive = (k for k, memory in self.memory.items() if not memory.expired())
             self.held = self.attached.union(alive)
             if self.look is not None:
-                self.look.mark()
+                self.look.reach()
             if self.warn_of_kept is not None and graph_is_retained():
                 self.warn_of_kept(RETAINED)
             torch.autograd.Variable._execution_engine.queue_callback(self.over)
@@ -309,6 +318,7 @@ class CallLook(Look):
     def __init__(self, device: torch.device | None) -> None:
         """``device``: whose memory is to be recorded, None for none."""
         super().__init__(None if device is None else window(device))
+        self.arrived = False  # the gradients of the outputs may have come in a gap
         self.call: weakref.ref[ObservedCall] | None = None
         self.then: Callable[[], None] | None = None  # is called when the backward is over and was noted
 
@@ -318,15 +328,22 @@ class CallLook(Look):
         if self.window is not None:
             self.window.begin()
 
-    def mark(self) -> None:
-        """The backward has come to the outputs."""
+    def reach(self) -> None:
+        """The backward has come to the outputs, with gradients that those of other calls may have made."""
+        self.arrived = self.in_gap
+        self.resume()
         if self.window is not None:
             self.window.mark()
 
-    def another_begins(self) -> None:
-        """As in ``Look``: that its own backward began first is no reason."""
-        call = self.call() if self.call is not None else None
-        self.disturbed = call is None or call.waits
+    def gap_begins(self) -> None:
+        """As in ``Look``."""
+        if self.window is not None:
+            self.window.pause()
+
+    def gap_ends(self) -> None:
+        """As in ``Look``."""
+        if self.window is not None:
+            self.window.resume()
 
     def close(self) -> tuple[int, int, int] | None:
         """As in ``Look``; see ``Window.close``."""
@@ -345,6 +362,7 @@ class CallLook(Look):
             try:
                 return run()
             finally:
+                self.resume()
                 self.another()
         done = False
         try:
@@ -352,10 +370,16 @@ class CallLook(Look):
             done = True
             return result
         finally:
-            then, seen = self.then, self.close()
+            then, opened, seen = self.then, self.window, self.close()
+            if opened is not None:
+                call.observer.waits = max(call.observer.waits, opened.at_pauses)
             call.look = None
             if stays:  # what stays is no loss's
                 seen = None
+            if seen is not None and self.arrived:
+                peak, level, left = seen
+                level += sum(call.observer.bytes[k] for k in roots)
+                seen = max(peak, level), level, left
             if done:
                 call.note(roots, seen)
                 if then is not None:

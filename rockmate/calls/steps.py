@@ -11,13 +11,16 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
+from rkgb.device.kind import Moment
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
-from rockmate.calls.look import Look
+from rockmate.calls.look import Look, StepLook
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.tell import LOG
 from solvers import InfeasibleError
@@ -25,6 +28,9 @@ from solvers.calls import Phase, Way, least_of, level, share
 
 MOST_TURNS = 64
 """Calls of a step that are remembered."""
+
+MOST_LOOKS = 4
+"""Steps of one kind that are measured."""
 
 MOST_STEPS = 16
 """Steps of several calls that are known."""
@@ -36,13 +42,16 @@ _CLOCK = itertools.count(1)
 class Ways(Protocol):
     """In which ways the calls of one kind can run.
 
-    ``owner``: whose parameters they use. ``call`` in a few words. ``made``: bytes of the gradients of parameters that
-    the backward makes. ``alone``: the way in which such a call runs where it is the only one of its step; ``eager``:
-    the one that runs nothing again. ``rough``: these figures are bounds, since no plan is known.
+    ``owner``: whose parameters they use. ``device``: where they run. ``call`` in a few words. ``made``: bytes of the
+    gradients of parameters that the backward makes. ``alone``: the way in which such a call runs where it is the only
+    one of its step; ``eager``: the one that runs nothing again. ``rough``: these figures are bounds, since no plan is
+    known.
     """
 
     @property
     def owner(self) -> object: ...
+    @property
+    def device(self) -> torch.device: ...
     @property
     def call(self) -> tuple[str, ...]: ...
     @property
@@ -62,6 +71,7 @@ class Rough:
     """The only way of a call that no plan is known for: see ``Ways``."""
 
     owner: object
+    device: torch.device
     call: tuple[str, ...]
     alone: Way
     made: int = 0
@@ -77,12 +87,20 @@ class Rough:
         return [self.alone]
 
 
+class User(Protocol):
+    """Has plans under a budget."""
+
+    def plan_anew(self) -> None:
+        """The budget is another one: plans are made again at the next calls."""
+
+
 class Turn:
     """One call of a step. ``way``: in which it runs. ``at``: when its forward began; ``began``: when its backward did,
     0 before; ``gone``: when it was seen that there will be none.
     """
 
     def __init__(self, key: Hashable, ways: Ways, way: Way) -> None:
+        """``key``: of the kind of call, with how many calls of the step came before."""
         self.key, self.ways, self.way = key, ways, way
         self.at, self.began, self.gone = next(_CLOCK), 0, 0
         self._graph: weakref.ref[Any] | None = None
@@ -129,7 +147,9 @@ class _Form:
 @dataclass(eq=False)
 class _Step:
     """Such steps are planned together. ``eager``: bytes where nothing runs again. ``chosen``: ways of its calls, for
-    ``budget`` and the ``ways`` that there were; ``peak``: what they take.
+    ``budget`` and the ``ways`` that there were, the first ``fixed`` of which ran already. ``peak``: what they take, of
+    the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown;
+    ``measured``: the ways in which their calls ran.
     """
 
     form: _Form
@@ -137,7 +157,71 @@ class _Step:
     budget: int = -1
     ways: tuple[Ways, ...] = ()
     chosen: list[Way] = field(default_factory=list)
+    fixed: int = 0
     peak: int = 0
+    asked: int = 0
+    beside: int = 0
+    measured: list[Way] = field(default_factory=list)
+    looks: int = 0
+
+    @property
+    def is_to_be_measured(self) -> bool:
+        """Whether no step was measured whose calls run in the chosen ways."""
+        return self.chosen != self.measured and self.looks < MOST_LOOKS
+
+
+class _WholeStep(StepLook):
+    """Measures a step whose calls were planned together. ``turns``: of its calls, as they come."""
+
+    def __init__(
+        self, step: _Step, turns: list[Turn], device: torch.device, name: str, say: Callable[[str], None]
+    ) -> None:
+        super().__init__(device)
+        self.step, self.turns, self.name, self.say = step, turns, name, say
+        self.chosen, self.predicted = list(step.chosen), step.peak
+        step.looks += 1
+        self.mark()
+
+    def pauses_for_a_call(self) -> bool:
+        """As in ``Look``: all calls are of this step."""
+        return self.thread == threading.get_ident() and any(turn.waits for turn in self.turns)
+
+    def gap_begins(self) -> None:
+        """As in ``Look``."""
+
+    def gap_ends(self) -> None:
+        """As in ``Look``."""
+
+    def mark(self) -> None:
+        """As in ``StepLook``."""
+        self._mark()
+
+    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
+        """As in ``Look``: the step is over when no call waits."""
+        try:
+            return super().watched(run, ends, stays)
+        finally:
+            done = len(self.turns) == len(self.step.form.keys) and not any(turn.waits for turn in self.turns)
+            if done and Look.current is self:
+                self.mark()
+                moments = self.close()
+                if moments is not None:
+                    self.ended(moments, stays)
+
+    def ended(self, moments: list[Moment], stays: bool) -> None:
+        """As in ``StepLook``: what it took above the prediction is planned for."""
+        step, peak = self.step, max(moment.peak for moment in moments)
+        if [turn.way for turn in self.turns] != self.chosen:
+            return
+        step.measured = self.chosen
+        if peak > self.predicted:
+            step.beside += peak - self.predicted
+        if peak > step.asked:
+            self.say(
+                f"the last step of {self.name} took {show_bytes(peak)}, more than the budget of "
+                f"{show_bytes(step.asked)}, as its calls were not known well enough. Later steps like it are planned "
+                "for what this one took"
+            )
 
 
 class Steps:
@@ -149,10 +233,19 @@ class Steps:
         self._ways: dict[tuple[Hashable, bool], Ways] = {}  # by kinds, and whether the gradients are there
         self._here = threading.local()
         self._said: set[str] = set()
+        self._users: list[weakref.ref[User]] = []
 
     def __reduce__(self) -> Any:
         """Copies know of no step."""
         return Steps, ()
+
+    def add(self, user: User) -> None:
+        """``user`` has plans under this budget."""
+        self._users.append(weakref.ref(user))
+
+    def users(self) -> list[User]:
+        """All that have plans under this budget."""
+        return [user for ref in self._users if (user := ref()) is not None]
 
     def forget(self, owner: object) -> None:
         """Nothing is known of the calls of ``owner`` any more."""
@@ -176,24 +269,29 @@ class Steps:
         """Bytes that these keep."""
         return sum(turn.way.kept for turn in self.waiting())
 
+    def place(self) -> int:
+        """How many calls of the step have come before the one that comes now."""
+        return len(self._turns) if self.waiting() else 0
+
     def is_one_of_several(self, key: Hashable) -> bool:
         """Whether a call that comes now shares the budget with others, by what is known."""
         return bool(self.waiting()) or self.is_known(key)
 
     def is_known(self, key: Hashable) -> bool:
         """Whether a call that comes now is expected in a step whose calls are planned together."""
+        return self._expected_now(key) is not None
+
+    def _expected_now(self, key: Hashable) -> _Step | None:
+        """The known step in which a call that comes now is expected."""
         if not self._known:
-            return False
-        before = tuple(turn.key for turn in self._turns) if self.waiting() else ()
-        return self._expected((*before, key)) is not None
+            return None
+        before = [turn.key for turn in self._turns] if self.waiting() else []
+        return self._expected((*before, (key, len(before))))
 
     def follows_a_backward(self, key: Hashable, owner: object) -> bool:
         """Whether the backward of the call that comes now is expected after that of another one of ``owner``."""
-        if not self._known:
-            return False
-        before = tuple(turn.key for turn in self._turns) if self.waiting() else ()
-        step = self._expected((*before, key))
-        return step is not None and step.form.owners[len(before)] in step.form.earlier(len(before))
+        step, place = self._expected_now(key), self.place()
+        return step is not None and step.form.owners[place] in step.form.earlier(place)
 
     # ------------------------------------------------------------------------- calls
 
@@ -208,12 +306,15 @@ class Steps:
         turns = self._turns
         if len(turns) >= MOST_TURNS:
             turns[:] = self.waiting()
+        key = key, len(turns)
         self._ways[key, after] = ways
         step = self._expected((*(turn.key for turn in turns), key))
         budget = terms.budget
         way = None
         if step is not None and isinstance(budget, int):
             way = self._planned(step, turns, budget, name, terms)
+            if way is not None and not turns and step.is_to_be_measured and Look.possible():
+                _WholeStep(step, turns, ways.device, name, self._say)
         if way is None and isinstance(budget, int) and (waiting := self.waiting()):
             way = self._left(ways, waiting, budget, name)
         turn = Turn(key, ways, way or ways.alone)
@@ -246,22 +347,25 @@ class Steps:
     def _planned(self, step: _Step, turns: Sequence[Turn], budget: int, name: str, terms: Terms) -> Way | None:
         """The way for the call after ``turns``; None if that is not known before plans of later calls are."""
         ways, taken = self._ways_of(step.form), [turn.way for turn in turns]
-        if step.budget != budget or step.ways != ways or step.chosen[: len(taken)] != taken:
+        left = max(0, budget - step.beside)
+        known = step.budget == left and step.ways == ways and step.fixed <= len(taken)
+        if not known or step.chosen[: len(taken)] != taken:
             phases, fixed = _phases(step.form, ways), [[way] for way in taken]
             try:
-                step.chosen = _shared(fixed, ways[len(taken) :], phases, budget)
+                step.chosen = _shared(fixed, ways[len(taken) :], phases, left)
             except InfeasibleError as error:
                 if taken or any(w.rough for w in ways):
                     return None
-                said = _infeasible(name, step.form, ways, budget, error.min_budget, step.eager)
+                least = error.min_budget + step.beside
+                said = _infeasible(name, step.form, ways, budget, least, step.eager)
                 if not terms.least:
-                    raise InfeasibleBudgetError(said, error.min_budget) from None
+                    raise InfeasibleBudgetError(said, least) from None
                 self._say(f"{said} The plans of least memory run instead.")
                 step.chosen = least_of([w.within(error.min_budget, tight=True) for w in ways], phases)
-            step.budget, step.ways = budget, ways
-            peak = max(level(phase, step.chosen) for phase in phases)
+            step.budget, step.ways, step.fixed = left, ways, len(taken)
+            peak = max(level(phase, step.chosen) for phase in phases) + step.beside
             if not taken and peak != step.peak:
-                step.peak = peak
+                step.peak, step.asked = peak, budget
                 LOG.info(
                     "%s: %d calls of a step are planned together: predicted peak %s, budget %s, %.0f us run again",
                     *(name, len(ways), show_bytes(peak), show_bytes(budget), sum(w.time for w in step.chosen) / 1e3),
@@ -299,8 +403,9 @@ class Steps:
     def _finish(self, name: str, terms: Terms) -> None:
         """The last step of this thread is over: learn what it was, if it had several calls."""
         turns = list(self._turns)
-        self._turns.clear()
-        if len(turns) < 2:
+        self._here.__dict__["turns"] = []
+        known = {key for key, _ in self._ways}
+        if len(turns) < 2 or not all(turn.key in known for turn in turns):
             return
         form = _form_of(turns)
         if all(not waiting for _, _, waiting in form.phases):

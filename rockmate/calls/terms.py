@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -17,13 +15,6 @@ from rockmate.calls.steps import Steps
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
-
-
-class User(Protocol):
-    """Has plans under some terms."""
-
-    def plan_anew(self) -> None:
-        """Plans are made again at the next calls."""
 
 
 @dataclass
@@ -41,7 +32,6 @@ class Terms:
     always: bool = False
     settled: tuple[Budget, int] | None = field(default=None, init=False)  # what it was, of a step of so many bytes
     steps: Steps = field(default_factory=Steps, init=False)  # of the calls under this budget
-    users: list[weakref.ref[User]] = field(default_factory=list, init=False)  # whose plans these terms are for
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used when it is given, not at the first call that is planned."""
@@ -57,7 +47,7 @@ class Terms:
         if isinstance(self.budget, Budget):
             self.settled = self.budget, planner.eager_peak
             self.budget = self.budget.bytes(planner)
-        elif len(self.users) > 1:
+        elif len(self.steps.users()) > 1:
             self._settle_larger(planner)
         try:
             yield self.budget
@@ -104,12 +94,6 @@ class Terms:
             raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
         with self.settling(planner):
             return least_instead(error)
-
-    def others_plan_anew(self, user: User) -> None:
-        """``user`` has set the budget, which is that of others, too."""
-        for other in (ref() for ref in self.users):
-            if other is not None and other is not user:
-                other.plan_anew()
 
     def bytes_known(self, device: torch.device) -> int | None:
         """The budget in bytes, if that does not depend on the model."""

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 
 from rockmate.calls.variants import Variant, program_of
-from rockmate.planning.ways import eager_way, way_of, ways_of
+from rockmate.planning.ways import way_of, ways_of
 from rockmate.progress import Progress
-from solvers import ChainPlan, walk
+from solvers import ChainPlan, keep_everything, walk
 from solvers.calls import Way
 from solvers.interrupts import Heeded
 
@@ -23,14 +23,21 @@ def with_gradients(variant: Variant, model: torch.nn.Module, inputs: list[torch.
     return dataclasses.replace(variant, planner=planner, plan=planner.described(plan.budget, same))
 
 
+def waits_of(variant: Variant) -> int:
+    """Bytes that the caller holds of such calls while others of the step run, as far as that was seen."""
+    return 0 if variant.observer is None else variant.observer.waits
+
+
 class PlannedWays:
     """Those of ``variant``: see ``rockmate.calls.steps.Ways``. ``progress``: as for ``Rockmate``."""
 
     rough = False
 
     def __init__(self, variant: Variant, owner: object, progress: bool | None) -> None:
-        self.variant, self.owner, self.progress = variant, owner, progress
-        self.call = variant.call
+        self.variant, self.owner, self.progress, self.seen = variant, owner, progress, waits_of(variant)
+        self.call, self.device = variant.call, variant.planner.device
+        room = variant.planner.room  # is part of what is reserved
+        self.waits = max(0, waits_of(variant) - room.kept - room.scalars)
         k = variant.planner.graphs.K
         self.made = sum(k.s.d.values[v].bytes for v in k.missing)
         self._asked: set[tuple[int, bool]] = set()
@@ -41,12 +48,13 @@ class PlannedWays:
     def alone(self) -> Way:
         """As in ``Ways``."""
         plan, planner = self.variant.plan, self.variant.planner
-        return way_of(planner.problem, plan.schedule, planner.reserved)
+        return way_of(planner.problem, plan.schedule, planner.reserved, self.waits)
 
     @cached_property
     def eager(self) -> Way:
         """As in ``Ways``."""
-        return eager_way(self.variant.planner)
+        problem = self.variant.planner.problem
+        return way_of(problem, keep_everything(problem), self.variant.planner.reserved, self.waits)
 
     def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
         """As in ``Ways``."""
@@ -55,7 +63,7 @@ class PlannedWays:
             return [self.alone]
         if (budget, tight) not in self._asked:
             with Heeded(), Progress(self.progress) as planner.report:
-                self._found.update(ways_of(planner, budget, tight))
+                self._found.update(ways_of(planner, budget, tight, self.waits))
             self._asked.add((budget, tight))
         return [way for way in (self.alone, *self._found) if max(way.forward, way.backward) <= budget]
 

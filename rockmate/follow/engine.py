@@ -129,7 +129,9 @@ class Followed:
                 kind.watch.saw()
         if turn.ways.rough:
             kept = sum(datum.size for datum in tape.data if datum.base is not None)
-            self.front.terms.steps.seen(turn, Rough(self.front, kind.call, Way(kept, kept, kept, 0), turn.ways.made))
+            self.front.terms.steps.seen(
+                turn, Rough(self.front, tape.device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
+            )
         return result
 
     @staticmethod
@@ -163,7 +165,7 @@ class Followed:
         made, steps = self.front.bytes_of_missing_gradients(), self.front.terms.steps
         took = partial(steps.take, (id(self), key), name=self.front.name, terms=self.front.terms)
         if known is None:
-            turn = took(ways=Rough(self.front, kind.call, Way(0, 0, 0, 0), sum(made.values())))
+            turn = took(ways=Rough(self.front, device, kind.call, Way(0, 0, 0, 0), sum(made.values())))
             like = self._like(kind)
             if like is None or like.program is None:
                 policy = Online(*self._limits(kind, device))

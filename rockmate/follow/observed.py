@@ -143,8 +143,7 @@ class Observed:
     def asked(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``."""
         if self.look is not None:
-            self.look.resume(0 if self.look.reached else self.look.arrives)
-            self.look.reached = True
+            self.look.reach()
         if slot.datum is not None:
             self._mark(tape, "asked", slot.number)
             there = (key for key, outside in tape.gathered.items() if outside.is_there)

@@ -27,7 +27,7 @@ class FollowedWays:
     rough = False
 
     def __init__(self, known: Known, kind: CallKind, owner: object, made: int, options: PlanOptions) -> None:
-        self.known, self.owner, self.made, self.call = known, owner, made, kind.call
+        self.known, self.owner, self.made, self.call, self.device = known, owner, made, kind.call, known.device
         self.options = replace(options, time_limit=min(SECONDS, options.time_limit))
         self.plan, self._problem, self._waits = known.plan, known.found.problem, max(0, known.waits)
         self._asked: set[tuple[int, bool]] = set()

@@ -33,13 +33,11 @@ def way_of(problem: Problem, schedule: Schedule, beside: int = 0, waits: int = 0
     return Way(kept, forward + beside, backward + beside, walked.recompute)
 
 
-def eager_way(planner: Planner) -> Way:
-    """Nothing runs again."""
-    return way_of(planner.problem, keep_everything(planner.problem), planner.reserved)
+def ways_of(planner: Planner, budget: int, tight: bool, waits: int) -> dict[Way, ChainPlan]:
+    """Ways to run a call of ``planner`` in at most ``budget`` bytes; ``tight``: also those of least memory.
 
-
-def ways_of(planner: Planner, budget: int, tight: bool) -> dict[Way, ChainPlan]:
-    """Ways to run a call of ``planner`` in at most ``budget`` bytes; ``tight``: also those of least memory."""
+    ``waits``: see ``way_of``.
+    """
     problem, beside = planner.problem, planner.reserved
     chain = planner.chain()
 
@@ -49,7 +47,7 @@ def ways_of(planner: Planner, budget: int, tight: bool) -> dict[Way, ChainPlan]:
 
     least = planner.frontier().min_budget - beside if tight else None
     return {
-        way_of(problem, schedule, beside): ChainPlan(schedule, walk(problem, schedule), "for several calls")
+        way_of(problem, schedule, beside, waits): ChainPlan(schedule, walk(problem, schedule), "for several calls")
         for schedule in schedules_of(problem, budget - beside, least, solve)
     }
 

@@ -1,0 +1,270 @@
+"""Several calls before a backward, of one model or of several: together they are within the budget of the step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import randn
+from torch import nn
+
+from rockmate import (
+    BudgetWarning,
+    InfeasibleBudgetError,
+    InputError,
+    Rockmate,
+    attach,
+    attached,
+    detach,
+    measure_peak,
+)
+
+ROWS, WIDTH = 512, 64
+STEPS = 6
+"""After which nothing new is learned."""
+
+Step = Callable[[Sequence[nn.Module], torch.Tensor], None]
+SEVERAL = pytest.mark.filterwarnings("ignore:.*times before a backward:rockmate.BudgetWarning")
+
+
+class Layers(nn.Module):
+    """Layers in a loop. ``prints``: no one graph."""
+
+    def __init__(self, count: int = 6, out: int = WIDTH, prints: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.last, self.prints = nn.Linear(WIDTH, out), prints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Twice as many activations as layers."""
+        for k, layer in enumerate(self.layers):
+            x = F.gelu(layer(x)).sin()
+            if self.prints and k == 2:
+                print(end="")  # noqa: T201 - what TorchDynamo captures no one graph of
+        return self.last(x)
+
+
+def two_branches(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """Of one loss."""
+    (m[0](x) - m[0](-x)).square().mean().backward()
+
+
+def crops(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """Of four sizes."""
+    torch.stack([m[0](x[:n]).square().mean() for n in (ROWS, ROWS // 2, ROWS // 4, ROWS // 4)]).sum().backward()
+
+
+def in_order(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """The backward of the first call comes first."""
+    losses = [m[0](x).square().mean(), m[0](-x).square().mean()]
+    for loss in losses:
+        loss.backward()
+
+
+def reversed_order(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """The backward of the last call comes first."""
+    losses = [m[0](x).square().mean(), m[0](-x).square().mean()]
+    for loss in losses[::-1]:
+        loss.backward()
+
+
+def unrolled(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """Each call reads what the one before returned."""
+    for _ in range(4):
+        x = m[0](x)
+    x.square().mean().backward()
+
+
+def mixed(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """A call that no backward comes to, and one without gradients."""
+    first = m[0](x)
+    with torch.no_grad():
+        target = m[0](-x)
+    unused = m[0](x + 1)
+    (first - target).square().mean().backward()
+    del unused
+
+
+def adversarial(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """The discriminator learns while the generator waits."""
+    generator, discriminator = m
+    made = generator(x)
+    real, false = discriminator(x), discriminator(made.detach())
+    one, zero = torch.ones_like(real), torch.zeros_like(real)
+    loss = F.binary_cross_entropy_with_logits(real, one) + F.binary_cross_entropy_with_logits(false, zero)
+    loss.backward()
+    for p in discriminator.parameters():
+        p.grad = None
+    F.binary_cross_entropy_with_logits(discriminator(made), one).backward()
+
+
+def with_critic(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """A loss of what the first model makes, and of what the second makes of that."""
+    made = m[0](x)
+    ((made - x).square().mean() + m[1](made).mean()).backward()
+
+
+def run(step: Step, models: Sequence[nn.Module], x: torch.Tensor) -> int:
+    """The peak of one step without gradients before."""
+    once(step, models, x)
+    for p in nn.ModuleList(models).parameters():
+        p.grad = None
+    return measure_peak(lambda: step(models, x))
+
+
+def once(step: Step, models: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """One step without gradients before."""
+    for p in nn.ModuleList(models).parameters():
+        p.grad = None
+    step(models, x)
+
+
+def trained(step: Step, models: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients, and parameters, after some steps."""
+    for _ in range(STEPS):
+        once(step, models, x)
+        with torch.no_grad():
+            for p in nn.ModuleList(models).parameters():
+                p -= 0 if p.grad is None else 0.01 * p.grad
+    return [t for p in nn.ModuleList(models).parameters() for t in (p, p.grad) if t is not None]
+
+
+def made(prints: Sequence[bool]) -> list[nn.Module]:
+    """One model for each, all but the first smaller."""
+    torch.manual_seed(0)
+    return [Layers(6 if k == 0 else 4, WIDTH if k == 0 else 1, p) for k, p in enumerate(prints)]
+
+
+ONE = [two_branches, crops, in_order, reversed_order, unrolled, mixed]
+TWO = [adversarial, with_critic]
+CASES = [
+    *((step, (prints,)) for step in ONE for prints in (False, True)),
+    *((step, prints) for step in TWO for prints in ((False, False), (True, False), (True, True))),
+]
+
+
+@SEVERAL
+@pytest.mark.parametrize(("step", "prints"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize("budget", ["60%", 0.55])
+def test_a_step_is_within_the_budget(step: Step, prints: Sequence[bool], budget: str | float) -> None:
+    """Once its calls are known. A share is one of the whole step."""
+    eager, x = made(prints), randn(ROWS, WIDTH, seed=1)
+    models = copy.deepcopy(eager)
+    peak = run(step, copy.deepcopy(eager), x)
+    handles = attach(models, budget if isinstance(budget, str) else int(budget * peak), costs="flops", cache=False)
+    wanted, found = trained(step, eager, x), trained(step, models, x)
+    assert len(wanted) == len(found)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert run(step, models, x) <= handles[0].budget
+    losses = 3 * sum(m(x).nbytes for m in eager) * 4  # as much is left for each of up to four calls
+    assert handles[0].budget <= 0.6 * (peak + losses)
+
+
+@SEVERAL
+@pytest.mark.parametrize("prints", [False, True])
+def test_a_twin_of_a_model_is_called_twice(prints: bool) -> None:
+    torch.manual_seed(0)
+    eager, x = Layers(prints=prints), randn(ROWS, WIDTH, seed=1)
+    peak = run(two_branches, [copy.deepcopy(eager)], x)
+    rk = Rockmate(copy.deepcopy(eager), x, int(0.55 * peak), costs="flops", cache=False)
+    wanted, found = trained(two_branches, [eager], x), trained(two_branches, [rk], x)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert run(two_branches, [rk], x) <= rk.budget
+
+
+@SEVERAL
+def test_no_plans_that_fit_are_an_error_from_the_second_step_on() -> None:
+    model, x = Layers(), randn(ROWS, WIDTH, seed=1)
+    peak = run(two_branches, [copy.deepcopy(model)], x)
+    handle = attach(model, int(0.5 * peak), costs="flops", cache=False)
+    for _ in range(STEPS):
+        once(two_branches, [model], x)
+    handle.budget = int(0.2 * peak)
+    for _ in range(2):
+        with pytest.raises(
+            InfeasibleBudgetError, match=r"no plans fit a budget of .* for a step in which Layers"
+        ) as error:
+            once(two_branches, [model], x)
+    handle.budget = error.value.min_budget
+    for _ in range(STEPS):
+        once(two_branches, [model], x)
+    assert run(two_branches, [model], x) <= error.value.min_budget
+
+
+@SEVERAL
+def test_the_plans_of_least_memory_run_if_that_is_asked_for() -> None:
+    model, x = Layers(), randn(ROWS, WIDTH, seed=1)
+    peak = run(two_branches, [copy.deepcopy(model)], x)
+    attach(model, int(0.2 * peak), costs="flops", cache=False, on_infeasible="least")
+    once(two_branches, [model], x)
+    with pytest.warns(BudgetWarning, match="The plans of least memory run instead") as said:
+        once(two_branches, [model], x)
+    assert len([w for w in said if "least memory" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        once(two_branches, [model], x)
+
+
+def test_calls_one_at_a_time_are_no_step_of_several() -> None:
+    model, x = Layers(), randn(ROWS, WIDTH, seed=1)
+    attach(model, "60%", costs="flops", cache=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(3):
+            kept = model(x)  # its graph goes without a backward
+            del kept
+            with torch.no_grad():
+                model(x)
+            model(x).square().mean().backward()
+            model(-x).square().mean().backward()
+
+
+@SEVERAL
+def test_steps_of_another_number_of_calls_are_within_the_budget_too() -> None:
+    """Steps that begin in the same way: the first call does not know how many follow."""
+    model, x = Layers(), randn(ROWS, WIDTH, seed=1)
+
+    def alternating(m: Sequence[nn.Module], x: torch.Tensor, count: int) -> None:
+        torch.stack([m[0](x + k).square().mean() for k in range(count)]).sum().backward()
+
+    peak = run(two_branches, [copy.deepcopy(model)], x)
+    attach(model, int(0.6 * peak), costs="flops", cache=False)
+    for count in (1, 2, 3, 1, 2, 3, 1, 2):
+        once(lambda m, x, count=count: alternating(m, x, count), [model], x)  # type: ignore[misc]
+    peaks = [run(lambda m, x, count=count: alternating(m, x, count), [model], x) for count in (1, 3, 2, 1)]  # type: ignore[misc]
+    assert max(peaks) <= 0.6 * peak
+
+
+@SEVERAL
+def test_the_budget_of_several_modules_is_set_for_all_of_them() -> None:
+    models, x = made((False, False)), randn(ROWS, WIDTH, seed=1)
+    peak = run(with_critic, copy.deepcopy(models), x)
+    first, second = attach(models, peak, costs="flops", cache=False)
+    for budget in (int(0.5 * peak), int(0.8 * peak)):
+        second.budget = budget
+        assert first.budget == budget
+        for _ in range(STEPS):
+            once(with_critic, models, x)
+        assert run(with_critic, models, x) <= budget
+    detach(models[0])
+    assert attached(models[1]) is second
+    run(with_critic, models, x)
+
+
+def test_lists_of_modules_that_cannot_share_a_budget() -> None:
+    model = Layers()
+    with pytest.raises(InputError, match="the list of modules is empty"):
+        attach([], "1 GiB")
+    with pytest.raises(InputError, match="is the Layers, a part of it, or has it as a part"):
+        attach([model, model], "1 GiB")
+    with pytest.raises(InputError, match="is the Layers, a part of it, or has it as a part"):
+        attach([model, model.last], "1 GiB")
+    with pytest.raises(InputError, match="sample= is for one module"):
+        attach([model, Layers()], "1 GiB", sample=randn(2, WIDTH, seed=1))
+    with pytest.raises(InputError):
+        attach([model, "x"], "1 GiB")  # type: ignore[list-item]
+    assert attached(model) is None
