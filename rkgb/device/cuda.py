@@ -203,7 +203,8 @@ class _StatisticsWindow(Window):
     def pause(self) -> None:
         now = torch.cuda.memory_stats(self.device)
         self.paused = now.get(f"{self.what}.all.peak", 0) - self.before, now.get(f"{self.what}.all.current", 0)
-        self.at_pauses = max(self.at_pauses, self.paused[1] - self.before)
+        if self.seen is None:
+            self.at_pauses = max(self.at_pauses, self.paused[1] - self.before)
 
     def resume(self) -> None:
         peak, level = self.paused

@@ -36,8 +36,8 @@ class Window(ABC):
     """Measures what any code allocates and releases between two moments, ``begin`` and ``mark``.
 
     Open it before any memory is allocated that may be released between the moments. Call ``close`` in the thread that
-    opened it, and not within a backward. ``at_pauses``: the most bytes that were new when it was paused; known when it
-    is closed.
+    opened it, and not within a backward. ``at_pauses``: the most bytes that were new when it was paused between the
+    moments; known when it is closed.
     """
 
     at_pauses: int

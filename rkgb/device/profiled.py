@@ -69,9 +69,10 @@ class ProfiledWindow(Window):
         if not self.marked:
             return None
         recorded = _without_pauses(events(self.session))
-        begin = next((k for k, (_, which, size) in enumerate(recorded) if not size and _MARKS[which] == _BEGIN), 0)
-        pauses = (k for k, (_, which, size) in enumerate(recorded) if not size and _MARKS[which] == _PAUSE)
-        self.at_pauses = max((replay(recorded[begin + 1 : k])[1] for k in pauses if k > begin), default=0)
+        marks = [(k, _MARKS[which]) for k, (_, which, size) in enumerate(recorded) if not size]
+        begin, mark = (next((k for k, which in marks if which == wanted), 0) for wanted in (_BEGIN, _MARK))
+        pauses = (k for k, which in marks if which == _PAUSE and begin < k < mark)
+        self.at_pauses = max((replay(recorded[begin + 1 : k])[1] for k in pauses), default=0)
         return _between_marks(recorded)
 
 

@@ -8,7 +8,7 @@ import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -25,7 +25,8 @@ from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
 from rockmate.calls.front import Front
 from rockmate.calls.hooks import Hooks, any_is_gone, hooks_of
-from rockmate.calls.look import end_look, others_looks_paused
+from rockmate.calls.keys import call_key
+from rockmate.calls.look import Look, LookInTheWay, end_look, others_looks_paused
 from rockmate.calls.reasons import reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
 from rockmate.calls.surroundings import (
@@ -101,6 +102,7 @@ class Attachment(Front):
         self._signature: inspect.Signature | None = None
         self._refused = self._detached = False
         terms.steps.add(self)
+        self._run_before: set[Hashable] = set()  # kinds of calls that ran while another one was looked at
         self._lazy = True  # whether there may be layers that have no sizes yet
 
     @property
@@ -204,6 +206,7 @@ class Attachment(Front):
         """The budget was set by another module that shares it."""
         self._look_again()
         self.cache.clear()
+        self._run_before.clear()
         self.last = None
         if self._followed is not None:
             self._followed.solving.asked = None
@@ -274,8 +277,25 @@ class Attachment(Front):
         if self._lazy and self._gets_sizes(model):
             return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()
-        with others_looks_paused(), self._entered(), without_global_hooks(), modes_suspended() as self.inside.modes:
-            return self._run(model, Call(args, kwargs))
+        call = Call(args, kwargs)
+        key = Look.current and (call_key(call.leaves, call.spec), model.training)
+        try:
+            result = self._run_beside(model, call, key in self._run_before)
+        except LookInTheWay:
+            result = self._run_beside(model, call, False)
+        if key is not None:
+            self._run_before.add(key)
+        return result
+
+    def _run_beside(self, model: torch.nn.Module, call: Call, planned: bool) -> Any:
+        """Run a call while another one may be looked at. ``planned``: there is a plan, as far as that is known."""
+        with (
+            others_looks_paused(planned),
+            self._entered(),
+            without_global_hooks(),
+            modes_suspended() as self.inside.modes,
+        ):
+            return self._run(model, call)
 
     def _gets_sizes(self, model: torch.nn.Module) -> bool:
         """Whether layers get their sizes in this call, so that there is nothing to plan yet."""
@@ -426,6 +446,7 @@ class Attachment(Front):
         self._capture.clear()
         self.cache.clear()
         self.families.clear()
+        self._run_before.clear()
         self.terms.steps.forget(self)
         self._followed = self._why = self.last = None
 

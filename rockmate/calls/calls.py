@@ -25,7 +25,7 @@ from rkgb.trees import unflatten
 from rockmate.budget import Budget
 from rockmate.calls.families import Family, resized_in
 from rockmate.calls.front import Front
-from rockmate.calls.look import abandoned, end_look
+from rockmate.calls.look import Look, abandoned, check_no_look, end_look
 from rockmate.calls.observe import Observer
 from rockmate.calls.shown import Shown
 from rockmate.calls.steps import Turn
@@ -192,9 +192,12 @@ class Calls(ABC):
         apart.
         """
         found = self._places.get((variant.number, place))
-        if found is None or found.plan.budget != variant.plan.budget:
+        if found is None:
             observer = variant.observer and Observer(variant.plan.graph, variant.planner.options.loss_memory is None)
             found = replace(variant, observer=observer)
+        elif found.plan.budget != variant.plan.budget:
+            made = make_variant(found.planner, variant.plan.budget, found.observer)
+            found = replace(made, number=found.number, family=found.family)
         found = self._places[variant.number, place] = self._adapted(found, inputs)
         return found
 
@@ -202,9 +205,9 @@ class Calls(ABC):
         """The turn of a call under this plan in its step, and the variant that runs in it."""
         key, steps = self.kind(call)[0], self.terms.steps
         after = bool(variant.planner.missing) and steps.follows_a_backward(key, self.front)
+        after = after and ("after" in variant.derived or Look.current is None)
         if after:
             if "after" not in variant.derived:
-                end_look()
                 with TRACING, undisturbed(), self.module_ready():
                     variant.derived["after"] = with_gradients(variant, self.module, call.tensors)
             variant = variant.derived["after"]
@@ -220,7 +223,8 @@ class Calls(ABC):
         family = variant.family if variant.is_provisional else None
         if not news and not (family is not None and family.is_worth_solving(variant.number)):
             return variant
-        end_look()
+        if Look.current is not None:
+            return variant  # at a later call: see ``check_no_look``
         with TRACING, Heeded(), self._progress_of(variant.planner), undisturbed(), self.module_ready():
             if news:
                 new = adapted(variant, self.last, self.module, inputs, self.terms)
@@ -272,7 +276,7 @@ class Calls(ABC):
     def _make_variant(self, call: Call, saved: SavedPlan | None = None, failed: Sequence[str] = ()) -> Variant:
         """``failed``: the guards for which the plans for such calls are none for this one."""
         refuse_within_measurements()
-        end_look()
+        check_no_look()
         capture = self.front.capture_seconds()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
             key, latest = self.kind(call)[0], self._latest

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import profiler
 from torch.autograd import profiler_legacy as legacy
 
-from rkgb.cost.memory import timeline
+from rkgb.cost.memory import give_way, timeline
 from rkgb.device.kind import Moment, Timeline, Window
 from rockmate.calls.engine import can_intercept, intercept, release
 
@@ -95,6 +95,11 @@ class Look(ABC):
         if self.in_gap:
             self.in_gap = False
             self.gap_ends()
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether the forward of another call runs meanwhile."""
+        return self.in_gap
 
     @abstractmethod
     def gap_begins(self) -> None:
@@ -178,9 +183,10 @@ class StepLook(Look):
         self.reached = False
         self._marks = 0
         self._gaps: list[int] = []  # moments at which gaps begin and end, in turns
+        self._waiting = 0  # of these, before its own backward
         self._arrived: list[int] = []  # bytes that each gap made for this step
         self.arrives = 0  # bytes of the gradients of its outputs, which the backwards of others may make
-        self.before_gaps: list[int] = []  # levels of this step, known when it is over
+        self.before_gaps: list[int] = []  # levels of this step while it waits for others, known when it is over
 
     def mark(self) -> None:
         """A moment is now."""
@@ -195,6 +201,7 @@ class StepLook(Look):
     def gap_begins(self) -> None:
         """As in ``Look``."""
         self._gaps.append(self._marks)
+        self._waiting += not self.reached
         self._mark()
 
     def gap_ends(self) -> None:
@@ -216,7 +223,8 @@ class StepLook(Look):
         seen: list[Moment] | None = super().close()
         if seen is None:
             return None
-        found, self.before_gaps = _without(seen, self._gaps, self._arrived)
+        found, levels = _without(seen, self._gaps, self._arrived)
+        self.before_gaps = levels[: self._waiting]
         return found
 
     @abstractmethod
@@ -322,11 +330,27 @@ def end_look() -> None:
         Look.current.abandon("no backward came before the next forward of a model with a plan")
 
 
+class LookInTheWay(Exception):
+    """A plan is to be made in a call while another one is looked at: end that look, and begin the call again."""
+
+
+def check_no_look() -> None:
+    """Raise ``LookInTheWay`` if a look is open, which a measurement would end.
+
+    A session of torch's profiler must not end within frames of TorchDynamo, which record for it: where another session
+    begins there, the profiler writes into the memory of the one that ended.
+    """
+    if Look.current is not None:
+        raise LookInTheWay
+
+
 @contextlib.contextmanager
-def others_looks_paused() -> Iterator[None]:
-    """While a call runs, it is not of a step that is looked at, which ends where that cannot be."""
+def others_looks_paused(planned: bool) -> Iterator[None]:
+    """While a call runs, it is not of a step that is looked at, which ends where that cannot be. ``planned``: there is
+    a plan for such calls, as far as that is known.
+    """
     look = Look.current
-    if look is not None and look.pauses_for_a_call():
+    if planned and look is not None and look.pauses_for_a_call():
         with abandoned(look):
             yield
         look.resume()
@@ -335,4 +359,5 @@ def others_looks_paused() -> Iterator[None]:
         yield
 
 
+give_way.append(end_look)
 atexit.register(end_look)  # torch crashes where a profiler that is open outlives the interpreter

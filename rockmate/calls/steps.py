@@ -167,7 +167,8 @@ class _Step:
     @property
     def is_to_be_measured(self) -> bool:
         """Whether no step was measured whose calls run in the chosen ways."""
-        return self.chosen != self.measured and self.looks < MOST_LOOKS
+        planned = not any(w.rough for w in self.ways)
+        return planned and self.chosen != self.measured and self.looks < MOST_LOOKS
 
 
 class _WholeStep(StepLook):
@@ -186,6 +187,11 @@ class _WholeStep(StepLook):
         """As in ``Look``: all calls are of this step."""
         return self.thread == threading.get_ident() and any(turn.waits for turn in self.turns)
 
+    @property
+    def waits_for_others(self) -> bool:
+        """As in ``Look``: they are seen in later steps."""
+        return True
+
     def gap_begins(self) -> None:
         """As in ``Look``."""
 
@@ -201,8 +207,7 @@ class _WholeStep(StepLook):
         try:
             return super().watched(run, ends, stays)
         finally:
-            done = len(self.turns) == len(self.step.form.keys) and not any(turn.waits for turn in self.turns)
-            if done and Look.current is self:
+            if Look.current is self and not any(turn.waits for turn in self.turns):
                 self.mark()
                 moments = self.close()
                 if moments is not None:
@@ -216,7 +221,7 @@ class _WholeStep(StepLook):
         step.measured = self.chosen
         if peak > self.predicted:
             step.beside += peak - self.predicted
-        if peak > step.asked:
+        if peak > step.asked >= self.predicted:
             self.say(
                 f"the last step of {self.name} took {show_bytes(peak)}, more than the budget of "
                 f"{show_bytes(step.asked)}, as its calls were not known well enough. Later steps like it are planned "
@@ -312,7 +317,7 @@ class Steps:
         budget = terms.budget
         way = None
         if step is not None and isinstance(budget, int):
-            way = self._planned(step, turns, budget, name, terms)
+            way = self._planned(step, turns, ways, budget, name, terms)
             if way is not None and not turns and step.is_to_be_measured and Look.possible():
                 _WholeStep(step, turns, ways.device, name, self._say)
         if way is None and isinstance(budget, int) and (waiting := self.waiting()):
@@ -344,9 +349,12 @@ class Steps:
         found = [step for form, step in self._known.items() if form.keys[: len(keys)] == keys]
         return max(found, key=lambda step: (len(step.form.keys), step.eager), default=None)
 
-    def _planned(self, step: _Step, turns: Sequence[Turn], budget: int, name: str, terms: Terms) -> Way | None:
-        """The way for the call after ``turns``; None if that is not known before plans of later calls are."""
-        ways, taken = self._ways_of(step.form), [turn.way for turn in turns]
+    def _planned(
+        self, step: _Step, turns: Sequence[Turn], own: Ways, budget: int, name: str, terms: Terms
+    ) -> Way | None:
+        """The way for the call after ``turns``, of its ``own``; None if it is not known before plans of later calls are."""
+        taken, known_ways = [turn.way for turn in turns], self._ways_of(step.form)
+        ways = (*known_ways[: len(taken)], own, *known_ways[len(taken) + 1 :])
         left = max(0, budget - step.beside)
         known = step.budget == left and step.ways == ways and step.fixed <= len(taken)
         if not known or step.chosen[: len(taken)] != taken:
