@@ -352,7 +352,7 @@ class Steps:
     def _planned(
         self, step: _Step, turns: Sequence[Turn], own: Ways, budget: int, name: str, terms: Terms
     ) -> Way | None:
-        """The way for the call after ``turns``, of its ``own``; None if it is not known before plans of later calls are."""
+        """The way for the call after ``turns``, of its ``own``; None if plans of later calls are to be known before."""
         taken, known_ways = [turn.way for turn in turns], self._ways_of(step.form)
         ways = (*known_ways[: len(taken)], own, *known_ways[len(taken) + 1 :])
         left = max(0, budget - step.beside)

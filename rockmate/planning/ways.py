@@ -12,7 +12,7 @@ from solvers.calls import Way
 PEAKS = (0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 """Parts of the budget that are tried as the peak of such a call."""
 
-TIGHT = 8
+TIGHT = 4
 """Peaks that are tried between the least and ``PEAKS[0]`` of the budget."""
 
 KEPT = 6

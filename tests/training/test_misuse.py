@@ -244,41 +244,23 @@ def _two_calls(model: nn.Module, ids: torch.Tensor) -> None:
     loss.backward()
 
 
-def test_several_calls_before_one_backward() -> None:
-    """A budget is for one call and its backward. What several calls keep adds up, which is said once."""
-    model, ids, peak = _small()
-    budget = int(0.7 * peak)
-    attach(model, budget, costs="flops")
-    for _ in range(3):
-        model(ids).sum().backward()  # gradients add up: one call at a time
-    with torch.no_grad():
-        model(ids)
-    kept = model(ids)
-    with pytest.warns(BudgetWarning, match="GPT was called 2 times before a backward") as said:
-        other = model(ids)
-    (kept.sum() + other.sum()).backward()
-    assert len(said) == 1
-    _, once = model(ids), model(ids)  # it was said
-    once.sum().backward()
-    del _
-    assert measure_peak(lambda: _two_calls(model, ids)) > budget
-
-
 @pytest.mark.parametrize("sizes", [(64, 64, 64, 64), (64, 32, 16)])
-def test_several_calls_that_need_no_plan(sizes: tuple[int, ...]) -> None:
-    """As above, where each call alone is far below the budget."""
+def test_several_calls_each_of_which_needs_no_plan(sizes: tuple[int, ...]) -> None:
+    """Each call alone is far below the budget, which all of them exceed together: so it is said once, and planned."""
     model, ids, peak = _small()
     calls = [ids.repeat(2, 1)[:, :n] for n in sizes]
-    attach(model, int(1.2 * peak), costs="flops")
+    attach(model, int(2.4 * peak), costs="flops")
 
     def step() -> None:
+        model.zero_grad()
         sum(model(x).sum() for x in calls).backward()
 
     with pytest.warns(BudgetWarning, match=r"GPT was called \d times before a backward") as said:
-        for _ in range(3):
+        for _ in range(8):
             step()
-    assert len(said) == 1
-    assert measure_peak(step) > 1.2 * peak
+    assert len([w for w in said if "times before a backward" in str(w.message)]) == 1
+    model.zero_grad()
+    assert measure_peak(step) <= 2.4 * peak
 
 
 def test_several_calls_that_fit_together() -> None:
