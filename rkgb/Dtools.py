@@ -176,6 +176,7 @@ class _Probe:
         self.numbers_read = False
         self.packed: list[torch.UntypedStorage] = []  # by the node that runs; held so that addresses tell them apart
         self.savers: dict[int, list[int]] = defaultdict(list)  # storage -> nodes that have saved it
+        self.severed: set[int] = set()  # values that have a gradient, and hand it on to none
         self.apart: set[int] = set()  # values whose version counter is not that of their storage's others (.data)
         self.nodes: list[Node] = []
         self.facts: list[Facts] = []
@@ -187,7 +188,22 @@ class _Probe:
         s = self.storages.add(v, t, owner)
         size = t.numel() * t.element_size()
         stride = tuple(t.stride()) if t.layout == torch.strided else ()
-        self.values[v] = Value(tuple(t.shape), stride, t.dtype, self._device_of(t), t.requires_grad, s, size)
+        self.values[v] = Value(tuple(t.shape), stride, t.dtype, self._device_of(t), self._gets_gradients(v), s, size)
+
+    def _gets_gradients(self, v: int) -> bool:
+        """Whether gradients of ``v`` go on to what it is computed from.
+
+        A view that is taken under ``no_grad`` of what requires a gradient says that it does, too, and is a leaf.
+        """
+        return self.env[v].requires_grad and v not in self.severed
+
+    def _sever(self, node: Node, results: list[torch.Tensor]) -> None:
+        """Note which of the ``results`` of ``node`` hand on no gradient, though they have one."""
+        reads = node.reads()
+        lost = any(v in self.severed for v in reads) and not any(self._gets_gradients(v) for v in reads)
+        for v, t in zip(node.outputs, results, strict=True):
+            if t.requires_grad and (lost or (t.grad_fn is None and t._is_view())):
+                self.severed.add(v)
 
     def node(self, index: int, node: Node) -> None:
         reads = node.reads()
@@ -250,6 +266,7 @@ class _Probe:
         counted = {v for v in reads if version_of(self.env[v]) != versions[v]}
         changed = announced_writes(node) | counted
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
+        self._sever(node, results)
         for v, t in zip(node.outputs, results, strict=True):
             self._define(v, t, len(self.nodes))
         saved = self.storages.saved(self.packed)
@@ -306,7 +323,7 @@ class _Probe:
     def _gradients_written(self, writes: tuple[int, ...]) -> None:
         """A write into memory without gradients may bring some."""
         for v in (v for s in writes for v in self.storages.holders[s]):
-            self.values[v] = dataclasses.replace(self.values[v], requires_grad=self.env[v].requires_grad)
+            self.values[v] = dataclasses.replace(self.values[v], requires_grad=self._gets_gradients(v))
 
     def _put_numbers(self, arg: Any) -> Any:
         return substitute(arg, lambda v: self.folded[v] if v in self.folded else Ref(v))
