@@ -76,6 +76,10 @@ def looks():
     return Looks(), X
 
 def make(): return net(), X
+def wide(): return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 512)), torch.ones(8, 64, dtype=torch.long)
+def heavy():
+    wide = (nn.Linear(256, 256) for _ in range(6))
+    return nn.Sequential(*wide, nn.GELU(), nn.Linear(256, 8)), torch.ones(256, 256)
 def pair(): return Scaled(), (X, torch.ones(16))
 def named(): return Scaled(), UserDict(x=X, scale=torch.ones(16))
 def keywords(): return Scaled(), [X], {"scale": torch.ones(16)}
@@ -256,6 +260,19 @@ def test_no_plan_fits(run: Run) -> None:
     assert done.code == 1
     assert done.values["error"]["type"] == "InfeasibleBudgetError"
     assert done.err.startswith("Error: no plan fits a budget of 1.00 KiB: the smallest that can be planned is ")
+
+
+def test_where_no_plan_fits_a_share_that_would_do_is_said(run: Run) -> None:
+    done = run("plan", "model.py:heavy", "--budget", "30%", "--costs", "flops")
+    (share,) = re.findall(r'the smallest that can be planned is [0-9.]+ MiB \("([0-9]+)%" of eager\'s peak\)', done.err)
+    assert run("plan", "model.py:heavy", "--budget", f"{share}%", "--costs", "flops").code == 0
+    assert run("plan", "model.py:heavy", "--budget", f"{int(share) - 1}%", "--costs", "flops").code == 1
+
+
+def test_check_does_not_say_that_nothing_can_be_gained_under_a_table_that_shows_otherwise(run: Run) -> None:
+    done = run("check", "model.py:wide", "--costs", "flops")
+    assert "with room for a larger loss" in done.out
+    assert "There is nothing to gain" not in done.out and "print(handle.frontier())" in done.out
 
 
 def test_frontier_as_table_json_and_plot(run: Run, tmp_path: Path) -> None:

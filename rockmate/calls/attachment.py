@@ -203,17 +203,24 @@ class Attachment(Front):
             )
 
     def frontier(self) -> Frontier:
-        """Time against memory for the last kind of call that was planned, as ``rockmate.frontier``."""
+        """Time against memory, as ``rockmate.frontier``: for the last kind of call that was planned, or, where the
+        budget does not bind, that ran first.
+        """
         if self._detached:
             raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
         if self._followed is not None:
             return self._followed.frontier()
-        if self.last is None or self.last.last is None:
-            raise InputError(
-                "no call was planned yet, or the budget does not bind, so there is no frontier: use "
-                "rockmate.frontier(model, sample)"
-            )
-        return self.last.frontier()
+        if self.last is not None and self.last.last is not None:
+            return self.last.frontier()
+        if self.free is not None:
+            return self.free.frontier()
+        raise InputError(
+            f"{self.name} cannot be planned and runs as it is, as a warning said, so it has no frontier"
+            if self._refused
+            else f"no step of {self.name} was seen yet, so there is no frontier. Call the model with gradients once, "
+            "in the main thread and outside of profilers, then ask again; or give a sample of its arguments: "
+            "rockmate.frontier(model, sample)"
+        )
 
     def detach(self) -> None:
         """The model runs as it did before ``attach``."""
@@ -411,7 +418,7 @@ class Attachment(Front):
         self._capture.clear()
         self.cache.clear()
         self.families.clear()
-        self._followed = self._why = self.last = None
+        self._followed = self._why = self.last = self.free = None
 
     def _run_unplanned(self, model: torch.nn.Module, call: Call, error: Exception, reason: Exception | None) -> Any:
         """No plan can be made: the model runs as it is from now on, if the terms allow that."""

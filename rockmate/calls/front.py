@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.families import Families
+from rockmate.calls.free import FreeStep
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import BudgetWarning, InputError
@@ -61,6 +62,7 @@ class Front:
         self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
         self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
         self.last: PlannedGraph | None = None
+        self.free: FreeStep | None = None  # the last one that was measured
         self.saved: SavedPlan | None = None
         self._made = 0
         self._before: tuple[str, ...] | None = None

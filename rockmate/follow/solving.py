@@ -12,7 +12,7 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.follow.known import CallKind, Known
 from rockmate.follow.plan import FollowedPlan, Found, find, find_least
 from rockmate.follow.planned import program_of
-from rockmate.planning.least import saves_nothing
+from rockmate.planning.least import least_and_share, saves_nothing
 from rockmate.progress import Progress
 from solvers import InfeasibleError, walk
 from solvers.interrupts import Heeded
@@ -86,9 +86,9 @@ class Solving:
         nothing = _NOTHING if saves_nothing(least, known.eager_peak) else ""
         return (
             f"no plan fits a budget of {show_at_most(budget)}: the forward of {self.front.name} is followed operation "
-            f"by operation ({self.why.rstrip('.')}), and the smallest that can be planned is {show_at_least(least)}; "
-            f"without recomputation the step takes {show_at_least(known.eager_peak)}. {nothing}Raise the budget or "
-            "make the batch smaller."
+            f"by operation ({self.why.rstrip('.')}), and the smallest that can be planned is "
+            f"{least_and_share(least, known.eager_peak)}; without recomputation the step takes "
+            f"{show_at_least(known.eager_peak)}. {nothing}Raise the budget or make the batch smaller."
         )
 
 
