@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.families import Families
-from rockmate.calls.free import FreeStep
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import BudgetWarning, InputError
@@ -23,16 +22,20 @@ from rockmate.tell import LOG, described, planned_line
 from solvers import Frontier
 
 
-class PlannedGraph(Protocol):
+class HasFrontier(Protocol):
+    """What a frontier can be asked of."""
+
+    def frontier(self) -> Frontier:
+        """Time against memory for the last kind of call."""
+
+
+class PlannedGraph(HasFrontier, Protocol):
     """What is asked of the graph whose plan ran last: see ``rockmate.calls.calls.Calls``."""
 
     last: Variant | None
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget."""
-
-    def frontier(self) -> Frontier:
-        """Time against memory for the last kind of call."""
 
 
 class WaitingCall(Protocol):
@@ -62,7 +65,7 @@ class Front:
         self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
         self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
         self.last: PlannedGraph | None = None
-        self.free: FreeStep | None = None  # the last one that was measured
+        self.free: HasFrontier | None = None  # the last step for which the budget did not bind
         self.saved: SavedPlan | None = None
         self._made = 0
         self._before: tuple[str, ...] | None = None
