@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,15 +13,24 @@ from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 from rkgb.trace.patches import TRACING
 from rkgb.trace.written import has_memory
+from rockmate.calls.captured import Captured
 from rockmate.calls.surroundings import running_in
+from rockmate.calls.terms import Terms
 from rockmate.errors import InputError
 from rockmate.planning.planner import Planner
-from rockmate.progress import Progress
+from rockmate.progress import Progress, Report
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
-if TYPE_CHECKING:
-    from rockmate.calls.captured_calls import CapturedCalls
+
+class CalledGraph(Protocol):
+    """What is asked of the graph that ran: see ``rockmate.calls.captured_calls.CapturedCalls``."""
+
+    module: Captured
+    terms: Terms
+
+    def planner_of(self, inputs: Sequence[Any], report: Report) -> Planner:
+        """A planner for the call with ``inputs``."""
 
 
 class FreeStep:
@@ -31,7 +40,7 @@ class FreeStep:
     anew in the same form: with random numbers, or with the values that they had where these may be indices.
     """
 
-    def __init__(self, calls: CapturedCalls, inputs: Sequence[Any], missing: frozenset[str]) -> None:
+    def __init__(self, calls: CalledGraph, inputs: Sequence[Any], missing: frozenset[str]) -> None:
         """``missing``: parameters whose gradients the step makes."""
         self._calls, self._missing, self._planner = calls, missing, None
         self._mode, self._settings = current_mode(), settings()
