@@ -76,10 +76,6 @@ def looks():
     return Looks(), X
 
 def make(): return net(), X
-def wide(): return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 512)), torch.ones(8, 64, dtype=torch.long)
-def heavy():
-    wide = (nn.Linear(256, 256) for _ in range(6))
-    return nn.Sequential(*wide, nn.GELU(), nn.Linear(256, 8)), torch.ones(256, 256)
 def pair(): return Scaled(), (X, torch.ones(16))
 def named(): return Scaled(), UserDict(x=X, scale=torch.ones(16))
 def keywords(): return Scaled(), [X], {"scale": torch.ones(16)}
@@ -106,6 +102,10 @@ def frozen(): return net().requires_grad_(False), X
 def meta():
     with torch.device("meta"):
         return net(), X
+def wide(): return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 512)), torch.ones(8, 64, dtype=torch.long)
+def heavy():
+    wide = (nn.Linear(256, 256) for _ in range(6))
+    return nn.Sequential(*wide, nn.GELU(), nn.Linear(256, 8)), torch.ones(256, 256)
 '''
 
 
@@ -267,6 +267,15 @@ def test_where_no_plan_fits_a_share_that_would_do_is_said(run: Run) -> None:
     (share,) = re.findall(r'the smallest that can be planned is [0-9.]+ MiB \("([0-9]+)%" of eager\'s peak\)', done.err)
     assert run("plan", "model.py:heavy", "--budget", f"{share}%", "--costs", "flops").code == 0
     assert run("plan", "model.py:heavy", "--budget", f"{int(share) - 1}%", "--costs", "flops").code == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("--wrong", "No such option '--wrong'.\n"), ("--cost", "No such option '--cost'. Did you mean '--costs'?\n")],
+)
+def test_an_option_that_does_not_exist_is_told_what_was_meant_if_it_is_like_it(run: Run, given: str, said: str) -> None:
+    done = run("check", "model.py:make", given)
+    assert done.code == 2 and done.err.endswith(said)
 
 
 def test_check_does_not_say_that_nothing_can_be_gained_under_a_table_that_shows_otherwise(run: Run) -> None:

@@ -350,6 +350,7 @@ class Attachment(Front):
                 "plan runs: give the module as it was before torch.compile"
             )
         self._followed = Followed(self, self.reason)
+        self._followed.solving.spent = self.capture_seconds()
         try:
             result = run()
         except (RockmateError, GraphError):

@@ -176,6 +176,16 @@ class Front:
         LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before, guard))
         self._before = variant.call
 
+    def tell_learned(self, new: Variant, seconds: float) -> None:
+        """Say that ``new`` was planned in ``seconds`` when a step was over, for what that has shown."""
+        LOG.log(
+            logging.INFO if seconds > LONG else logging.DEBUG,
+            "%s: planned again in %.1f s, for what its loss was seen to take: predicted peak %s, budget %s, "
+            "%.1f %% more time",
+            *(self.name, seconds, show_bytes(new.plan.predicted_peak), show_bytes(new.plan.budget)),
+            100 * new.plan.predicted_overhead,
+        )
+
     def tell_needs_data(self) -> None:
         """Say once that each new size is traced and run as a whole."""
         if not self._said_needs_data:

@@ -19,11 +19,14 @@ from solvers.interrupts import Heeded
 
 
 class Solving:
-    """``why`` the calls are followed. ``asked``: the budget as it was given, once it has become bytes."""
+    """``why`` the calls are followed. ``asked``: the budget as it was given, once it has become bytes. ``spent``:
+    seconds of the attempt to capture the first call.
+    """
 
     def __init__(self, front: Front, why: str) -> None:
         self.front, self.why = front, why
         self.asked: Budget | None = None
+        self.spent: dict[str, float] = {}
 
     def _settled(self, known: Known) -> int:
         """The budget in bytes: a share is of the largest step so far."""
@@ -76,7 +79,8 @@ class Solving:
 
     def _plan(self, known: Known, kind: CallKind, found: Found, budget: int, seconds: float) -> FollowedPlan:
         places = tuple(known.observed.places[ops[-1]] if ops else "" for ops in known.found.ops_of)
-        setup = {"observe": known.seconds, "solve": seconds}
+        setup = {**self.spent, "observe": known.seconds, "solve": seconds}
+        self.spent = {}
         bound = None if found.bound <= 0 else found.bound
         return FollowedPlan(
             budget, kind.call, known.found.problem, found.schedule, found.walk, places, self.why, setup, bound

@@ -212,7 +212,8 @@ class Plan(PlanFields):
             False: "until forward has returned: what the caller keeps of them is beside the budget",
             True: "to the end of the backward, as the caller keeps them",
         }
-        return [("no gradient for", f"{self._listed(found)}; counted {until[held]}") for held, found in idle.items()]
+        said = [("no gradient for", f"{self._listed(found)}; counted {until[held]}") for held, found in idle.items()]
+        return [*said, ("", _NOT_RETURNED)] if said else []
 
     def _listed(self, values: list[int]) -> str:
         """Names and bytes of some values, of the largest ones if there are many."""
@@ -254,8 +255,11 @@ class Plan(PlanFields):
     def _repr_html_(self) -> str:
         """A notebook shows the summary as tables."""
         rows, left_out = block_rows(self.problem, self.schedule)
-        more = f"<p>… and {left_out} lines more</p>" if left_out else ""
+        more = f"<p>{left_out}</p>" if left_out else ""
         return html_facts(self._facts()) + html_table(rows, left=[len(rows[0]) - 1]) + more
+
+
+_NOT_RETURNED = "If you do not need them, let forward not return them (in transformers: use_cache=False)"
 
 
 def _moment(problem: Problem, step: Step) -> str:
@@ -272,7 +276,7 @@ def facts_of_call(call: tuple[str, ...]) -> list[tuple[str, str]]:
     inputs = [word for word in call if word not in mode]
     shown = inputs[:MOST_INPUTS]
     if len(inputs) > len(shown):
-        shown.append(f"… and {len(inputs) - len(shown)} more")
+        shown.append(f"… and {len(inputs) - len(shown)} more, which plan.call has")
     lines = [("" if k else "inputs", text) for k, text in enumerate(shown or ["none"])]
     if mode and not any(word.startswith("autocast ") for word in mode):
         mode.append("no autocast")
