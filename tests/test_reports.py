@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import json
 import re
 import sys
 import time
@@ -18,12 +19,15 @@ from IPython.lib.pretty import RepresentationPrinter
 from torch import nn
 
 from rockmate import Rockmate, attach, estimate, frontier, progress
+from rockmate.budget import show_bytes
 from rockmate.demo.gpt import GPT
+from rockmate.follow.plan import FollowedPlan
+from rockmate.planning.fates import fates
 from rockmate.planning.plan import MOST_INPUTS, Plan, facts_of_call
 from rockmate.planning.report import MOST_LINES, BlockChoice, block_choices, block_table
 from rockmate.progress import Progress
 from rockmate.tell import planned_line
-from solvers import Frontier, Loss, Run, all_baselines, keep_everything, recompute_all, walk
+from solvers import Bwd, Frontier, Loss, Run, all_baselines, keep_everything, recompute_all, walk
 from solvers.tables import html_facts, html_table, text_table
 
 SAMPLE = torch.ones(256, 16)
@@ -423,6 +427,58 @@ def test_plot_of_the_frontier(plan: Plan, tmp_path: Path) -> None:
     assert list(lines["Rockmate, measured"].get_ydata()) == [50.0]
     assert set(lines) == {"Rockmate, predicted", "Rockmate, measured", *(b.name for b in curve.baselines)}
     assert len(replace(curve, baselines=()).plot().axes[0].get_lines()) == 1
+
+
+def hovers(page: str) -> list[str]:
+    """What the bars of a page say under the mouse."""
+    (found,) = re.findall(r'"hovertext":(\[.*?\]),"', page)
+    texts: list[str] = json.loads(found)
+    return texts
+
+
+def test_the_page_of_memory_says_of_each_step_what_it_is_and_needs_no_network(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "memory.html"
+    plan.save_memory_html(path)
+    page = path.read_text(encoding="utf-8")
+    assert not re.findall(r"<(?:script|link|img)[^>]*\s(?:src|href)=", page) and "plotly.js v" in page
+    texts = hovers(page)
+    timed = [(step, size) for step, size in _timeline(plan) if isinstance(step, Run | Bwd)]
+    assert len(texts) == len(timed)
+    forwards = len(plan.problem.nodes)
+    for k, (text, (step, size)) in enumerate(zip(texts, timed, strict=True)):
+        node, main = plan.graph.s.nodes[step.node], plan.graph.s.main(step.node)
+        kind = "backward" if isinstance(step, Bwd) else "forward" if k < forwards else "run again"
+        name = plan.problem.nodes[step.node].name
+        assert text.startswith((f"<b>{name}</b>, {kind}<br>", f"<b>{name} ({node.name})</b>, {kind}<br>"))
+        at = f"<br>at {main.line}" if main.line else ""  # torch's own lines are not the user's
+        assert f"<br>in {main.path}{at}<br>{show_bytes(size)} live, " in text
+    again = [step.node for step, _ in timed[forwards:] if isinstance(step, Run)]
+    assert again and all("dropped and computed again, before the backward of" in texts[i] for i in again)
+    kept = [i for i, fate in enumerate(fates(plan.problem, plan.schedule)) if fate.kind == "kept"]
+    assert kept and all(texts[i].endswith(" kept for the backward") for i in kept)
+
+
+def _timeline(plan: Plan) -> list[tuple[Any, int]]:
+    problem = plan.problem_with_usual_loss()
+    return list(zip(plan.schedule, walk(problem, plan.schedule).timeline, strict=True))
+
+
+def test_a_followed_step_has_the_page_of_memory_with_its_lines(tmp_path: Path) -> None:
+    model = Decides()
+    handle = attach(model, "60%", costs="flops")
+    model(SAMPLE).sum().backward()
+    assert isinstance(handle.plan, FollowedPlan)
+    handle.plan.save_memory_html(tmp_path / "memory.html")
+    texts = hovers((tmp_path / "memory.html").read_text(encoding="utf-8"))
+    assert any(re.search(r"<br>at test_reports\.py:\d+<br>", text) for text in texts)
+
+
+def test_without_plotly_the_error_says_what_to_install(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(ImportError, match="plotly, which is not installed: pip install plotly"):
+        plan.save_memory_html(tmp_path / "memory.html")
 
 
 def test_without_matplotlib_the_error_says_what_to_install(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
