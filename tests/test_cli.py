@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -321,6 +322,18 @@ def test_graphs_as_text(run: Run, tmp_path: Path) -> None:
     for stage in "BDSK":
         assert (tmp_path / "made" / f"Sequential_{stage}.txt").read_text().startswith(f"# {stage}")
         assert str(Path("made", f"Sequential_{stage}.txt")) in done.out.splitlines()
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_a_block_of_the_graphs_is_drawn_beside_them(run: Run, tmp_path: Path) -> None:
+    done = run("graphs", "model.py:make", "--out", "made", "--costs", "flops", "--block", "0")
+    assert done.code == 0
+    assert done.out.splitlines()[-1] == str(Path("made", "Sequential_K_block0.svg"))
+    assert (tmp_path / "made" / "Sequential_K_block0.svg").read_text().count("block 0") > 0
+    done = run("graphs", "model.py:make", "--out", "made", "--costs", "flops", "--block", "99")
+    assert done.code == 2 and "--block 99: give a number from 0 to" in done.err
+    done = run("graphs", "model.py:make", "--format", "text", "--block", "0")
+    assert done.code == 2 and "--block is drawn, not written" in done.err
 
 
 def test_pictures_need_graphviz(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

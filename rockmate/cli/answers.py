@@ -176,7 +176,7 @@ def estimate(given: Given, sizes: Sequence[int], dims: tuple[int, ...], budget: 
     return Answer(str(found), {**_values(given), "dim": list(dims), **dataclasses.asdict(found)})
 
 
-def graphs(given: Given, form: str, folder: Path, costs: str) -> Answer:
+def graphs(given: Given, form: str, folder: Path, block: int | None, costs: str) -> Answer:
     """Pictures or texts of the graphs."""
     with Progress() as report:
         call = checked_call(given.model, given.sample, given.sample_kwargs)
@@ -184,6 +184,10 @@ def graphs(given: Given, form: str, folder: Path, costs: str) -> Answer:
     name = type(given.model).__name__
     try:
         paths = rkgb.print_all_graphs(made, name, render_format=form, directory=folder)
+        if block is not None:
+            paths.append(rkgb.print_graph(made.K, f"{name}_K_block{block}", False, form, folder, block=block))
+    except ValueError as error:
+        raise Misuse(f"--{error}".replace("=", " ", 1)) from error
     except OSError as error:
         raise Misuse(f"--out {folder} cannot be written to: {error}") from error
     code = 0 if all(path.suffix != ".gv" for path in paths) else UNSUPPORTED

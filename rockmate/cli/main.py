@@ -217,13 +217,14 @@ def estimate(
         metavar="DIR",
         help="The folder to write to.",
     ),
+    click.option("--block", type=int, metavar="N", help="Draw also block N of the chain in K on its own."),
     COSTS,
 )
-def graphs(target: str, form: str, out: Path, costs: str) -> Answer:
+def graphs(target: str, form: str, out: Path, block: int | None, costs: str) -> Answer:
     """Write the graphs of the model as pictures or text.
 
-    B is the trace, D the data flow, S the simplified graph, K the graph with backward and costs. Pictures need
-    Graphviz.
+    B is the trace, D the data flow, S the simplified graph, K the graph with backward and costs; of a large K the chain
+    of its blocks is drawn. Pictures need Graphviz.
 
     \b
     Example: rockmate graphs model.py:make --format pdf --out graphs
@@ -235,7 +236,9 @@ def graphs(target: str, form: str, out: Path, costs: str) -> Answer:
             "install graphviz), or take --format text"
         )
 
-    return answers.graphs(load(where), form, out, costs)
+    if form == "text" and block is not None:
+        raise Misuse("--block is drawn, not written: leave out --format text")
+    return answers.graphs(load(where), form, out, block, costs)
 
 
 @cli.command(
