@@ -239,7 +239,7 @@ class Attachment(Front):
     def __repr__(self) -> str:
         budget = self.terms.budget
         size = show_bytes(budget) if isinstance(budget, int) else str(budget)
-        count = len(self.plans)
+        count = sum(known.plan is not None for known in self.plans)
         return f"<rockmate.attach: {self.name}, budget {size}, {count} plan{'s' * (count != 1)}>"
 
     # -------------------------------------------------------------------------- calls
