@@ -23,6 +23,10 @@ class MeasureError(GraphError):
     """Memory cannot be measured now."""
 
 
+class PlanWanted(MeasureError):
+    """What is measured needs a plan, or costs, which cannot be found meanwhile."""
+
+
 BACKWARD_INSIDE = (
     "{what} at {line} is an autograd.Function that runs a backward of modules inside its own, as reversible layers do: "
     "parameters get gradients that no plan can foresee. Pass the parameters to the function and return their gradients "

@@ -20,7 +20,6 @@ Budgets are bytes, or text: "8 GiB", "60%" of the step without recomputation, "a
 from importlib import import_module, metadata
 from typing import Any
 
-from rkgb.cost.memory import measure_peak
 from rkgb.errors import GraphError, MeasureError, MismatchError, TraceError, UnsupportedError
 from rockmate.attach import attach, attached, detach
 from rockmate.calls.attachment import Attachment
@@ -38,9 +37,10 @@ from rockmate.errors import (
     VariantLimitError,
 )
 from rockmate.estimate import Estimate, SizeEstimate, estimate
+from rockmate.measure import measure_peak, measure_step
 from rockmate.module import Rockmate, frontier
 from rockmate.planning.plan import Plan
-from rockmate.run.watch import MeasuredStep, measure_step
+from rockmate.run.watch import MeasuredStep
 
 try:
     __version__ = metadata.version("rockmate")  # that of pyproject.toml

@@ -127,7 +127,7 @@ def estimate(
     call = _Growing(given, _checked_dims(dim))
     wanted = _checked_sizes(sizes, call)
     with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
-        known = _Sizes(model, _measured(model, call, wanted[-1], options, report))
+        known = _Sizes(model, _measured(model, call, wanted[-1], options, report), report)
         available = None if limit is None else limit.bytes(known.first)
         found = tuple(_of_size(known, size, available) for size in wanted)
         plain = largest = None
@@ -231,7 +231,7 @@ def _measured(
         size = call.size + k * step
         larger = call.at(size)
         try:
-            planner = make_planner(model, larger, options, report)
+            planner = make_planner(model, larger, options, _at_size(report, size))
         except CannotBeCalledError as error:
             if not k:
                 raise
@@ -253,11 +253,16 @@ def _measured(
     return alike
 
 
+def _at_size(report: Report, size: int) -> Report:
+    """A report that says at which size the work is."""
+    return lambda phase, part: report(f"size {size}, {phase}", part)
+
+
 class _Sizes:
     """Planners for any size."""
 
-    def __init__(self, model: torch.nn.Module, points: list[_Point]) -> None:
-        self.model = model
+    def __init__(self, model: torch.nn.Module, points: list[_Point], report: Report) -> None:
+        self.model, self.report = model, report
         self.points = [p.measured for p in points]
         self.last = points[-1].planner
         self.first = points[0].planner
@@ -287,6 +292,7 @@ class _Sizes:
 
     def _at(self, size: int) -> Extrapolated:
         if size not in self._extrapolated:
+            self.report(f"size {size}, fit", 0.0)
             self._extrapolated[size] = extrapolated(self.points, size)
         return self._extrapolated[size]
 
@@ -294,7 +300,8 @@ class _Sizes:
         """A planner for ``size``, whose figures are fitted."""
         if size not in self._planners:
             found = self._at(size)
-            like = dataclasses.replace(self.last, graphs=dataclasses.replace(self.last.graphs, classes=found.classes))
+            graphs = dataclasses.replace(self.last.graphs, classes=found.classes)
+            like = dataclasses.replace(self.last, graphs=graphs, report=_at_size(self.report, size))
             self._planners[size] = like.at_other_sizes(found.s, Known(found.costs.__getitem__), self.model, [])
         return self._planners[size]
 

@@ -48,7 +48,7 @@ class Progress:
         if not self.wanted or time.time() < self.visible_from:
             return
         if self.line is None:
-            form = "Rockmate plans: {desc} {percentage:3.0f} % {bar:30} {elapsed}"
+            form = "Rockmate plans: {desc} {percentage:3.0f} % {bar:20} {elapsed}"
             self.line = _Line(total=1.0, bar_format=form, leave=False, file=sys.stderr, delay=1e-9)
             self.line.start_t = self.start
         if phase == self.phase:

@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 
 import rkgb.warn
 import rockmate
+from rkgb.cost.memory import measure_peak
 from rkgb.device import kind_of
-from rockmate import BudgetWarning, GraphError, InfeasibleBudgetError, MeasureError, measure_peak
+from rockmate import BudgetWarning, GraphError, InfeasibleBudgetError, MeasureError
 from rockmate.errors import RockmateError
 from rockmate.follow.plan import FollowedPlan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -102,6 +103,10 @@ def frozen(): return net().requires_grad_(False), X
 def meta():
     with torch.device("meta"):
         return net(), X
+def wide(): return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 512)), torch.ones(8, 64, dtype=torch.long)
+def heavy():
+    wide = (nn.Linear(256, 256) for _ in range(6))
+    return nn.Sequential(*wide, nn.GELU(), nn.Linear(256, 8)), torch.ones(256, 256)
 '''
 
 
@@ -258,6 +263,28 @@ def test_no_plan_fits(run: Run) -> None:
     assert done.err.startswith("Error: no plan fits a budget of 1.00 KiB: the smallest that can be planned is ")
 
 
+def test_where_no_plan_fits_a_share_that_would_do_is_said(run: Run) -> None:
+    done = run("plan", "model.py:heavy", "--budget", "30%", "--costs", "flops")
+    (share,) = re.findall(r'the smallest that can be planned is [0-9.]+ MiB \("([0-9]+)%" of eager\'s peak\)', done.err)
+    assert run("plan", "model.py:heavy", "--budget", f"{share}%", "--costs", "flops").code == 0
+    assert run("plan", "model.py:heavy", "--budget", f"{int(share) - 1}%", "--costs", "flops").code == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("--wrong", "No such option '--wrong'.\n"), ("--cost", "No such option '--cost'. Did you mean '--costs'?\n")],
+)
+def test_an_option_that_does_not_exist_is_told_what_was_meant_if_it_is_like_it(run: Run, given: str, said: str) -> None:
+    done = run("check", "model.py:make", given)
+    assert done.code == 2 and done.err.endswith(said)
+
+
+def test_check_does_not_say_that_nothing_can_be_gained_under_a_table_that_shows_otherwise(run: Run) -> None:
+    done = run("check", "model.py:wide", "--costs", "flops")
+    assert "with room for a larger loss" in done.out
+    assert "There is nothing to gain" not in done.out and "print(handle.frontier())" in done.out
+
+
 def test_frontier_as_table_json_and_plot(run: Run, tmp_path: Path) -> None:
     done = run("frontier", "model.py:make", "--costs", "flops", "--plot", "frontier.png")
     assert done.code == 0 and done.out.endswith("\nplotted in frontier.png\n")
@@ -295,6 +322,18 @@ def test_graphs_as_text(run: Run, tmp_path: Path) -> None:
     for stage in "BDSK":
         assert (tmp_path / "made" / f"Sequential_{stage}.txt").read_text().startswith(f"# {stage}")
         assert str(Path("made", f"Sequential_{stage}.txt")) in done.out.splitlines()
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_a_block_of_the_graphs_is_drawn_beside_them(run: Run, tmp_path: Path) -> None:
+    done = run("graphs", "model.py:make", "--out", "made", "--costs", "flops", "--block", "0")
+    assert done.code == 0
+    assert done.out.splitlines()[-1] == str(Path("made", "Sequential_K_block0.svg"))
+    assert (tmp_path / "made" / "Sequential_K_block0.svg").read_text().count("block 0") > 0
+    done = run("graphs", "model.py:make", "--out", "made", "--costs", "flops", "--block", "99")
+    assert done.code == 2 and "--block 99: give a number from 0 to" in done.err
+    done = run("graphs", "model.py:make", "--format", "text", "--block", "0")
+    assert done.code == 2 and "--block is drawn, not written" in done.err
 
 
 def test_pictures_need_graphviz(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

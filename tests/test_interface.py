@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 import traceback
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 import rockmate
 from rkgb import make_all_graphs
+from rkgb.cost import memory
 from rkgb.device import Cpu
 from rockmate import (
     GraphError,
@@ -26,6 +28,7 @@ from rockmate import (
     PlanError,
     Rockmate,
     UnsupportedError,
+    attach,
     frontier,
     measure_peak,
 )
@@ -346,9 +349,39 @@ def test_a_plan_made_while_memory_is_measured_would_spoil_the_measurement() -> N
         rk(other).sum().backward()
 
     with pytest.raises(MeasureError, match="Call the function once before"):
-        measure_peak(step)
+        memory.measure_peak(step)
     step()
-    assert 0 < measure_peak(step) <= rk.budget
+    assert 0 < memory.measure_peak(step) <= rk.budget
+
+
+def test_what_is_measured_is_planned_first_where_it_has_no_plan(caplog: pytest.LogCaptureFixture) -> None:
+    model, planned = mlp(), copy.deepcopy(mlp())
+    handle = attach(model, "60%", costs="flops")
+    model(X).sum().backward()
+    sizes: list[int] = []
+
+    def step(of: nn.Module) -> None:
+        of.zero_grad()
+        sizes.append(64)
+        of(X[:64]).sum().backward()
+
+    with caplog.at_level(logging.INFO, "rockmate"):
+        peak = measure_peak(lambda: step(model))
+    assert len(sizes) == 3 and len(handle.plans) == 2  # where the plan was wanted, to be planned, to be measured
+    assert "it runs once to be planned, then again to be measured" in caplog.text
+    attach(planned, handle.budget, costs="flops")
+    for size in (X, X[:64], X[:64]):
+        planned(size).sum().backward()
+    assert peak == measure_peak(lambda: step(planned))
+
+
+def test_a_step_that_is_new_each_time_cannot_be_measured() -> None:
+    model, lengths = mlp(), iter(range(120, 128))
+    attach(model, "60%", costs="flops")
+    model(X).sum().backward()
+    with pytest.raises(MeasureError, match="Call the function once before") as raised:
+        measure_peak(lambda: model(X[: next(lengths)]).sum().backward())
+    assert len(traceback.extract_tb(raised.value.__traceback__)) < 6  # no frames of TorchDynamo's
 
 
 def test_planning_ends_a_running_profiler_and_says_so() -> None:

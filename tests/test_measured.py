@@ -135,11 +135,12 @@ def test_what_cannot_be_measured_is_refused() -> None:
     def twice() -> None:
         (rk(x).sum() + rk(x).sum()).backward()
 
+    lengths = iter((8, 16, 24))
     cases: list[tuple[Callable[[], object], str]] = [
         (mlp_step(model), "no forwards under a plan ran within the step"),
         (twice, "2 forwards under a plan ran within the step"),
         (lambda: rk(x), "no backward of the planned model ran within the step"),
-        (lambda: rk(x[:8]), "memory is being measured already"),
+        (lambda: rk(x[: next(lengths)]), "memory is being measured already, so that no plan can be made meanwhile"),
         (lambda: measure_peak(lambda: None), "memory is being measured already"),
     ]
     for wrong, why in cases:

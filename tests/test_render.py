@@ -167,17 +167,42 @@ def test_large_graphs_are_drawn_by_their_distinct_blocks(
     assert sum(name.startswith("line") for name in drawn(by_line, "node")) == len(lines)
     blocks = range(len(gpt.S.blocks))
     columns = {f"{column}_chain{b}" for column in "fdb" for b in blocks} | {"loss_chain"}
-    for path, expected in zip(paths, [{f"chain{b}" for b in blocks}] * 2 + [columns], strict=True):
+    *paths, chain = paths
+    assert set(drawn(chain, "node")) == columns  # with three times as many boxes K would be a poster
+    assert re.search(r"26 nodes · forward \d+ ns", chain.read_text(encoding="utf-8"))
+    for path, expected in zip(paths, [{f"chain{b}" for b in blocks}] * 2, strict=True):
         names, text = drawn(path, "node"), path.read_text(encoding="utf-8")
         assert {name for name in names if "chain" in name} == expected
         assert len(drawn(path, "cluster")) == len(set(gpt.classes)) + 1
         assert "and 1 more like it" in text
         assert ">softmax<" in text and "gpt.py:34" in text
     assert "4.0 KiB to later blocks" in paths[0].read_text(encoding="utf-8")
+
+
+@dot
+def test_a_block_is_drawn_when_it_is_asked_for(gpt: Graphs, tmp_path: Path) -> None:
     start, stop = gpt.S.blocks[1]
-    names = drawn(paths[-1], "node")
-    assert sum(name.startswith("block1_f") for name in names) == stop - start
-    assert re.search(r"26 nodes · forward \d+ ns", paths[-1].read_text(encoding="utf-8"))
+    nodes = gpt.K.nodes[start:stop]
+    for g in (gpt.K, gpt):
+        path = print_graph(g, directory=tmp_path, block=1)
+        assert path.name == f"{type(g).__name__}_block1.svg"
+        names, text = drawn(path, "node"), path.read_text(encoding="utf-8")
+        assert sum(name.startswith("block1_f") for name in names) == stop - start
+        backwards = [node for node in nodes if node.backward is not None]
+        assert sum(name.startswith("block1_b") and name[8:].isdigit() for name in names) == len(backwards)
+        assert "class 1: block 1 and 1 more like it" in text and 0.3 < shape(path) < 3
+    alone = drawn(print_graph(gpt.S, "one", directory=tmp_path, block=1), "node")
+    assert alone and not [name for name in alone if not name.startswith("block1_")]
+
+
+def test_a_block_that_does_not_exist_is_told(gpt: Graphs, tmp_path: Path) -> None:
+    most = len(gpt.S.blocks) - 1
+    with pytest.raises(ValueError, match=f"block={most + 1}: give a number from 0 to {most}, as in the chain"):
+        print_graph(gpt.K, directory=tmp_path, block=most + 1)
+    with pytest.raises(TypeError, match="B_graph has no blocks; give S, K, or what make_all_graphs made"):
+        print_graph(gpt.B, directory=tmp_path, block=0)
+    with pytest.raises(ValueError, match="block=0 is drawn, not written"):
+        print_graph(gpt.K, "k.txt", directory=tmp_path, block=0)
 
 
 @dot

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import io
+import json
 import re
 import sys
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,13 +18,16 @@ import torch
 from IPython.lib.pretty import RepresentationPrinter
 from torch import nn
 
-from rockmate import Rockmate, frontier, progress
+from rockmate import Rockmate, attach, estimate, frontier, progress
+from rockmate.budget import show_bytes
 from rockmate.demo.gpt import GPT
+from rockmate.follow.plan import FollowedPlan
+from rockmate.planning.fates import fates
 from rockmate.planning.plan import MOST_INPUTS, Plan, facts_of_call
 from rockmate.planning.report import MOST_LINES, BlockChoice, block_choices, block_table
 from rockmate.progress import Progress
 from rockmate.tell import planned_line
-from solvers import Frontier, Loss, Run, all_baselines, keep_everything, recompute_all, walk
+from solvers import Bwd, Frontier, Loss, Run, all_baselines, keep_everything, recompute_all, walk
 from solvers.tables import html_facts, html_table, text_table
 
 SAMPLE = torch.ones(256, 16)
@@ -213,7 +218,7 @@ def test_plans_of_all_kinds_of_calls() -> None:
 def test_many_inputs_are_left_out() -> None:
     facts = facts_of_call((*(f"x{k} float32[1]" for k in range(MOST_INPUTS + 3)), "train"))
     assert [name for name, _ in facts] == ["inputs", *[""] * MOST_INPUTS, "mode"]
-    assert facts[MOST_INPUTS] == ("", "… and 3 more")
+    assert facts[MOST_INPUTS] == ("", "… and 3 more, which plan.call has")
     assert facts_of_call(("float32[4]",)) == [("inputs", "float32[4]")]
 
 
@@ -314,7 +319,8 @@ def test_the_frontier_of_a_model_has_the_usual_ways_to_checkpoint(plan: Plan) ->
 def test_neighbours_that_are_treated_alike_share_a_line() -> None:
     plan = Rockmate(GPT(3, 32, 4, 16, 64), torch.arange(32).view(2, 16), "1 GiB", costs="flops").plan
     table = block_table(plan.problem, plan.schedule).splitlines()
-    assert table[0].split() == ["blocks", "class", "nodes", "keeps", "of", "runs", "again", "time", "from", "…", "to"]
+    titles = ["blocks", "class", "nodes", "keeps", "instead of", "runs again", "time", "from … to"]
+    assert re.split("  +", table[0]) == titles
     assert [line.split()[:2] for line in table[1:]] == [["0", "0"], ["1–3", "1"], ["4", "2"]]
     assert table[2].endswith("  layers.0.norm1 … layers.2.add_1")
 
@@ -323,7 +329,74 @@ def test_long_tables_say_what_they_leave_out(plan: Plan, monkeypatch: pytest.Mon
     many = tuple(BlockChoice(0, 1, k, 100, 1, 10) for k in range(MOST_LINES + 7))
     monkeypatch.setattr("rockmate.planning.report.block_choices", lambda problem, schedule: many)
     lines = block_table(plan.problem, plan.schedule).splitlines()
-    assert len(lines) == MOST_LINES + 2 and lines[-1] == "… and 7 lines more"
+    assert len(lines) == MOST_LINES + 2
+    assert lines[-1] == "… and 7 lines more: print(plan.program()), or rockmate plan … --program, has every step"
+
+
+class Caching(nn.Module):
+    """Returns beside its result what a decoder would keep of it."""
+
+    def forward(self, x: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss, kept)"""
+        kept = x.tanh() * head
+        return (kept * kept).mean(), kept
+
+
+def test_what_need_not_be_returned_is_said_beside_outputs_without_gradient(plan: Plan) -> None:
+    advice = "If you do not need them, let forward not return them (in transformers: use_cache=False)"
+    x, head = torch.ones(64, 16), torch.ones(16, requires_grad=True)
+    lines = str(Rockmate(Caching(), (x, head), "100%", costs="flops").plan).splitlines()
+    (at,) = [k for k, line in enumerate(lines) if line.startswith("no gradient for")]
+    assert lines[at + 1].strip() == advice
+    assert advice not in str(plan)
+
+
+def test_the_bar_of_an_estimate_says_at_which_size_the_work_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(progress: bool) -> str:
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        estimate(mlp(), SAMPLE[:8], (64, 128), progress=progress)
+        return str(sys.stderr.getvalue())  # type: ignore[attr-defined]
+
+    said = shown(True)
+    for phase in ("size 8, trace", "size 16, measure", "size 64, fit", "size 128, solve chain"):
+        assert f"Rockmate plans: {phase} " in said
+    assert shown(False) == ""
+
+
+class Decides(nn.Module):
+    """Decides by a value, so that no graph is captured of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The net's result, perhaps less."""
+        y: torch.Tensor = self.net(x)
+        return y / 2 if float(y.detach().sum()) > 1e9 else y
+
+
+def test_the_attempt_to_capture_a_call_counts_as_planning_it() -> None:
+    model = Decides()
+    handle = attach(model, "60%", costs="flops")
+    began = time.perf_counter()
+    model(SAMPLE).sum().backward()
+    step, seconds = time.perf_counter() - began, handle.plan.setup_seconds
+    assert list(seconds) == ["capture", "observe", "solve"]
+    assert step / 2 < sum(seconds.values()) < step
+    assert re.search(r"values in a tensor at test_reports\.py:\d+: compute with the tensor", handle.reason)
+
+
+def test_a_plan_that_is_made_again_after_the_first_step_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rockmate.calls.front.LONG", 0.0)
+    model = mlp(4)
+    handle = attach(model, "70%", costs="flops")
+    with caplog.at_level("INFO", "rockmate"):
+        model(SAMPLE).sum().backward()
+    (line,) = [m for m in caplog.messages if "planned again in" in m]
+    assert f"{100 * handle.plan.predicted_overhead:.1f} % more time" in line
 
 
 # ------------------------------------------------------------------------------------------------ plots
@@ -354,6 +427,58 @@ def test_plot_of_the_frontier(plan: Plan, tmp_path: Path) -> None:
     assert list(lines["Rockmate, measured"].get_ydata()) == [50.0]
     assert set(lines) == {"Rockmate, predicted", "Rockmate, measured", *(b.name for b in curve.baselines)}
     assert len(replace(curve, baselines=()).plot().axes[0].get_lines()) == 1
+
+
+def hovers(page: str) -> list[str]:
+    """What the bars of a page say under the mouse."""
+    (found,) = re.findall(r'"hovertext":(\[.*?\]),"', page)
+    texts: list[str] = json.loads(found)
+    return texts
+
+
+def test_the_page_of_memory_says_of_each_step_what_it_is_and_needs_no_network(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "memory.html"
+    plan.save_memory_html(path)
+    page = path.read_text(encoding="utf-8")
+    assert not re.findall(r"<(?:script|link|img)[^>]*\s(?:src|href)=", page) and "plotly.js v" in page
+    texts = hovers(page)
+    timed = [(step, size) for step, size in _timeline(plan) if isinstance(step, Run | Bwd)]
+    assert len(texts) == len(timed)
+    forwards = len(plan.problem.nodes)
+    for k, (text, (step, size)) in enumerate(zip(texts, timed, strict=True)):
+        node, main = plan.graph.s.nodes[step.node], plan.graph.s.main(step.node)
+        kind = "backward" if isinstance(step, Bwd) else "forward" if k < forwards else "run again"
+        name = plan.problem.nodes[step.node].name
+        assert text.startswith((f"<b>{name}</b>, {kind}<br>", f"<b>{name} ({node.name})</b>, {kind}<br>"))
+        at = f"<br>at {main.line}" if main.line else ""  # torch's own lines are not the user's
+        assert f"<br>in {main.path}{at}<br>{show_bytes(size)} live, " in text
+    again = [step.node for step, _ in timed[forwards:] if isinstance(step, Run)]
+    assert again and all("dropped and computed again, before the backward of" in texts[i] for i in again)
+    kept = [i for i, fate in enumerate(fates(plan.problem, plan.schedule)) if fate.kind == "kept"]
+    assert kept and all(texts[i].endswith(" kept for the backward") for i in kept)
+
+
+def _timeline(plan: Plan) -> list[tuple[Any, int]]:
+    problem = plan.problem_with_usual_loss()
+    return list(zip(plan.schedule, walk(problem, plan.schedule).timeline, strict=True))
+
+
+def test_a_followed_step_has_the_page_of_memory_with_its_lines(tmp_path: Path) -> None:
+    model = Decides()
+    handle = attach(model, "60%", costs="flops")
+    model(SAMPLE).sum().backward()
+    assert isinstance(handle.plan, FollowedPlan)
+    handle.plan.save_memory_html(tmp_path / "memory.html")
+    texts = hovers((tmp_path / "memory.html").read_text(encoding="utf-8"))
+    assert any(re.search(r"<br>at test_reports\.py:\d+<br>", text) for text in texts)
+
+
+def test_without_plotly_the_error_says_what_to_install(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(ImportError, match="plotly, which is not installed: pip install plotly"):
+        plan.save_memory_html(tmp_path / "memory.html")
 
 
 def test_without_matplotlib_the_error_says_what_to_install(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from rkgb.device import device_in_use, kind_of
 from rkgb.device.kind import Measured, Phase, Timeline, Window
-from rkgb.errors import MeasureError
+from rkgb.errors import MeasureError, PlanWanted
 from rkgb.storages import storage_key
 
 
@@ -36,7 +36,7 @@ _measurers: list[int] = []  # the thread that is measuring, if any
 _PATIENCE = 60.0  # seconds that another thread waits until it is done
 
 
-_WITHIN = (
+_PLANS_WITHIN = (
     "memory is being measured already, so that no plan can be made meanwhile for a new kind of call (other shapes; "
     "gradients that are there, or not, when the call begins). Call the function once before, just as it will be "
     "measured, and after calls of other sizes"
@@ -49,17 +49,20 @@ def is_measuring() -> bool:
 
 
 def refuse_within_measurements() -> None:
-    """Raise ``MeasureError`` if this thread is measuring: memory that planning takes would be counted."""
+    """Raise ``PlanWanted`` if this thread is measuring: memory that planning takes would be counted."""
     if is_measuring():
-        raise MeasureError(_WITHIN)
+        raise PlanWanted(_PLANS_WITHIN)
 
 
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
     """Measure once at a time. A second measurement would end the counting of the first, whose peak would be too low."""
-    refuse_within_measurements()
+    if is_measuring():
+        raise MeasureError(
+            "memory is being measured already, and a second measurement would end the first: leave one of them out"
+        )
     if not _MEASURING.acquire(timeout=_PATIENCE):
-        raise MeasureError(_WITHIN)
+        raise MeasureError("memory is being measured already, by another thread: wait until it is done")
     _measurers.append(threading.get_ident())
     try:
         for end in give_way:
@@ -109,15 +112,8 @@ def measure_peak(
 ) -> int:
     """The most bytes that ``function`` allocates at once above the level at the call.
 
-    ``device``: a device, or a module whose parameters lie on it; by default the CUDA device that holds memory, or else
-    the CPU. Call the function once before: the first use of a kernel allocates workspaces that stay, and no plan can be
-    made during the measurement. Raises ``MeasureError`` where a plan would have to be made, within another measurement,
-    where ``device`` is left out and several devices hold memory, and for what is no function or no device.
-
-    On CUDA, the requests of all threads and streams are counted, as in budgets. The allocator's blocks are larger than
-    the requests; ``torch.cuda.max_memory_allocated`` counts blocks. This function resets its peak.
-    ``reserved=True``: the bytes that the allocator reserves on the device for the function, after it has released
-    everything unused. Other programs cannot use these.
+    What ``rockmate.measure_peak`` says of arguments and results holds. Raises ``PlanWanted`` where a plan would have to
+    be made, and ``MeasureError`` as that does.
     """
     check_function(function)
     gc.collect()

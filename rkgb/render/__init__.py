@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from rkgb.errors import RenderWarning
+from rkgb.graphs import S_graph
+from rkgb.Ktools import K_graph
 from rkgb.pipeline import Graph, Graphs, make_all_graphs
 from rkgb.render.compact import compact
 from rkgb.sample import Sample
@@ -32,8 +34,13 @@ def print_graph(
     open: bool = False,
     render_format: str | None = None,
     directory: str | Path = "graphviz_dir",
+    *,
+    block: int | None = None,
 ) -> Path:
     """Write the picture of ``g``, or of the chain of blocks of all ``Graphs``, and return the file's path.
+
+    ``block``: the number of a block in the chain, which is drawn on its own: its operations in S, its forwards, data
+    and backwards in K and of all ``Graphs``.
 
     ``g`` can also be what draws itself, such as a plan of rockmate's: ``print_graph(rk.plan)``.
 
@@ -41,12 +48,12 @@ def print_graph(
     "svg" (its boxes show the user's source lines under the mouse), "pdf", "png", or "text" for ``str(g)`` in
     ``<name>.txt``. By default it is what ``name`` ends with ("plan.png"), or else "svg". Such an ending is not written
     twice. ``name``: by default the graph's class. ``open``: show the file with the system's viewer. The picture of a
-    large graph has its distinct blocks only. If ``dot`` is not installed or fails, the .gv file alone is written, with
-    a ``RenderWarning``, and its path is returned.
+    large graph has its distinct blocks only, that of a large K the chain of its blocks. If ``dot`` is not installed or
+    fails, the .gv file alone is written, with a ``RenderWarning``, and its path is returned.
 
     Raises:
         TypeError: ``g`` is no graph.
-        ValueError: ``render_format`` is none of these.
+        ValueError: ``render_format`` is none of these, or there is no such ``block``.
     """
     if not isinstance(g, Graph | Graphs | Drawable) or isinstance(g, type):
         hint = "; the plan of an attached model is None until one is needed" if g is None else ""
@@ -54,14 +61,18 @@ def print_graph(
             f"{type(g).__name__} is no graph: give one of the graphs B, D, S, K, what make_all_graphs made, or a plan"
             f"{hint}"
         )
-    folder, (name, render_format) = Path(directory), _name_and_format(name or type(g).__name__, render_format)
+    name = name or type(g).__name__ + ("" if block is None else f"_block{block}")
+    folder, (name, render_format) = Path(directory), _name_and_format(name, render_format)
+    if render_format == "text" and block is not None:
+        raise ValueError(f"block={block!r} is drawn, not written: give render_format= svg, pdf or png")
+    picture = None if render_format == "text" else _picture(g, block)
     path = folder / f"{name}{ENDINGS[render_format]}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if render_format == "text":
+    if picture is None:
         path.write_text(str(g) + "\n", encoding="utf-8")
     else:
         source = folder / f"{name}.gv"
-        source.write_text(_picture(g).source, encoding="utf-8")
+        source.write_text(picture.source, encoding="utf-8")
         if not _rendered(source, path, render_format):
             return source
     if open:
@@ -155,9 +166,16 @@ def test_rkgb(
 vars(test_rkgb)["__test__"] = False  # pytest must not collect it from a file that imports it
 
 
-def _picture(g: Graph | Graphs | Drawable) -> Any:
-    from rkgb.render.drawing import draw, draw_chain  # most who import rkgb draw nothing
+def _picture(g: Graph | Graphs | Drawable, block: int | None = None) -> Any:
+    from rkgb.render.drawing import draw, draw_block, draw_chain  # most who import rkgb draw nothing
 
+    if block is not None:
+        of = g.K if isinstance(g, Graphs) else g
+        if not isinstance(of, S_graph | K_graph):
+            raise TypeError(
+                f"block={block!r}: {type(g).__name__} has no blocks; give S, K, or what make_all_graphs made"
+            )
+        return draw_block(of, block)
     if isinstance(g, Graphs):
         return draw_chain(g.K)
     return draw(g) if isinstance(g, Graph) else g.picture()

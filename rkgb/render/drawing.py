@@ -1,7 +1,8 @@
 """``draw``: the picture of any graph. The picture of a large graph shows each distinct part once.
 
-It has the chain of blocks, and beside it the first block of each class. B has no blocks: a large B has one box for each
-of the user's source lines.
+It has the chain of blocks, and beside it the first block of each class. With forwards, data and backwards a large K
+would be a poster: it has the chain alone, and ``draw_block`` draws the blocks that are asked for. B has no blocks: a
+large B has one box for each of the user's source lines.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def draw(g: Graph) -> Any:
     """The picture of ``g`` as a ``graphviz.Digraph``; above ``LIMIT`` nodes, of its distinct parts."""
     small = len(g.nodes) <= LIMIT
     if isinstance(g, K_graph):
-        return whole_K(g) if small else _distinct(g.s, g)
+        return whole_K(g) if small else draw_chain(g)
     if isinstance(g, S_graph):
         return whole_S(g) if small else _distinct(g, g)
     if small:
@@ -41,10 +42,30 @@ def draw(g: Graph) -> Any:
 
 def draw_chain(k: K_graph) -> Any:
     """The chain of the blocks of ``k``: the time of each, and the bytes that it makes for backwards."""
-    s = k.s if k.s.blocks else k.s.with_blocks(((0, len(k.nodes)),))
-    picture = parts.new_picture(f"{len(s.nodes)} nodes, blocks: {len(s.blocks)}", "blue: forward · orange: backward")
+    s = _in_blocks(k.s)
+    legend = "blue: forward · orange: backward · a block on its own: rkgb.print_graph(…, block=0)"
+    picture = parts.new_picture(f"K graph: {len(s.nodes)} nodes, blocks: {len(s.blocks)}", legend)
     stand(picture, _chain(k, s, classes(s), 0))
     return picture
+
+
+def draw_block(g: S_graph | K_graph, b: int) -> Any:
+    """Block ``b`` of ``g`` on its own, as it is numbered in the chain. Raises ``ValueError`` if there is none."""
+    whole = g.s if isinstance(g, K_graph) else g
+    s = _in_blocks(whole)
+    if isinstance(b, bool) or not isinstance(b, int) or not 0 <= b < len(s.blocks):
+        raise ValueError(f"block={b!r}: give a number from 0 to {len(s.blocks) - 1}, as in the chain of blocks")
+    stage, legend = ("K", LEGEND_K) if isinstance(g, K_graph) else ("S", LEGEND_S)
+    picture = parts.new_picture(f"{stage} graph: block {b} of 0 to {len(s.blocks) - 1}", legend)
+    stand(picture, [_panel(g, s, b, classes(s))])
+    return picture
+
+
+def _in_blocks(s: S_graph) -> S_graph:
+    """``s`` with blocks; a large graph that is one block is cut."""
+    if len(s.blocks) < 2 and len(s.nodes) > LIMIT:
+        return cut(s)
+    return s if s.blocks else s.with_blocks(((0, len(s.nodes)),))
 
 
 def _chain(g: D_graph | S_graph | K_graph, s: S_graph, numbers: Sequence[int], others: float) -> list[Panel]:
@@ -58,28 +79,30 @@ def _chain(g: D_graph | S_graph | K_graph, s: S_graph, numbers: Sequence[int], o
     return [Panel(size.base, size.height(stop - start), partial(draw, span=(start, stop))) for start, stop in spans]
 
 
-def _distinct(s: S_graph, g: D_graph | S_graph | K_graph) -> Any:
+def _distinct(s: S_graph, g: D_graph | S_graph) -> Any:
     """The chain of blocks, and beside it the first block of each class, as it looks in ``g``, a stage of ``s``."""
-    if len(s.blocks) < 2:
-        s = cut(s)
+    s = _in_blocks(s)
     numbers = classes(s)
-    stage = "K" if isinstance(g, K_graph) else "S" if isinstance(g, S_graph) else "D"
+    stage, legend = ("S", LEGEND_S) if isinstance(g, S_graph) else ("D", LEGEND)
     title = f"{stage} graph: {len(g.nodes)} nodes, blocks: {len(s.blocks)}, of them distinct: {len(set(numbers))}"
-    legend = {"K": LEGEND_K, "S": LEGEND_S, "D": LEGEND}[stage]
     picture = parts.new_picture(title, f"the chain, and the first block of each class · {legend}")
     # Lines a little less straight, for seconds instead of half a minute with some hundred nodes.
     picture.attr("graph", nslimit="4", mclimit="0.5")
-    panels = []
-    for b in [numbers.index(number) for number in dict.fromkeys(numbers)]:
-        title = f"class {numbers[b]}: block {b}" + _others(numbers.count(numbers[b]) - 1)
-        nodes = s.nodes[slice(*s.blocks[b])]
-        rows, size = sum(len(n.ops) for n in nodes) if stage == "D" else len(nodes), SIZES[stage]
-        add: Callable[..., tuple[list[str], str]]
-        add = partial(K_block, k=g) if isinstance(g, K_graph) else partial(_block, g=g)
-        draw = partial(add, s=s, b=b, title=title, number=numbers[b])
-        panels.append(Panel(size.width(n.label for n in nodes), size.height(rows), draw))
+    panels = [_panel(g, s, numbers.index(number), numbers) for number in dict.fromkeys(numbers)]
     stand(picture, [*_chain(g, s, numbers, sum(p.width * p.height for p in panels)), *panels])
     return picture
+
+
+def _panel(g: D_graph | S_graph | K_graph, s: S_graph, b: int, numbers: Sequence[int]) -> Panel:
+    """Block ``b`` of ``s`` as it looks in ``g``; ``numbers``: the class of each block."""
+    title = f"class {numbers[b]}: block {b}" + _others(numbers.count(numbers[b]) - 1)
+    nodes = s.nodes[slice(*s.blocks[b])]
+    stage = "K" if isinstance(g, K_graph) else "S" if isinstance(g, S_graph) else "D"
+    rows, size = sum(len(n.ops) for n in nodes) if stage == "D" else len(nodes), SIZES[stage]
+    add: Callable[..., tuple[list[str], str]]
+    add = partial(K_block, k=g) if isinstance(g, K_graph) else partial(_block, g=g)
+    draw = partial(add, s=s, b=b, title=title, number=numbers[b])
+    return Panel(size.width(n.label for n in nodes), size.height(rows), draw)
 
 
 def _others(count: int) -> str:

@@ -222,17 +222,24 @@ class Attachment(Front):
             )
 
     def frontier(self) -> Frontier:
-        """Time against memory for the last kind of call that was planned, as ``rockmate.frontier``."""
+        """Time against memory, as ``rockmate.frontier``: for the last kind of call that was planned, or, where the
+        budget does not bind, that ran first.
+        """
         if self._detached:
             raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
         if self._followed is not None:
             return self._followed.frontier()
-        if self.last is None or self.last.last is None:
-            raise InputError(
-                "no call was planned yet, or the budget does not bind, so there is no frontier: use "
-                "rockmate.frontier(model, sample)"
-            )
-        return self.last.frontier()
+        if self.last is not None and self.last.last is not None:
+            return self.last.frontier()
+        if self.free is not None:
+            return self.free.frontier()
+        raise InputError(
+            f"{self.name} cannot be planned and runs as it is, as a warning said, so it has no frontier"
+            if self._refused
+            else f"no step of {self.name} was seen yet, so there is no frontier. Call the model with gradients once, "
+            "in the main thread and outside of profilers, then ask again; or give a sample of its arguments: "
+            "rockmate.frontier(model, sample)"
+        )
 
     def detach(self) -> None:
         """The model runs as it did before ``attach``."""
@@ -251,7 +258,7 @@ class Attachment(Front):
     def __repr__(self) -> str:
         budget = self.terms.budget
         size = show_bytes(budget) if isinstance(budget, int) else str(budget)
-        count = len(self.plans)
+        count = sum(known.plan is not None for known in self.plans)
         return f"<rockmate.attach: {self.name}, budget {size}, {count} plan{'s' * (count != 1)}>"
 
     # -------------------------------------------------------------------------- calls
@@ -378,6 +385,7 @@ class Attachment(Front):
                 "plan runs: give the module as it was before torch.compile"
             )
         self._followed = Followed(self, self.reason)
+        self._followed.solving.spent = self.capture_seconds()
         try:
             result = run()
         except (RockmateError, GraphError):
@@ -448,7 +456,7 @@ class Attachment(Front):
         self.families.clear()
         self._run_before.clear()
         self.terms.steps.forget(self)
-        self._followed = self._why = self.last = None
+        self._followed = self._why = self.last = self.free = None
 
     def _run_unplanned(self, model: torch.nn.Module, call: Call, error: Exception, reason: Exception | None) -> Any:
         """No plan can be made: the model runs as it is from now on, if the terms allow that."""

@@ -241,6 +241,7 @@ class Calls(ABC):
 
     def _learn(self, variant: Variant, inputs: list[torch.Tensor]) -> None:
         """A step has been looked at: plan again at once, so that the next step is as it will stay."""
+        began = time.perf_counter()
         try:
             new = self._adapted(variant, inputs)
         except Exception:  # noqa: BLE001 - parameters may be sharded now, a warning an error: the next forward tries again
@@ -249,6 +250,8 @@ class Calls(ABC):
             return
         if self.last is variant:
             self.last = new
+        if new is not variant:
+            self.front.tell_learned(new, time.perf_counter() - began)
 
     def returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
         """What forward returns, from the program's outputs; buffers and attributes that it assigns are assigned."""

@@ -100,9 +100,9 @@ class Captured(torch.nn.Module):
         return frozenset([name for name, k in self._trained if inputs[k].grad is None])
 
     @property
-    def trained(self) -> int:
-        """How many parameters need gradients."""
-        return len(self._trained)
+    def trained(self) -> list[tuple[str, int]]:
+        """The parameters that need gradients: their names, and their positions among the inputs."""
+        return self._trained
 
     def _let_go(self) -> None:
         for held, name, _ in self._own:

@@ -25,6 +25,7 @@ from rockmate.budget import show_bytes
 from rockmate.calls.bound import Results, rough_peak
 from rockmate.calls.calls import Calls
 from rockmate.calls.captured import Captured, captured_sources, without_wrappers
+from rockmate.calls.free import FreeStep
 from rockmate.calls.front import Front
 from rockmate.calls.function_numbers import move_numbers_out
 from rockmate.calls.keys import call_key, in_force
@@ -38,6 +39,8 @@ from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
 from rockmate.pieces.choice import runs_compiled
 from rockmate.pieces.program import Pieces, with_compiled_pieces
+from rockmate.planning.planner import Planner
+from rockmate.progress import Report
 from rockmate.tell import LOG
 from solvers.calls import Way
 
@@ -137,6 +140,8 @@ class CapturedCalls(Calls):
             if self.front.only_plans:
                 if not fits:
                     self.last = self.variants(call, self.front.saved)[0]
+                else:
+                    self.front.free = FreeStep(self, inputs, missing)
                 self.front.last = self
                 raise Planned
             if fits:
@@ -272,6 +277,11 @@ class CapturedCalls(Calls):
         """Those that arguments have in the model's forward."""
         return self.module.names
 
+    def planner_of(self, inputs: Sequence[Any], report: Report) -> Planner:
+        """A planner for the call with ``inputs`` of the program of tensors."""
+        with self._in_call(inputs):
+            return self.traced_planner(Call(tuple(inputs[k] for k in self.module.given), {}), report)[0]
+
     # ---------------------------------------------------------------- budgets that do not bind
 
     def _known_to_fit(self, kind: Hashable, missing: frozenset[str]) -> bool:
@@ -330,6 +340,8 @@ class CapturedCalls(Calls):
             return self._run_alone(kind, arguments)
         said, budget, then = self.front.described(self.module.names, call.leaves), self.front.budget, in_force()
 
+        self.front.free = FreeStep(self, self.now.inputs, missing)
+
         def forward_measured(kept: int) -> None:
             self._saw(turns, kind, kept, self.rough[kind].alone.backward)
 
@@ -338,7 +350,7 @@ class CapturedCalls(Calls):
             if peak <= budget:
                 self.spacious[kind] = Spacious(said, missing)
                 self._saw(turns, kind, self.rough[kind].alone.kept, peak)
-                alone = self.split is None and len(missing) == self.module.trained
+                alone = self.split is None and len(missing) == len(self.module.trained)
                 self.free = Spare(kind, then) if alone else None
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",

@@ -20,7 +20,14 @@ from rockmate.tell import LOG, described, planned_line
 from solvers import Frontier
 
 
-class PlannedGraph(Protocol):
+class HasFrontier(Protocol):
+    """What a frontier can be asked of."""
+
+    def frontier(self) -> Frontier:
+        """Time against memory for the last kind of call."""
+
+
+class PlannedGraph(HasFrontier, Protocol):
     """What is asked of the graph whose plan ran last: see ``rockmate.calls.calls.Calls``."""
 
     last: Variant | None
@@ -31,9 +38,6 @@ class PlannedGraph(Protocol):
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget."""
-
-    def frontier(self) -> Frontier:
-        """Time against memory for the last kind of call."""
 
 
 _MANY = frozenset({2, 32, 128, 512})
@@ -55,6 +59,7 @@ class Front:
         self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
         self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
         self.last: PlannedGraph | None = None
+        self.free: HasFrontier | None = None  # the last step for which the budget did not bind
         self.saved: SavedPlan | None = None
         self._made = 0
         self._before: tuple[str, ...] | None = None
@@ -140,6 +145,16 @@ class Front:
         self._made += variant.planner.saved is None
         LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before, guard))
         self._before = variant.call
+
+    def tell_learned(self, new: Variant, seconds: float) -> None:
+        """Say that ``new`` was planned in ``seconds`` when a step was over, for what that has shown."""
+        LOG.log(
+            logging.INFO if seconds > LONG else logging.DEBUG,
+            "%s: planned again in %.1f s, for what its loss was seen to take: predicted peak %s, budget %s, "
+            "%.1f %% more time",
+            *(self.name, seconds, show_bytes(new.plan.predicted_peak), show_bytes(new.plan.budget)),
+            100 * new.plan.predicted_overhead,
+        )
 
     def tell_needs_data(self) -> None:
         """Say once that each new size is traced and run as a whole."""

@@ -7,6 +7,8 @@ import re
 from rkgb.trace.code import is_the_users
 from rkgb.trace.lines import named_line
 
+_BY_VALUES = "Python decides, or counts, by values in a tensor"
+
 _INSTEAD = (
     ("SymNodeVariable() is not a constant", "decide with a number that changes by an if, and give a constant there"),
     ("Data-dependent branching", "compute both ways and choose with torch.where, or decide outside of forward"),
@@ -17,7 +19,7 @@ _INSTEAD = (
         "compute with the tensor, or return it and read it behind the step",
     ),
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
-    ("data-dependent expression", "keep all rows and mask them, so that sizes are the same"),
+    (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),
     ("opaque object was created", "make it once, in __init__"),
     ("a hook is registered on a tensor", "register it on the output of a submodule, or compute what it does"),
     ("would be computed by torch", "compute it with torch, or outside of forward"),
@@ -37,6 +39,8 @@ def reason_of(error: Exception) -> str:
     if called is not None and called[1] not in what:
         what = f"{what} ({called[1]})"
     at = _line_in(text.partition("from user code:")[2])
+    if "data-dependent expression" in what:  # which names no variable of the user's
+        what = _BY_VALUES
     if at and " at " not in what:
         what = f"{what} at {at}"
     instead = next((advice for part, advice in _INSTEAD if part in what), _MOVE if at else "")

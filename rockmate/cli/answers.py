@@ -81,6 +81,14 @@ def _supported(found: Planned) -> str:
 def _gain(given: Given, options: Options, eager_peak: int, curve: Frontier) -> str:
     """What to do next: the smallest budget that is cheap, or else the cheapest one."""
     rows = [row for row in curve.table() if row[0] < min(eager_peak, curve.max_budget)]
+    if not rows and curve.min_budget < curve.max_budget and eager_peak < curve.max_budget:
+        return (
+            f"These budgets leave {show_bytes(curve.max_budget - eager_peak)} more for the loss than it usually takes, "
+            "as no step has shown yet what it takes.\n"
+            f"So even the least of them is more than the {show_bytes(eager_peak)} of a usual step without "
+            "recomputation. To see what smaller ones cost:\n"
+            'handle = rockmate.attach(model, "100%"), train one step, then print(handle.frontier())'
+        )
     if not rows:
         return "There is nothing to gain: no plan takes less memory than the step without recomputation."
     cheap = [row for row in rows if row[2] <= CHEAP]
@@ -168,7 +176,7 @@ def estimate(given: Given, sizes: Sequence[int], dims: tuple[int, ...], budget: 
     return Answer(str(found), {**_values(given), "dim": list(dims), **dataclasses.asdict(found)})
 
 
-def graphs(given: Given, form: str, folder: Path, costs: str) -> Answer:
+def graphs(given: Given, form: str, folder: Path, block: int | None, costs: str) -> Answer:
     """Pictures or texts of the graphs."""
     with Progress() as report:
         call = checked_call(given.model, given.sample, given.sample_kwargs)
@@ -176,6 +184,10 @@ def graphs(given: Given, form: str, folder: Path, costs: str) -> Answer:
     name = type(given.model).__name__
     try:
         paths = rkgb.print_all_graphs(made, name, render_format=form, directory=folder)
+        if block is not None:
+            paths.append(rkgb.print_graph(made.K, f"{name}_K_block{block}", False, form, folder, block=block))
+    except ValueError as error:
+        raise Misuse(f"--{error}".replace("=", " ", 1)) from error
     except OSError as error:
         raise Misuse(f"--out {folder} cannot be written to: {error}") from error
     code = 0 if all(path.suffix != ".gv" for path in paths) else UNSUPPORTED

@@ -6,6 +6,8 @@ import json
 import runpy
 import shutil
 import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         result = cli.main(arguments, prog_name="rockmate", standalone_mode=False)
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption):
+            alike = _alike(error.option_name, error.possibilities or [])
+            error = click.NoSuchOption(error.option_name, possibilities=alike, ctx=error.ctx)
         if "unexpected extra argument" in error.message:
             hint = 'put what has spaces in quotes, such as --budget "8 GiB"'
             error = click.UsageError(f"{error.message}: {hint}.", getattr(error, "ctx", None))
@@ -87,6 +92,11 @@ def main(arguments: list[str] | None = None) -> int:
         Misuse(f"the answer cannot be written to the standard output: {error.strerror}").show()
         return MISUSE
     return result if isinstance(result, int) else 0
+
+
+def _alike(name: str, options: Sequence[str]) -> list[str]:
+    """Those of ``options`` that ``name`` may be meant for: not what has little but the dashes in common with it."""
+    return [option for option in options if get_close_matches(name.lstrip("-"), [option.lstrip("-")])]
 
 
 def _as_json(arguments: list[str] | None) -> bool:
@@ -207,13 +217,14 @@ def estimate(
         metavar="DIR",
         help="The folder to write to.",
     ),
+    click.option("--block", type=int, metavar="N", help="Draw also block N of the chain in K on its own."),
     COSTS,
 )
-def graphs(target: str, form: str, out: Path, costs: str) -> Answer:
+def graphs(target: str, form: str, out: Path, block: int | None, costs: str) -> Answer:
     """Write the graphs of the model as pictures or text.
 
-    B is the trace, D the data flow, S the simplified graph, K the graph with backward and costs. Pictures need
-    Graphviz.
+    B is the trace, D the data flow, S the simplified graph, K the graph with backward and costs; of a large K the chain
+    of its blocks is drawn. Pictures need Graphviz.
 
     \b
     Example: rockmate graphs model.py:make --format pdf --out graphs
@@ -225,7 +236,9 @@ def graphs(target: str, form: str, out: Path, costs: str) -> Answer:
             "install graphviz), or take --format text"
         )
 
-    return answers.graphs(load(where), form, out, costs)
+    if form == "text" and block is not None:
+        raise Misuse("--block is drawn, not written: leave out --format text")
+    return answers.graphs(load(where), form, out, block, costs)
 
 
 @cli.command(

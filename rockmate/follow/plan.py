@@ -106,6 +106,13 @@ class FollowedPlan:
 
         return plot_memory(self.problem, self.schedule, self.budget, path)
 
+    def save_memory_html(self, path: str | Path) -> None:
+        """As ``Plan.save_memory_html``; the paths of submodules are not known."""
+        from rockmate.planning.page import Place, save_memory_html
+
+        places = [Place("", "", line) for line in self.places]
+        save_memory_html(self.problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
+
     def _facts(self) -> list[tuple[str, str]]:
         return [
             ("eager's peak", show_bytes(self.eager_peak)),

@@ -12,18 +12,21 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.follow.known import CallKind, Known
 from rockmate.follow.plan import FollowedPlan, Found, find, find_least
 from rockmate.follow.planned import program_of
-from rockmate.planning.least import saves_nothing
+from rockmate.planning.least import least_and_share, saves_nothing
 from rockmate.progress import Progress
 from solvers import InfeasibleError, walk
 from solvers.interrupts import Heeded
 
 
 class Solving:
-    """``why`` the calls are followed. ``asked``: the budget as it was given, once it has become bytes."""
+    """``why`` the calls are followed. ``asked``: the budget as it was given, once it has become bytes. ``spent``:
+    seconds of the attempt to capture the first call.
+    """
 
     def __init__(self, front: Front, why: str) -> None:
         self.front, self.why = front, why
         self.asked: Budget | None = None
+        self.spent: dict[str, float] = {}
 
     def _settled(self, known: Known) -> int:
         """The budget in bytes: a share is of the largest step so far."""
@@ -77,7 +80,8 @@ class Solving:
 
     def _plan(self, known: Known, kind: CallKind, found: Found, budget: int, seconds: float) -> FollowedPlan:
         places = tuple(known.observed.places[ops[-1]] if ops else "" for ops in known.found.ops_of)
-        setup = {"observe": known.seconds, "solve": seconds}
+        setup = {**self.spent, "observe": known.seconds, "solve": seconds}
+        self.spent = {}
         bound = None if found.bound <= 0 else found.bound
         return FollowedPlan(
             budget, kind.call, known.found.problem, found.schedule, found.walk, places, self.why, setup, bound
@@ -87,9 +91,9 @@ class Solving:
         nothing = _NOTHING if saves_nothing(least, known.eager_peak) else ""
         return (
             f"no plan fits a budget of {show_at_most(budget)}: the forward of {self.front.name} is followed operation "
-            f"by operation ({self.why.rstrip('.')}), and the smallest that can be planned is {show_at_least(least)}; "
-            f"without recomputation the step takes {show_at_least(known.eager_peak)}. {nothing}Raise the budget or "
-            "make the batch smaller."
+            f"by operation ({self.why.rstrip('.')}), and the smallest that can be planned is "
+            f"{least_and_share(least, known.eager_peak)}; without recomputation the step takes "
+            f"{show_at_least(known.eager_peak)}. {nothing}Raise the budget or make the batch smaller."
         )
 
 

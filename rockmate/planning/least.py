@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from rkgb.Ktools import K_graph
 from rockmate.budget import show_at_least, show_at_most, show_bytes
 from solvers import Bwd, Run, Step
@@ -18,21 +20,26 @@ def too_small(
     ``kept``: bytes that are left free through the backward for a loss that no step has shown yet. ``stopped``: what
     ended the search early, so that a smaller budget may do.
 
-    Read as a budget, the figure that stands for ``least`` can be planned.
+    Read as budgets, the figure and the share that stand for ``least`` can be planned.
     """
     gradients = parameter_gradients(k, at)
     share = f", of which {show_bytes(gradients)} are gradients of parameters" if gradients else ""
     if stopped:
         return (
             f"no plan was found for a budget of {show_at_most(budget)}: the search was stopped {stopped}, and the "
-            f"smallest budget that it has a plan for is {show_at_least(least)}; without recomputation the step takes "
-            f"{show_at_least(eager)}. Give the search more time, or raise the budget.{_unseen(kept, least)}"
+            f"smallest budget that it has a plan for is {least_and_share(least, eager)}; without recomputation the "
+            f"step takes {show_at_least(eager)}. Give the search more time, or raise the budget.{_unseen(kept, least)}"
         )
     return (
-        f"no plan fits a budget of {show_at_most(budget)}: the smallest that can be planned is {show_at_least(least)}"
-        f"{share}; without recomputation the step takes {show_at_least(eager)}. What sets it is {place_of(k, at)}. "
-        f"{_limit(least, eager, gradients, at)}{_advice(at)}{_unseen(kept, least)}"
+        f"no plan fits a budget of {show_at_most(budget)}: the smallest that can be planned is "
+        f"{least_and_share(least, eager)}{share}; without recomputation the step takes {show_at_least(eager)}. What "
+        f"sets it is {place_of(k, at)}. {_limit(least, eager, gradients, at)}{_advice(at)}{_unseen(kept, least)}"
     )
+
+
+def least_and_share(least: int, eager: int) -> str:
+    """The ``least`` budget as it can be given: in bytes, and as a share of ``eager``, those without recomputation."""
+    return f'{show_at_least(least)} ("{ceil(100 * least / eager)}%" of eager\'s peak)'
 
 
 def saves_nothing(least: int, eager: int) -> bool:

@@ -168,6 +168,20 @@ class Plan(PlanFields):
 
         return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path, measured)
 
+    def save_memory_html(self, path: str | Path) -> None:
+        """Write memory over the time of a step as one HTML page, which needs no network, for looking at in a browser.
+
+        Under the mouse, each step says its operation, module path and source line, what is live meanwhile, and whether
+        its results are kept or computed again. Raises ``ImportError`` where plotly is missing.
+        """
+        from rockmate.planning.page import Place, save_memory_html
+
+        s = self.graph.s
+        main = [s.main(i) for i in range(len(s.nodes))]
+        places = [Place(node.name, op.path, op.line) for node, op in zip(s.nodes, main, strict=True)]
+        problem = self.problem_with_usual_loss()
+        save_memory_html(problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
+
     def picture(self) -> Any:
         """What is kept and what runs again, as a ``graphviz.Digraph``, which shows itself in a notebook.
 
@@ -212,7 +226,8 @@ class Plan(PlanFields):
             False: "until forward has returned: what the caller keeps of them is beside the budget",
             True: "to the end of the backward, as the caller keeps them",
         }
-        return [("no gradient for", f"{self._listed(found)}; counted {until[held]}") for held, found in idle.items()]
+        said = [("no gradient for", f"{self._listed(found)}; counted {until[held]}") for held, found in idle.items()]
+        return [*said, ("", _NOT_RETURNED)] if said else []
 
     def _listed(self, values: list[int]) -> str:
         """Names and bytes of some values, of the largest ones if there are many."""
@@ -254,8 +269,11 @@ class Plan(PlanFields):
     def _repr_html_(self) -> str:
         """A notebook shows the summary as tables."""
         rows, left_out = block_rows(self.problem, self.schedule)
-        more = f"<p>… and {left_out} lines more</p>" if left_out else ""
+        more = f"<p>{left_out}</p>" if left_out else ""
         return html_facts(self._facts()) + html_table(rows, left=[len(rows[0]) - 1]) + more
+
+
+_NOT_RETURNED = "If you do not need them, let forward not return them (in transformers: use_cache=False)"
 
 
 def _moment(problem: Problem, step: Step) -> str:
@@ -272,7 +290,7 @@ def facts_of_call(call: tuple[str, ...]) -> list[tuple[str, str]]:
     inputs = [word for word in call if word not in mode]
     shown = inputs[:MOST_INPUTS]
     if len(inputs) > len(shown):
-        shown.append(f"… and {len(inputs) - len(shown)} more")
+        shown.append(f"… and {len(inputs) - len(shown)} more, which plan.call has")
     lines = [("" if k else "inputs", text) for k, text in enumerate(shown or ["none"])]
     if mode and not any(word.startswith("autocast ") for word in mode):
         mode.append("no autocast")

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from rockmate.errors import InputError
 from rockmate.run.watch import MeasuredStep
-from solvers import Bwd, Del, Loss, Problem, Run, Schedule, keep_everything, walk
+from solvers import Bwd, Del, Loss, Problem, Run, Schedule, Step, keep_everything, walk
 from solvers.figures import MIB, finished, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+COLOURS = {"forward": "#8fb4d9", "run again": "#5b7f3f", "backward": "#f0b48a"}
+"""Of what runs."""
 
 
 def plot_memory(
@@ -31,8 +34,8 @@ def plot_memory(
     if measured is not None:
         _check(problem, schedule, measured)
     figure, axes = new_figure()
-    eager = _Levels(problem, keep_everything(problem))
-    ours = _Levels(problem, schedule)
+    eager = Levels(problem, keep_everything(problem))
+    ours = Levels(problem, schedule)
     _add_kinds(axes, ours.edges, ours.bytes, ours.kinds)
     axes.vlines([ours.loss], 0, [ours.loss_bytes], color="#b04a4a", label="loss")
     axes.stairs(eager.bytes, eager.edges, color="#777777", label="if everything were kept")
@@ -46,7 +49,7 @@ def plot_memory(
 
 def _add_kinds(axes: Any, edges: list[float], sizes: list[float], kinds: list[str]) -> None:
     """Levels over time, in the colours of what runs."""
-    for kind, color in (("forward", "#8fb4d9"), ("run again", "#5b7f3f"), ("backward", "#f0b48a")):
+    for kind, color in COLOURS.items():
         shown = [size if k == kind else 0.0 for size, k in zip(sizes, kinds, strict=True)]
         axes.stairs(shown, edges, fill=True, color=color, label=kind)
 
@@ -74,7 +77,7 @@ def _check(problem: Problem, schedule: Schedule, measured: MeasuredStep) -> None
         )
 
 
-def _add_measured(axes: Any, ours: _Levels, measured: MeasuredStep) -> None:
+def _add_measured(axes: Any, ours: Levels, measured: MeasuredStep) -> None:
     """The measured bytes over the time of each operation, as a line, and of the loss as a point."""
     sizes = [size / MIB for size in measured.bytes]
     loss = sizes.pop(measured.steps.index(Loss()))
@@ -82,13 +85,14 @@ def _add_measured(axes: Any, ours: _Levels, measured: MeasuredStep) -> None:
     axes.plot([ours.loss], [loss], "o", markersize=3, color="black")
 
 
-class _Levels:
-    """The steps that take time: their edges (ms), and what is allocated meanwhile (MiB); the loss likewise."""
+class Levels:
+    """The ``steps`` that take time: their edges (ms), what is allocated meanwhile (MiB); the loss likewise."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.edges: list[float] = [0.0]
         self.bytes: list[float] = []
         self.kinds: list[str] = []
+        self.steps: list[Step] = []
         self.loss = self.loss_bytes = 0.0
         in_backward = False
         for step, size in zip(schedule, walk(problem, schedule).timeline, strict=True):
@@ -100,4 +104,5 @@ class _Levels:
                 time = node.time if isinstance(step, Run) else node.backward.time if node.backward else 0
                 self.edges.append(self.edges[-1] + time / 1e6)
                 self.bytes.append(size / MIB)
+                self.steps.append(step)
                 self.kinds.append("backward" if isinstance(step, Bwd) else "run again" if in_backward else "forward")

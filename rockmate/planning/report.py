@@ -10,16 +10,17 @@ from solvers import Del, Loss, Problem, Run, Schedule, keep_everything
 from solvers.tables import text_table
 
 MOST_LINES = 20
-"""Longer tables end with the number of lines left out."""
+"""Longer tables end with the number of lines left out, and with what has them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChoice:
     """What a schedule does with one block.
 
-    ``kept``: bytes of its data that are there when the forward phase is over; ``all``: the same if nothing is
-    run again. ``reruns``: how many nodes run again, each time counted; ``time``: their nanoseconds. ``first`` and
-    ``last``: the names of its outermost nodes.
+    ``kept``: bytes of its data that are there when the forward phase is over; ``all``: the same if nothing is run
+    again, which is less where small data are kept that would be freed, to compute large ones from. ``reruns``: how many
+    nodes run again, each time counted; ``time``: their nanoseconds. ``first`` and ``last``: the names of its outermost
+    nodes.
     """
 
     kind: int
@@ -66,12 +67,14 @@ def _live_at_loss(problem: Problem, schedule: Schedule) -> set[int]:
     return live
 
 
-def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ...]], int]:
-    """The choices as rows of a table, titles first, and how many lines were left out.
+def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ...]], str]:
+    """The choices as rows of a table, titles first, and what is to be said behind them of lines that were left out.
 
     Neighbours that are treated alike share a line.
     """
-    rows: list[tuple[str, ...]] = [("blocks", "class", "nodes", "keeps", "of", "runs again", "time", "from … to")]
+    rows: list[tuple[str, ...]] = [
+        ("blocks", "class", "nodes", "keeps", "instead of", "runs again", "time", "from … to")
+    ]
     choices = block_choices(problem, schedule)
     for choice, group in groupby(enumerate(choices), key=lambda pair: pair[1]):
         blocks = [b for b, _ in group]
@@ -83,10 +86,14 @@ def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ..
         sizes = (show_bytes(choice.kept), show_bytes(choice.all))
         span = " … ".join(dict.fromkeys((choices[blocks[0]].first, choices[blocks[-1]].last)))
         rows.append((name, str(choice.kind), str(choice.nodes), *sizes, str(choice.reruns), time, span))
-    return rows[: MOST_LINES + 1], max(0, len(rows) - 1 - MOST_LINES)
+    left_out = len(rows) - 1 - MOST_LINES
+    return rows[: MOST_LINES + 1], f"… and {left_out} lines more: {_EVERY_STEP}" if left_out > 0 else ""
+
+
+_EVERY_STEP = "print(plan.program()), or rockmate plan … --program, has every step"
 
 
 def block_table(problem: Problem, schedule: Schedule) -> str:
     """The choices as text."""
     rows, left_out = block_rows(problem, schedule)
-    return text_table(rows, left=[len(rows[0]) - 1]) + (f"\n… and {left_out} lines more" if left_out else "")
+    return text_table(rows, left=[len(rows[0]) - 1]) + (f"\n{left_out}" if left_out else "")

@@ -1,15 +1,13 @@
-"""Memory while each operation of a planned step runs, as the allocator reports it."""
+"""The marks of a planned step that is being measured, and the memory of each of its operations."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from rkgb.cost.memory import check_function, measured_moments
 from rkgb.device.kind import Moment, Timeline
 from rkgb.errors import MeasureError
 from rkgb.trace.guards import GuardFailed
@@ -128,26 +126,3 @@ class WatchedBackward(Backward):
 def _begin(step: Watched | None) -> None:
     if Watch.current is not None:  # a graph may outlive the measurement of its step
         Watch.current.begin(step)
-
-
-def measure_step(step: Callable[[], Any], device: torch.device | str | None = None) -> MeasuredStep:
-    """Run ``step``, one forward of a planned model and its backward, and measure the memory of each operation.
-
-    ``rk.plan.plot_memory(measured=rockmate.measure_step(step))`` draws it beside what the plan predicts. Call ``step``
-    once or twice before, just as it will be measured: no plan can be made meanwhile. ``device``: by default that of the
-    model, if it is the only one that holds memory. The marks cost time, memory they do not. Raises ``MeasureError``
-    where a plan would have to be made, within another measurement, and where ``step`` is not one forward under a plan
-    and its backward.
-    """
-    check_function(step)
-    gc.collect()
-    with measured_moments(device) as timeline:
-        watch = Watch.current = Watch(timeline)
-        try:
-            step()
-        finally:
-            Watch.current = None
-            moments = timeline.close()
-    if moments is None:
-        raise MeasureError("the recording of the allocator is not complete: another profiler ran within the step")
-    return watch.measured(moments)

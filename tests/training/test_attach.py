@@ -789,7 +789,62 @@ def test_a_budget_that_does_not_bind_needs_no_plan(caplog: pytest.LogCaptureFixt
         handle = trains_as_eager(Net, fraction=50.0, recomputes=False)
     assert handle.plan is None
     assert [p.plan for p in handle.plans] == [None]
+    assert repr(handle).endswith(", 0 plans>")
     assert "needs no plan" in caplog.text
+
+
+@pytest.mark.parametrize("budget", ["auto", "1 GiB", "60%"])
+def test_the_frontier_is_there_after_the_first_step_whatever_the_budget(budget: str) -> None:
+    model, x = made(Net), BATCHES[0].clone()
+    handle = attach(model, budget, costs="flops", loss_memory=0)
+    with pytest.raises(InputError, match=r"Call the model with gradients once.* rockmate\.frontier\(model, sample\)"):
+        handle.frontier()
+    model(x).sum().backward()
+    given = weakref.ref(x)
+    del x
+    assert given() is None  # it is not held for those who may ask
+    before = [torch.get_rng_state(), *(p.grad for p in model.parameters())]
+    found = handle.frontier()
+    assert_same(before, [torch.get_rng_state(), *(p.grad for p in model.parameters())])
+    if handle.plan is not None:  # it is for the loss that the step has shown
+        assert budget == "60%" and found.max_budget > handle.budget
+    else:
+        assert found.points == rockmate.frontier(made(Net), BATCHES[0], costs="flops", loss_memory=0).points
+
+
+@pytest.mark.parametrize("budget", ["auto", "60%"])
+def test_the_frontier_is_there_when_a_sample_was_planned(budget: str) -> None:
+    model = made(Net)
+    handle = attach(model, budget, sample=X, costs="flops", loss_memory=0)
+    assert handle.frontier().points == rockmate.frontier(made(Net), X, costs="flops", loss_memory=0).points
+
+
+class Picks(Net):
+    """Reads its input as indices, in the precision that its caller chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(50, 32)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Logits."""
+        return super().forward(self.rows(x))
+
+
+def test_the_frontier_of_a_step_that_needed_no_plan_is_for_its_values_and_modes() -> None:
+    model, ids = made(Picks), tokens(64, 4, high=50, seed=1)
+    handle = attach(model, "auto", costs="flops")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids).sum().backward()
+        wanted = rockmate.frontier(made(Picks), ids, costs="flops")
+    del ids
+    assert handle.frontier().points == wanted.points
+    model.rows.weight = nn.Parameter(torch.ones(50, 32))
+    assert handle.frontier().points == wanted.points  # nothing is measured again
+    model(tokens(32, 4, high=50, seed=2)).sum().backward()
+    del model.rows
+    with pytest.raises(InputError, match="call it once more, then ask for the frontier"):
+        handle.frontier()
 
 
 def test_without_gradients_the_model_itself_runs() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 import rkgb.Dtools
 import rockmate
 import rockmate.calls.calls
+from rkgb.cost import memory
 from rkgb.cost.measure import Cost, Known, measure_nodes
 from rkgb.cost.scaled import choosing_anew, scaled_costs
 from rkgb.cost.usage import supposed
@@ -640,7 +641,7 @@ def test_a_size_that_comes_while_memory_is_measured_is_planned_later() -> None:
     for n in (400, 400, 350, 350):
         step(n)
     with pytest.raises(MeasureError, match="already"):
-        measure_peak(lambda: step(500))
+        memory.measure_peak(lambda: step(500))
     step(500)
     step(400)
     assert measure_peak(lambda: step(400)) <= budget

@@ -1,0 +1,81 @@
+"""Measures a step under a plan: its peak, or the memory of each operation. What needs a plan is planned first."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from rkgb.cost import memory
+from rkgb.errors import MeasureError, PlanWanted
+from rockmate.run.watch import MeasuredStep, Watch
+from rockmate.tell import LOG, be_heard
+
+T = TypeVar("T")
+
+
+def measure_peak(
+    function: Callable[[], Any], device: torch.device | str | torch.nn.Module | None = None, *, reserved: bool = False
+) -> int:
+    """The most bytes that ``function`` allocates at once above the level at the call.
+
+    ``device``: a device, or a module whose parameters lie on it; by default the CUDA device that holds memory, or else
+    the CPU. Call the function once before: the first use of a kernel allocates workspaces that stay. No plan can be
+    made while memory is measured. So where the function calls a planned model in a new way (of another shape), it is
+    left there, runs once as a whole, so that the plan is made, and is measured the next time; that is said. Raises
+    ``MeasureError`` if it needs another plan then, within another measurement, where ``device`` is left out and several
+    devices hold memory, and for what is no function or no device.
+
+    On CUDA, the requests of all threads and streams are counted, as in budgets. The allocator's blocks are larger than
+    the requests; ``torch.cuda.max_memory_allocated`` counts blocks. This function resets its peak.
+    ``reserved=True``: the bytes that the allocator reserves on the device for the function, after it has released
+    everything unused. Other programs cannot use these.
+    """
+    return _planned_first(function, lambda: memory.measure_peak(function, device, reserved=reserved))
+
+
+def measure_step(step: Callable[[], Any], device: torch.device | str | None = None) -> MeasuredStep:
+    """Run ``step``, one forward of a planned model and its backward, and measure the memory of each operation.
+
+    ``rk.plan.plot_memory(measured=rockmate.measure_step(step))`` draws it beside what the plan predicts. Call ``step``
+    once or twice before, just as it will be measured; where a plan has to be made, what ``measure_peak`` says holds.
+    ``device``: by default that of the model, if it is the only one that holds memory. The marks cost time, memory they
+    do not. Raises ``MeasureError`` as ``measure_peak`` does, and where ``step`` is not one forward under a plan and its
+    backward.
+    """
+    return _planned_first(step, lambda: _measured_step(step, device))
+
+
+def _measured_step(step: Callable[[], Any], device: torch.device | str | None) -> MeasuredStep:
+    memory.check_function(step)
+    gc.collect()
+    with memory.measured_moments(device) as timeline:
+        watch = Watch.current = Watch(timeline)
+        try:
+            step()
+        finally:
+            Watch.current = None
+            moments = timeline.close()
+    if moments is None:
+        raise MeasureError("the recording of the allocator is not complete: another profiler ran within the step")
+    return watch.measured(moments)
+
+
+def _planned_first(function: Callable[[], Any], measured: Callable[[], T]) -> T:
+    """What is ``measured`` of ``function``, which runs as it is before if a plan has to be made for it."""
+    try:
+        return measured()
+    except PlanWanted:
+        pass  # out of it, so that no frame of the broken step holds tensors
+    be_heard()
+    LOG.info(
+        "what is measured calls the model in a way that has no plan yet, and planning takes memory itself: it runs "
+        "once to be planned, then again to be measured"
+    )
+    function()
+    try:
+        return measured()
+    except PlanWanted as error:
+        raise error.with_traceback(None) from None
