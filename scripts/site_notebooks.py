@@ -12,6 +12,9 @@ from nbconvert import MarkdownExporter
 
 PICTURE = re.compile(r"^!\[\w+\]\((\S+)\)$", re.MULTILINE)
 PRINTED = re.compile(r"(?:^    .*\n(?:\s*\n(?=    ))*)+", re.MULTILINE)
+WIDEST = 124
+"""Letters of a line of a printed table, with its indent; what is wider is a sentence."""
+
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 DOWNLOAD = '\n<a href="{0}" download>{0}</a>, the notebook itself\n'
@@ -39,4 +42,5 @@ def _shown(part: str) -> str:
 
 def _fenced(match: re.Match[str]) -> str:
     lines = match[0].rstrip().split("\n")
-    return "\n".join(["```{.text .printed}", *(line.removeprefix("    ") for line in lines), "```", ""])
+    kind = ".text .printed .wrap" if max(map(len, lines)) > WIDEST else ".text .printed"
+    return "\n".join([f"```{{{kind}}}", *(line.removeprefix("    ") for line in lines), "```", ""])

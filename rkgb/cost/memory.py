@@ -103,15 +103,21 @@ def measure_peak(
 ) -> int:
     """The most bytes that ``function`` allocates at once above the level at the call.
 
-    ``device``: a device, or a module whose parameters lie on it; by default the CUDA device that holds memory, or else
-    the CPU. Call the function once before: the first use of a kernel allocates workspaces that stay, and no plan can be
-    made during the measurement. Raises ``MeasureError`` where a plan would have to be made, within another measurement,
-    where ``device`` is left out and several devices hold memory, and for what is no function or no device.
+    Call the function once before: the first use of a kernel allocates workspaces that stay, and no plan can be made
+    during the measurement. On CUDA, the requests of all threads and streams are counted, as in budgets. The allocator's
+    blocks are larger than the requests; ``torch.cuda.max_memory_allocated`` counts blocks. This function resets its
+    peak.
 
-    On CUDA, the requests of all threads and streams are counted, as in budgets. The allocator's blocks are larger than
-    the requests; ``torch.cuda.max_memory_allocated`` counts blocks. This function resets its peak.
-    ``reserved=True``: the bytes that the allocator reserves on the device for the function, after it has released
-    everything unused. Other programs cannot use these.
+    Args:
+        function: A training step, or any other function without arguments.
+        device: A device, or a module whose parameters lie on it; by default the CUDA device that holds memory, or else
+            the CPU.
+        reserved: Instead, the bytes that the allocator reserves on the device for the function, after it has released
+            everything unused. Other programs cannot use these.
+
+    Raises:
+        MeasureError: A plan would have to be made, another measurement runs, several devices hold memory and none is
+            given, or an argument is no function or no device.
     """
     check_function(function)
     gc.collect()

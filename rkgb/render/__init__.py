@@ -37,12 +37,18 @@ def print_graph(
 
     ``g`` can also be what draws itself, such as a plan of rockmate's: ``print_graph(rk.plan)``.
 
-    The source is ``<directory>/<name>.gv``, the picture ``<directory>/<name>.<render_format>``. ``render_format`` is
-    "svg" (its boxes show the user's source lines under the mouse), "pdf", "png", or "text" for ``str(g)`` in
-    ``<name>.txt``. By default it is what ``name`` ends with ("plan.png"), or else "svg". Such an ending is not written
-    twice. ``name``: by default the graph's class. ``open``: show the file with the system's viewer. The picture of a
-    large graph has its distinct blocks only. If ``dot`` is not installed or fails, the .gv file alone is written, with
-    a ``RenderWarning``, and its path is returned.
+    The source is ``<directory>/<name>.gv``, the picture ``<directory>/<name>.<render_format>``. The picture of a large
+    graph has its distinct blocks only. If ``dot`` is not installed or fails, the .gv file alone is written, with a
+    ``RenderWarning``, and its path is returned.
+
+    Args:
+        g: A graph, all ``Graphs``, or what draws itself.
+        name: Of the files; by default the graph's class.
+        open: Whether to show the file with the system's viewer.
+        render_format: "svg" (its boxes show the user's source lines under the mouse), "pdf", "png", or "text" for
+            ``str(g)`` in ``<name>.txt``. By default it is what ``name`` ends with ("plan.png"), or else "svg". Such an
+            ending is not written twice.
+        directory: The folder of the files.
 
     Raises:
         TypeError: ``g`` is no graph.

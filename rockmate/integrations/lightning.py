@@ -16,11 +16,19 @@ except ModuleNotFoundError as error:
 class RockmateCallback(Callback):  # type: ignore[misc,unused-ignore]
     """Attaches the module, or a part of it, when training begins, and logs figures.
 
-    ``budget``: bytes or text, as for ``rockmate.attach``. ``part``: the name of what ``training_step`` calls, such as
-    "net" for ``self.net(x)``; by default the module itself, for ``self(x)``. ``options``: what else ``attach`` takes.
-    ``plain_steps`` and the figures are those of ``rockmate.integrations.Meter``; they go through ``log_dict``. What a
-    step allocates beside the part counts in the measured peak. ``meter.handle`` is what ``attach`` returned.
-    Raises ``BudgetError``, and ``InputError`` where no call of the part came in the first step.
+    They go through ``log_dict``. What a step allocates beside the part counts in the measured peak. ``meter.handle`` is
+    what ``attach`` returned.
+
+    Args:
+        budget: Bytes or text, as for ``rockmate.attach``.
+        part: The name of what ``training_step`` calls, such as "net" for ``self.net(x)``; by default the module itself,
+            for ``self(x)``.
+        plain_steps: How many steps are timed without a plan, as for ``Meter``.
+        options: What else ``rockmate.attach`` takes.
+
+    Raises:
+        BudgetError: The budget is no amount of memory.
+        InputError: ``plain_steps`` is no number of steps, or no call of the part came in the first step.
     """
 
     def __init__(self, budget: int | float | str, *, part: str = "", plain_steps: int = 0, **options: Any) -> None:

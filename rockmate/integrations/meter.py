@@ -24,11 +24,18 @@ from rockmate.planning.plan import Plan
 class Meter:
     """Attaches a model under ``budget``, and measures its steps, each between ``begin`` and ``end``.
 
-    ``budget`` and ``options`` are those of ``rockmate.attach``. A step is one forward and its backward. Memory is
-    measured in one step of each plan, the third under it at the earliest. ``plain_steps``: as many steps run without a
-    plan first, after one to warm up, and as many under it are timed; so they must fit the device without a plan, and
-    their batches be of one size. Results are the same. ``handle``: what ``rockmate.attach`` returned; None before.
-    Raises ``BudgetError``, and ``InputError`` for ``plain_steps`` that are no number of steps.
+    A step is one forward and its backward. Memory is measured in one step of each plan, the third under it at the
+    earliest. Results are the same. ``handle``: what ``rockmate.attach`` returned; None before.
+
+    Args:
+        budget: Bytes or text, as for ``rockmate.attach``.
+        plain_steps: As many steps run without a plan first, after one to warm up, and as many under it are timed. So
+            they must fit the device without a plan, and their batches be of one size.
+        options: What else ``rockmate.attach`` takes.
+
+    Raises:
+        BudgetError: The budget is no amount of memory.
+        InputError: ``plain_steps`` is no number of steps.
     """
 
     def __init__(self, budget: int | float | str, *, plain_steps: int = 0, **options: Any) -> None:

@@ -17,10 +17,17 @@ except ModuleNotFoundError as error:
 class RockmateCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Attaches the Trainer's model when training begins, and logs figures beside the loss.
 
-    ``budget``: bytes or text, as for ``rockmate.attach``. ``options``: what else ``attach`` takes. ``plain_steps`` and
-    the figures are those of ``rockmate.integrations.Meter``. The figures go through ``Trainer.log``'s own loggers
-    (TensorBoard, W&B, the history). What the Trainer moves to the device within a step counts in the measured peak.
-    ``meter.handle`` is what ``attach`` returned. Raises ``BudgetError`` and ``InputError``.
+    They go through ``Trainer.log``'s own loggers (TensorBoard, W&B, the history). What the Trainer moves to the device
+    within a step counts in the measured peak. ``meter.handle`` is what ``attach`` returned.
+
+    Args:
+        budget: Bytes or text, as for ``rockmate.attach``.
+        plain_steps: How many steps are timed without a plan, as for ``Meter``.
+        options: What else ``rockmate.attach`` takes.
+
+    Raises:
+        BudgetError: The budget is no amount of memory.
+        InputError: ``plain_steps`` is no number of steps, or something else than the Trainer calls this.
     """
 
     def __init__(self, budget: int | float | str, *, plain_steps: int = 0, **options: Any) -> None:

@@ -134,10 +134,15 @@ def measure_step(step: Callable[[], Any], device: torch.device | str | None = No
     """Run ``step``, one forward of a planned model and its backward, and measure the memory of each operation.
 
     ``rk.plan.plot_memory(measured=rockmate.measure_step(step))`` draws it beside what the plan predicts. Call ``step``
-    once or twice before, just as it will be measured: no plan can be made meanwhile. ``device``: by default that of the
-    model, if it is the only one that holds memory. The marks cost time, memory they do not. Raises ``MeasureError``
-    where a plan would have to be made, within another measurement, and where ``step`` is not one forward under a plan
-    and its backward.
+    once or twice before, just as it will be measured: no plan can be made meanwhile. The marks cost time, memory they
+    do not.
+
+    Args:
+        step: One forward under a plan and its backward, without arguments.
+        device: By default that of the model, if it is the only one that holds memory.
+
+    Raises:
+        MeasureError: A plan would have to be made, another measurement runs, or ``step`` is something else.
     """
     check_function(step)
     gc.collect()
