@@ -1,4 +1,4 @@
-"""Lightning: attach the network in the module's constructor, or the whole module before ``fit``.
+"""Lightning: a callback attaches the network, and logs what it takes.
 
 python examples/with_lightning.py
 """
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import rockmate
+from rockmate.integrations.lightning import RockmateCallback
 
 
 class Classifier(lightning.LightningModule):
@@ -26,7 +27,6 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         layers = [m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))]
         self.net = nn.Sequential(*layers, nn.Linear(64, 10))
-        rockmate.attach(self.net, "50%")
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         x, target = batch
@@ -50,6 +50,7 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[RockmateCallback("50%", part="net")],
     )
     trainer.fit(module, DataLoader(data, batch_size=512, shuffle=True))
     print(rockmate.attached(module.net).plan)

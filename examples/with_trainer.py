@@ -1,4 +1,4 @@
-"""transformers' Trainer: attach the model, then give it to the Trainer as before.
+"""transformers' Trainer: a callback attaches the model, and logs what it takes beside the loss.
 
 python examples/with_trainer.py
 """
@@ -16,6 +16,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import rockmate
+from rockmate.integrations.transformers import RockmateCallback
 
 
 class Texts(torch.utils.data.Dataset):
@@ -35,7 +36,6 @@ def main() -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
-    rockmate.attach(model, "50%")
     with tempfile.TemporaryDirectory() as folder:
         options = TrainingArguments(
             output_dir=folder,
@@ -49,13 +49,19 @@ def main() -> None:
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        trainer = Trainer(model, options, train_dataset=Texts())
+        trainer = Trainer(
+            model,
+            options,
+            train_dataset=Texts(),
+            callbacks=[RockmateCallback("50%")],
+        )
         trainer.train()
         trainer.save_model(folder)
         GPT2LMHeadModel.from_pretrained(folder)  # saved as without Rockmate
     for entry in trainer.state.log_history:
         if "loss" in entry:
             print("loss", entry["loss"])
+            print({name: entry[name] for name in entry if name.startswith("rockmate")})
     print(rockmate.attached(model).plan)
 
 

@@ -119,10 +119,14 @@ def make_all_graphs(
 ) -> Graphs:
     """Trace ``model`` on ``sample`` and build all graphs.
 
-    ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments. ``costs``: "measured", or
-    "flops" for times by a roofline model, which are the same in every run. ``report(phase, part)`` is called when a
-    phase starts and now and then later; ``part``: how much of it is done (0 to 1). ``known_of``: returns the known
-    costs of an S graph. ``usage_of``: returns what the caller does with the outputs of a D graph.
+    Args:
+        model: Any module whose tensors lie on one device.
+        sample: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        sample_kwargs: Keyword arguments beside a tuple.
+        costs: "measured", or "flops" for times by a roofline model, which are the same in every run.
+        report: Called with a phase, when it starts and now and then later, and how much of it is done (0 to 1).
+        known_of: Returns the known costs of an S graph.
+        usage_of: Returns what the caller does with the outputs of a D graph.
 
     Raises:
         TraceError: the module cannot be traced.

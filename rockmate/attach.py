@@ -70,14 +70,31 @@ def attach(
 
     The model stays what it is: its class, methods, state and attributes; copies and pickles of it are plain modules.
     Without ``sample`` a plan is made at the first call with gradients, and at the first of each new kind. Calls without
-    gradients, and those for which the budget does not bind, run as they did before. The budget is for a step: calls
-    that come before the backward of others are planned together from the second such step on. A list of modules that
-    run in one step, such as a generator and its discriminator, shares one budget, and a tuple of what is returned for
-    each comes back. ``on_infeasible``: "error" raises ``InfeasibleBudgetError`` where no plan fits the budget, "least"
-    warns (``BudgetWarning``) and takes the plan of least memory. ``compile``: operations between the kernels of
-    libraries run as pieces that Inductor has compiled, as ``docs/compile.md`` says. The other arguments are as for
-    ``Rockmate``. Raises ``InputError`` for what cannot be used, and, at a call that is planned, ``GraphError`` for a
-    model that cannot be traced.
+    gradients, and those for which the budget does not bind, run as they did before. Calls that come before the backward
+    of others are planned together with these, from the second such step on.
+
+    Args:
+        model: Any module whose tensors lie on one device. A list of modules that run in one step, such as a generator
+            and its discriminator, shares the budget; then a tuple of what is returned for each comes back.
+        budget: What one step may allocate, forward and backward, in bytes or as text: "8 GiB", "60%", "auto".
+        sample: A call to plan at once: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        sample_kwargs: Keyword arguments beside a tuple.
+        costs: "measured" times every operation, "flops" models them: the same plan on every run.
+        loss_memory: Bytes that the loss allocates beside the outputs and their gradients; by default it is observed.
+        on_infeasible: "error" raises ``InfeasibleBudgetError`` where no plan fits the budget, "least" warns
+            (``BudgetWarning``) and takes the plan of least memory.
+        time_limit: Seconds after which the search for a plan ends with the best so far; by default 60 for each integer
+            program.
+        solver: One of ``solvers.solver_names(solvers.Problem)``.
+        progress: Whether to show how far planning is; by default on a terminal, when it takes more than a second.
+        cache: Where costs and schedules are kept: a folder, True for the platform's, or False for nowhere.
+        compile: Whether operations between the kernels of libraries run as pieces that Inductor has compiled
+            (``docs/compile.md``).
+
+    Raises:
+        InputError: An argument cannot be used.
+        GraphError: The model cannot be traced; at a call that is planned.
+        InfeasibleBudgetError: No plan fits the budget; at a call that is planned.
     """
     models = [model] if isinstance(model, torch.nn.Module) else _checked_list(model, sample)
     for k, one in enumerate(models):

@@ -104,21 +104,25 @@ def estimate(
 ) -> Estimate:
     """What a training step of ``model`` takes at ``sizes`` larger than the ``sample``'s, none of which is run.
 
-    ``sizes``: of dimension ``dim`` of the sample's tensors: batches for 0, lengths for 1 if tensors are (batch, length,
-    …). The first tensor that has this dimension says what its size is in the sample; all tensors whose dimension has
-    that size grow with it. Several dimensions, such as ``(2, 3)`` for square images, grow together. ``budget``: as for
-    ``Rockmate``, but no share. ``sample``, ``sample_kwargs`` and ``loss_memory``: as for ``Rockmate``.
-
     The model is traced and measured on its device at four sizes, the sample's to four times that, or to the largest of
     ``sizes`` if that is less; rows of the sample are repeated for it. The memory of each operation is fitted as a
     function of the size. Where the fit is right, the prediction is that of the large size, byte for byte. It is not
-    where a library takes another kernel beyond the sizes that were measured (PyTorch for convolutions on one CPU thread
-    from 16 images on, which is said; cuDNN by the size), where the model rounds sizes, and where the time that an
-    operation takes decides among plans. Limits of the model, such as the number of its positions, show only where it
-    runs. So give a sample that is small, but of the kind of the large one.
+    where a library takes another kernel beyond the sizes that were measured, where the model rounds sizes, and where
+    times decide among plans. Limits of the model, such as the number of its positions, show only where it runs.
 
-    Raises ``InputError`` for sizes below the sample's, for samples that cannot grow, and for models whose graph changes
-    with the size; otherwise what ``rockmate.frontier`` raises.
+    Args:
+        model: Any module whose tensors lie on one device.
+        sample: A small call: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        sizes: Of dimension ``dim``. All tensors grow whose dimension has the size that the first tensor's has.
+        budget: Bytes, or text as for ``Rockmate``, but no share.
+        dim: 0 for batches, 1 for lengths of (batch, length, …). Several, such as ``(2, 3)`` for images, grow together.
+        sample_kwargs: Keyword arguments beside a tuple.
+        loss_memory: Bytes that the loss allocates, as for ``Rockmate``.
+        progress: Whether to show how far it is.
+
+    Raises:
+        InputError: Sizes below the sample's, a sample that cannot grow, or a graph that changes with the size.
+        GraphError: The model cannot be traced.
     """
     given, options = checked_call(model, sample, sample_kwargs), PlanOptions("flops", loss_memory)
     limit = None if budget is None else parse_budget(budget)

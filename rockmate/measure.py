@@ -21,17 +21,22 @@ def measure_peak(
 ) -> int:
     """The most bytes that ``function`` allocates at once above the level at the call.
 
-    ``device``: a device, or a module whose parameters lie on it; by default the CUDA device that holds memory, or else
-    the CPU. Call the function once before: the first use of a kernel allocates workspaces that stay. No plan can be
-    made while memory is measured. So where the function calls a planned model in a new way (of another shape), it is
-    left there, runs once as a whole, so that the plan is made, and is measured the next time; that is said. Raises
-    ``MeasureError`` if it needs another plan then, within another measurement, where ``device`` is left out and several
-    devices hold memory, and for what is no function or no device.
+    Call the function once before: the first use of a kernel allocates workspaces that stay. No plan can be made while
+    memory is measured. So where the function calls a planned model in a new way (of another shape), it is left there,
+    runs once as a whole, so that the plan is made, and is measured the next time; that is said. On CUDA, the requests
+    of all threads and streams are counted, as in budgets. The allocator's blocks are larger than the requests;
+    ``torch.cuda.max_memory_allocated`` counts blocks. This function resets its peak.
 
-    On CUDA, the requests of all threads and streams are counted, as in budgets. The allocator's blocks are larger than
-    the requests; ``torch.cuda.max_memory_allocated`` counts blocks. This function resets its peak.
-    ``reserved=True``: the bytes that the allocator reserves on the device for the function, after it has released
-    everything unused. Other programs cannot use these.
+    Args:
+        function: A training step, or any other function without arguments.
+        device: A device, or a module whose parameters lie on it; by default the CUDA device that holds memory, or else
+            the CPU.
+        reserved: Instead, the bytes that the allocator reserves on the device for the function, after it has released
+            everything unused. Other programs cannot use these.
+
+    Raises:
+        MeasureError: Another plan would have to be made, another measurement runs, several devices hold memory and none
+            is given, or an argument is no function or no device.
     """
     return _planned_first(function, lambda: memory.measure_peak(function, device, reserved=reserved))
 
@@ -41,9 +46,14 @@ def measure_step(step: Callable[[], Any], device: torch.device | str | None = No
 
     ``rk.plan.plot_memory(measured=rockmate.measure_step(step))`` draws it beside what the plan predicts. Call ``step``
     once or twice before, just as it will be measured; where a plan has to be made, what ``measure_peak`` says holds.
-    ``device``: by default that of the model, if it is the only one that holds memory. The marks cost time, memory they
-    do not. Raises ``MeasureError`` as ``measure_peak`` does, and where ``step`` is not one forward under a plan and its
-    backward.
+    The marks cost time, memory they do not.
+
+    Args:
+        step: One forward under a plan and its backward, without arguments.
+        device: By default that of the model, if it is the only one that holds memory.
+
+    Raises:
+        MeasureError: As ``measure_peak``, or ``step`` is something else.
     """
     return _planned_first(step, lambda: _measured_step(step, device))
 

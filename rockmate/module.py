@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import inspect
 import os
 import weakref
 from collections import OrderedDict
@@ -33,6 +31,7 @@ from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import make_planner
 from rockmate.planning.wrappers import NO_REPLICAS
 from rockmate.progress import Progress
+from rockmate.signed import signed
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -47,7 +46,7 @@ class _Forward:
             unplanned: Callable[..., Any] = super(Rockmate, cls).forward
             return unplanned
         own = rk._rockmate_forward
-        return MethodType(_signed(_planned, rk.original.forward), rk) if own is None else own
+        return MethodType(signed(_planned, rk.original.forward), rk) if own is None else own
 
     def __set__(self, rk: Rockmate, function: Callable[..., Any] | None) -> None:
         object.__setattr__(rk, "_rockmate_forward", function)
@@ -59,38 +58,45 @@ class _Forward:
 class Rockmate(torch.nn.Module):
     """``model`` under a memory budget: same outputs, gradients and buffer updates, peak at most ``budget``.
 
-    ``sample``: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as ``model`` is
-    called with; ``sample_kwargs``: keyword arguments beside a tuple. ``budget``: what one forward and its
-    backward may allocate above the level at the forward, in bytes or as text: "2 GiB", "60%" of what the step takes
-    without recomputation, or "auto" for what is free on the device when the plan is made, less a tenth (an optimizer
-    whose state is not there yet needs its own part of that); ``rockmate.budget.parse_budget`` says what can be
-    written. ``plan``: instead of a budget, a file that ``plan.save(path)`` wrote for this graph (else ``PlanError``).
-    ``costs``: "measured" times every operation, "flops" models them (the same plan on every run and machine with such
-    a device).
-    ``loss_memory``: bytes that the loss allocates beside the outputs and their gradients. By default, room
-    for three times the outputs' bytes is left in the first step, and for what the loss took from then on
-    (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown which outputs
-    the backward starts from. ``time_limit``: seconds after which the search for a plan ends with the best so far, as
-    ``plan.reason`` then says; by default 60 for each integer program. ``solver``: one of
-    ``solvers.solver_names(solvers.Problem)``, such as "sqrt" or one of your own; "auto" is the best of ours.
-    ``progress``: True shows how far planning is, False does not; None does on a terminal, when it takes more than a
-    second. ``cache``: the folder where costs and schedules are kept for the next start of a script; True for what the
-    environment variable ROCKMATE_CACHE says (a path, or "off"), or else the platform's folder for such files; False or
-    None for nowhere. ``compile``: operations between the kernels of libraries run as pieces that Inductor has compiled
-    (``docs/compile.md``).
-
     It is a twin of ``model``: its class is made of this one and the model's, and its ``__dict__`` is the model's. So
     attributes, methods, state, hooks and submodules are shared, in both directions; ``rk[0]``, ``len(rk)`` and
     ``isinstance(rk, type(model))`` are as for the model, and methods that call the module run under the plan. The model
-    itself (``original``) runs without one. Raises ``InputError`` for a model with an attribute of a name that is a
-    Rockmate's own.
+    itself (``original``) runs without one.
 
     ``plan`` is the plan of the last call, or the one that replaced it after its backward. Calls of another
     shape, or with other settings (whatever the module's Python reads), are planned when they first come, and
     cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
-    made then stay and count. Without gradients the model itself runs. ``attach`` plans a model in place. Raises
-    ``InputError`` and its kinds for arguments that cannot be used, ``InfeasibleBudgetError`` for a budget that
-    no plan fits, ``GraphError`` for a model that cannot be traced. Based on Rockmate (Zhao et al., ICML 2023).
+    made then stay and count. Without gradients the model itself runs. ``attach`` plans a model in place. Based on
+    Rockmate (Zhao et al., ICML 2023).
+
+    Args:
+        model: Any module whose tensors lie on one device.
+        sample: A tensor, a tuple of positional arguments, or a dict of keyword arguments, as ``model`` is called with.
+        budget: What one forward and its backward may allocate above the level at the forward, in bytes or as text:
+            "2 GiB", "60%" of what the step takes without recomputation, or "auto" for what is free on the device when
+            the plan is made, less a tenth (an optimizer whose state is not there yet needs its own part of that).
+        plan: Instead of a budget, a file that ``plan.save(path)`` wrote for this graph.
+        sample_kwargs: Keyword arguments beside a tuple.
+        costs: "measured" times every operation, "flops" models them (the same plan on every run and machine with such
+            a device).
+        loss_memory: Bytes that the loss allocates beside the outputs and their gradients. By default, room for three
+            times the outputs' bytes is left in the first step, and for what the loss took from then on (``plan.room``).
+            A scalar beside other outputs is taken for the loss until a step has shown where the backward starts.
+        time_limit: Seconds after which the search for a plan ends with the best so far, as ``plan.reason`` then says;
+            by default 60 for each integer program.
+        solver: One of ``solvers.solver_names(solvers.Problem)``, such as "sqrt" or one of your own; "auto" is the best.
+        progress: Whether to show how far planning is; by default on a terminal, when it takes more than a second.
+        cache: The folder where costs and schedules are kept for the next start of a script; True for what the
+            environment variable ROCKMATE_CACHE says (a path, or "off"), or else the platform's folder for such files;
+            False or None for nowhere.
+        compile: Whether operations between the kernels of libraries run as pieces that Inductor has compiled
+            (``docs/compile.md``).
+
+    Raises:
+        InputError: An argument cannot be used, or the model has an attribute of a name that is a Rockmate's own.
+        InfeasibleBudgetError: No plan fits the budget.
+        PlanError: The saved plan is for another graph.
+        GraphError: The model cannot be traced.
     """
 
     # What is the twin's own cannot lie in its dictionary, which is the model's.
@@ -272,32 +278,6 @@ def _planned(self: Rockmate, *args: Any, **kwargs: Any) -> Any:
         held.update(hooks)
 
 
-def _signed(function: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the signature of the bound method ``forward``, which trainers ask for."""
-
-    def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs)
-
-    # What ``inspect.signature`` follows; an attribute ``__signature__`` would go on to whatever wraps the bound method.
-    signed.__wrapped__ = forward.__func__ if isinstance(forward, MethodType) else _with_self(forward)  # type: ignore[attr-defined]
-    signed.__doc__ = forward.__doc__
-    return signed
-
-
-def _with_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose signature is that of ``function`` behind ``self``."""
-
-    def described(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    with contextlib.suppress(ValueError, TypeError):  # functions in C have none
-        signature = inspect.signature(function)
-        parameters = [first, *signature.parameters.values()]
-        described.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return described
-
-
 def _twin_class(cls: type, model: type) -> type:
     """The class of twins of models of class ``model``, and of class ``cls``."""
     known = _TWINS.setdefault(model, {})
@@ -339,8 +319,20 @@ def frontier(
 ) -> Frontier:
     """Time against memory for ``model``: ``min_budget``, ``max_budget`` (no recomputation), and ``points``.
 
-    Each point is (budget in bytes, predicted overhead as a fraction of the eager step). Arguments as for
-    ``Rockmate``.
+    Each point is (budget in bytes, predicted overhead as a fraction of the eager step).
+
+    Args:
+        model: Any module whose tensors lie on one device.
+        sample: A tensor, a tuple of positional arguments, or a dict of keyword arguments, as ``model`` is called with.
+        sample_kwargs: Keyword arguments beside a tuple.
+        costs: "measured" times every operation, "flops" models them.
+        loss_memory: Bytes that the loss allocates beside the outputs and their gradients; by default room for three
+            times the outputs' bytes.
+        progress: Whether to show how far planning is; by default on a terminal, when it takes more than a second.
+
+    Raises:
+        InputError: An argument cannot be used.
+        GraphError: The model cannot be traced.
     """
     call, options = checked_call(model, sample, sample_kwargs), PlanOptions(costs, loss_memory)
     with TRACING, Heeded(), undisturbed(), Progress(progress) as report:

@@ -1,23 +1,37 @@
 """MkDocs hook: files of the repository that pages of ``docs/`` link to become files of the site.
 
 A link such as ``../ARCHITECTURE.md`` leads somewhere on a code host, but not in the site, which is built from ``docs/``
-alone. So each such file is copied: Markdown as a page, all else as it is. A link to a file that does not exist is left
-as it is, and the strict build fails at it.
+alone. So each such file is copied: Markdown and notebooks as pages, all else as it is. A link to a file that does not
+exist is left as it is, and the strict build fails at it. The site has the version of ``pyproject.toml``, and its
+repository where that names one.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 
+sys.path.insert(0, str(Path(__file__).parent))  # hooks are loaded by path
+from site_notebooks import files_of
+
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 HOME = {"README.md": "index.md"}
 """What has another page in the site."""
+
+
+def on_config(config: Any) -> Any:
+    """The version and the repository, which ``pyproject.toml`` has."""
+    project = tomllib.loads(_text("pyproject.toml"))["project"]
+    config.site_name = f"{config.site_name} {project['version']}"
+    config.repo_url = project.get("urls", {}).get("Repository")
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -35,6 +49,10 @@ def on_files(files: Files, config: Any) -> Files:
                     pages.append((path, _text(path)))
     listed = {"ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"}
     for path in added:
+        if path.endswith(".ipynb"):
+            for file in files_of(ROOT / path, config):
+                files.append(file)
+            continue
         level = InclusionLevel.INCLUDED if path in listed else InclusionLevel.NOT_IN_NAV
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path), inclusion=level))
     return files
@@ -49,7 +67,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     def there(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
         path = HOME.get(path, path.removeprefix("docs/"))
-        return f"{match[1]}{posixpath.relpath(path, here or '.')}{match[3]}" if _exists(path) else match[0]
+        if not _exists(path):
+            return match[0]
+        page = re.sub(r"\.ipynb$", ".md", path)
+        return f"{match[1]}{posixpath.relpath(page, here or '.')}{match[3]}"
 
     return LINK.sub(there, markdown)
 

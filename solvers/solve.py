@@ -160,13 +160,22 @@ def solve(
 ) -> Solution:
     """The cheapest schedule that ``solver`` finds for ``problem`` within ``budget`` bytes, verified by the walker.
 
-    ``solver``: one of ``solver_names(problem)``. ``time_limit``: seconds. ``milp``: the PuLP name of the solver for
-    integer programs, which uses ``threads`` threads. ``gap``: the relative gap at which a solution counts as optimal.
-    ``progress``: called with a ``Progress`` from time to time. Ctrl-C while a solver improves its schedule returns the
-    best so far.
+    Ctrl-C while a solver improves its schedule returns the best so far. If no schedule fits, the ``Solution`` has none,
+    and its status is "infeasible" or "unknown".
 
-    Raises ``ProblemError`` for a problem or argument that is not valid, and ``SolverError`` for a defect of the solver.
-    If no schedule fits, it returns a ``Solution`` without one, of status ``"infeasible"`` or ``"unknown"``.
+    Args:
+        problem: A ``Problem``, or another kind that has solvers.
+        budget: Bytes.
+        solver: One of ``solver_names(problem)``.
+        time_limit: Seconds.
+        threads: Of the solver for integer programs.
+        gap: The relative gap at which a solution counts as optimal.
+        milp: The PuLP name of the solver for integer programs.
+        progress: Called with a ``Progress`` from time to time.
+
+    Raises:
+        ProblemError: The problem or an argument is not valid.
+        SolverError: The solver has a defect.
     """
     kind = _kind(problem)
     _check(budget, time_limit, threads, gap)

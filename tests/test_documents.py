@@ -8,9 +8,11 @@ import importlib
 import importlib.util
 import inspect
 import io
+import json
 import os
 import re
 import sys
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from types import ModuleType
 
@@ -209,3 +211,52 @@ def test_recipes_are_parts_of_the_examples() -> None:
     for lines, name in recipes:
         source = {line.strip() for line in read(f"examples/{name}").splitlines()}
         assert [line for line in lines.splitlines() if line.strip() not in source] == []
+
+
+def tables(document: str, *titles: str) -> list[list[str]]:
+    """The rows of each table of ``document`` whose titles are ``titles``."""
+    head = re.escape(f"| {' | '.join(titles)} |\n") + r"\|[-|]+\|\n"
+    found = re.findall(rf"^{head}((?:\|.*\n)+)", read(document), re.MULTILINE)
+    assert found, f"{document} has no such table"
+    return [re.split(r" *\| *", row.strip("| ")) for rows in found for row in rows.splitlines()]
+
+
+def rounded(figure: float) -> str:
+    """To two places, as people round, of the decimal number that was written."""
+    return str(Decimal(str(figure)).quantize(Decimal("0.01"), ROUND_HALF_UP))
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/gpu.md"])
+def test_times_on_a_gpu_are_those_of_the_results(document: str) -> None:
+    rows = [json.loads(line) for line in read("benchmarks/results/gpu.jsonl").splitlines()]
+    timed = [row["row"] for row in rows if row.get("section") == "time" and "method" in row["row"]]
+    plain = {row["case"]: row for row in timed if row["method"] == "eager"}
+    known = {row["case"]: row for row in timed if row["method"] == "checkpoint every block"}
+    names = {"GPT-2": "gpt", "Llama": "llama", "ViT-L": "vit", "U-Net": "unet", "ResNet-50": "resnet50"}
+    head = ("model", "peak of eager", "peak with every block checkpointed", "its time", "Rockmate's time")
+    shown = tables(document, *head)
+    assert {names[row[0].split(",")[0]] for row in shown} == set(known)  # none is left out
+    for model, eager, least, its, ours in shown:
+        case = names[model.split(",")[0]]
+        row, size = known[case], plain[case]
+        assert (eager, least) == tuple(f"{found['peak_bytes'] / 2**30:.1f} GiB" for found in (size, row))
+        assert (its, ours) == tuple(rounded(row[name]) for name in ("time_of_eager", "our_time_of_eager"))
+        if "," in model:
+            assert model.endswith(f", {round(size['parameters'] / 1e6)} million parameters")
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md"])
+def test_times_beside_peers_are_those_of_their_page(document: str) -> None:
+    known = re.findall(r"^\| (.*?) \| (.*?) \| (\S+) \| (\S+) \(.*?\) \| (\S+) \(", read("docs/peers.md"), re.MULTILINE)
+    shown = tables(document, "model", "method", "peak, of eager's", "its time", "Rockmate's time")
+    assert [row for row in shown if tuple(row) not in known] == []
+
+
+def test_costs_on_the_first_page_are_those_of_the_readme() -> None:
+    head = "budget (of eager mode's peak)", "predicted peak", "measured peak", "predicted extra time"
+    known = {budget: peak for budget, _, peak, _ in tables("README.md", *head)}
+    times = {row["percent"]: row["measured"] for row in json.loads(read("benchmarks/results/overhead.json"))}
+    head = "budget", "of eager's peak", "measured peak", "extra time, measured"
+    for budget, share, peak, time in tables("docs/index.md", *head):
+        assert known[f"{budget} ({share})"] == peak
+        assert time == f"{100 * times[int(share.split()[0])]:.1f} %"

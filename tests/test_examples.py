@@ -1,4 +1,6 @@
-"""Every script in examples/ runs, recomputes, and prints the same losses without the lines that name ``rockmate``."""
+"""Every script in examples/ runs, recomputes, and prints the same losses without the lines that name ``rockmate``, its
+meter or its callback.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LIBRARIES = ("accelerate", "lightning", "peft", "torchvision", "transformers")
-LINE = re.compile(r"^( *).*\brockmate\.\w+.*$", re.MULTILINE)
+LINE = re.compile(r"^( *).*\b(?:rockmate|meter)\.\w+.*$", re.MULTILINE)
+ARGUMENT = re.compile(r"^ *callbacks=\[RockmateCallback\(.*\)\],\n", re.MULTILINE)
 
 
 def let_torchvision_be_imported() -> None:
@@ -34,7 +37,7 @@ def let_torchvision_be_imported() -> None:
 def without_rockmate(source: str) -> str:
     """The script as it was before."""
     before, text, code = source.split('"""', 2)
-    return '"""'.join((before, text, LINE.sub(r"\1pass", code)))
+    return '"""'.join((before, text, LINE.sub(r"\1pass", ARGUMENT.sub("", code))))
 
 
 @pytest.fixture(autouse=True)

@@ -39,17 +39,22 @@ def print_graph(
 ) -> Path:
     """Write the picture of ``g``, or of the chain of blocks of all ``Graphs``, and return the file's path.
 
-    ``block``: the number of a block in the chain, which is drawn on its own: its operations in S, its forwards, data
-    and backwards in K and of all ``Graphs``.
-
     ``g`` can also be what draws itself, such as a plan of rockmate's: ``print_graph(rk.plan)``.
 
-    The source is ``<directory>/<name>.gv``, the picture ``<directory>/<name>.<render_format>``. ``render_format`` is
-    "svg" (its boxes show the user's source lines under the mouse), "pdf", "png", or "text" for ``str(g)`` in
-    ``<name>.txt``. By default it is what ``name`` ends with ("plan.png"), or else "svg". Such an ending is not written
-    twice. ``name``: by default the graph's class. ``open``: show the file with the system's viewer. The picture of a
-    large graph has its distinct blocks only, that of a large K the chain of its blocks. If ``dot`` is not installed or
-    fails, the .gv file alone is written, with a ``RenderWarning``, and its path is returned.
+    The source is ``<directory>/<name>.gv``, the picture ``<directory>/<name>.<render_format>``. The picture of a large
+    graph has its distinct blocks only, that of a large K the chain of its blocks. If ``dot`` is not installed or fails, the .gv file alone is written, with a
+    ``RenderWarning``, and its path is returned.
+
+    Args:
+        g: A graph, all ``Graphs``, or what draws itself.
+        name: Of the files; by default the graph's class.
+        open: Whether to show the file with the system's viewer.
+        render_format: "svg" (its boxes show the user's source lines under the mouse), "pdf", "png", or "text" for
+            ``str(g)`` in ``<name>.txt``. By default it is what ``name`` ends with ("plan.png"), or else "svg". Such an
+            ending is not written twice.
+        directory: The folder of the files.
+        block: The number of a block in the chain, which is drawn on its own: its operations in S, its forwards, data
+            and backwards in K and of all ``Graphs``.
 
     Raises:
         TypeError: ``g`` is no graph.

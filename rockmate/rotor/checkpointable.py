@@ -44,16 +44,6 @@ _MOST_EARLIER = 8
 class Checkpointable(nn.Module):
     """``model`` computed within ``mem_limit`` bytes: same outputs, gradients and buffer updates.
 
-    ``model``: an ``nn.Sequential``; nested ones are flattened, each remaining layer is a stage that runs as a whole.
-    ``custom_input``: a sample of what ``model`` is called with (a tensor or a tuple of them): measured at once if
-    given. ``mem_limit``: what one forward and its backward may allocate above the level at the call, parameter
-    gradients that do not exist yet included. ``mem_slots``: how finely the dynamic program divides it. ``verbosity``: 1
-    says on stderr what is planned, 2 also every operation as it runs. ``preserve_rng_state``: whether a layer that runs
-    again draws the same random numbers; without it, gradients of random layers are wrong. ``loss_tmp_memory_usage``:
-    bytes that the loss allocates beside the output's gradient and three times the output (in float32 at least), which
-    suffices for cross entropy and a mean square; ``((y - target) ** 2).mean()`` takes four. ``costs``: "measured" times
-    every layer, "flops" models the times.
-
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
     then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
     that may need more is measured and planned anew: with larger inputs than those measured, under another autocast or
@@ -65,9 +55,27 @@ class Checkpointable(nn.Module):
     measured: for one that branches on data or on random numbers, not for the other paths.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
-    https://hiepacs.gitlabpages.inria.fr/rotor). Raises ``InputError`` for arguments that cannot be used and for a layer
-    that changes its input in place or gives another output in a second run, ``InfeasibleBudgetError`` with the smallest
-    feasible limit.
+    https://hiepacs.gitlabpages.inria.fr/rotor).
+
+    Args:
+        model: An ``nn.Sequential``; nested ones are flattened, each remaining layer is a stage that runs as a whole.
+        custom_input: A sample of what ``model`` is called with (a tensor or a tuple of them): measured at once if
+            given.
+        mem_limit: Bytes that one forward and its backward may allocate above the level at the call, parameter gradients
+            that do not exist yet included.
+        mem_slots: How finely the dynamic program divides the limit.
+        verbosity: 1 says on stderr what is planned, 2 also every operation as it runs.
+        preserve_rng_state: Whether a layer that runs again draws the same random numbers; without it, gradients of
+            random layers are wrong.
+        loss_tmp_memory_usage: Bytes that the loss allocates beside the output's gradient and three times the output (in
+            float32 at least), which suffices for cross entropy and a mean square; ``((y - target) ** 2).mean()`` takes
+            four.
+        costs: "measured" times every layer, "flops" models the times.
+
+    Raises:
+        InputError: An argument cannot be used, or a layer changes its input in place or gives another output in a
+            second run.
+        InfeasibleBudgetError: Nothing fits; it has the smallest feasible limit.
     """
 
     def __init__(
