@@ -22,7 +22,7 @@ from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 from rockmate.planning.prepare import make_planner
-from rockmate.progress import Progress, Report
+from rockmate.progress import Progress, Report, part_of
 from solvers import ChainPlan, Schedule, keep_everything, walk
 from solvers.interrupts import Heeded
 
@@ -235,7 +235,7 @@ def _measured(
         size = call.size + k * step
         larger = call.at(size)
         try:
-            planner = make_planner(model, larger, options, _at_size(report, size))
+            planner = make_planner(model, larger, options, part_of(report, f"size {size}"))
         except CannotBeCalledError as error:
             if not k:
                 raise
@@ -255,11 +255,6 @@ def _measured(
             "they never do (a loop over the length), plan the large one with rockmate.frontier"
         )
     return alike
-
-
-def _at_size(report: Report, size: int) -> Report:
-    """A report that says at which size the work is."""
-    return lambda phase, part: report(f"size {size}, {phase}", part)
 
 
 class _Sizes:
@@ -305,7 +300,7 @@ class _Sizes:
         if size not in self._planners:
             found = self._at(size)
             graphs = dataclasses.replace(self.last.graphs, classes=found.classes)
-            like = dataclasses.replace(self.last, graphs=graphs, report=_at_size(self.report, size))
+            like = dataclasses.replace(self.last, graphs=graphs, report=part_of(self.report, f"size {size}"))
             self._planners[size] = like.at_other_sizes(found.s, Known(found.costs.__getitem__), self.model, [])
         return self._planners[size]
 

@@ -23,6 +23,11 @@ def silent(phase: str, part: float) -> None:
     """The ``Report`` that tells nobody."""
 
 
+def part_of(report: Report, what: str) -> Report:
+    """A ``Report`` that says before each phase what it is of."""
+    return lambda phase, part: report(f"{what}, {phase}", part)
+
+
 class _Line(tqdm):  # type: ignore[misc]  # tqdm publishes no types
     monitor_interval = 0  # no thread: reports come often enough
 
