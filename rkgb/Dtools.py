@@ -197,7 +197,7 @@ class _Probe:
         """
         return self.env[v].requires_grad and v not in self.severed
 
-    def _sever(self, node: Node, results: list[torch.Tensor]) -> None:
+    def _sever(self, node: Node, results: Sequence[torch.Tensor]) -> None:
         """Note which of the ``results`` of ``node`` hand on no gradient, though they have one."""
         reads = node.reads()
         lost = any(v in self.severed for v in reads) and not any(self._gets_gradients(v) for v in reads)

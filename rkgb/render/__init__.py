@@ -42,8 +42,8 @@ def print_graph(
     ``g`` can also be what draws itself, such as a plan of rockmate's: ``print_graph(rk.plan)``.
 
     The source is ``<directory>/<name>.gv``, the picture ``<directory>/<name>.<render_format>``. The picture of a large
-    graph has its distinct blocks only, that of a large K the chain of its blocks. If ``dot`` is not installed or fails, the .gv file alone is written, with a
-    ``RenderWarning``, and its path is returned.
+    graph has its distinct blocks only, that of a large K the chain of its blocks. If ``dot`` is not installed or fails,
+    the .gv file alone is written, with a ``RenderWarning``, and its path is returned.
 
     Args:
         g: A graph, all ``Graphs``, or what draws itself.

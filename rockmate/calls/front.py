@@ -8,7 +8,7 @@ import time
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-from rockmate.budget import Budget
+from rockmate.budget import Budget, show_bytes
 from rockmate.calls.families import Families
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import PlanCache, Variant

@@ -109,9 +109,9 @@ class Look(ABC):
     def gap_ends(self) -> None:
         """What comes is recorded again."""
 
-    def pauses_for_a_call(self) -> bool:
-        """Pause for the forward of another call, if so many may come."""
-        if self.calls == MOST_CALLS or self.in_gap or self.thread != threading.get_ident():
+    def lets_call(self, planned: bool) -> bool:
+        """Pause for the forward of another call, if that may be; ``planned``: as far as is known, it has a plan."""
+        if not planned or self.calls == MOST_CALLS or self.in_gap or self.thread != threading.get_ident():
             return False
         self.calls += 1
         self.pause()
@@ -350,7 +350,7 @@ def others_looks_paused(planned: bool) -> Iterator[None]:
     a plan for such calls, as far as that is known.
     """
     look = Look.current
-    if planned and look is not None and look.pauses_for_a_call():
+    if look is not None and look.lets_call(planned):
         with abandoned(look):
             yield
         look.resume()

@@ -183,7 +183,7 @@ class _WholeStep(StepLook):
         step.looks += 1
         self.mark()
 
-    def pauses_for_a_call(self) -> bool:
+    def lets_call(self, planned: bool) -> bool:
         """As in ``Look``: all calls are of this step."""
         return self.thread == threading.get_ident() and any(turn.waits for turn in self.turns)
 

@@ -165,13 +165,20 @@ class _StepPeak(Look):
         """As in ``Look``."""
         return run()
 
-    def abandon(self, why: str = "") -> None:
-        """Not for another forward or backward, which are part of the step."""
+    def lets_call(self, planned: bool) -> bool:
+        """As in ``Look``: all calls are of this step. Where one has to be planned, the look ends."""
+        return True
 
-    def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @property
+    def waits_for_others(self) -> bool:
         """As in ``Look``."""
-        super().abandon("a profiler was started")
-        return original(*args, **kwargs)
+        return True
+
+    def gap_begins(self) -> None:
+        """As in ``Look``."""
+
+    def gap_ends(self) -> None:
+        """As in ``Look``."""
 
     def read(self) -> int | None:
         """Bytes above the level at the beginning; None if another has taken the profiler."""
