@@ -286,13 +286,13 @@ class Attachment(Front):
         warn_of_saved_hooks()
         call = Call(args, kwargs)
         key = Look.current and (call_key(call.leaves, call.spec), model.training)
-        try:
-            result = self._run_beside(model, call, key in self._run_before)
+        try:  # the result is no local variable, since TorchDynamo may hold this frame
+            return self._run_beside(model, call, key in self._run_before)
         except LookInTheWay:
-            result = self._run_beside(model, call, False)
-        if key is not None:
-            self._run_before.add(key)
-        return result
+            return self._run_beside(model, call, False)
+        finally:
+            if key is not None:
+                self._run_before.add(key)
 
     def _run_beside(self, model: torch.nn.Module, call: Call, planned: bool) -> Any:
         """Run a call while another one may be looked at. ``planned``: there is a plan, as far as that is known."""
@@ -312,6 +312,7 @@ class Attachment(Front):
     def plan_for(self, call: Call, saved: SavedPlan | None = None) -> None:
         """Plan such calls; nothing runs. ``saved``: this plan is taken."""
         check_global_hooks()
+        end_look()  # not within frames of TorchDynamo: see ``check_no_look``
         model, self.saved = self.model, saved
         with self._entered(), torch.enable_grad():
             self.inside.planning = True
