@@ -54,8 +54,8 @@ class RockmateCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Add the figures to what is logged of training."""
         if logs is not None and "loss" in logs:
             found = self.meter.figures()
-            logs.update(found)
-            state.log_history[-1].update(found)
+            for told in (logs, *state.log_history[-1:]):  # the Trainer has copied what it logs to its history
+                told.update(found)
 
 
 def _go_first(callback: RockmateCallback) -> None:
