@@ -61,7 +61,6 @@ def main() -> None:
     for entry in trainer.state.log_history:
         if "loss" in entry:
             print("loss", entry["loss"])
-            print({name: entry[name] for name in entry if name.startswith("rockmate")})
     print(rockmate.attached(model).plan)
 
 

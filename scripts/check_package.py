@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +63,7 @@ def main() -> None:
 
 def check(archive: Path, folder: Path, alone: bool) -> None:
     """Install ``archive`` in a virtual environment in ``folder``, and run it there."""
+    check_contents(archive)
     environment = folder / "environment"
     venv.create(environment)
     binaries = environment / ("Scripts" if os.name == "nt" else "bin")
@@ -80,6 +83,18 @@ def check(archive: Path, folder: Path, alone: bool) -> None:
     assert '"supported": true' in run(rockmate, "check", "model.py:make", "--costs", "flops", "--json")
     if archive.suffix == ".whl":
         assert "yes" in run(rockmate, "demo", *DEMO.split())
+
+
+def check_contents(archive: Path) -> None:
+    """A wheel has the packages and what describes them, an archive of sources no tests."""
+    if archive.suffix == ".whl":
+        tops = {name.split("/")[0] for name in zipfile.ZipFile(archive).namelist()}
+        described = {name for name in tops if name.endswith(".dist-info")}
+        assert tops - described == set(PACKAGES) and len(described) == 1, f"{archive.name} has {sorted(tops)}"
+    else:
+        with tarfile.open(archive) as opened:
+            tests = [name for name in opened.getnames() if "tests" in name.split("/")]
+        assert not tests, f"{archive.name} has {tests[:3]}"
 
 
 def install(archive: Path, environment: Path, alone: bool) -> None:

@@ -11,7 +11,7 @@ from mkdocs.structure.files import File
 from nbconvert import MarkdownExporter
 
 PICTURE = re.compile(r"^!\[\w+\]\((\S+)\)$", re.MULTILINE)
-PRINTED = re.compile(r"(?:^    .*\n(?:\s*\n(?=    ))*)+", re.MULTILINE)
+PRINTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
 WIDEST = 124
 """Letters of a line of a printed table, with its indent; what is wider is a sentence."""
 
@@ -42,5 +42,7 @@ def _shown(part: str) -> str:
 
 def _fenced(match: re.Match[str]) -> str:
     lines = match[0].rstrip().split("\n")
+    if lines == [""]:
+        return ""
     kind = ".text .printed .wrap" if max(map(len, lines)) > WIDEST else ".text .printed"
     return "\n".join([f"```{{{kind}}}", *(line.removeprefix("    ") for line in lines), "```", ""])

@@ -12,11 +12,13 @@ import json
 import os
 import re
 import sys
+import tomllib
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from solvers import Problem
 from solvers.block import ilp_model
@@ -260,3 +262,18 @@ def test_costs_on_the_first_page_are_those_of_the_readme() -> None:
     for budget, share, peak, time in tables("docs/index.md", *head):
         assert known[f"{budget} ({share})"] == peak
         assert time == f"{100 * times[int(share.split()[0])]:.1f} %"
+
+
+def test_the_citation_is_of_this_version() -> None:
+    """What the Citation File Format 1.2.0 requires, and what the project says of itself."""
+    known = yaml.safe_load(read("CITATION.cff"))
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    assert known["cff-version"] == "1.2.0" and known["message"]
+    assert (known["version"], known["license"]) == (project["version"], project["license"])
+    assert known["title"].lower() == project["name"]
+    assert [person["name"] for person in known["authors"]] == [person["name"] for person in project["authors"]]
+    assert {word.lower() for word in known["keywords"]} == set(project["keywords"])
+    allowed = {"conference-paper", "report", "article", "software"}
+    for work in known["references"]:
+        assert work["type"] in allowed and work["title"] and isinstance(work["year"], int)
+        assert all(person["family-names"] and person["given-names"] for person in work["authors"])

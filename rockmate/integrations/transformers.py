@@ -42,20 +42,18 @@ class RockmateCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Begin to measure."""
         self.meter.begin()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The first batch of several that make a step is over."""
-        self.meter.end()
-
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The backward is over."""
         self.meter.end()
+
+    on_substep_end = on_pre_optimizer_step  # of several batches that make a step, the first counts
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **others: Any) -> None:
         """Add the figures to what is logged of training."""
         if logs is not None and "loss" in logs:
             found = self.meter.figures()
-            logs.update(found)
-            state.log_history[-1].update(found)
+            for told in (logs, *state.log_history[-1:]):  # the Trainer has copied what it logs to its history
+                told.update(found)
 
 
 def _go_first(callback: RockmateCallback) -> None:

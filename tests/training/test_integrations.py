@@ -80,12 +80,12 @@ def losses(of: Any) -> list[float]:
     return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_callback_of_transformers_trainer(accumulated: int, tmp_path: Path) -> None:
-    plain = trainer(tmp_path, [], gradient_accumulation_steps=accumulated)
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=str)
+def test_a_callback_of_transformers_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    plain = trainer(tmp_path, [], **options)
     plain.train()
     logger, callback = Seen(), ForTrainer("60%", plain_steps=PLAIN, costs="flops")
-    ours = trainer(tmp_path, [logger, callback], gradient_accumulation_steps=accumulated)
+    ours = trainer(tmp_path, [logger, callback], **options)
     ours.train()
     assert len(losses(plain)) == STEPS
     assert losses(ours) == losses(plain)
