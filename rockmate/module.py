@@ -17,7 +17,8 @@ import torch
 from rkgb.sample import Sample
 from rkgb.trace.patches import TRACING
 from rockmate.budget import parse_budget
-from rockmate.calls.attachment import Attachment, PlannedCall
+from rockmate.calls.attachment import Attachment
+from rockmate.calls.listed import PlannedCall
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import Variant

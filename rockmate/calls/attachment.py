@@ -7,9 +7,7 @@ import inspect
 import re
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from math import inf
 from typing import Any
@@ -26,6 +24,7 @@ from rockmate.calls.captured_calls import Planned
 from rockmate.calls.front import Front
 from rockmate.calls.hooks import Hooks, any_is_gone, hooks_of
 from rockmate.calls.keys import call_key
+from rockmate.calls.listed import PlannedCall, named
 from rockmate.calls.look import Look, LookInTheWay, end_look, others_looks_paused
 from rockmate.calls.reasons import reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
@@ -71,19 +70,6 @@ _SWITCHED_OFF = (
 
 MOST_BEGINNINGS = 4
 """Times that a call is tried as one graph, at most: hooks may be added and removed in every step."""
-
-
-@dataclass(frozen=True)
-class PlannedCall:
-    """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it.
-
-    ``name``: the words of ``call`` in one text. Where they do not tell kinds apart, as in two calls that differ in what
-    the model's Python reads, those after the first are numbered: "x float32[8, 64], train (2)".
-    """
-
-    call: tuple[str, ...] = field(repr=False)
-    plan: Plan | FollowedPlan | None
-    name: str
 
 
 class Attachment(Front):
@@ -162,9 +148,9 @@ class Attachment(Front):
         """All kinds of calls so far, each under a name of its own, those of the last call first."""
         self._check_place()
         if self._followed is not None:
-            return _named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
+            return named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
         free = (call for calls in self._capture.graphs for call, _ in calls.spacious.values())
-        return _named([*((v.number, v.call, v.plan) for v in self.cache.variants()), *((inf, c, None) for c in free)])
+        return named([*((v.number, v.call, v.plan) for v in self.cache.variants()), *((inf, c, None) for c in free)])
 
     @property
     def budget(self) -> int:
@@ -507,21 +493,6 @@ def _check_tensors(call: Call) -> None:
             f"an input is a {name}, whose __torch_function__ a plan would not call: give x.as_subclass(torch.Tensor), "
             "or attach the submodules that get plain tensors"
         )
-
-
-def _named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | FollowedPlan | None]]) -> list[PlannedCall]:
-    """Kinds of calls in the order in which they are given; those of the same words are numbered as the number before
-    them rises.
-    """
-    kinds = list(kinds)
-    found = [PlannedCall(call, plan, ", ".join(call)) for _, call, plan in kinds]
-    known: Counter[str] = Counter()
-    for k in sorted(range(len(found)), key=lambda k: kinds[k][0]):
-        name = found[k].name
-        known[name] += 1
-        if known[name] > 1:
-            found[k] = replace(found[k], name=f"{name} ({known[name]})")
-    return found
 
 
 def _only_said(error: Exception) -> Exception:

@@ -28,8 +28,8 @@ from rockmate.calls.front import Front
 from rockmate.calls.look import Look, abandoned, check_no_look, end_look
 from rockmate.calls.observe import Observer
 from rockmate.calls.shown import Shown
-from rockmate.calls.steps import Turn
 from rockmate.calls.surroundings import undisturbed
+from rockmate.calls.turns import Turn
 from rockmate.calls.variants import (
     Variant,
     adapted,
@@ -64,6 +64,9 @@ class HasPlanner(Protocol):
 L = TypeVar("L", bound=HasPlanner)
 
 UsageOf = Callable[[D_graph], Usage]
+
+MOST_PLACES = 4
+"""Of the calls of a step, so many are observed apart after the first."""
 
 MAX_VARIANTS = 16
 """Plans for calls that differ only in what the module's Python reads from tensors."""
@@ -191,6 +194,7 @@ class Calls(ABC):
         """``variant`` for calls that come after so many others of their step: what these do with outputs is observed
         apart.
         """
+        place = min(place, MOST_PLACES)
         found = self._places.get((variant.number, place))
         if found is None:
             observer = variant.observer and Observer(variant.plan.graph, variant.planner.options.loss_memory is None)
@@ -204,7 +208,7 @@ class Calls(ABC):
     def _turn(self, variant: Variant, call: Call) -> tuple[Turn, Variant]:
         """The turn of a call under this plan in its step, and the variant that runs in it."""
         key, steps = self.kind(call)[0], self.terms.steps
-        after = bool(variant.planner.missing) and steps.follows_a_backward(key, self.front)
+        after = bool(variant.planner.missing) and steps.follows_a_backward(key)
         after = after and ("after" in variant.derived or Look.current is None)
         if after:
             if "after" not in variant.derived:

@@ -29,12 +29,13 @@ from rockmate.calls.free import FreeStep
 from rockmate.calls.front import Front
 from rockmate.calls.function_numbers import move_numbers_out
 from rockmate.calls.keys import call_key, in_force
-from rockmate.calls.look import Look, WholeLook, abandoned
+from rockmate.calls.look import Look, abandoned
 from rockmate.calls.numbers import split
 from rockmate.calls.shown import Shown
-from rockmate.calls.steps import Rough, Turn
+from rockmate.calls.step_look import WholeLook
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.surroundings import undisturbed, witnesses
+from rockmate.calls.turns import Rough, Turn
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
 from rockmate.pieces.choice import runs_compiled

@@ -14,14 +14,14 @@ import torch
 from torch.autograd import profiler
 from torch.autograd import profiler_legacy as legacy
 
-from rkgb.cost.memory import give_way, timeline
-from rkgb.device.kind import Moment, Timeline, Window
+from rkgb.cost.memory import give_way
+from rkgb.device.kind import Timeline, Window
 from rockmate.calls.engine import can_intercept, intercept, release
 
 MOST_OTHERS = 64
 """Backwards that may come before that of a call that is looked at, which may never have one."""
 
-MOST_CALLS = 8
+MOST_CALLS = 64
 """Calls under a plan or a budget that may come between a call that is looked at and its backward."""
 
 _OTHERS = f"{MOST_OTHERS} backwards of other graphs came"
@@ -168,149 +168,6 @@ class InGraph:
 
     def __del__(self) -> None:
         self.look.abandon(LET_GO)
-
-
-class StepLook(Look):
-    """The memory of a whole step: from now to the end of the next backward in this thread that reaches the call.
-
-    ``reached``: it has. ``window`` is marked when it is over.
-    """
-
-    window: Timeline | None
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(timeline(device))
-        self.reached = False
-        self._marks = 0
-        self._gaps: list[int] = []  # moments at which gaps begin and end, in turns
-        self._waiting = 0  # of these, before its own backward
-        self._arrived: list[int] = []  # bytes that each gap made for this step
-        self.arrives = 0  # bytes of the gradients of its outputs, which the backwards of others may make
-        self.before_gaps: list[int] = []  # levels of this step while it waits for others, known when it is over
-
-    def mark(self) -> None:
-        """A moment is now."""
-        if not self.in_gap:
-            self._mark()
-
-    def _mark(self) -> None:
-        if self.window is not None:
-            self.window.mark()
-            self._marks += 1
-
-    def gap_begins(self) -> None:
-        """As in ``Look``."""
-        self._gaps.append(self._marks)
-        self._waiting += not self.reached
-        self._mark()
-
-    def gap_ends(self) -> None:
-        """As in ``Look``."""
-        self._gaps.append(self._marks)
-        self._arrived.append(0)
-        self._mark()
-
-    def reach(self) -> None:
-        """The backward comes to this call, with gradients that those of other calls may have made."""
-        in_gap = self.in_gap
-        self.resume()
-        if in_gap and not self.reached:
-            self._arrived[-1] = self.arrives
-        self.reached = True
-
-    def close(self) -> list[Moment] | None:
-        """The moments of this step; None if nothing was recorded."""
-        seen: list[Moment] | None = super().close()
-        if seen is None:
-            return None
-        found, levels = _without(seen, self._gaps, self._arrived)
-        self.before_gaps = levels[: self._waiting]
-        return found
-
-    @abstractmethod
-    def ended(self, moments: list[Moment], stays: bool) -> None:
-        """The step is over; the last of ``moments`` is its end. ``stays``: its graph does."""
-
-    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
-        """As in ``Look``."""
-        done = False
-        try:
-            result = run()
-            done = True
-            return result
-        finally:
-            if not self.reached:
-                self.resume()
-                self.another()
-            else:
-                self.mark()
-                seen = self.close()
-                if done and seen is not None:
-                    self.ended(seen, stays)
-                elif not done:
-                    self.abandon(FAILED[1])
-
-
-def _without(moments: list[Moment], gaps: list[int], arrived: list[int]) -> tuple[list[Moment], list[int]]:
-    """``moments`` without those of gaps, and the levels at which gaps begin.
-
-    Later levels are less by what each gap left, but for the bytes that ``arrived``. A gap that does not end is the end.
-    """
-    found: list[Moment] = []
-    levels: list[int] = []
-    begins, ends = gaps[::2], gaps[1::2]
-    beside, before = 0, 0
-    for k, (level, peak) in enumerate(moments):
-        if k in begins:
-            before = level
-            levels.append(level - beside)
-            if begins.index(k) == len(ends):
-                found.append(Moment(level - beside, level - beside))
-                break
-        elif k in ends:
-            beside += level - before - arrived[ends.index(k)]
-            if found:
-                found[-1] = Moment(found[-1].level, max(found[-1].peak, peak - beside))
-        else:
-            found.append(Moment(level - beside, peak - beside))
-    return found, levels
-
-
-class WholeLook(StepLook):
-    """A look at a step that runs without a plan."""
-
-    def __init__(
-        self, device: torch.device, forward_measured: Callable[[int], None], measured: Callable[[int], None]
-    ) -> None:
-        """``forward_measured`` is called with what the call keeps, ``measured`` with the peak of the step, bytes above
-        the level at the beginning. The first is known where another forward comes before the backward, too.
-        """
-        super().__init__(device)
-        self.forward_measured, self.measured = forward_measured, measured
-        self.mark()
-
-    def follow(self, outputs: Sequence[Any]) -> None:
-        """These are what the call returns."""
-        self.mark()
-        hook = InGraph(self).hook(self._reach)
-        for t in outputs:
-            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                self.arrives += t.nbytes
-                t.grad_fn.register_prehook(hook)
-
-    def _reach(self, _: Any) -> None:
-        self.reach()
-
-    def ended(self, moments: list[Moment], stays: bool) -> None:
-        """As in ``StepLook``."""
-        self.measured(max(moment.peak for moment in moments))
-
-    def close(self) -> list[Moment] | None:
-        """As in ``Look``."""
-        seen: list[Moment] | None = super().close()
-        if seen is not None and len(seen) > 1:
-            self.forward_measured(seen[1].level)
-        return seen
 
 
 @contextlib.contextmanager

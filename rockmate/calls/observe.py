@@ -31,8 +31,8 @@ from rkgb.device.kind import Window
 from rkgb.Ktools import K_graph
 from rkgb.warn import warn
 from rockmate.calls.look import Look
-from rockmate.calls.steps import Turn
 from rockmate.calls.surroundings import RETAINED, graph_is_retained
+from rockmate.calls.turns import Turn
 from rockmate.errors import BudgetWarning
 from rockmate.planning.room import Room, bytes_of_outputs, device_of_outputs, scaled, seen_room
 from rockmate.run.program import Program

@@ -8,19 +8,16 @@ has gets what those that wait leave of the budget.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
-import torch
-
-from rkgb.device.kind import Moment
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
-from rockmate.calls.look import Look, StepLook
+from rockmate.calls.look import Look
+from rockmate.calls.turns import Rough, Turn, Ways
+from rockmate.calls.whole_steps import Form, KnownStep, WholeStep, form_of, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.tell import LOG
 from solvers import InfeasibleError
@@ -29,62 +26,8 @@ from solvers.calls import Phase, Way, least_of, level, share
 MOST_TURNS = 64
 """Calls of a step that are remembered."""
 
-MOST_LOOKS = 4
-"""Steps of one kind that are measured."""
-
 MOST_STEPS = 16
 """Steps of several calls that are known."""
-
-_CLOCK = itertools.count(1)
-"""The order of forwards and backwards."""
-
-
-class Ways(Protocol):
-    """In which ways the calls of one kind can run.
-
-    ``owner``: whose parameters they use. ``device``: where they run. ``call`` in a few words. ``made``: bytes of the
-    gradients of parameters that the backward makes. ``alone``: the way in which such a call runs where it is the only
-    one of its step; ``eager``: the one that runs nothing again. ``rough``: these figures are bounds, since no plan is
-    known.
-    """
-
-    @property
-    def owner(self) -> object: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def call(self) -> tuple[str, ...]: ...
-    @property
-    def made(self) -> int: ...
-    @property
-    def alone(self) -> Way: ...
-    @property
-    def eager(self) -> Way: ...
-    @property
-    def rough(self) -> bool: ...
-    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
-        """Ways that take at most ``budget`` bytes; ``tight``: also those that take least, which may take long."""
-
-
-@dataclass(frozen=True, eq=False)
-class Rough:
-    """The only way of a call that no plan is known for: see ``Ways``."""
-
-    owner: object
-    device: torch.device
-    call: tuple[str, ...]
-    alone: Way
-    made: int = 0
-    rough: bool = True
-
-    @property
-    def eager(self) -> Way:
-        """As in ``Ways``."""
-        return self.alone
-
-    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
-        """As in ``Ways``."""
-        return [self.alone]
 
 
 class User(Protocol):
@@ -94,147 +37,12 @@ class User(Protocol):
         """The budget is another one: plans are made again at the next calls."""
 
 
-class Turn:
-    """One call of a step. ``way``: in which it runs. ``at``: when its forward began; ``began``: when its backward did,
-    0 before; ``gone``: when it was seen that there will be none.
-    """
-
-    def __init__(self, key: Hashable, ways: Ways, way: Way) -> None:
-        """``key``: of the kind of call, with how many calls of the step came before."""
-        self.key, self.ways, self.way = key, ways, way
-        self.at, self.began, self.gone = next(_CLOCK), 0, 0
-        self._graph: weakref.ref[Any] | None = None
-
-    def held_by(self, graph: object) -> None:
-        """``graph`` lives as long as there may be a backward."""
-        self._graph = weakref.ref(graph)
-
-    def begin(self, look: Look | None = None) -> None:
-        """A backward has come to it. ``look``: at this call, if there is one."""
-        if not self.began:
-            self.began = next(_CLOCK)
-            if Look.current is not None and Look.current is not look:
-                Look.current.another_begins()
-
-    @property
-    def waits(self) -> bool:
-        """Whether a backward may still come."""
-        if not self.began and not self.gone and (self._graph is None or self._graph() is None):
-            self.gone = next(_CLOCK)
-        return not self.began and not self.gone
-
-    def waits_at(self, moment: int) -> bool:
-        """Whether it kept its data at this moment."""
-        return self.at < moment < (self.began or self.gone or moment + 1)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Which calls a step has, of which ``owners`` (by number), and for each of their phases in order, (call, whether it
-    is the backward, calls that wait).
-    """
-
-    keys: tuple[Hashable, ...]
-    owners: tuple[int, ...]
-    phases: tuple[tuple[int, bool, tuple[int, ...]], ...]
-
-    def earlier(self, call: int) -> list[int]:
-        """The owners of the calls whose backward comes before that of ``call``."""
-        order = [k for k, backward, _ in self.phases if backward]
-        return [self.owners[k] for k in order[: order.index(call)]] if call in order else []
-
-
-@dataclass(eq=False)
-class _Step:
-    """Such steps are planned together. ``eager``: bytes where nothing runs again. ``chosen``: ways of its calls, for
-    ``budget`` and the ``ways`` that there were, the first ``fixed`` of which ran already. ``peak``: what they take, of
-    the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown;
-    ``measured``: the ways in which their calls ran.
-    """
-
-    form: _Form
-    eager: int
-    budget: int = -1
-    ways: tuple[Ways, ...] = ()
-    chosen: list[Way] = field(default_factory=list)
-    fixed: int = 0
-    peak: int = 0
-    asked: int = 0
-    beside: int = 0
-    measured: list[Way] = field(default_factory=list)
-    looks: int = 0
-
-    @property
-    def is_to_be_measured(self) -> bool:
-        """Whether no step was measured whose calls run in the chosen ways."""
-        planned = not any(w.rough for w in self.ways)
-        return planned and self.chosen != self.measured and self.looks < MOST_LOOKS
-
-
-class _WholeStep(StepLook):
-    """Measures a step whose calls were planned together. ``turns``: of its calls, as they come."""
-
-    def __init__(
-        self, step: _Step, turns: list[Turn], device: torch.device, name: str, say: Callable[[str], None]
-    ) -> None:
-        super().__init__(device)
-        self.step, self.turns, self.name, self.say = step, turns, name, say
-        self.chosen, self.predicted = list(step.chosen), step.peak
-        step.looks += 1
-        self.mark()
-
-    def lets_call(self, planned: bool) -> bool:
-        """As in ``Look``: all calls are of this step."""
-        return self.thread == threading.get_ident() and any(turn.waits for turn in self.turns)
-
-    @property
-    def waits_for_others(self) -> bool:
-        """As in ``Look``: they are seen in later steps."""
-        return True
-
-    def gap_begins(self) -> None:
-        """As in ``Look``."""
-
-    def gap_ends(self) -> None:
-        """As in ``Look``."""
-
-    def mark(self) -> None:
-        """As in ``StepLook``."""
-        self._mark()
-
-    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
-        """As in ``Look``: the step is over when no call waits."""
-        try:
-            return super().watched(run, ends, stays)
-        finally:
-            if Look.current is self and not any(turn.waits for turn in self.turns):
-                self.mark()
-                moments = self.close()
-                if moments is not None:
-                    self.ended(moments, stays)
-
-    def ended(self, moments: list[Moment], stays: bool) -> None:
-        """As in ``StepLook``: what it took above the prediction is planned for."""
-        step, peak = self.step, max(moment.peak for moment in moments)
-        if [turn.way for turn in self.turns] != self.chosen:
-            return
-        step.measured = self.chosen
-        if peak > self.predicted:
-            step.beside += peak - self.predicted
-        if peak > step.asked >= self.predicted:
-            self.say(
-                f"the last step of {self.name} took {show_bytes(peak)}, more than the budget of "
-                f"{show_bytes(step.asked)}, as its calls were not known well enough. Later steps like it are planned "
-                "for what this one took"
-            )
-
-
 class Steps:
     """The steps under one budget. See the file's text."""
 
     def __init__(self) -> None:
-        self._known: dict[_Form, _Step] = {}
-        self._eager: dict[_Form, int] = {}
+        self._known: dict[Form, KnownStep] = {}
+        self._eager: dict[Form, int] = {}
         self._ways: dict[tuple[Hashable, bool], Ways] = {}  # by kinds, and whether the gradients are there
         self._here = threading.local()
         self._said: set[str] = set()
@@ -286,15 +94,17 @@ class Steps:
         """Whether a call that comes now is expected in a step whose calls are planned together."""
         return self._expected_now(key) is not None
 
-    def _expected_now(self, key: Hashable) -> _Step | None:
+    def _expected_now(self, key: Hashable) -> KnownStep | None:
         """The known step in which a call that comes now is expected."""
         if not self._known:
             return None
         before = [turn.key for turn in self._turns] if self.waiting() else []
         return self._expected((*before, (key, len(before))))
 
-    def follows_a_backward(self, key: Hashable, owner: object) -> bool:
-        """Whether the backward of the call that comes now is expected after that of another one of ``owner``."""
+    def follows_a_backward(self, key: Hashable) -> bool:
+        """Whether the backward of the call that comes now is expected after that of another one of
+        the same parameters.
+        """
         step, place = self._expected_now(key), self.place()
         return step is not None and step.form.owners[place] in step.form.earlier(place)
 
@@ -319,7 +129,7 @@ class Steps:
         if step is not None and isinstance(budget, int):
             way = self._planned(step, turns, ways, budget, name, terms)
             if way is not None and not turns and step.is_to_be_measured and Look.possible():
-                _WholeStep(step, turns, ways.device, name, self._say)
+                WholeStep(step, turns, ways.device, name, self._say)
         if way is None and isinstance(budget, int) and (waiting := self.waiting()):
             way = self._left(ways, waiting, budget, name)
         turn = Turn(key, ways, way or ways.alone)
@@ -337,20 +147,20 @@ class Steps:
         if (known := self._ways.get((turn.key, False))) is None or known.rough:
             self._ways[turn.key, False] = ways
 
-    def _ways_of(self, form: _Form) -> tuple[Ways, ...]:
+    def _ways_of(self, form: Form) -> tuple[Ways, ...]:
         found = []
         for k, key in enumerate(form.keys):
             after = form.owners[k] in form.earlier(k)
             found.append(self._ways.get((key, after)) or self._ways[key, not after])
         return tuple(found)
 
-    def _expected(self, keys: tuple[Hashable, ...]) -> _Step | None:
+    def _expected(self, keys: tuple[Hashable, ...]) -> KnownStep | None:
         """Of the known steps that begin so, the one that takes most."""
         found = [step for form, step in self._known.items() if form.keys[: len(keys)] == keys]
         return max(found, key=lambda step: (len(step.form.keys), step.eager), default=None)
 
     def _planned(
-        self, step: _Step, turns: Sequence[Turn], own: Ways, budget: int, name: str, terms: Terms
+        self, step: KnownStep, turns: Sequence[Turn], own: Ways, budget: int, name: str, terms: Terms
     ) -> Way | None:
         """The way for the call after ``turns``, of its ``own``; None if plans of later calls are to be known before."""
         taken, known_ways = [turn.way for turn in turns], self._ways_of(step.form)
@@ -358,7 +168,7 @@ class Steps:
         left = max(0, budget - step.beside)
         known = step.budget == left and step.ways == ways and step.fixed <= len(taken)
         if not known or step.chosen[: len(taken)] != taken:
-            phases, fixed = _phases(step.form, ways), [[way] for way in taken]
+            phases, fixed = phases_of(step.form, ways), [[way] for way in taken]
             try:
                 step.chosen = _shared(fixed, ways[len(taken) :], phases, left)
             except InfeasibleError as error:
@@ -415,11 +225,11 @@ class Steps:
         known = {key for key, _ in self._ways}
         if len(turns) < 2 or not all(turn.key in known for turn in turns):
             return
-        form = _form_of(turns)
+        form = form_of(turns)
         if all(not waiting for _, _, waiting in form.phases):
             return  # one after another
         ways = self._ways_of(form)
-        phases = _phases(form, ways)
+        phases = phases_of(form, ways)
         self._eager[form] = max(level(phase, [w.eager for w in ways]) for phase in phases)
         if not any(w.rough for w in ways):
             terms.settle_step(max(self._eager.values()))
@@ -429,7 +239,7 @@ class Steps:
         elif isinstance(terms.budget, int) and (peak > terms.budget or any(turn.way.time for turn in turns)):
             if len(self._known) == MOST_STEPS:
                 self._known.pop(next(iter(self._known)))
-            self._known[form] = _Step(form, self._eager[form])
+            self._known[form] = KnownStep(form, self._eager[form])
 
 
 class Terms(Protocol):
@@ -453,29 +263,7 @@ def _peak(way: Way) -> int:
     return max(way.forward, way.backward)
 
 
-def _form_of(turns: Sequence[Turn]) -> _Form:
-    moments = [(turn.at, k, False) for k, turn in enumerate(turns)]
-    moments += [(turn.began, k, True) for k, turn in enumerate(turns) if turn.began]
-    phases = tuple(
-        (k, backward, tuple(j for j, other in enumerate(turns) if j != k and other.waits_at(moment)))
-        for moment, k, backward in sorted(moments)
-    )
-    return _Form(tuple(turn.key for turn in turns), tuple(id(turn.ways.owner) for turn in turns), phases)
-
-
-def _phases(form: _Form, ways: Sequence[Ways]) -> list[Phase]:
-    """Gradients that calls of one owner make are those of the same parameters."""
-    made: dict[int, int] = {}
-    phases = []
-    for call, backward, waiting in form.phases:
-        phases.append(Phase(call, backward, waiting, sum(made.values())))
-        if backward:
-            owner = id(ways[call].owner)
-            made[owner] = max(made.get(owner, 0), ways[call].made)
-    return phases
-
-
-def _infeasible(name: str, form: _Form, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
+def _infeasible(name: str, form: Form, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
     calls = "; ".join(dict.fromkeys(", ".join(w.call) for w in ways))
     return (
         f"no plans fit a budget of {show_at_most(budget)} for a step in which {name} and what shares its budget are "

@@ -24,8 +24,8 @@ from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, abandoned
-from rockmate.calls.steps import Rough, Turn
 from rockmate.calls.surroundings import modes_again
+from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.exposed import telling_of_exposed

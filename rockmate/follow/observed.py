@@ -15,7 +15,8 @@ import torch
 from rkgb.device import kind_of
 from rkgb.device.kind import Moment
 from rkgb.trace.code import is_the_users
-from rockmate.calls.look import FAILED, LET_GO, StepLook
+from rockmate.calls.look import FAILED, LET_GO
+from rockmate.calls.step_look import StepLook
 from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Policy, Tape
 

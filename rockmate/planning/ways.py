@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -38,6 +39,19 @@ def ways_of(planner: Planner, budget: int, tight: bool, waits: int) -> dict[Way,
 
     ``waits``: see ``way_of``.
     """
+    known = _FOUND.setdefault(planner, {})
+    if (budget, tight) not in known:
+        known[budget, tight] = _plans_of(planner, budget, tight)
+    plans = known[budget, tight]
+    return {way_of(planner.problem, plan.schedule, planner.reserved, waits): plan for plan in plans}
+
+
+_FOUND: weakref.WeakKeyDictionary[Planner, dict[tuple[int, bool], list[ChainPlan]]]
+_FOUND = weakref.WeakKeyDictionary()
+"""By budgets, and whether the plans of least memory are among them: the calls of a step may have one planner."""
+
+
+def _plans_of(planner: Planner, budget: int, tight: bool) -> list[ChainPlan]:
     problem, beside = planner.problem, planner.reserved
     chain = planner.chain()
 
@@ -46,10 +60,8 @@ def ways_of(planner: Planner, budget: int, tight: bool, waits: int) -> dict[Way,
         return chosen.solve(limit).schedule
 
     least = planner.frontier().min_budget - beside if tight else None
-    return {
-        way_of(problem, schedule, beside, waits): ChainPlan(schedule, walk(problem, schedule), "for several calls")
-        for schedule in schedules_of(problem, budget - beside, least, solve)
-    }
+    found = dict.fromkeys(schedules_of(problem, budget - beside, least, solve))
+    return [ChainPlan(schedule, walk(problem, schedule), "for several calls") for schedule in found]
 
 
 def schedules_of(problem: Problem, budget: int, least: int | None, solve: Solve) -> Iterator[Schedule]:

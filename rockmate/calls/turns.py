@@ -1,0 +1,99 @@
+"""One call of a step: its turn, from its forward to its backward, and the ways in which such calls can run."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rockmate.calls.look import Look
+from solvers.calls import Way
+
+_CLOCK = itertools.count(1)
+"""The order of forwards and backwards."""
+
+
+class Ways(Protocol):
+    """In which ways the calls of one kind can run.
+
+    ``owner``: whose parameters they use. ``device``: where they run. ``call`` in a few words. ``made``: bytes of the
+    gradients of parameters that the backward makes. ``alone``: the way in which such a call runs where it is the only
+    one of its step; ``eager``: the one that runs nothing again. ``rough``: these figures are bounds, since no plan is
+    known.
+    """
+
+    @property
+    def owner(self) -> object: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def call(self) -> tuple[str, ...]: ...
+    @property
+    def made(self) -> int: ...
+    @property
+    def alone(self) -> Way: ...
+    @property
+    def eager(self) -> Way: ...
+    @property
+    def rough(self) -> bool: ...
+    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
+        """Ways that take at most ``budget`` bytes; ``tight``: also those that take least, which may take long."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rough:
+    """The only way of a call that no plan is known for: see ``Ways``."""
+
+    owner: object
+    device: torch.device
+    call: tuple[str, ...]
+    alone: Way
+    made: int = 0
+    rough: bool = True
+
+    @property
+    def eager(self) -> Way:
+        """As in ``Ways``."""
+        return self.alone
+
+    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
+        """As in ``Ways``."""
+        return [self.alone]
+
+
+class Turn:
+    """One call of a step. ``way``: in which it runs. ``at``: when its forward began; ``began``: when its backward did,
+    0 before; ``gone``: when it was seen that there will be none.
+    """
+
+    def __init__(self, key: Hashable, ways: Ways, way: Way) -> None:
+        """``key``: of the kind of call, with how many calls of the step came before."""
+        self.key, self.ways, self.way = key, ways, way
+        self.at, self.began, self.gone = next(_CLOCK), 0, 0
+        self._graph: weakref.ref[Any] | None = None
+
+    def held_by(self, graph: object) -> None:
+        """``graph`` lives as long as there may be a backward."""
+        self._graph = weakref.ref(graph)
+
+    def begin(self, look: Look | None = None) -> None:
+        """A backward has come to it. ``look``: at this call, if there is one."""
+        if not self.began:
+            self.began = next(_CLOCK)
+            if Look.current is not None and Look.current is not look:
+                Look.current.another_begins()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a backward may still come."""
+        if not self.began and not self.gone and (self._graph is None or self._graph() is None):
+            self.gone = next(_CLOCK)
+        return not self.began and not self.gone
+
+    def waits_at(self, moment: int) -> bool:
+        """Whether it kept its data at this moment."""
+        return self.at < moment < (self.began or self.gone or moment + 1)

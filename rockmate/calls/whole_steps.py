@@ -1,0 +1,143 @@
+"""What a step of several calls was, and one look at such a step as a whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rkgb.device.kind import Moment
+from rockmate.budget import show_bytes
+from rockmate.calls.look import Look
+from rockmate.calls.step_look import StepLook
+from rockmate.calls.turns import Turn, Ways
+from solvers.calls import Phase, Way
+
+MOST_LOOKS = 4
+"""Steps of one kind that are measured."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which calls a step has, of which ``owners`` (by number), and for each of their phases in order, (call, whether it
+    is the backward, calls that wait).
+    """
+
+    keys: tuple[Hashable, ...]
+    owners: tuple[int, ...]
+    phases: tuple[tuple[int, bool, tuple[int, ...]], ...]
+
+    def earlier(self, call: int) -> list[int]:
+        """The owners of the calls whose backward comes before that of ``call``."""
+        order = [k for k, backward, _ in self.phases if backward]
+        return [self.owners[k] for k in order[: order.index(call)]] if call in order else []
+
+
+@dataclass(eq=False)
+class KnownStep:
+    """Such steps are planned together. ``eager``: bytes where nothing runs again. ``chosen``: ways of its calls, for
+    ``budget`` and the ``ways`` that there were, the first ``fixed`` of which ran already. ``peak``: what they take, of
+    the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown;
+    ``measured``: the ways in which their calls ran.
+    """
+
+    form: Form
+    eager: int
+    budget: int = -1
+    ways: tuple[Ways, ...] = ()
+    chosen: list[Way] = field(default_factory=list)
+    fixed: int = 0
+    peak: int = 0
+    asked: int = 0
+    beside: int = 0
+    measured: list[Way] = field(default_factory=list)
+    looks: int = 0
+
+    @property
+    def is_to_be_measured(self) -> bool:
+        """Whether no step was measured whose calls run in the chosen ways."""
+        planned = not any(w.rough for w in self.ways)
+        return planned and self.chosen != self.measured and self.looks < MOST_LOOKS
+
+
+class WholeStep(StepLook):
+    """Measures a step whose calls were planned together. ``turns``: of its calls, as they come."""
+
+    def __init__(
+        self, step: KnownStep, turns: list[Turn], device: torch.device, name: str, say: Callable[[str], None]
+    ) -> None:
+        super().__init__(device)
+        self.step, self.turns, self.name, self.say = step, turns, name, say
+        self.chosen, self.predicted = list(step.chosen), step.peak
+        step.looks += 1
+        self.mark()
+
+    def lets_call(self, planned: bool) -> bool:
+        """As in ``Look``: all calls are of this step."""
+        return self.thread == threading.get_ident() and any(turn.waits for turn in self.turns)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """As in ``Look``: they are seen in later steps."""
+        return True
+
+    def gap_begins(self) -> None:
+        """As in ``Look``."""
+
+    def gap_ends(self) -> None:
+        """As in ``Look``."""
+
+    def mark(self) -> None:
+        """As in ``StepLook``."""
+        self._mark()
+
+    def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
+        """As in ``Look``: the step is over when no call waits."""
+        try:
+            return super().watched(run, ends, stays)
+        finally:
+            if Look.current is self and not any(turn.waits for turn in self.turns):
+                self.mark()
+                moments = self.close()
+                if moments is not None:
+                    self.ended(moments, stays)
+
+    def ended(self, moments: list[Moment], stays: bool) -> None:
+        """As in ``StepLook``: what it took above the prediction is planned for."""
+        step, peak = self.step, max(moment.peak for moment in moments)
+        if [turn.way for turn in self.turns] != self.chosen:
+            return
+        step.measured = self.chosen
+        if peak > self.predicted:
+            step.beside += peak - self.predicted
+        if peak > step.asked >= self.predicted:
+            self.say(
+                f"the last step of {self.name} took {show_bytes(peak)}, more than the budget of "
+                f"{show_bytes(step.asked)}, as its calls were not known well enough. Later steps like it are planned "
+                "for what this one took"
+            )
+
+
+def form_of(turns: Sequence[Turn]) -> Form:
+    moments = [(turn.at, k, False) for k, turn in enumerate(turns)]
+    moments += [(turn.began, k, True) for k, turn in enumerate(turns) if turn.began]
+    phases = tuple(
+        (k, backward, tuple(j for j, other in enumerate(turns) if j != k and other.waits_at(moment)))
+        for moment, k, backward in sorted(moments)
+    )
+    return Form(tuple(turn.key for turn in turns), tuple(id(turn.ways.owner) for turn in turns), phases)
+
+
+def phases_of(form: Form, ways: Sequence[Ways]) -> list[Phase]:
+    """Gradients that calls of one owner make are those of the same parameters."""
+    made: dict[int, int] = {}
+    phases = []
+    for call, backward, waiting in form.phases:
+        phases.append(Phase(call, backward, waiting, sum(made.values())))
+        if backward:
+            owner = id(ways[call].owner)
+            made[owner] = max(made.get(owner, 0), ways[call].made)
+    return phases
