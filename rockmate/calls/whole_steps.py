@@ -16,7 +16,7 @@ from rockmate.calls.step_look import StepLook
 from rockmate.calls.turns import Turn, Ways
 from solvers.calls import Phase, Way
 
-MOST_LOOKS = 4
+MOST_LOOKS = 16
 """Steps of one kind that are measured."""
 
 
