@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import Look
-from rockmate.calls.turns import Rough, Turn, Ways
+from rockmate.calls.turns import Rough, Turn, Ways, peak_of
 from rockmate.calls.whole_steps import Form, KnownStep, WholeStep, form_of, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.tell import LOG
@@ -193,17 +193,17 @@ class Steps:
     def _left(self, ways: Ways, waiting: Iterable[Turn], budget: int, name: str) -> Way:
         """The fastest way in what those that wait leave of the budget; if there is none, that of least memory."""
         held = [turn.way.kept for turn in waiting]
-        if sum(held) + _peak(ways.alone) <= budget:
+        if sum(held) + peak_of(ways.alone) <= budget:
             return ways.alone
         for tight in (False, True):
             choices = [ways.alone, *ways.within(budget, tight=tight)]
-            fitting = [way for way in choices if sum(held) + _peak(way) <= budget]
+            fitting = [way for way in choices if sum(held) + peak_of(way) <= budget]
             if fitting:
                 return min(fitting, key=lambda way: way.time)
-        least = min(choices, key=_peak)
+        least = min(choices, key=peak_of)
         self._say(
             f"{name} was called {len(held) + 1} times before a backward. What the calls keep adds up, here to "
-            f"{show_bytes(sum(held) + _peak(least))}, and the budget of {show_bytes(budget)} is for the whole step. "
+            f"{show_bytes(sum(held) + peak_of(least))}, and the budget of {show_bytes(budget)} is for the whole step. "
             "The calls of later steps like this one are planned together. Forwards without a backward belong under "
             "torch.no_grad()."
         )
@@ -257,10 +257,6 @@ def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequen
         return share([*fixed, *(w.within(budget) for w in ways)], phases, budget)
     except InfeasibleError:
         return share([*fixed, *(w.within(budget, tight=True) for w in ways)], phases, budget)
-
-
-def _peak(way: Way) -> int:
-    return max(way.forward, way.backward)
 
 
 def _infeasible(name: str, form: Form, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:

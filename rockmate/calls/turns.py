@@ -41,7 +41,9 @@ class Ways(Protocol):
     @property
     def rough(self) -> bool: ...
     def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
-        """Ways that take at most ``budget`` bytes; ``tight``: also those that take least, which may take long."""
+        """Ways that take at most ``budget`` bytes; ``tight``: also those that take least, which may take long. Where
+        none is known, the one that takes least.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,16 @@ class Rough:
     def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
         """As in ``Ways``."""
         return [self.alone]
+
+
+def fitting(ways: Sequence[Way], budget: int) -> Sequence[Way]:
+    """Those of ``ways`` that take at most ``budget`` bytes; if there is none, the one that takes least."""
+    return [way for way in ways if peak_of(way) <= budget] or [min(ways, key=peak_of)]
+
+
+def peak_of(way: Way) -> int:
+    """Bytes at the worst moment of its two phases."""
+    return max(way.forward, way.backward)
 
 
 class Turn:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from rockmate.calls.turns import fitting
 from rockmate.calls.variants import Variant, program_of
 from rockmate.planning.ways import way_of, ways_of
 from rockmate.progress import Progress
@@ -65,7 +66,7 @@ class PlannedWays:
             with Heeded(), Progress(self.progress) as planner.report:
                 self._found.update(ways_of(planner, budget, tight, self.waits))
             self._asked.add((budget, tight))
-        return [way for way in (self.alone, *self._found) if max(way.forward, way.backward) <= budget]
+        return fitting([self.alone, *self._found], budget)
 
     def placed(self, way: Way) -> Variant:
         """The variant that runs in this way."""

@@ -96,6 +96,9 @@ class WholeStep(StepLook):
 
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``: the step is over when no call waits."""
+        if not any(turn.waits for turn in self.turns):  # another step's: calls of this one had no backward
+            self.abandon("another step began")
+            return run()
         try:
             return super().watched(run, ends, stays)
         finally:

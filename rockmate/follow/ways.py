@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from rockmate.calls.turns import fitting
 from rockmate.follow.known import CallKind, Known
 from rockmate.follow.plan import FollowedPlan, find, find_least
 from rockmate.follow.planned import FollowedProgram, program_of
@@ -56,7 +57,7 @@ class FollowedWays:
             found += schedules_of(self._problem, budget, None if least is None else least.walk.peak, solve)
             self._found.update((way_of(self._problem, schedule, waits=self._waits), schedule) for schedule in found)
             self._asked.add((budget, tight))
-        return [way for way in (self.alone, *self._found) if max(way.forward, way.backward) <= budget]
+        return fitting([self.alone, *self._found], budget)
 
     def placed(self, way: Way) -> tuple[FollowedPlan, FollowedProgram]:
         """The plan of this way, ready to run."""

@@ -243,6 +243,25 @@ def test_steps_of_another_number_of_calls_are_within_the_budget_too() -> None:
 
 
 @SEVERAL
+def test_steps_of_other_models_are_not_booked_to_one_that_is_measured() -> None:
+    """Its first call has no backward, so that only the next step shows that it is over."""
+    model, x = Layers(), randn(ROWS, WIDTH, seed=1)
+
+    def unused(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+        kept = m[0](x)
+        m[0](-x).square().mean().backward()
+        del kept
+
+    eager = copy.deepcopy(model)
+    peak = run(unused, [eager], x)
+    attach(model, int(0.65 * peak), costs="flops", cache=False)
+    for _ in range(STEPS):
+        once(unused, [model], x)
+        once(unused, [eager], x)
+    assert run(unused, [model], x) <= 0.65 * peak
+
+
+@SEVERAL
 def test_the_budget_of_several_modules_is_set_for_all_of_them() -> None:
     models, x = made((False, False)), randn(ROWS, WIDTH, seed=1)
     peak = run(with_critic, copy.deepcopy(models), x)
