@@ -26,6 +26,9 @@ from solvers.calls import Phase, Way, least_of, level, share
 MOST_TURNS = 64
 """Calls of a step that are remembered."""
 
+MOST_WAYS = 128
+"""Kinds of calls that are remembered."""
+
 MOST_STEPS = 16
 """Steps of several calls that are known."""
 
@@ -62,7 +65,10 @@ class Steps:
 
     def forget(self, owner: object) -> None:
         """Nothing is known of the calls of ``owner`` any more."""
-        gone = {key for (key, _), ways in self._ways.items() if ways.owner is owner}
+        self._drop({key for (key, _), ways in self._ways.items() if ways.owner is owner})
+
+    def _drop(self, gone: set[Hashable]) -> None:
+        """Nothing is known of these kinds of calls any more."""
         self._ways = {(key, made): ways for (key, made), ways in self._ways.items() if key not in gone}
         self._known = {form: s for form, s in self._known.items() if gone.isdisjoint(form.keys)}
         self._eager = {form: s for form, s in self._eager.items() if gone.isdisjoint(form.keys)}
@@ -122,6 +128,8 @@ class Steps:
         if len(turns) >= MOST_TURNS:
             turns[:] = self.waiting()
         key = key, len(turns)
+        if (key, after) not in self._ways and len(self._ways) >= MOST_WAYS:
+            self._drop({next(iter(self._ways))[0]})
         self._ways[key, after] = ways
         step = self._expected((*(turn.key for turn in turns), key))
         budget = terms.budget
