@@ -270,7 +270,7 @@ def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequen
 def _infeasible(name: str, form: Form, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
     calls = "; ".join(dict.fromkeys(", ".join(w.call) for w in ways))
     return (
-        f"no plans fit a budget of {show_at_most(budget)} for a step in which {name} and what shares its budget are "
+        f"no plan fits a budget of {show_at_most(budget)} for a step in which {name} and what shares its budget are "
         f"called {len(form.keys)} times before all backwards are over ({calls}): the smallest budget that the calls "
         f"can be planned for together is {show_at_least(least)}; without recomputation the step takes "
         f"{show_at_least(eager)}. Raise the budget, make the batch smaller, or call backward after each call "

@@ -297,7 +297,7 @@ class Followed:
     def set_budget(self, budget: Budget) -> None:
         """Plan for another budget. Raises ``InfeasibleBudgetError`` where no plan of the last kind of step fits it."""
         before = self.front.terms.budget, self.solving.asked
-        self.front.terms.budget, self.solving.asked = budget, None
+        self.front.terms.budget, self.solving.asked, self._shared = budget, None, None
         if self.last is None:
             return
         last = self.last

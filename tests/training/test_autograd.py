@@ -227,6 +227,7 @@ def test_backwards_of_parts() -> None:
         assert_trains_as_eager(eager, rk, train)
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_a_backward_within_a_hook() -> None:
     """Another call's backward runs inside this one's."""
     c = case("mlp")

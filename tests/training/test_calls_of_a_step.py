@@ -189,7 +189,7 @@ def test_no_plans_that_fit_are_an_error_from_the_second_step_on() -> None:
     handle.budget = int(0.2 * peak)
     for _ in range(2):
         with pytest.raises(
-            InfeasibleBudgetError, match=r"no plans fit a budget of .* for a step in which Layers"
+            InfeasibleBudgetError, match=r"no plan fits a budget of .* for a step in which Layers"
         ) as error:
             once(two_branches, [model], x)
     handle.budget = error.value.min_budget

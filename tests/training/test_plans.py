@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_trains_as_eager, planned, step
-from models import GPT, case, randn, square_loss
+from models import GPT, SEVERAL, case, randn, square_loss
 from torch import nn
 
 import rockmate.calls.variants
@@ -193,6 +193,7 @@ def test_the_number_of_plans_is_limited(monkeypatch: pytest.MonkeyPatch) -> None
     assert rk.plans_dropped == 3
 
 
+@pytest.mark.filterwarnings(SEVERAL)
 def test_calls_in_between_keep_their_state() -> None:
     """A call whose plan has gone by the time of its backward."""
     c = case("mlp")

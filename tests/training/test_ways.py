@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_trains_as_eager, step, under_budget
-from models import randn, square_loss
+from models import SEVERAL, randn, square_loss
 from torch import nn
 from torch.autograd import forward_ad, functional
 from torch.func import functional_call
@@ -270,6 +270,7 @@ WAYS: list[Callable[[Any, nn.Module], Any]] = [
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward mode
 @pytest.mark.filterwarnings("ignore:under torch.func's transforms and in forward mode:rockmate.BudgetWarning")
+@pytest.mark.filterwarnings(SEVERAL)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_ways(way: Callable[[Any, nn.Module], Any]) -> None:
     def train(model: Any, call: nn.Module) -> Any:
