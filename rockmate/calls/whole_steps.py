@@ -19,6 +19,9 @@ from solvers.calls import Phase, Way
 MOST_LOOKS = 16
 """Steps of one kind that are measured."""
 
+MOST_UNFINISHED = 2
+"""Looks at steps of one kind that did not come to an end. Calls of such steps are looked at one by one."""
+
 
 @dataclass(frozen=True)
 class Form:
@@ -40,8 +43,8 @@ class Form:
 class KnownStep:
     """Such steps are planned together. ``eager``: bytes where nothing runs again. ``chosen``: ways of its calls, for
     ``budget`` and the ``ways`` that there were, the first ``fixed`` of which ran already. ``peak``: what they take, of
-    the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown;
-    ``measured``: the ways in which their calls ran.
+    the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown, of which
+    some were ``unfinished``. ``measured``: the ways in which their calls ran.
     """
 
     form: Form
@@ -55,12 +58,14 @@ class KnownStep:
     beside: int = 0
     measured: list[Way] = field(default_factory=list)
     looks: int = 0
+    unfinished: int = 0
 
     @property
     def is_to_be_measured(self) -> bool:
         """Whether no step was measured whose calls run in the chosen ways."""
         planned = not any(w.rough for w in self.ways)
-        return planned and self.chosen != self.measured and self.looks < MOST_LOOKS
+        few = self.looks < MOST_LOOKS and self.unfinished < MOST_UNFINISHED
+        return planned and few and self.chosen != self.measured
 
 
 class WholeStep(StepLook):
@@ -102,11 +107,23 @@ class WholeStep(StepLook):
         try:
             return super().watched(run, ends, stays)
         finally:
-            if Look.current is self and not any(turn.waits for turn in self.turns):
+            if Look.current is self and self._is_over():
                 self.mark()
                 moments = self.close()
                 if moments is not None:
                     self.ended(moments, stays)
+
+    def _is_over(self) -> bool:
+        """Whether no call waits, or none that has had a backward in such steps."""
+        with_backward = [call for call, backward, _ in self.step.form.phases if backward]
+        if len(self.turns) == len(self.step.form.keys) and all(self.turns[call].began for call in with_backward):
+            return True
+        return not any(turn.waits for turn in self.turns)
+
+    def abandon(self, why: str = "") -> None:
+        """As in ``Look``."""
+        self.step.unfinished += 1
+        super().abandon(why)
 
     def ended(self, moments: list[Moment], stays: bool) -> None:
         """As in ``StepLook``: what it took above the prediction is planned for."""
