@@ -68,12 +68,8 @@ class ProfiledWindow(Window):
         self.session.__exit__(None, None, None)
         if not self.marked:
             return None
-        recorded = _without_pauses(events(self.session))
-        marks = [(k, _MARKS[which]) for k, (_, which, size) in enumerate(recorded) if not size]
-        begin, mark = (next((k for k, which in marks if which == wanted), 0) for wanted in (_BEGIN, _MARK))
-        pauses = (k for k, which in marks if which == _PAUSE and begin < k < mark)
-        self.at_pauses = max((replay(recorded[begin + 1 : k])[1] for k in pauses), default=0)
-        return _between_marks(recorded)
+        found, self.at_pauses = _between_marks(_without_pauses(events(self.session)))
+        return found
 
 
 class ProfiledTimeline(Timeline):
@@ -132,16 +128,18 @@ def _without_pauses(recorded: list[tuple[int, int, int]]) -> list[tuple[int, int
     return found
 
 
-def _between_marks(recorded: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
-    """What ``Window.close`` returns, from the ``recorded`` events."""
+def _between_marks(recorded: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int] | None, int]:
+    """What ``Window.close`` returns, and ``Window.at_pauses``, from the ``recorded`` events."""
     marks = [(k, address) for k, (_, address, size) in enumerate(recorded) if size == 0]
     start, end = (next((k for k, which in marks if _MARKS[which] == mark), -1) for mark in (_BEGIN, _MARK))
     if start < 0 or end < 0:
-        return None
+        return None, 0
+    pauses = (k for k, which in marks if _MARKS[which] == _PAUSE and start < k < end)
+    at_pauses = max((replay(recorded[start + 1 : k])[1] for k in pauses), default=0)
     between, later = recorded[start + 1 : end], recorded[end + 1 :]
     _, before = replay(recorded[:start])
     peak, _ = replay(recorded[:start] + between, start)
-    return max(0, peak - before), replay(between)[1], replay(between + later)[1]
+    return (max(0, peak - before), replay(between)[1], replay(between + later)[1]), at_pauses
 
 
 def events(prof: profile) -> list[tuple[int, int, int]]:

@@ -133,13 +133,13 @@ class Calls(ABC):
 
     # ------------------------------------------------------------------- calls
 
-    def run(self, call: Call) -> Any:
-        """What the module returns, computed under the plan for such calls."""
-        variants = self.variants(call)
+    def run(self, call: Call, key: Hashable, missing: frozenset[str]) -> Any:
+        """What the module returns, computed under the plan for such calls; ``key``, ``missing``: their ``kind``."""
+        variants = self.variants(call, key, missing)
         failed: list[str] = []
         for variant in variants:
             try:
-                return self._run_under(variant, call)
+                return self._run_under(variant, call, key)
             except GuardFailed as guard:
                 failed.append(str(guard))
         if len(variants) >= MAX_VARIANTS:
@@ -150,20 +150,20 @@ class Calls(ABC):
                 "one shape."
             )
         try:
-            return self._run_under(self._make_variant(call, failed=failed), call)
+            return self._run_under(self._make_variant(call, failed=failed), call, key)
         except GuardFailed as guard:
             raise VariantLimitError(
                 f"what the module's Python reads from a tensor changed between two runs on the same input: {guard}"
             ) from guard
 
-    def _run_under(self, variant: Variant, call: Call) -> Any:
+    def _run_under(self, variant: Variant, call: Call, key: Hashable) -> Any:
         """Run under this plan; raises ``GuardFailed`` where it is not for these values."""
         place = self.terms.steps.place()
         if place == 0:
             base = variant = self._adapted(variant, call.tensors)
         else:
             base, variant = variant, self._at_place(variant, place, call.tensors)
-        turn, ran = self._turn(variant, call)
+        turn, ran = self._turn(variant, call, key)
         look = variant.look()
         try:
             with abandoned(look):
@@ -199,15 +199,17 @@ class Calls(ABC):
         if found is None:
             observer = variant.observer and Observer(variant.plan.graph, variant.planner.options.loss_memory is None)
             found = replace(variant, observer=observer)
+            there = {v.number for v in self.cache.variants()}  # plans that were dropped have no places any more
+            self._places = {at: other for at, other in self._places.items() if at[0] in there}
         elif found.plan.budget != variant.plan.budget:
             made = make_variant(found.planner, variant.plan.budget, found.observer)
             found = replace(made, number=found.number, family=found.family)
         found = self._places[variant.number, place] = self._adapted(found, inputs)
         return found
 
-    def _turn(self, variant: Variant, call: Call) -> tuple[Turn, Variant]:
+    def _turn(self, variant: Variant, call: Call, key: Hashable) -> tuple[Turn, Variant]:
         """The turn of a call under this plan in its step, and the variant that runs in it."""
-        key, steps = self.kind(call)[0], self.terms.steps
+        steps = self.terms.steps
         after = bool(variant.planner.missing) and steps.follows_a_backward(key)
         after = after and ("after" in variant.derived or Look.current is None)
         if after:
@@ -272,9 +274,11 @@ class Calls(ABC):
 
     # ------------------------------------------------------------------- plans
 
-    def variants(self, call: Call, saved: SavedPlan | None = None) -> list[Variant]:
-        """The variants for calls of this kind, the last one used first; one is made if there is none."""
-        if found := self.cache.find(*self.kind(call)):
+    def variants(
+        self, call: Call, key: Hashable, missing: frozenset[str], saved: SavedPlan | None = None
+    ) -> list[Variant]:
+        """The variants for calls of this ``kind``, the last one used first; one is made if there is none."""
+        if found := self.cache.find(key, missing):
             return found
         with TRACING:  # another thread may have planned for such calls while this one waited
             found = self.cache.find(*self.kind(call))

@@ -134,13 +134,13 @@ class CapturedCalls(Calls):
                 self._make_ready(inputs)
         with self._in_call(inputs):
             call = Call(tuple(inputs[k] for k in self.module.given), {})
+            kind, missing = self.kind(call)
             fits = False
             if not self.terms.always:
-                kind, missing = self.kind(call)
                 fits = self._fits(kind, missing, call, arguments) and self._fits_beside(kind)
             if self.front.only_plans:
                 if not fits:
-                    self.last = self.variants(call, self.front.saved)[0]
+                    self.last = self.variants(call, kind, missing, self.front.saved)[0]
                 else:
                     self.front.free = FreeStep(self, inputs, missing)
                 self.front.last = self
@@ -148,7 +148,7 @@ class CapturedCalls(Calls):
             if fits:
                 return self._run_freely(kind, missing, call, arguments)
             try:
-                results = self.run(call)
+                results = self.run(call, kind, missing)
             except CannotBeCalledError:
                 return self.program.forward(*arguments)  # whose own error comes
             except (GraphError, VariantLimitError) as error:

@@ -230,8 +230,10 @@ class Steps:
         """The last step of this thread is over: learn what it was, if it had several calls."""
         turns = list(self._turns)
         self._here.__dict__["turns"] = []
+        if len(turns) < 2:
+            return
         known = {key for key, _ in self._ways}
-        if len(turns) < 2 or not all(turn.key in known for turn in turns):
+        if not all(turn.key in known for turn in turns):
             return
         form = form_of(turns)
         if all(not waiting for _, _, waiting in form.phases):

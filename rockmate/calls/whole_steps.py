@@ -142,6 +142,7 @@ class WholeStep(StepLook):
 
 
 def form_of(turns: Sequence[Turn]) -> Form:
+    """What the step was whose calls had these turns."""
     moments = [(turn.at, k, False) for k, turn in enumerate(turns)]
     moments += [(turn.began, k, True) for k, turn in enumerate(turns) if turn.began]
     phases = tuple(
