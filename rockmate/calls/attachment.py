@@ -21,6 +21,7 @@ from rkgb.warn import warn, warn_once
 from rockmate.budget import parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
+from rockmate.calls.free import FreeCalls
 from rockmate.calls.front import Front
 from rockmate.calls.hooks import Hooks, any_is_gone, hooks_of
 from rockmate.calls.keys import call_key
@@ -28,6 +29,8 @@ from rockmate.calls.listed import PlannedCall, named
 from rockmate.calls.look import Look, LookInTheWay, end_look, others_looks_paused
 from rockmate.calls.reasons import reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
+from rockmate.calls.remembered import RememberedCall
+from rockmate.calls.roomy import RoomyCalls
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
     check_global_hooks,
@@ -80,6 +83,9 @@ class Attachment(Front):
         self._model = weakref.ref(model)
         self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
         self._capture = Capture(self, lambda: self.model)
+        self._roomy = RoomyCalls(self)
+        self._free: RememberedCall | None = None  # the last one for which the budget did not bind
+        self._probe: Attachment | None = None  # which knows its frontier
         self._followed: Followed | None = None  # where no plan of a captured graph will do
         self._why: Exception | None = None  # a call cannot be captured as one graph
         self._hooks: Hooks = []  # that the model had then
@@ -149,8 +155,12 @@ class Attachment(Front):
         self._check_place()
         if self._followed is not None:
             return named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
-        free = (call for calls in self._capture.graphs for call, _ in calls.spacious.values())
+        free = (s.call for calls in self._free_calls() for s in calls.spacious.values())
         return named([*((v.number, v.call, v.plan) for v in self.cache.variants()), *((inf, c, None) for c in free)])
+
+    def _free_calls(self) -> list[FreeCalls]:
+        """What is known of calls for which the budget does not bind."""
+        return [self._roomy, *(calls.freely for calls in self._capture.graphs)]
 
     @property
     def budget(self) -> int:
@@ -182,11 +192,8 @@ class Attachment(Front):
 
     def _look_again(self) -> None:
         """Whether the budget binds is not known any more."""
-        for calls in self._capture.graphs:
-            calls.spacious.clear()
-            calls.free = None
-            calls.binding.clear()
-            calls.measured = 0
+        for calls in self._free_calls():
+            calls.clear()
 
     def plan_anew(self) -> None:
         """The budget was set by another module that shares it."""
@@ -217,8 +224,8 @@ class Attachment(Front):
             return self._followed.frontier()
         if self.last is not None and self.last.last is not None:
             return self.last.frontier()
-        if self.free is not None:
-            return self.free.frontier()
+        if self._free is not None:
+            return self._free.frontier(self.model, self._frontier_of)
         raise InputError(
             f"{self.name} cannot be planned and runs as it is, as a warning said, so it has no frontier"
             if self._refused
@@ -226,6 +233,19 @@ class Attachment(Front):
             "in the main thread and outside of profilers, then ask again; or give a sample of its arguments: "
             "rockmate.frontier(model, sample)"
         )
+
+    def _frontier_of(self, call: Call) -> Frontier:
+        """Time against memory for a call that ran without a plan, which is planned for that apart."""
+        if self._probe is None:
+            terms = Terms(parse_budget("100%"), self.terms.options, self.terms.progress, always=True)
+            probe = Attachment(self.model, terms)
+            probe.plan_for(call)
+            self._probe = probe
+        return self._probe.frontier()
+
+    def note_free_call(self) -> None:
+        """As in ``Front``."""
+        self._free, self._probe = RememberedCall(self.model, self.inside.call), None
 
     def detach(self) -> None:
         """The model runs as it did before ``attach``."""
@@ -327,11 +347,13 @@ class Attachment(Front):
             self.inside.on = False
 
     def _run(self, model: torch.nn.Module, call: Call) -> Any:
-        self.inside.witnesses = witnesses()
+        self.inside.witnesses, self.inside.call = witnesses(), call
         try:
             return self._run_in_its_way(model, call)
         except InfeasibleBudgetError as error:
             raise error.with_traceback(None) from None  # nor do the frames of TorchDynamo
+        finally:
+            self.inside.call = None
 
     def _run_in_its_way(self, model: torch.nn.Module, call: Call) -> Any:
         """As one graph, or followed."""
@@ -341,6 +363,8 @@ class Attachment(Front):
             return self._run_unplanned(model, call, error, None)
         if self._followed is not None:
             return self._followed.run(model, call)
+        if not self.only_plans and (kind := self._roomy.kind(model, call)) is not None:
+            return self._roomy.run_own(kind, model, call)
         try:
             self.inside.ran = False  # whether the capture is over, and what it made runs
             result = self._capture.run(model, call)
@@ -443,7 +467,8 @@ class Attachment(Front):
         self.families.clear()
         self._run_before.clear()
         self.terms.steps.forget(self)
-        self._followed = self._why = self.last = self.free = None
+        self._roomy.clear()
+        self._followed = self._why = self.last = self._free = self._probe = None
 
     def _run_unplanned(self, model: torch.nn.Module, call: Call, error: Exception, reason: Exception | None) -> Any:
         """No plan can be made: the model runs as it is from now on, if the terms allow that."""

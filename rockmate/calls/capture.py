@@ -157,10 +157,9 @@ class Capture:
             calls = found()
             assert calls is not None
             calls.front.inside.ran = True
-            modes = getattr(calls.front.inside, "modes", None)
-            if not modes:
+            if not calls.front.modes:
                 return calls.call(*arguments)
-            with modes_again(modes):
+            with modes_again(calls.front.modes):
                 return calls.call(*arguments)
 
         return torch._dynamo.disable(call)  # type: ignore[no-any-return]

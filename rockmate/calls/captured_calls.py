@@ -6,13 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.autograd.graph import Node
 
 from rkgb.errors import GraphError, MeasureError
 from rkgb.sample import Call
@@ -21,33 +19,21 @@ from rkgb.trace.meta import without_data
 from rkgb.trace.patches import TRACING
 from rkgb.trace.written import has_memory
 from rkgb.warn import warn
-from rockmate.budget import show_bytes
 from rockmate.calls.bound import Results, rough_peak
 from rockmate.calls.calls import Calls
 from rockmate.calls.captured import Captured, captured_sources, without_wrappers
-from rockmate.calls.free import FreeStep
+from rockmate.calls.free import MOST_KINDS, FreeCalls
 from rockmate.calls.front import Front
 from rockmate.calls.function_numbers import move_numbers_out
-from rockmate.calls.keys import call_key, in_force
-from rockmate.calls.look import Look, abandoned
+from rockmate.calls.keys import call_key
 from rockmate.calls.numbers import split
 from rockmate.calls.shown import Shown
-from rockmate.calls.step_look import WholeLook
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.surroundings import undisturbed, witnesses
-from rockmate.calls.turns import Rough, Turn
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
 from rockmate.pieces.choice import runs_compiled
 from rockmate.pieces.program import Pieces, with_compiled_pieces
-from rockmate.planning.planner import Planner
-from rockmate.progress import Report
-from rockmate.tell import LOG
-from solvers.calls import Way
-
-MOST_KINDS = 256
-"""Kinds of calls of a graph that are remembered where the budget does not bind, and that are measured at most: a number
-that changes in each step makes each a kind of its own."""
 
 
 class Planned(Exception):
@@ -69,32 +55,6 @@ class Extent(NamedTuple):
         return all(mine >= theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
 
 
-class Spacious(NamedTuple):
-    """A kind of call for which the budget does not bind: its description, and the gradients that were missing then."""
-
-    call: tuple[str, ...]
-    missing: frozenset[str]
-
-
-class Spare(NamedTuple):
-    """A kind of call for which the budget does not bind, and the only one under the modes and settings ``in_force``."""
-
-    kind: Hashable
-    in_force: Hashable
-
-
-class FreeCall:
-    """A call that ran without a plan. Its graph owns it, by a hook. ``look``: at this call, if there is one."""
-
-    def __init__(self, function: Node, turn: Turn, look: Look | None) -> None:
-        self.turn, self.look = turn, look
-        turn.held_by(self)
-        function.register_prehook(self._begin)
-
-    def _begin(self, _: Any) -> None:
-        self.turn.begin(self.look)
-
-
 class CapturedCalls(Calls):
     """The calls of one graph that TorchDynamo captured."""
 
@@ -107,22 +67,15 @@ class CapturedCalls(Calls):
         move_numbers_out(program)
         self.split = split(program)
         self.tensors = self.split.program if self.split else program  # without computations with numbers
-        self.free: Spare | None = None  # the only kind of call, if the budget does not bind for it
         self.pieces: Pieces | None = None  # if it is compiled
         self.refused = False  # no plan can be made
         self.ready = False
         self.now = threading.local()  # the arguments of the call that this thread is in
-        self.spacious: dict[Hashable, Spacious] = {}  # kinds of calls for which the budget does not bind
-        self.rough: dict[Hashable, Rough] = {}  # what such calls take, as far as it is known
-        self.binding: set[Hashable] = set()
+        self.freely = FreeCalls(front)
         self.extents: dict[Hashable, Extent] = {}  # by kinds of calls
-        self.measured = 0  # calls for which the budget seemed not to bind
 
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
-        free, steps = self.free, self.terms.steps
-        if free is not None and free.in_force == in_force() and not steps.is_one_of_several(free.kind):
-            return self._run_alone(free.kind, arguments)
         if self.refused or witnesses() != getattr(self.front.inside, "witnesses", witnesses()):
             return self.program.forward(*arguments)
         wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
@@ -135,18 +88,18 @@ class CapturedCalls(Calls):
         with self._in_call(inputs):
             call = Call(tuple(inputs[k] for k in self.module.given), {})
             kind, missing = self.kind(call)
-            fits = False
-            if not self.terms.always:
-                fits = self._fits(kind, missing, call, arguments) and self._fits_beside(kind)
+            fits = not self.terms.always and self._fits(kind, missing, call, arguments)
             if self.front.only_plans:
-                if not fits:
-                    self.last = self.variants(call, kind, missing, self.front.saved)[0]
+                if fits:
+                    self.front.note_free_call()
                 else:
-                    self.front.free = FreeStep(self, inputs, missing)
-                self.front.last = self
+                    self.last = self.variants(call, kind, missing, self.front.saved)[0]
+                    self.front.last = self
                 raise Planned
             if fits:
-                return self._run_freely(kind, missing, call, arguments)
+                known = self._is_known(kind, missing) or not self.freely.may_measure
+                run = self.freely.run if known else self.freely.run_measured
+                return run(kind, partial(self._without_plan, arguments))
             try:
                 results = self.run(call, kind, missing)
             except CannotBeCalledError:
@@ -278,121 +231,46 @@ class CapturedCalls(Calls):
         """Those that arguments have in the model's forward."""
         return self.module.names
 
-    def planner_of(self, inputs: Sequence[Any], report: Report) -> Planner:
-        """A planner for the call with ``inputs`` of the program of tensors."""
-        with self._in_call(inputs):
-            return self.traced_planner(Call(tuple(inputs[k] for k in self.module.given), {}), report)[0]
-
     # ---------------------------------------------------------------- budgets that do not bind
 
-    def _known_to_fit(self, kind: Hashable, missing: frozenset[str]) -> bool:
-        return kind in self.spacious and missing <= self.spacious[kind].missing
+    def _made(self, missing: frozenset[str]) -> int:
+        """Bytes of the gradients that a step makes."""
+        return sum(self.now.inputs[k].nbytes for name, k in self.module.trained if name in missing)
+
+    def _is_known(self, kind: Hashable, missing: frozenset[str]) -> bool:
+        return self.freely.is_known(kind, self._made(missing))
 
     def _fits(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> bool:
-        """Whether the budget is so large that a call need not be planned."""
-        if kind in self.binding:
+        """Whether the budget is so large that a call need not be planned, with others of its step or alone."""
+        if kind in self.freely.binding:
             return False
-        if self._known_to_fit(kind, missing):
-            return True
-        budget = self.terms.bytes_known(_device_of(arguments))
-        if budget is None:
-            return False
-        if kind not in self.extents:
-            if len(self.extents) == MOST_KINDS:
-                self._forget_kinds()
-            self.extents[kind] = Extent(self.sizeless(call), self.results.counts(arguments))
-        extent = self.extents[kind]
-        rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
-        if rough <= budget or self._larger_fits(extent, missing, budget):
-            if kind not in self.rough:
-                said, peak = self.front.described(self.module.names, call.leaves), int(min(rough, budget))
-                made = sum(self.front.bytes_of_missing_gradients().values())
-                self.rough[kind] = Rough(self.front, _device_of(arguments), said, Way(0, peak, peak, 0), made)
-            return True
-        self.binding.add(kind)  # to look at all sizes takes longer than a small step
-        return False
-
-    def _fits_beside(self, kind: Hashable) -> bool:
-        """Whether a call for which the budget does not bind need not be planned with others of its step, either."""
-        steps = self.terms.steps
-        if not steps.is_one_of_several(kind):
-            return True
-        return not steps.is_known(kind) and steps.held() + self.rough[kind].alone.backward <= self.front.budget
-
-    def _forget_kinds(self) -> None:
-        """Begin again with what is known of kinds of calls, which are too many."""
-        for known in (self.extents, self.spacious, self.rough, self.binding):
-            known.clear()
-        self.free = None
+        if not self._is_known(kind, missing):
+            budget = self.terms.bytes_known(_device_of(arguments))
+            if budget is None:
+                return False
+            if kind not in self.extents:
+                if len(self.extents) == MOST_KINDS:
+                    self.extents.clear()
+                    self.freely.clear()
+                self.extents[kind] = Extent(self.sizeless(call), self.results.counts(arguments))
+            extent = self.extents[kind]
+            rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
+            if rough > budget and not self._larger_fits(extent, missing, budget):
+                self.freely.binding.add(kind)  # to look at all sizes takes longer than a small step
+                return False
+            said, peak = self.front.described(self.module.names, call.leaves), int(min(rough, budget))
+            self.freely.suppose(kind, _device_of(arguments), said, peak, self._made(missing))
+        return self.freely.fits_beside(kind)
 
     def _larger_fits(self, extent: Extent, missing: frozenset[str], budget: int) -> bool:
         """Whether a call of no smaller sizes fits with everything kept, as was measured, or planned."""
         kinds = [kind for kind, other in self.extents.items() if other.covers(extent)]
-        if any(self._known_to_fit(kind, missing) for kind in kinds):
+        if any(self._is_known(kind, missing) for kind in kinds):
             return True
         planners = (v.planner for kind in kinds for v in self.cache.find(kind, missing))
         return any(
             p.eager_peak <= budget and not p.graphs.K.has_dead_ends and not self.computes_unread for p in planners
         )
-
-    def _run_freely(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> Any:
-        """Run the captured program as it is; the first such step is measured."""
-        if self._known_to_fit(kind, missing) or self.measured >= MOST_KINDS or not WholeLook.possible():
-            return self._run_alone(kind, arguments)
-        said, budget, then = self.front.described(self.module.names, call.leaves), self.front.budget, in_force()
-
-        self.front.free = FreeStep(self, self.now.inputs, missing)
-
-        def forward_measured(kept: int) -> None:
-            self._saw(turns, kind, kept, self.rough[kind].alone.backward)
-
-        def measured(peak: int) -> None:
-            self.measured += 1
-            if peak <= budget:
-                self.spacious[kind] = Spacious(said, missing)
-                self._saw(turns, kind, self.rough[kind].alone.kept, peak)
-                alone = self.split is None and len(missing) == len(self.module.trained)
-                self.free = Spare(kind, then) if alone else None
-                LOG.info(
-                    "%s needs no plan for %s: a step took %s of %s",
-                    self.front.name, ", ".join(said), show_bytes(peak), show_bytes(budget),
-                )  # fmt: skip
-                return
-            self.binding.add(kind)
-            warn(
-                f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
-                "which the sizes of the results did not show. Later steps like it are planned.",
-                BudgetWarning,
-            )
-
-        turns: list[Turn] = []
-        look = WholeLook(_device_of(arguments), forward_measured, measured)
-        with abandoned(look):
-            result = self._run_alone(kind, arguments, look, turns)
-        look.follow(result)
-        return result
-
-    def _saw(self, turns: Sequence[Turn], kind: Hashable, kept: int, peak: int) -> None:
-        """A call that runs without a plan was measured."""
-        self.rough[kind] = replace(self.rough[kind], alone=Way(kept, peak, peak, 0))
-        for turn in turns:
-            self.terms.steps.seen(turn, self.rough[kind])
-
-    def _run_alone(
-        self, kind: Hashable, arguments: tuple[Any, ...], look: Look | None = None, turns: list[Turn] | None = None
-    ) -> Any:
-        """Run the captured program as it is. ``look``: at this call; ``turns`` gets its turn."""
-        if not torch.is_grad_enabled():
-            return self._without_plan(arguments)
-        turn = self.terms.steps.take(kind, self.rough[kind], self.front.name, self.terms)
-        if turns is not None:
-            turns.append(turn)
-        result = self._without_plan(arguments)
-        functions = (t.grad_fn for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None)
-        function = next(functions, None)
-        if function is not None:
-            FreeCall(function, turn, look)
-        return result
 
 
 def _device_of(arguments: tuple[Any, ...]) -> torch.device:

@@ -1,119 +1,154 @@
-"""A step for which the budget does not bind: what is remembered of it, so that its frontier can be asked for."""
+"""Calls for which the budget does not bind: they run as they are, and the first ones of each kind are measured."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import Node
 
-from rkgb.settings import settings
-from rkgb.trace.capture import current_mode
-from rkgb.trace.patches import TRACING
-from rkgb.trace.written import has_memory
-from rockmate.calls.captured import Captured
-from rockmate.calls.surroundings import running_in
-from rockmate.calls.terms import Terms
-from rockmate.errors import InputError
-from rockmate.planning.planner import Planner
-from rockmate.progress import Progress, Report
-from solvers import Frontier
-from solvers.interrupts import Heeded
+from rkgb.trees import tensors_of
+from rkgb.warn import warn
+from rockmate.budget import show_bytes
+from rockmate.calls.front import Front
+from rockmate.calls.look import Look, abandoned
+from rockmate.calls.step_look import WholeLook
+from rockmate.calls.turns import Rough, Turn
+from rockmate.errors import BudgetWarning
+from rockmate.tell import LOG
+from solvers.calls import Way
 
-
-class CalledGraph(Protocol):
-    """What is asked of the graph that ran: see ``rockmate.calls.captured_calls.CapturedCalls``."""
-
-    module: Captured
-    terms: Terms
-
-    def planner_of(self, inputs: Sequence[Any], report: Report) -> Planner:
-        """A planner for the call with ``inputs``."""
+MOST_KINDS = 256
+"""Kinds of calls of a graph that are remembered where the budget does not bind, and that are measured at most: a number
+that changes in each step makes each a kind of its own."""
 
 
-class FreeStep:
-    """A call that ran without a plan, and the modes and settings in which it did.
-
-    No tensor of the caller's is held: parameters and buffers are the model's, when they are asked for. Inputs are made
-    anew in the same form: with random numbers, or with the values that they had where these may be indices.
+class Spacious(NamedTuple):
+    """A kind of call for which the budget does not bind: its description, the bytes of the gradients that its step
+    made, and its peak.
     """
 
-    def __init__(self, calls: CalledGraph, inputs: Sequence[Any], missing: frozenset[str]) -> None:
-        """``missing``: parameters whose gradients the step makes."""
-        self._calls, self._missing, self._planner = calls, missing, None
-        self._mode, self._settings = current_mode(), settings()
-        given = set(calls.module.given)
-        self._inputs = [_again(x) if k in given else _still(x) for k, x in enumerate(inputs)]
+    call: tuple[str, ...]
+    made: int
+    peak: int
 
-    _planner: Planner | None
 
-    def frontier(self) -> Frontier:
-        """Time against memory for such steps, which are traced and measured when it is first asked for.
+class FreeCall:
+    """A call that ran without a plan. Its graph owns it, by a hook. ``look``: at this call, if there is one."""
 
-        Raises ``InputError`` where an input cannot be made again, or the model has other parameters now.
-        """
-        with TRACING, Heeded(), Progress(self._calls.terms.progress) as report, running_in(self._mode, self._settings):
-            if self._planner is None:
-                inputs = [make() for make in self._inputs]
-                with self._without_gradients(inputs):
-                    self._planner = self._calls.planner_of(inputs, report)
-            self._planner.report = report
-            return self._planner.frontier()
+    def __init__(self, function: Node, turn: Turn, look: Look | None) -> None:
+        self.turn, self.look = turn, look
+        turn.held_by(self)
+        function.register_prehook(self._begin)
 
-    @contextmanager
-    def _without_gradients(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """As when the step began: the gradients that it makes are not there."""
-        made = [inputs[k] for name, k in self._calls.module.trained if name in self._missing]
-        gradients = [p.grad for p in made]
+    def _begin(self, _: Any) -> None:
+        self.turn.begin(self.look)
+
+
+class FreeCalls:
+    """The calls of a graph, or of a model, for which the budget does not bind. ``spacious``: kinds of which a step was
+    measured. ``binding``: those that are to be planned. ``part`` of the budget that they may take.
+    """
+
+    def __init__(self, front: Front, part: float = 1.0) -> None:
+        self.front, self.part = front, part
+        self.spacious: dict[Hashable, Spacious] = {}
+        self.binding: set[Hashable] = set()
+        self._rough: dict[Hashable, Rough] = {}  # what such calls take, as far as it is known
+        self._measured = 0
+
+    def clear(self) -> None:
+        """Begin again with what is known of kinds of calls."""
+        self.spacious.clear()
+        self.binding.clear()
+        self._rough.clear()
+        self._measured = 0
+
+    def is_known(self, kind: Hashable, made: int) -> bool:
+        """Whether a step of such a call was measured, which made as many bytes of gradients."""
+        return kind in self.spacious and made <= self.spacious[kind].made
+
+    @property
+    def may_measure(self) -> bool:
+        """Whether a call that comes now can be measured."""
+        return self._measured < MOST_KINDS and WholeLook.possible()
+
+    def suppose(self, kind: Hashable, device: torch.device, call: tuple[str, ...], peak: int, made: int) -> None:
+        """Such a ``call`` takes at most ``peak`` bytes, and makes gradients of ``made``, as far as it is known."""
+        if len(self._rough) >= MOST_KINDS and kind not in self._rough:
+            self.clear()
+        known = self._rough.get(kind)
+        if known is None or made > known.made:
+            self._rough[kind] = Rough(self.front, device, call, Way(0, peak, peak, 0), made)
+
+    def fits_beside(self, kind: Hashable) -> bool:
+        """Whether such a call, which is supposed to fit, need not be planned with others of its step, either."""
+        steps = self.front.terms.steps
+        if not steps.is_one_of_several(kind):
+            return True
+        return not steps.is_known(kind) and steps.held() + self._rough[kind].alone.backward <= self.front.budget
+
+    def run(self, kind: Hashable, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns, which is of this ``kind``, and has a turn in its step."""
+        return self._run(kind, call, None, [])
+
+    def run_measured(self, kind: Hashable, call: Callable[[], Any]) -> Any:
+        """The same; how much memory the step takes shows whether later ones are to be planned."""
+        rough, budget, turns = self._rough[kind], self.front.budget, list[Turn]()
+        self.front.note_free_call()
+
+        def forward_measured(kept: int) -> None:
+            self._saw(kind, turns, kept, rough.alone.backward)
+
+        def measured(peak: int) -> None:
+            self._measured += 1
+            if peak <= self.part * budget:
+                self._saw(kind, turns, self._rough[kind].alone.kept, peak)
+                LOG.log(
+                    logging.DEBUG if self.spacious else logging.INFO,
+                    "%s needs no plan for %s: a step took %s of %s",
+                    *(self.front.name, ", ".join(rough.call), show_bytes(peak), show_bytes(budget)),
+                )
+                most = max(peak, self.spacious[kind].peak) if kind in self.spacious else peak
+                self.spacious[kind] = Spacious(rough.call, rough.made, most)
+                return
+            self.spacious.pop(kind, None)
+            self.binding.add(kind)
+            if peak > budget:
+                warn(
+                    f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
+                    "which the sizes of the results did not show. Later steps like it are planned.",
+                    BudgetWarning,
+                )
+
+        return self._run(kind, call, WholeLook(rough.device, forward_measured, measured), turns)
+
+    def _run(self, kind: Hashable, call: Callable[[], Any], look: WholeLook | None, turns: list[Turn]) -> Any:
+        """``look``: at this call; ``turns`` gets its turn."""
+        if not torch.is_grad_enabled():
+            return call()
+        steps = self.front.terms.steps
+        turn = steps.take(kind, self._rough[kind], self.front.name, self.front.terms)
+        turns.append(turn)
         try:
-            for p in made:
-                p.grad = None
-            yield
-        finally:
-            for p, gradient in zip(made, gradients, strict=True):
-                p.grad = gradient
+            with abandoned(look):
+                result = call()
+        except BaseException:
+            steps.undo(turn)
+            raise
+        outputs = tensors_of(result)
+        if function := next((t.grad_fn for t in outputs if t.grad_fn is not None), None):
+            FreeCall(function, turn, look)
+        if look is not None:
+            look.follow(outputs)
+        return result
 
-
-def _still(x: Any) -> Callable[[], Any]:
-    """What gives ``x``, of the model's own, as long as it is there."""
-    if not isinstance(x, torch.Tensor):
-        return lambda: x
-    found = weakref.ref(x)
-
-    def get() -> torch.Tensor:
-        tensor = found()
-        if tensor is None:
-            raise InputError(
-                "the model has other parameters or buffers than in its last step: call it once more, then ask for the "
-                "frontier"
-            )
-        return tensor
-
-    return get
-
-
-def _again(x: Any) -> Callable[[], Any]:
-    """What makes something like the input ``x``."""
-    if not isinstance(x, torch.Tensor):
-        return lambda: x
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or not has_memory(x):
-        return _refused
-    shape, strides, dtype, device, wanted = x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-    exact = None if x.dim() and (dtype.is_floating_point or dtype.is_complex) else x.detach().to("cpu", copy=True)
-    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if x.numel() else 0
-
-    def make() -> torch.Tensor:
-        if exact is not None and not wanted:
-            return exact.to(device, copy=True)
-        numbers = torch.rand(size, generator=torch.Generator().manual_seed(0))
-        return numbers.to(device, dtype).as_strided(shape, strides).requires_grad_(wanted)
-
-    return make
-
-
-def _refused() -> Any:
-    raise InputError(
-        "an input of the last step is no plain tensor, and is not there any more: use rockmate.frontier(model, sample)"
-    )
+    def _saw(self, kind: Hashable, turns: Sequence[Turn], kept: int, peak: int) -> None:
+        """A call was measured: what it keeps, and takes."""
+        if kind in self._rough:
+            self._rough[kind] = replace(self._rough[kind], alone=Way(kept, peak, peak, 0))
+            for turn in turns:
+                self.front.terms.steps.seen(turn, self._rough[kind])

@@ -20,17 +20,13 @@ from rockmate.tell import LOG, described, planned_line
 from solvers import Frontier
 
 
-class HasFrontier(Protocol):
-    """What a frontier can be asked of."""
-
-    def frontier(self) -> Frontier:
-        """Time against memory for the last kind of call."""
-
-
-class PlannedGraph(HasFrontier, Protocol):
+class PlannedGraph(Protocol):
     """What is asked of the graph whose plan ran last: see ``rockmate.calls.calls.Calls``."""
 
     last: Variant | None
+
+    def frontier(self) -> Frontier:
+        """Time against memory for the last kind of call."""
 
     @property
     def ran(self) -> Variant | None:
@@ -59,7 +55,6 @@ class Front:
         self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
         self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
         self.last: PlannedGraph | None = None
-        self.free: HasFrontier | None = None  # the last step for which the budget did not bind
         self.saved: SavedPlan | None = None
         self._made = 0
         self._before: tuple[str, ...] | None = None
@@ -67,6 +62,9 @@ class Front:
         self._said_checkpoints = self._said_needs_data = False
         self.rehearses = False  # training steps run that are no training: see rockmate.calls.rehearsal
         self.inside = threading.local()  # what is known of the call that this thread is in
+
+    def note_free_call(self) -> None:
+        """The call that this thread is in needs no plan, as far as it is known."""
 
     def say_checkpoints(self) -> None:
         """Say once that the model checkpoints itself."""
@@ -100,6 +98,11 @@ class Front:
                 "gradients first (the same holds for a copy of a model, which plans anew)"
             )
         return size
+
+    @property
+    def modes(self) -> list[Any]:
+        """The caller's modes, which are not in force while a call is captured or planned."""
+        return getattr(self.inside, "modes", None) or []
 
     @property
     def only_plans(self) -> bool:

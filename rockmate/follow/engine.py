@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten_with_path
 
 from rkgb.device.kind import Moment
@@ -24,11 +23,10 @@ from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, abandoned
-from rockmate.calls.surroundings import modes_again
 from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
-from rockmate.follow.exposed import telling_of_exposed
+from rockmate.follow.following import following
 from rockmate.follow.known import CallKind, Known
 from rockmate.follow.noting import has_memory
 from rockmate.follow.observed import Observed, pack_of, place_of_caller
@@ -39,7 +37,6 @@ from rockmate.follow.problem import problem_of
 from rockmate.follow.record import Slot, Use, form_of_op
 from rockmate.follow.solving import Solving
 from rockmate.follow.tape import Policy, Tape
-from rockmate.follow.unhooked import giving_way
 from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.watch import Watch
 from rockmate.follow.ways import FollowedWays
@@ -97,9 +94,9 @@ class Followed:
         key = call_key(call.leaves, call.spec), model.training
         kind = self.kinds.get(key)
         if kind is None:
-            said = self.front.described(_names(call), call.leaves)
+            said = self.front.described(names_of(call), call.leaves)
             kind = self.kinds[key] = CallKind(said, Watch(self.front.name))
-        device = _device_of(model, call)
+        device = device_of(model, call)
         policy, turn = self._policy(key, kind, missing, device)
         tape = Tape(device, policy, lasting_of(model, call))
         look = policy.look if isinstance(policy, Observed) else None
@@ -107,16 +104,12 @@ class Followed:
         if look is not None:
             assert isinstance(policy, Observed)
             look.then = partial(self._learn, kind, policy, tape.ops, tape.data, tape.device, missing)
-        inside = getattr(self.front.inside, "modes", None) or []
-        pack, unpack = tape.pack, tape.unpack
-        saved, way = saved_tensors_hooks(pack, unpack), giving_way(pack, unpack)
         try:
-            with abandoned(look), modes_again(inside), telling_of_exposed(tape.expose), saved, way, unchecked, tape:
+            with abandoned(look), unchecked, following(tape, self.front.modes):
                 result = model._call_impl(*call.args, **call.kwargs)
         except BaseException:
             self.front.terms.steps.undo(turn)
             raise
-        tape.close()
         if look is not None:
             look.arrives = sum(t.nbytes for t in tensors_of(result) if t.grad_fn is not None)
         tape.begins = partial(self._begins, turn, look, UseOfOutputs(tape, partial(self._note_use, kind)))
@@ -327,7 +320,7 @@ def lasting_of(model: torch.nn.Module, call: Call) -> frozenset[int] | None:
     return frozenset(t.untyped_storage()._cdata for t in tensors)
 
 
-def _names(call: Call) -> list[str]:
+def names_of(call: Call) -> list[str]:
     """What the arguments are called, as ``Attachment.described`` reads it."""
     names = []
     for path, _ in tree_flatten_with_path((call.args, call.kwargs))[0]:
@@ -337,6 +330,7 @@ def _names(call: Call) -> list[str]:
     return names if len(names) == len(call.leaves) else [f"input {k}" for k in range(len(call.leaves))]
 
 
-def _device_of(model: torch.nn.Module, call: Call) -> torch.device:
+def device_of(model: torch.nn.Module, call: Call) -> torch.device:
+    """Where a call runs."""
     tensors = (t for source in (model.parameters(), call.tensors) for t in source)
     return next((t.device for t in tensors), torch.device("cpu"))

@@ -1,0 +1,76 @@
+"""A call that needed no plan: what is remembered of it, so that its frontier can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rkgb.sample import Call
+from rkgb.settings import settings
+from rkgb.trace.capture import current_mode
+from rkgb.trace.written import has_memory
+from rkgb.trees import unflatten
+from rockmate.calls.surroundings import running_in
+from rockmate.errors import InputError
+from solvers import Frontier
+
+
+class RememberedCall:
+    """A call of ``model``, and the modes and settings in which it ran.
+
+    No tensor of the caller's is held: inputs are made anew in the same form, with random numbers, or with the values
+    that they had where these may be indices.
+    """
+
+    def __init__(self, model: torch.nn.Module, call: Call) -> None:
+        self._mode, self._settings = current_mode(), settings()
+        self._missing = {n for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
+        self._leaves, self._spec = [_again(leaf) for leaf in call.leaves], call.spec
+
+    def frontier(self, model: torch.nn.Module, of: Callable[[Call], Frontier]) -> Frontier:
+        """``of`` such a call, as it was when it came.
+
+        Raises ``InputError`` where an input cannot be made again.
+        """
+        with running_in(self._mode, self._settings), self._without_gradients(model):
+            return of(Call(*unflatten([make() for make in self._leaves], self._spec)))
+
+    @contextmanager
+    def _without_gradients(self, model: torch.nn.Module) -> Iterator[None]:
+        """As when the step began: the gradients that it makes are not there."""
+        held = [(p, p.grad) for name, p in model.named_parameters() if name in self._missing]
+        try:
+            for p, _ in held:
+                p.grad = None
+            yield
+        finally:
+            for p, gradient in held:
+                p.grad = gradient
+
+
+def _again(x: Any) -> Callable[[], Any]:
+    """What makes something like the input ``x``."""
+    if not isinstance(x, torch.Tensor):
+        return lambda: x
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or not has_memory(x):
+        return _refused
+    shape, strides, dtype, device, wanted = x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    exact = None if x.dim() and (dtype.is_floating_point or dtype.is_complex) else x.detach().to("cpu", copy=True)
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if x.numel() else 0
+
+    def make() -> torch.Tensor:
+        if exact is not None and not wanted:
+            return exact.to(device, copy=True)
+        numbers = torch.rand(size, generator=torch.Generator().manual_seed(0))
+        return numbers.to(device, dtype).as_strided(shape, strides).requires_grad_(wanted)
+
+    return make
+
+
+def _refused() -> Any:
+    raise InputError(
+        "an input of the last step is no plain tensor, and is not there any more: use rockmate.frontier(model, sample)"
+    )

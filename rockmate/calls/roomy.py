@@ -1,0 +1,153 @@
+"""Calls of a model that take far less than the budget: its own Python runs them, and nothing is captured.
+
+How much a call takes is not known before it has run. Where the budget is many times what is there before (parameters,
+gradients, inputs), the first call of a kind runs as it is and is measured. Meanwhile it is followed, so that it is held
+within the budget if it takes more. Where it does, and where it comes near the budget, later calls are captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from rkgb.sample import Call
+from rkgb.warn import warn
+from rockmate.budget import show_bytes
+from rockmate.calls.free import FreeCalls
+from rockmate.calls.front import Front
+from rockmate.calls.keys import call_key
+from rockmate.calls.surroundings import modes_again
+from rockmate.errors import BudgetWarning
+from rockmate.follow.engine import FIRST, device_of, lasting_of, names_of
+from rockmate.follow.following import following
+from rockmate.follow.online import Online
+from rockmate.follow.tape import Tape
+
+FAR = 0.25
+"""Part of the budget that such calls may take: Python may do more in later ones, of which no guard tells."""
+
+AT_FIRST = 4
+"""Times the bytes that are there before a first call that it is supposed to take."""
+
+
+class Seen(NamedTuple):
+    """A call that was measured, or is now: its form apart from sizes, the numbers of elements of its tensors, and how
+    many nodes autograd recorded.
+    """
+
+    form: Hashable
+    elements: tuple[int, ...]
+    nodes: int = 0
+
+
+class RoomyCalls(FreeCalls):
+    """See the file's text."""
+
+    def __init__(self, front: Front) -> None:
+        super().__init__(front, FAR)
+        self._seen: dict[Hashable, Seen] = {}
+        self._calls = 0
+
+    def clear(self) -> None:
+        """As in ``FreeCalls``."""
+        super().clear()
+        self._seen.clear()
+
+    def kind(self, model: torch.nn.Module, call: Call) -> Hashable | None:
+        """The kind of a call that may take far less than the budget; None for all others."""
+        terms, device = self.front.terms, device_of(model, call)
+        budget = None if terms.always or terms.options.compile else terms.bytes_known(device)
+        if budget is None:
+            return None
+        parameters = list(model.parameters())
+        trained = tuple(p.nbytes for p in parameters if p.requires_grad)
+        made = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
+        kind = call_key(call.leaves, call.spec), model.training, trained
+        if kind in self.binding:
+            return None
+        if not self.is_known(kind, made):
+            if not (trained or any(t.requires_grad for t in call.tensors)):
+                return None
+            form = call_key(call.leaves, call.spec, sized=False), *kind[1:]
+            seen = Seen(form, tuple(t.numel() for t in call.tensors))
+            there = made + sum(t.nbytes for t in (*parameters, *call.tensors))
+            larger = self._larger(seen, made)
+            peak = self._supposed(seen, AT_FIRST * there) if larger is None else self.spacious[larger].peak
+            if peak > FAR * budget or (larger is None and not self.may_measure):
+                return None
+            said = self.front.described(names_of(call), call.leaves)
+            self.suppose(kind, device, said, int(peak), made)
+            self.spacious.pop(kind, None)
+            self._seen[kind] = seen
+            if larger is not None:
+                self.spacious[kind] = self.spacious[larger]._replace(call=said)
+                self._seen[kind] = seen._replace(nodes=self._seen[larger].nodes)
+        return kind if self.fits_beside(kind) else None
+
+    def _larger(self, call: Seen, made: int) -> Hashable | None:
+        """A kind of which a step was measured, and in which no tensor has fewer elements than in ``call``."""
+        for kind, seen in self._seen.items():
+            covers = seen.form == call.form and all(x >= y for x, y in zip(seen.elements, call.elements, strict=True))
+            if covers and self.is_known(kind, made):
+                return kind
+        return None
+
+    def _supposed(self, call: Seen, at_first: float) -> float:
+        """Bytes that a call is supposed to take: the square of its growth over one that was measured."""
+        found = [
+            self.spacious[kind].peak
+            * max([1.0, *(now / max(1, was) for now, was in zip(call.elements, seen.elements, strict=True))]) ** 2
+            for kind, seen in self._seen.items()
+            if kind in self.spacious and seen.form == call.form
+        ]
+        return min(found, default=at_first)
+
+    def run_own(self, kind: Hashable, model: torch.nn.Module, call: Call) -> Any:
+        """What the model returns for a call of this ``kind``; its own Python runs.
+
+        A call of a kind that no larger one was measured of is measured, and of all calls the 2nd, the 4th, the 8th,
+        and so on, and the one after a call that recorded more: what Python does may have changed.
+        """
+        self._calls += 1
+        again = self._calls & (self._calls - 1) == 0
+        before = _nodes_so_far()
+        if kind in self.spacious and not (again and self.may_measure):
+            result = self.run(kind, partial(self._called, model, call))
+            if (nodes := _nodes_so_far() - before) > self._seen[kind].nodes:
+                self._does_more(kind, nodes)
+            return result
+        result = self.run_measured(kind, partial(self._held, model, call))
+        nodes = max(self._seen[kind].nodes, _nodes_so_far() - before)
+        self._seen[kind] = self._seen[kind]._replace(nodes=nodes)
+        return result
+
+    def _does_more(self, kind: Hashable, nodes: int) -> None:
+        """A call has recorded more ``nodes`` than those that were measured: the next one is measured."""
+        known, before = self.spacious.pop(kind), self._seen[kind].nodes
+        if known.peak * nodes > self.front.budget * before:
+            warn(
+                f"{self.front.name} computes more than in the step that was measured, though it is called with "
+                f"the same sizes ({nodes} differentiable operations, {before} then): it may take more than the budget "
+                f"of {show_bytes(self.front.budget)}. The next one is measured, and planned if it has to be",
+                BudgetWarning,
+            )
+
+    def _called(self, model: torch.nn.Module, call: Call) -> Any:
+        with modes_again(self.front.modes):
+            return model._call_impl(*call.args, **call.kwargs)
+
+    def _held(self, model: torch.nn.Module, call: Call) -> Any:
+        """The same, within the budget as far as sizes tell."""
+        terms, device = self.front.terms, device_of(model, call)
+        made = sum(self.front.bytes_of_missing_gradients().values())
+        limit = int(FIRST * max(0, self.front.budget - terms.steps.held() - made))
+        with following(Tape(device, Online(limit), lasting_of(model, call)), self.front.modes):
+            return model._call_impl(*call.args, **call.kwargs)
+
+
+def _nodes_so_far() -> int:
+    """Nodes that autograd has recorded in this thread."""
+    return torch._C._autograd._get_sequence_nr()

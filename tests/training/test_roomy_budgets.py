@@ -1,0 +1,275 @@
+"""Budgets that are many times what a step takes: nothing is captured, and what changes is noticed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import randn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rockmate import Attachment, BudgetWarning, attach, measure_peak
+
+GIB = 2**30
+
+
+class Net(nn.Module):
+    """Layers, dropout, running statistics and a counter. ``times``: how often the last layer runs."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norm, self.drop, self.times, self.calls = nn.BatchNorm1d(64), nn.Dropout(0.1), times, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns as many rows as ``x`` has."""
+        self.calls += 1
+        for layer in self.layers:
+            x = self.drop(F.gelu(layer(x)))
+        for _ in range(self.times):
+            x = F.gelu(self.layers[-1](self.norm(x)))
+        return x
+
+
+class Checkpointed(Net):
+    """Its first layers are checkpointed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As in ``Net``."""
+
+        def first(x: torch.Tensor) -> torch.Tensor:
+            return F.gelu(self.layers[0](x))
+
+        return super().forward(checkpoint(first, x, use_reentrant=False))
+
+
+class Printing(Net):
+    """What TorchDynamo captures no one graph of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As in ``Net``."""
+        print(end="")  # noqa: T201
+        return super().forward(x)
+
+
+class Nested(Net):
+    """Gets and returns dicts."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """As in ``Net``."""
+        return {"y": super().forward(batch["x"])}
+
+
+def captured(handle: Attachment) -> int:
+    """How many graphs were captured."""
+    return len(handle._capture.graphs)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    """One backward; gradients add up."""
+    given = {"x": x} if isinstance(model, Nested) else x
+    out = model(given)
+    (out["y"] if isinstance(out, dict) else out).square().mean().backward()
+
+
+def state(model: nn.Module) -> list[torch.Tensor]:
+    """Everything that a step changes."""
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state(), torch.tensor(model.calls)]
+
+
+def trained(model: nn.Module, rows: list[int], change: Callable[[nn.Module, int], None]) -> list[list[torch.Tensor]]:
+    torch.manual_seed(1)
+    found = []
+    for k, n in enumerate(rows):
+        change(model, k)
+        step(model, randn(n, 64, seed=k))
+        found.append(state(model))
+        if k % 2:
+            model.zero_grad()
+    return found
+
+
+def nothing(_: nn.Module, __: int) -> None:
+    """No change."""
+
+
+def same(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
+    return all(len(s) == len(t) and all(map(torch.equal, s, t)) for s, t in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Net, Checkpointed, Printing, Nested])
+def test_nothing_is_captured(kind: type[Net]) -> None:
+    """Whatever sizes come."""
+    torch.manual_seed(0)
+    eager = kind()
+    model = copy.deepcopy(eager)
+    handle = attach(model, GIB, costs="flops", cache=False)
+    rows = [32, 48, 48, 16, 64, 32, 8, 64, 63]
+    assert same(trained(model, rows, nothing), trained(eager, rows, nothing))
+    assert captured(handle) == 0 and handle.plan is None and not handle.reason
+    assert {known.plan for known in handle.plans} == {None}
+
+
+def test_one_line_tells_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Not one for each size."""
+    model = Net()
+    attach(model, GIB, costs="flops", cache=False)
+    with caplog.at_level(logging.INFO, "rockmate"):
+        trained(model, [32, 64, 16, 48, 128], nothing)
+    assert [r.message for r in caplog.records if "needs no plan" in r.message] == [caplog.records[0].message]
+    assert len(caplog.records) == 1
+
+
+def test_a_smaller_size_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger one is."""
+    model, looks = Net(), []
+    handle = attach(model, GIB, costs="flops", cache=False)
+    original = handle._roomy._held
+    monkeypatch.setattr(handle._roomy, "_held", lambda *given: looks.append(given) or original(*given))
+    trained(model, [64], nothing)
+    trained(model, [16], nothing)  # the second call is measured again, whatever it is
+    assert len(looks) == 2
+    trained(model, [24], nothing)
+    assert len(looks) == 2
+    trained(model, [128], nothing)  # the fourth, and larger
+    trained(model, [256], nothing)
+    assert len(looks) == 4
+
+
+@pytest.mark.parametrize("kind", [Net, Printing])
+def test_a_first_step_that_takes_more_is_within_the_budget(kind: type[Net]) -> None:
+    """Small parameters and inputs say nothing of many layers."""
+    torch.manual_seed(0)
+    eager = kind(times=60)
+    x = randn(512, 64, seed=0)
+    model, other = copy.deepcopy(eager), copy.deepcopy(eager)
+    peak = measure_peak(lambda: step(eager, x))
+    budget = peak * 6 // 10
+    handle = attach(model, budget, costs="flops", cache=False)
+    torch.manual_seed(1)
+    first = measure_peak(lambda: step(model, x))
+    assert first <= budget < peak
+    assert captured(handle) == 0
+    ours = [state(model)]
+    torch.manual_seed(1)
+    step(other, x)
+    assert same(ours, [state(other)])
+    rows = [512] * 4
+    assert same(trained(model, rows, nothing), trained(other, rows, nothing))
+    assert handle.plan is not None
+    assert handle.plan.predicted_peak <= budget
+    assert measure_peak(lambda: step(model, x)) <= budget
+
+
+@pytest.mark.parametrize("times", [2, 20])
+def test_what_its_python_does_grows(times: int) -> None:
+    """Nothing of the call tells. The step after it is measured."""
+    torch.manual_seed(0)
+    eager = Net()
+    model, x = copy.deepcopy(eager), randn(512, 64, seed=0)
+    before = measure_peak(lambda: step(copy.deepcopy(eager), x))
+    budget = 6 * before
+    handle = attach(model, budget, costs="flops", cache=False)
+
+    def grow(model: nn.Module, k: int) -> None:
+        model.times = 1 if k < 4 else times
+
+    rows = [512] * 8
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ours = trained(model, rows, grow)
+    assert same(ours, trained(eager, rows, grow))
+    told = [str(w.message) for w in said if w.category is BudgetWarning]
+    after = copy.deepcopy(eager)
+    if measure_peak(lambda: step(after, x)) > budget:
+        assert len(told) == 1 and "computes more than in the step that was measured" in told[0]
+        assert handle.plan is not None
+    else:
+        assert told == []
+    assert measure_peak(lambda: step(model, x)) <= budget
+
+
+def test_layers_that_begin_to_train() -> None:
+    """With their gradients the step takes more."""
+    torch.manual_seed(0)
+    eager = Net()
+    model = copy.deepcopy(eager)
+    handle = attach(model, GIB, costs="flops", cache=False)
+
+    def thaw(model: nn.Module, k: int) -> None:
+        for layer in list(model.layers)[:2]:
+            layer.requires_grad_(k >= 3)
+
+    rows = [32] * 6
+    assert same(trained(model, rows, thaw), trained(eager, rows, thaw))
+    assert len(handle.plans) == 2 and captured(handle) == 0
+
+
+def test_a_budget_that_is_set_later_binds() -> None:
+    """And one that does not again."""
+    torch.manual_seed(0)
+    eager, x = Net(times=6), randn(512, 64, seed=0)
+    model = copy.deepcopy(eager)
+    peak = measure_peak(lambda: step(copy.deepcopy(eager), x))
+    handle = attach(model, GIB, costs="flops", cache=False)
+    budgets = [GIB, GIB, int(0.7 * peak), int(0.7 * peak), GIB, GIB]
+    torch.manual_seed(1)
+    ours = []
+    for k, budget in enumerate(budgets):
+        handle.budget = budget
+        step(model, randn(512, 64, seed=k))
+        ours.append(state(model))
+        assert (handle.plan is not None) == (k >= 2)
+        model.zero_grad()
+    torch.manual_seed(1)
+    theirs = []
+    for k in range(len(budgets)):
+        step(eager, randn(512, 64, seed=k))
+        theirs.append(state(eager))
+        eager.zero_grad()
+    assert same(ours, theirs)
+
+
+def test_no_tensor_of_the_caller_stays() -> None:
+    """Nor of the graph."""
+    model = Net()
+    attach(model, GIB, costs="flops", cache=False)
+    for k in range(3):
+        x = randn(32, 64, seed=k).requires_grad_()
+        y = model(x)
+        held = weakref.ref(x), weakref.ref(y)
+        y.sum().backward()
+        del x, y
+        assert [ref() for ref in held] == [None, None]
+
+
+def test_a_forward_that_fails_leaves_nothing() -> None:
+    """The next call is as the first one."""
+    model = Net()
+    handle = attach(model, GIB, costs="flops", cache=False)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(randn(3, 5, seed=0))
+    step(model, randn(32, 64, seed=0))
+    assert len(handle.plans) == 1 and handle.terms.steps.held() == 0
+
+
+@pytest.mark.parametrize("kind", [Net, Printing])
+def test_its_frontier_can_be_asked_for(kind: type[Net]) -> None:
+    """That is planned apart, and changes nothing."""
+    torch.manual_seed(0)
+    model = kind(times=6)
+    handle = attach(model, GIB, costs="flops", cache=False)
+    step(model, randn(512, 64, seed=0))
+    before, calls = state(model), model.calls
+    found = handle.frontier()
+    assert same([before], [state(model)]) and model.calls == calls
+    assert found.min_budget < 0.8 * found.max_budget
+    assert handle.plan is None and handle.frontier() == found
