@@ -104,8 +104,8 @@ def estimate(
 ) -> Estimate:
     """What a training step of ``model`` takes at ``sizes`` larger than the ``sample``'s, none of which is run.
 
-    The model is traced and measured on its device at four sizes, the sample's to four times that, or to the largest of
-    ``sizes`` if that is less; rows of the sample are repeated for it. The memory of each operation is fitted as a
+    The model is traced and measured on its device at four sizes, the sample's to four times that, or less where the
+    model takes no larger ones; rows of the sample are repeated for it. The memory of each operation is fitted as a
     function of the size. Where the fit is right, the prediction is that of the large size, byte for byte. It is not
     where a library takes another kernel beyond the sizes that were measured, where the model rounds sizes, and where
     times decide among plans. Limits of the model, such as the number of its positions, show only where it runs.
@@ -131,7 +131,7 @@ def estimate(
     call = _Growing(given, _checked_dims(dim))
     wanted = _checked_sizes(sizes, call)
     with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
-        known = _Sizes(model, _measured(model, call, wanted[-1], options, report), report)
+        known = _Sizes(model, _measured(model, call, options, report), report)
         available = None if limit is None else limit.bytes(known.first)
         found = tuple(_of_size(known, size, available) for size in wanted)
         plain = largest = None
@@ -223,28 +223,47 @@ class _Point:
     measured: Measured
 
 
-def _measured(
-    model: torch.nn.Module, call: _Growing, largest: int, options: PlanOptions, report: Report
-) -> list[_Point]:
-    """The sizes that are run, rising. The sample may be too small to be like the others, and is left out then."""
-    step = call.size  # multiples, since sizes that are halved in the model stay whole
-    while step > 1 and call.size + (MEASURED - 1) * step > largest:
-        step //= 2
+class _TooLarge(Exception):
+    """The model refuses a call of this ``size``, which is larger than the sample."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
+def _points(model: torch.nn.Module, call: _Growing, step: int, options: PlanOptions, report: Report) -> list[_Point]:
+    """The sample's size and those that are larger by ``step``, measured."""
     points: list[_Point] = []
     for k in range(MEASURED):
         size = call.size + k * step
-        larger = call.at(size)
         try:
-            planner = make_planner(model, larger, options, part_of(report, f"size {size}"))
+            planner = make_planner(model, call.at(size), options, part_of(report, f"size {size}"))
         except CannotBeCalledError as error:
             if not k:
                 raise
-            raise InputError(
-                f"the model takes the sample, but not one of size {size}: {error.__cause__}. {call.said()}. Say with "
-                "dim= what grows, or give a smaller sample: it is made up to four times as large"
-            ) from error
+            raise _TooLarge(size) from error.__cause__
         graphs = planner.graphs
         points.append(_Point(planner, Measured(size, graphs.S, graphs.known.of, graphs.classes)))
+    return points
+
+
+def _measured(model: torch.nn.Module, call: _Growing, options: PlanOptions, report: Report) -> list[_Point]:
+    """The sizes that are run, rising: they do not depend on what is asked, so that a size has one answer. The sample
+    may be too small to be like the others, and is left out then.
+    """
+    step = call.size  # multiples, since sizes that are halved in the model stay whole
+    while True:
+        try:
+            points = _points(model, call, step, options, report)
+            break
+        except _TooLarge as error:
+            if step > 1:
+                step //= 2
+                continue
+            raise InputError(
+                f"the model takes the sample, but not one of size {error.size}: {error.__cause__}. {call.said()}. Say "
+                "with dim= what grows, or give a smaller sample: it is made larger until a fit is possible"
+            ) from error
     forms = [form(p.measured) for p in points]
     alike = [p for p, f in zip(points, forms, strict=True) if f == forms[-1]]
     if len(alike) < FEWEST:
@@ -265,7 +284,8 @@ class _Sizes:
         self.points = [p.measured for p in points]
         self.last = points[-1].planner
         self.first = points[0].planner
-        self.schedules: list[Schedule] = []
+        self._least: dict[int, int] = {}
+        self._schedules: dict[int, Schedule] = {}  # of the smallest budgets
         self._planners: dict[int, Planner] = {}
         self._extrapolated: dict[int, Extrapolated] = {}
 
@@ -304,20 +324,25 @@ class _Sizes:
             self._planners[size] = like.at_other_sizes(found.s, Known(found.costs.__getitem__), self.model, [])
         return self._planners[size]
 
-    def least(self, size: int, solve: bool) -> int:
-        """The smallest budget for ``size``: that of the solver's plans, or of those that were found for other sizes."""
+    def least(self, size: int) -> int:
+        """The smallest budget of the solver's plans for ``size``: what planning such a call says, too."""
+        if size not in self._least:
+            planner = self.planner(size)
+            self._least[size] = least = planner.frontier().min_budget
+            self._schedules[size] = planner.solve(least).schedule
+        return self._least[size]
+
+    def fits(self, size: int, available: int) -> bool:
+        """Whether a plan that was found for some size is one for ``size``, too."""
         planner = self.planner(size)
-        if solve:
-            least = planner.frontier().min_budget
-            self.schedules.append(planner.solve(least).schedule)
-        return min(walk(planner.problem, s).peak for s in self.schedules) + planner.reserved
+        return any(walk(planner.problem, s).peak + planner.reserved <= available for s in self._schedules.values())
 
 
 def _of_size(known: _Sizes, size: int, available: int | None) -> SizeEstimate:
     planner = known.planner(size)
     schedule = keep_everything(planner.problem)
     peak = planner.predicted_peak(ChainPlan(schedule, walk(planner.problem, schedule), "keep everything"))
-    least, most = known.least(size, solve=True), planner.eager_peak
+    least, most = known.least(size), planner.eager_peak
     fits = ""
     if available is not None:
         fits = "yes" if most <= available else "recomputing" if least <= available else "no"
@@ -340,13 +365,15 @@ def _largest(smallest: int, start: int, fits: Callable[[int], bool]) -> int | No
 
 
 def _largest_planned(known: _Sizes, smallest: int, start: int, available: int) -> int | None:
-    """Schedules found for some sizes say how far these go; for the next size the solver is asked for a better one."""
-    found = _largest(smallest, start, lambda n: known.least(n, solve=False) <= available)
+    """Plans that were found for some sizes say how far these go; the solver is asked for the size after it. Its plan
+    for the size that is returned is within the budget.
+    """
+    known.least(smallest)
+    found = _largest(smallest, start, lambda n: known.fits(n, available))
     for _ in range(SOLVES):
-        if found is None:
+        if found is None or known.least(max(smallest, found + 1)) > available:
             break
-        following = max(smallest, found + 1)
-        if known.least(following, solve=True) > available:
-            break
-        found = _largest(following, start, lambda n: known.least(n, solve=False) <= available)
+        found = _largest(max(smallest, found + 1), start, lambda n: known.fits(n, available))
+    if found and known.least(found) > available:
+        found = _largest(smallest, found, lambda n: known.least(n) <= available)
     return found

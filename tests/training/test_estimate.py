@@ -224,7 +224,7 @@ def test_bad_input_is_refused() -> None:
         estimate(model, randn(16, 5, seed=0), 32)
     with pytest.raises(InputError, match=r"changes with the size: its graphs at the sizes 2, 4, 6, 8 .*larger sample"):
         estimate(Steps(), randn(2, 4, seed=0), 32)
-    with pytest.raises(InputError, match=r"not one of size 4: .*\[2, 4\] grew, of shape \[1, 2\] did not"):
+    with pytest.raises(InputError, match=r"not one of size 3: .*\[2, 4\] grew, of shape \[1, 2\] did not"):
         estimate(FirstOnly(), (randn(2, 4, seed=0), randn(1, 2, seed=1)), 32)
 
 
