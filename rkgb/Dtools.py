@@ -25,7 +25,7 @@ from rkgb.probe.names import with_display_names
 from rkgb.program import computed, in_mode, same, source_values
 from rkgb.randomness import RandomSource, draws_unseen, node_generators, own_generators, random_bytes, watched_devices
 from rkgb.sample import Sample, call_of
-from rkgb.storages import memory_of, storage_key, version_of
+from rkgb.storages import counter_of, memory_of, storage_key, version_of
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
 from rkgb.trace.meta import node_on, run_on_meta, stood_for
@@ -78,7 +78,7 @@ def _run(
         run = _Probe(b, source_values(b.sources, model, inputs), own, device)
         packed = run.packed  # hooks live as long as the graph, and must not hold the run
         for mode, nodes in itertools.groupby(enumerate(b.nodes), lambda x: x[1].mode):
-            with in_mode(mode), saved_tensors_hooks(lambda t: packed.append(memory_of(t)), _refuse):
+            with in_mode(mode), saved_tensors_hooks(lambda t: packed.append(t.detach()), _refuse):
                 for index, node in nodes:
                     run.node(index, node)
         return run, [run.env[v].detach() for v in b.outputs]
@@ -140,6 +140,11 @@ class _Generators:
         return moved
 
 
+def _counts(t: torch.Tensor) -> bool:
+    """Whether ``t`` has a version counter that a tensor without memory can have, too."""
+    return t.layout == torch.strided and not t.is_inference()
+
+
 class _Ends:
     """The values that are freed after each node of B, because no later node reads them."""
 
@@ -174,10 +179,9 @@ class _Probe:
         self.generators = _Generators(() if device else watched_devices(sources.values()), own)
         self.ends = _Ends(b)
         self.numbers_read = False
-        self.packed: list[torch.UntypedStorage] = []  # by the node that runs; held so that addresses tell them apart
-        self.savers: dict[int, list[int]] = defaultdict(list)  # storage -> nodes that have saved it
+        self.packed: list[torch.Tensor] = []  # by the node that runs; held so that addresses tell them apart
+        self.savers: dict[int, list[tuple[int, torch.Tensor, int]]] = defaultdict(list)  # of each storage: see _spoil
         self.severed: set[int] = set()  # values that have a gradient, and hand it on to none
-        self.apart: set[int] = set()  # values whose version counter is not that of their storage's others (.data)
         self.nodes: list[Node] = []
         self.facts: list[Facts] = []
         for v, tensor in sources.items():
@@ -269,24 +273,28 @@ class _Probe:
         self._sever(node, results)
         for v, t in zip(node.outputs, results, strict=True):
             self._define(v, t, len(self.nodes))
-        saved = self.storages.saved(self.packed)
+        saved = self.storages.saved([memory_of(t) for t in self.packed])
+        counters = [(self.storages.live.get(storage_key(t)), counter_of(t)) for t in self.packed if _counts(t)]
         self.packed.clear()
         here = {t.device for t in results}
         kept = [memory_of(t) for t in context_tensors(results, first) if t.device in here]
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
         self._gradients_written(writes)
-        self._spoil(node, counted)
-        for storage in saved.storages:
-            self.savers[storage].append(len(self.nodes))
+        self._spoil(counted)
+        for storage, counter in counters:
+            if storage is not None:
+                self.savers[storage].append((len(self.nodes), counter, counter._version))
         self.nodes.append(self._shown(node))
         self.facts.append(Facts(writes, moved, saved, unseen, self.storages.saved(kept)))
 
-    def _spoil(self, node: Node, counted: set[int]) -> None:
-        """``node`` has changed the values ``counted`` in place: autograd refuses the backwards that have saved them."""
-        for k in {k for v in counted - self.apart for k in self.savers[self.values[v].storage]}:
-            self.facts[k] = dataclasses.replace(self.facts[k], spoilt=True)
-        apart = {self.values[v].storage for v in node.reads() if node.name == "data" or v in self.apart}
-        self.apart.update(v for v in node.outputs if self.values[v].storage in apart)
+    def _spoil(self, counted: set[int]) -> None:
+        """The values ``counted`` were changed in place: autograd refuses the backwards that have saved these tensors,
+        as their counters tell. Others in the same memory may have counters of their own (``.data``, ``unsafe_chunk``).
+        """
+        for storage in {self.values[v].storage for v in counted}:
+            for k, counter, version in self.savers[storage]:
+                if counter._version != version:
+                    self.facts[k] = dataclasses.replace(self.facts[k], spoilt=True)
 
     def _may_draw(self, node: Node, reads: tuple[int, ...]) -> tuple[RandomSource, ...]:
         """What an operation draws from that draws for some values only, and may not have done so."""

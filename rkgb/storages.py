@@ -22,3 +22,21 @@ def storage_key(t: torch.Tensor) -> int:
 def version_of(t: torch.Tensor) -> int:
     """The version counter of ``t``; 0 for a tensor made in inference mode, which has none."""
     return 0 if t.is_inference() else t._version
+
+
+def alias_of(t: torch.Tensor) -> torch.Tensor:
+    """``t`` without its graph, with its version counter, also where operations run below autograd."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return t.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def counter_of(t: torch.Tensor) -> torch.Tensor:
+    """A tensor of no memory with the version counter of ``t``."""
+    counter = alias_of(t)
+    counter.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    return counter

@@ -18,6 +18,7 @@ from rkgb.storages import storage_key
 from rkgb.trace.meta import without_data
 from rkgb.trace.patches import TRACING
 from rkgb.trace.written import has_memory
+from rkgb.trees import tensors_in
 from rkgb.warn import warn
 from rockmate.calls.bound import Results, rough_peak
 from rockmate.calls.calls import Calls
@@ -79,7 +80,7 @@ class CapturedCalls(Calls):
         if self.refused or witnesses() != getattr(self.front.inside, "witnesses", witnesses()):
             return self.program.forward(*arguments)
         wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
-        if not torch.is_grad_enabled() or next(wanted, None) is None:
+        if not torch.is_grad_enabled() or next(wanted, None) is None or not self.gives_gradients:
             return self.program.forward(*arguments)
         inputs, numbers = self.split.inputs(arguments) if self.split else (arguments, ())
         with TRACING if not self.ready else nullcontext():  # a thread may come while another is here for the first time
@@ -196,6 +197,12 @@ class CapturedCalls(Calls):
     def may_write(self) -> bool:
         """See ``may_write``."""
         return may_write(self.tensors)
+
+    @cached_property
+    def gives_gradients(self) -> bool:
+        """Whether a backward can come to what the program returns."""
+        returned = tensors_in([n.meta.get("example_value") for n in self.program.graph.output_node().all_input_nodes])
+        return any(t.requires_grad for t in returned)
 
     @cached_property
     def computes_unread(self) -> bool:

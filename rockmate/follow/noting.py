@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rockmate.follow.record import Datum, Ledger, Outside, Ref, counter_of
+from rkgb.storages import counter_of
+from rockmate.follow.record import Datum, Ledger, Outside, Ref
 from rockmate.run.slots import form_of
 
 _STATISTICS = frozenset({"running_mean", "running_var"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,19 @@ from solvers.tables import html_facts
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from solvers.whole.stages import Staged
+    from solvers.whole.stages import Reruns, Staged
 
 SECONDS = 2.0
 """How long a plan is looked for, unless ``time_limit`` says less."""
+
+PATIENCE = 20.0
+"""Seconds in which what nearly fits is mended: plans that are found otherwise run far more again."""
+
+MOST_SEGMENTS = 64
+"""Segments of a forward that are tried."""
+
+PARTS = (1.0, 1 / 32, 1 / 256)
+"""Parts of all bytes up to which data that several segments read are kept."""
 
 ROUNDS = 12
 """Budgets that are tried to find the least."""
@@ -164,17 +174,52 @@ def find(problem: Problem, budget: int, options: PlanOptions) -> Found:
     seconds = min(SECONDS, options.time_limit)
     if options.solver != "auto":
         solution = solve(_unlimited(problem), budget, options.solver, time_limit=seconds)
-        schedule, bound = solution.schedule, solution.bound
+        start, schedule, bound = None, solution.schedule, solution.bound
     else:
-        refined = refine(problem, None, Request(budget, seconds))
+        start = _segmented(problem, budget, options.time_limit)
+        refined = refine(problem, start, Request(budget, seconds))
         schedule, bound = refined.schedule, refined.bound
-    if schedule is not None and (walked := walk(problem, schedule)).peak <= budget:
-        return Found(schedule, walked, bound)
+    for found in (schedule, start):
+        if found is not None and (walked := walk(problem, found)).peak <= budget:
+            return Found(found, walked, bound)
     least = find_least(problem)
     if least.walk.peak <= budget:
         return least
     at = least.schedule[least.walk.peak_step]
     raise InfeasibleError("no schedule fits", least.walk.peak, str(at), at)
+
+
+def _segmented(problem: Problem, budget: int, time_limit: float) -> Schedule | None:
+    """The fastest cut of the forward into segments that fits, without useless reruns; if none fits, the one of least
+    memory, mended; None if that does not fit, either.
+    """
+    from solvers.whole.repair import repair, trim
+    from solvers.whole.stages import schedule_step, staged_step, timeline
+    from solvers.whole.whole_graph import least_step
+
+    staged, began = staged_step(problem), time.perf_counter()
+    cuts = [(timeline(staged, runs).peak, staged.cost(runs), runs) for runs in _cuts(staged)]
+    if fitting := [(cost, runs) for peak, cost, runs in cuts if peak <= budget]:
+        best = min(fitting, key=lambda x: x[0])[1]
+        limit = min(SECONDS / 4, time_limit)
+        found: Reruns | None = trim(staged, budget, best, lambda: began + limit - time.perf_counter())
+    elif cuts and least_step(staged)[0] <= budget:
+        limit = min(PATIENCE, time_limit)
+        least = min(cuts, key=lambda x: x[:2])[2]
+        found = repair(staged, budget, least, lambda: began + limit - time.perf_counter())
+    else:
+        found = None
+    return None if found is None else schedule_step(problem, found)
+
+
+def _cuts(staged: Staged) -> Iterator[Reruns]:
+    """The forward in few or many segments, with large data that several of them read kept, or run again in each."""
+    from solvers.whole.baselines import segments_of_forward
+
+    count = 2
+    while count < min(staged.first, MOST_SEGMENTS):
+        yield from (segments_of_forward(staged, count, part) for part in PARTS)
+        count += max(1, count // 2)
 
 
 def _unlimited(problem: Problem) -> Problem:
@@ -192,7 +237,7 @@ def find_least(problem: Problem) -> Found:
 
     staged: Staged = staged_step(problem)
     end = time.perf_counter() + SECONDS
-    best = min((staged.none(), recompute_all(staged)), key=lambda runs: timeline(staged, runs).peak)
+    best = min((staged.none(), recompute_all(staged), *_cuts(staged)), key=lambda runs: timeline(staged, runs).peak)
     low, high = least_step(staged)[0], timeline(staged, best).peak
     for _ in range(ROUNDS):
         if low >= high or time.perf_counter() > end:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from rkgb.storages import alias_of
 from rockmate.calls.surroundings import ANOTHER, RETAINED, graph_is_retained, warn_unplanned
 from rockmate.errors import GoneError
 from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
-from rockmate.follow.record import Datum, OpForm, Slot, alias_of, form_of_op
+from rockmate.follow.record import Datum, OpForm, Slot, form_of_op
 from rockmate.follow.tape import Policy, Tape
 from solvers import Bwd, Del, Loss, Run, Schedule
 

@@ -10,19 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rkgb.storages import alias_of
 from rockmate.errors import GoneError
 from rockmate.run.slots import Form, changed
-
-
-def alias_of(t: torch.Tensor) -> torch.Tensor:
-    """``t`` without its graph, with its version counter, also where operations run below autograd."""
-    key = torch._C.DispatchKey.ADInplaceOrView
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        return t.detach()
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 class Ref(NamedTuple):
@@ -79,7 +69,7 @@ class Op:
     ``makes``: (position among the results, datum) of what it allocates. ``reads`` and ``writes``: data. ``reruns``:
     whether it gives the same when it runs again. ``gathered``: storages that it reads, whose memory comes and goes.
     ``nanoseconds``: that it took. ``writes_outside``: it writes into memory that is not followed. ``draws_from_given``:
-    it draws from a generator among its arguments.
+    it draws from a generator among its arguments. ``grad``: gradients were on, which some kernels ask.
     """
 
     func: Any
@@ -93,6 +83,7 @@ class Op:
     nanoseconds: int = 0
     writes_outside: bool = False
     draws_from_given: bool = False
+    grad: bool = True
 
 
 OpForm = tuple[Any, ...]
@@ -129,13 +120,6 @@ class Datum:
     counter: torch.Tensor | None = None
     version: int | None = None
     needs: frozenset[int] = frozenset()
-
-
-def counter_of(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of no memory with the version counter of ``t``."""
-    counter = alias_of(t)
-    counter.data = torch.empty(0, dtype=t.dtype, device=t.device)
-    return counter
 
 
 class Use(NamedTuple):

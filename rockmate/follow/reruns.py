@@ -64,18 +64,22 @@ class Reruns:
         return found
 
     def run(self, ops: Iterable[int]) -> None:
-        """Run operations again, in order."""
-        if runs_plainly(self.settings):
-            with torch.no_grad(), torch._C._DisableAutocast():
-                self._run(ops)
-        else:
-            mode = replace(current_mode(), grad=False, autocast=())
-            with running_in(mode, self.settings):
-                self._run(ops)
+        """Run operations again, in order, below autograd: as they ran, some in another way where gradients are on."""
+        below, grad = torch._C._AutoDispatchBelowAutograd(), torch.is_grad_enabled()
+        try:
+            if runs_plainly(self.settings):
+                with torch._C._DisableAutocast(), below:
+                    self._run(ops)
+            else:
+                with running_in(replace(current_mode(), autocast=()), self.settings), below:
+                    self._run(ops)
+        finally:
+            torch.set_grad_enabled(grad)
 
     def _run(self, ops: Iterable[int]) -> None:
         for index in ops:
             op = self.ops[index]
+            torch._C._set_grad_enabled(op.grad)
             result = op.func(*self._values(op.args), **{k: self._value(v) for k, v in op.kwargs.items()})
             if op.makes:
                 results = list(flat(result))

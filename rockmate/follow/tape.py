@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
+from rkgb.storages import counter_of
 from rockmate.follow.noting import Noting, flat, has_memory, kernels
-from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped, counter_of
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped
 from rockmate.follow.reruns import Reruns
 from rockmate.run.slots import changed, form_of, formed
 
@@ -106,6 +107,7 @@ class Tape(TorchDispatchMode):
         given = (noting.args, noting.kwargs) if reruns else ((), {})
         op = Op(func, *given, tuple(noting.reads), tuple(noting.writes), reruns)
         op.writes_outside, op.draws_from_given = bool(noting.writes_outside), noting.draws_from_given()
+        op.grad = torch.is_grad_enabled()
         if self.lasting is not None:
             self._note_gathered(op, noting)
         self.ops.append(op)

@@ -1,7 +1,8 @@
-"""Reruns without a solver, for any staged problem: recompute all, and sqrt(n) segments."""
+"""Reruns without a solver, for any staged problem: recompute all, and segments that run again as wholes."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import ceil, sqrt
 
 from solvers.whole.stages import Reruns, Staged, without_useless
@@ -29,6 +30,24 @@ def sqrt_segments(staged: Staged) -> Reruns:
     return _rerun(staged, segment, kept)
 
 
+def segments_of_forward(staged: Staged, count: int, part: float = 1.0) -> Reruns:
+    """A training step whose forward is cut into ``count`` segments of about equal bytes, as those of checkpoints.
+
+    Data that a later segment reads are kept, if they are no larger than this ``part`` of all bytes. All others of a
+    segment run again together, before the first backward that reads one of them.
+    """
+    forward = staged.first - 1
+    made = [0, *accumulate(sum(staged.sizes[d] for d in op.makes) for op in staged.operations[:forward])]
+    segment = [min(count - 1, count * made[t] // max(1, made[-1])) for t in range(forward)]
+    readers = (t for t in range(forward) if staged.operations[t].makes)  # others only say until when data live
+    crossing = {d for t in readers for d in staged.operations[t].reads if segment[staged.owners[d]] < segment[t]}
+    kept = frozenset(d for d in crossing if staged.sizes[d] <= part * made[-1])
+    for t in range(forward, staged.steps):
+        read = [segment[staged.owners[d]] for d in staged.operations[t].reads]
+        segment.append(max(read, default=segment[-1]))
+    return _rerun(staged, segment, kept)
+
+
 def _rerun(staged: Staged, segment: list[int], kept: frozenset[int]) -> Reruns:
     """Before each step, what it reads runs again unless it is kept or has run in the step's segment."""
     runs: list[list[int]] = []
@@ -36,15 +55,18 @@ def _rerun(staged: Staged, segment: list[int], kept: frozenset[int]) -> Reruns:
     for t in range(staged.steps):
         if t and segment[t] != segment[t - 1]:
             here.clear()
-        wanted = set(staged.operations[t].reads)
-        stage: list[int] = []
-        for i in range(t - 1, -1, -1) if t >= staged.first else ():
+        stage: set[int] = set()
+        left = list(staged.operations[t].reads) if t >= staged.first else []
+        while left:
+            d = left.pop()
+            i = staged.owners[d]
             operation = staged.operations[i]
-            due = any(d in wanted and d not in kept for d in operation.makes)
-            if due and operation.may_rerun(t) and i not in here and not staged.held.issuperset(operation.makes):
-                stage.append(i)
-                wanted.update(operation.reads)
-        runs.append(stage[::-1])
+            if d in kept or i in here or i in stage or staged.held.issuperset(operation.makes):
+                continue
+            if operation.may_rerun(t):
+                stage.add(i)
+                left += operation.reads
+        runs.append(sorted(stage))
         here.update(stage)
         here.add(t)
     return without_useless(staged, runs)

@@ -1,0 +1,244 @@
+"""Recurrent layers and cells: captured, and followed, where their steps are operations of their own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from against_eager import assert_same, snapshot
+from models import randn
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from rockmate import Attachment, InfeasibleBudgetError, Rockmate, attach, frontier, measure_peak
+
+LAYERS = [nn.RNN, nn.GRU, nn.LSTM]
+CELLS = [nn.RNNCell, nn.GRUCell, nn.LSTMCell]
+
+
+class Sequence(nn.Module):
+    """A recurrent layer between others. ``way``: "captured", "counts" (reads a number), or "packed"."""
+
+    def __init__(self, kind: type[nn.Module], way: str, both: bool = False, drop: float = 0.0, layers: int = 1) -> None:
+        super().__init__()
+        self.first, self.way = nn.Linear(24, 32), way
+        self.layer = kind(32, 16, layers, batch_first=True, bidirectional=both, dropout=drop)  # type: ignore[call-arg]
+        sizes = [32 if both else 16, 64, 64, 64, 64]
+        layers_after = (m for n in sizes for m in (nn.GELU(), nn.Linear(n, 64)))
+        self.last = nn.Sequential(*layers_after)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (rows, length, 24)."""
+        x = self.first(x)
+        if self.way == "packed":
+            lengths = torch.arange(x.shape[1], x.shape[1] - x.shape[0], -1)
+            packed = pack_padded_sequence(x, lengths, batch_first=True)
+            return self.last(pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+        if self.way == "counts":
+            self.seen = x.mean().item()
+        return self.last(self.layer(x)[0])
+
+
+class Cells(nn.Module):
+    """Messages, then a cell, four times."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.messages = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32)) for _ in range(4)
+        )
+        self.cells = nn.ModuleList(kind(32, 32) for _ in range(4))  # type: ignore[call-arg]
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Of (rows, 32)."""
+        for message, cell in zip(self.messages, self.cells, strict=True):
+            found = cell(message(h), (h, h) if isinstance(cell, nn.LSTMCell) else h)
+            h = found[0] if isinstance(found, tuple) else found
+        return h
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def trains_as_eager(eager: nn.Module, x: torch.Tensor, share: float) -> Attachment:
+    """Attached at this share of eager's peak, after two steps; the least budget where that is too little."""
+    model = copy.deepcopy(eager)
+    step(eager, x)
+    eager.zero_grad()
+    budget = int(share * measure_peak(lambda: step(eager, x)))
+    handle = attach(model, budget, costs="flops", cache=False)
+    for k in range(3):
+        found: list[Any] = []
+        for m in (eager, model):
+            torch.manual_seed(k)
+            step(m, x)
+            found.append(snapshot(m))
+        assert_same(*found)
+    model.zero_grad()
+    assert measure_peak(lambda: step(model, x)) <= budget
+    return handle
+
+
+@pytest.mark.parametrize("way", ["counts", "packed"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_followed_layer_trains_as_eager(kind: type[nn.Module], way: str) -> None:
+    torch.manual_seed(0)
+    handle = trains_as_eager(Sequence(kind, way), randn(4, 12, 24, seed=0), 0.92)
+    assert handle.reason and handle.plan is not None and handle.plan.recomputed
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_layers_in_both_directions_with_dropout(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = Sequence(kind, "packed", both=True, drop=0.2, layers=2)
+    handle = trains_as_eager(model, randn(3, 8, 24, seed=0), 0.96)
+    assert handle.reason and handle.plan is not None
+
+
+@pytest.mark.parametrize("share", [0.6, 0.75, 0.9])
+def test_a_long_chain_of_steps_does_not_run_again_from_its_start(share: float) -> None:
+    """Each step of the chain would need all those before it: in segments, each runs about once more."""
+    torch.manual_seed(0)
+    handle = trains_as_eager(Sequence(nn.GRU, "counts", both=True), randn(8, 30, 24, seed=0), share)
+    assert handle.plan is not None
+    runs = sum(node.rerun for node in handle.plan.problem.nodes)  # type: ignore[union-attr]
+    assert 0 < handle.plan.recomputed <= 3 * runs
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_cells_are_planned_as_checkpoints_would_be(kind: type[nn.Module]) -> None:
+    """Their chunks of one result have version counters of their own: what is written into one spoils no other."""
+    torch.manual_seed(0)
+    eager, x = Cells(kind), randn(500, 32, seed=0)
+    found = frontier(copy.deepcopy(eager), x, costs="flops")
+    assert found.min_budget < 0.45 * found.max_budget
+    handle = trains_as_eager(eager, x, 0.6)
+    assert handle.plan is not None and handle.plan.recomputed
+
+
+def chunked(x: torch.Tensor) -> torch.Tensor:
+    """The second chunk is saved, and the first one changed."""
+    a, b = x.unsafe_chunk(2, dim=1)
+    y = b.sigmoid() * b.tanh()
+    return torch.cat([a.mul_(2), y], 1)
+
+
+def split(x: torch.Tensor) -> torch.Tensor:
+    a, b = (2 * x).unsafe_split(x.shape[1] // 2, dim=1)
+    y = b.exp()
+    a.add_(1)
+    return torch.cat([a, y * b], 1)
+
+
+def sizes(x: torch.Tensor) -> torch.Tensor:
+    n = x.shape[1] // 2
+    a, b = torch.ops.aten.unsafe_split_with_sizes(2 * x, [n, n], 1)
+    y = (b * b).sin()
+    a.sigmoid_()
+    return torch.cat([a, y], 1)
+
+
+def own_data(x: torch.Tensor) -> torch.Tensor:
+    y = (2 * x).tanh()
+    z = y.sin()
+    y.detach().data[:0].zero_()
+    return z * y
+
+
+@pytest.mark.parametrize("part", [chunked, split, sizes, own_data])
+def test_chunks_that_are_changed_spoil_no_others(part: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for k, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x))
+                x = part(1.5 * x) if k in (1, 3) else x
+            return x
+
+    torch.manual_seed(0)
+    handle = trains_as_eager(Net(), randn(256, 64, seed=0), 0.6)
+    assert handle.plan is not None and handle.plan.recomputed
+
+
+def test_a_chunk_that_is_saved_and_changed_raises_as_in_eager_mode() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = (2 * self.layer(x)).unsafe_chunk(2, dim=1)
+            y = a.exp().sin()
+            z = b.tanh()
+            b.add_(1)
+            y.add_(0)
+            return z, y * b
+
+    x = randn(4, 8, seed=0)
+    for read in (0, 1):
+        torch.manual_seed(0)
+        eager = Net()
+        model = copy.deepcopy(eager)
+        attach(model, "100%", costs="flops", cache=False)
+        found = []
+        for m in (eager, model):
+            for _ in range(2):
+                m.zero_grad()
+                try:
+                    m(x)[read].sum().backward()
+                    found.append("")
+                except RuntimeError as error:
+                    found.append(str(error)[:40])
+        assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("door", [attach, Rockmate])
+def test_a_call_whose_result_has_no_gradient_runs_as_it_is(door: Any) -> None:
+    """No backward can come to it, so nothing is kept, whatever the budget."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                *(m for _ in range(6) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+            )
+
+        def forward(self, x: torch.Tensor, target: bool = True) -> torch.Tensor:
+            y = self.layers(x)
+            return y.detach() if target else y
+
+    torch.manual_seed(0)
+    eager, x = Net(), randn(64, 32, seed=0)
+    model = copy.deepcopy(eager)
+    if door is attach:
+        attach(model, "60%", costs="flops", cache=False)
+        called: Any = model
+    else:
+        called = Rockmate(model, (x, False), "60%", costs="flops", cache=False)
+    for target in (True, False, True, False):
+        found = called(x, target)
+        assert torch.equal(found, eager(x, target)) and found.requires_grad is not target
+    found.sum().backward()
+    eager(x, False).sum().backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+
+
+def test_a_budget_that_is_too_small_for_a_chain_names_the_least() -> None:
+    torch.manual_seed(0)
+    model, x = Sequence(nn.GRU, "counts"), randn(4, 10, 24, seed=0)
+    attach(model, 2000, costs="flops", cache=False)
+    with pytest.raises(InfeasibleBudgetError) as told:
+        for _ in range(2):
+            step(model, x)
+    model = copy.deepcopy(model)
+    again = attach(model, told.value.min_budget, costs="flops", cache=False)
+    for _ in range(3):
+        step(model, x)
+    assert again.plan is not None and again.plan.predicted_peak <= told.value.min_budget
