@@ -55,9 +55,11 @@ def described(names: list[str], values: list[Any], training: bool | None) -> tup
 
 
 def _form(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{_short(value.dtype)}{list(value.shape)}" + (" with gradient" if value.requires_grad else "")
-    return str(value)
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    strides = value.layout == torch.strided and not value.is_contiguous()
+    lies = f" strides {list(value.stride())}" if strides else ""
+    return f"{_short(value.dtype)}{list(value.shape)}{lies}" + (" with gradient" if value.requires_grad else "")
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -74,7 +76,7 @@ def planned_line(
     line = (
         f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {', '.join(call)}: "
         f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
-        f"{100 * plan.predicted_overhead:.1f} % more time"
+        f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
     )
     if before is not None:
         line += f"; {_difference(before, call, guard)}"
@@ -82,6 +84,11 @@ def planned_line(
         pad = "" if before == call else "pad inputs to a few shapes, and "
         line += f". This is plan {number}: {pad}keep what changes at every step in tensors"
     return line
+
+
+def costly(overhead: float) -> str:
+    """What is said of a plan that runs again for longer than a step takes; empty of others."""
+    return "" if overhead <= 1 else ". A larger budget may take far less time: see frontier()"
 
 
 def _loaded(plan: Plan) -> str:

@@ -27,7 +27,11 @@ _INSTEAD = (
 """Parts of what is said, and what to write instead."""
 
 _MOVE = "move it out of forward, in front of the layers or behind them"
-_CALLED = re.compile(r"(?:trace builtin operator|trace the builtin|not trace function) `([\w.]+?)\.?`")
+_CALLED = re.compile(
+    r"(?:trace builtin operator|trace the builtin|not trace function|that the function) `([\w.]+?)\.?`"
+)
+_SKIPPED = "Attempted to call function marked as skipped"
+_CAUSE = re.compile(r"Caused by: .*# (\S+:\d+) in")
 
 
 def reason_of(error: Exception) -> str:
@@ -37,10 +41,11 @@ def reason_of(error: Exception) -> str:
     what = next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), type(error).__name__)
     called = _CALLED.search(text)
     if called is not None and called[1] not in what:
-        what = f"{what} ({called[1]})"
+        what = f"TorchDynamo does not trace {called[1]}" if what == _SKIPPED else f"{what} ({called[1]})"
     at = _line_in(text.partition("from user code:")[2])
     if "data-dependent expression" in what:  # which names no variable of the user's
-        what = _BY_VALUES
+        cause = _CAUSE.search(text)
+        what = _BY_VALUES + (f", in torch's {cause[1]}" if cause and cause[1].startswith("nn/") else "")
     if at and " at " not in what:
         what = f"{what} at {at}"
     instead = next((advice for part, advice in _INSTEAD if part in what), _MOVE if at else "")

@@ -41,7 +41,7 @@ from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.watch import Watch
 from rockmate.follow.ways import FollowedWays
 from rockmate.progress import Progress
-from rockmate.tell import LOG
+from rockmate.tell import LOG, costly
 from solvers import Frontier
 from solvers.calls import Way
 from solvers.interrupts import Heeded
@@ -278,7 +278,7 @@ class Followed:
         self._say(
             f"planned a followed step for {', '.join(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
-            f"{100 * plan.predicted_overhead:.1f} % more time"
+            f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
         )
 
     def _say(self, line: str) -> None:
