@@ -27,7 +27,6 @@ from rockmate.planning.checks import gets_sizes, refuse_lazy
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
-from rockmate.rotor.parts import Parts
 from rockmate.rotor.situation import Situation
 from solvers.errors import InfeasibleError
 from solvers.interrupts import Heeded
@@ -36,9 +35,8 @@ from solvers.rotor.ops import Sequence
 from solvers.rotor.plans import ALGORITHMS, simplest
 from solvers.rotor.walk import Walked, walk_sequence
 
-# Attributes that belong to one situation, and how many earlier situations are remembered.
-_OF_A_SITUATION = ("_situation", "_measured", "names", "chain", "sequence")
 _MOST_EARLIER = 8
+"""Earlier situations whose chains and sequences are remembered."""
 
 
 class Checkpointable(nn.Module):
@@ -94,7 +92,7 @@ class Checkpointable(nn.Module):
         if costs not in ("measured", "flops"):
             raise InputError(f'costs is {costs!r}: use "measured" or "flops"')
         self.model = model
-        self.names = tuple(name for name, _ in flatten(model))
+        flatten(model)  # refuses what is no sequence of layers
         self.mem_limit = None if mem_limit is None else parse_bytes(mem_limit)
         self.mem_slots = _slots(mem_slots)
         self.verbosity = verbosity
@@ -106,16 +104,19 @@ class Checkpointable(nn.Module):
         self.algo = "persistent"
         self.chain: Chain | None = None
         self.sequence: Sequence | None = None
-        self._measured: Chain | None = None
         self._situation: Situation | None = None
-        self._earlier: list[dict[str, Any]] = []
-        self._parts: list[Parts] = []
+        self._earlier: list[tuple[Situation | None, Chain | None, Sequence | None]] = []
         self.training = model.training  # of the layers, some may be in another mode
         self._lazy = True  # whether layers may have no sizes yet
         if custom_input is not None:
             self.measure(custom_input)
             if mem_limit is not None:
                 self.compute_sequence(self.mem_limit)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the stages, in order."""
+        return tuple(name for name, _ in flatten(self.model))
 
     @property
     def functions(self) -> tuple[nn.Module, ...]:
@@ -131,8 +132,8 @@ class Checkpointable(nn.Module):
         refuse_lazy(self.model)
         check_tensors(custom_input, "the sample is")
         check_tensors([*self.model.parameters()], "a parameter is")
-        self.names, functions = zip(*flatten(self.model), strict=True)
-        for name, function in zip(self.names, functions, strict=True):
+        names, functions = zip(*flatten(self.model), strict=True)
+        for name, function in zip(names, functions, strict=True):
             if any(isinstance(m, Checkpointable) for m in function.modules()):
                 raise InputError(
                     f"layer {name} is or has a Checkpointable, whose limit would not hold within another: use .model"
@@ -143,19 +144,17 @@ class Checkpointable(nn.Module):
                     "of parameters and of what autograd saves. Leave it out of the Checkpointable"
                 )
         with Heeded(), without_saved_hooks(), without_cached_parametrizations():
-            self._measured = measure_chain(
-                functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
+            chain = measure_chain(
+                functions, names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
             )
-        self._situation = Situation.of(functions, [*map(Parts, functions)], custom_input)
-        self.chain = self.sequence = None
-        self._earlier = []
+        self.chain, self.sequence = replace(chain, loss=chain.loss + self.loss_tmp_memory_usage), None
+        self._situation, self._earlier = Situation.of(functions, custom_input), []
 
     def build_chain(self, mem_limit: int | float | str) -> None:
-        """Make ``chain`` from what was measured, in slots of ``mem_limit / mem_slots`` bytes."""
-        if self._measured is None:
+        """Let ``chain``, which was measured, have slots of ``mem_limit / mem_slots`` bytes."""
+        if self.chain is None:
             raise InputError("nothing has been measured: call measure(sample) before compute_sequence()")
-        unit = max(1, -(-parse_bytes(mem_limit) // self.mem_slots))
-        self.chain = replace(self._measured, loss=self._measured.loss + self.loss_tmp_memory_usage, unit=unit)
+        self.chain = replace(self.chain, unit=max(1, -(-parse_bytes(mem_limit) // self.mem_slots)))
 
     def compute_sequence(
         self,
@@ -230,17 +229,15 @@ class Checkpointable(nn.Module):
         if self._lazy and self._gets_sizes():
             return self.model(x)
         functions = self.functions
-        before = self._parts if len(self._parts) == len(functions) else [None] * len(functions)
-        parts = self._parts = [*map(Parts.again, functions, before)]
         if self._situation is None:
             self.measure(x)
-        elif not self._situation.covers(now := Situation.of(functions, parts, x)):
+        elif not self._situation.covers(now := Situation.of(functions, x)):
             self._turn_to(now, x)
         if self.sequence is None:
             self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
         names = self.names if self.verbosity > 1 else None
-        return Call(functions, self.sequence, names, self.preserve_rng_state, parts).forward(x)
+        return Call(functions, self.sequence, names, self.preserve_rng_state).forward(x)
 
     def _gets_sizes(self) -> bool:
         """Whether layers get their sizes in this call, so that there is nothing to measure yet."""
@@ -249,14 +246,13 @@ class Checkpointable(nn.Module):
 
     def _turn_to(self, situation: Situation, x: Any) -> None:
         """Use the chain and sequence of an earlier situation that covers this one, or measure ``x``."""
-        present = {name: getattr(self, name) for name in _OF_A_SITUATION}
-        fitting = next((k for k in self._earlier if k["_situation"].covers(situation)), None)
-        others = [k for k in self._earlier if k is not fitting]
+        known = [(self._situation, self.chain, self.sequence), *self._earlier]
+        fitting = next((k for k in known if k[0] is not None and k[0].covers(situation)), None)
         if fitting is None:
             self.measure(x)
         else:
-            vars(self).update(fitting)
-        self._earlier = [present, *others][:_MOST_EARLIER]
+            self._situation, self.chain, self.sequence = fitting
+        self._earlier = [k for k in known if k is not fitting][:_MOST_EARLIER]
 
     def walked(self) -> Walked:
         """The predicted peak, time, and memory at every operation of ``sequence``.

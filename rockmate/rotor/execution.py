@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 from rkgb.program import in_mode
@@ -19,7 +18,7 @@ from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.rotor.inspection import in_place_message
-from rockmate.rotor.parts import Function, Held, Parts, versions_of
+from rockmate.rotor.parts import Function, Held, versions_of
 from rockmate.rotor.stages import Stage
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
@@ -28,7 +27,7 @@ class Call:
     """One forward and its backward, by the operations of ``sequence``.
 
     ``names``: of the stages; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a
-    recompute draws the same random numbers. ``parts``: those of the stages, if they are known.
+    recompute draws the same random numbers.
     """
 
     def __init__(
@@ -37,13 +36,12 @@ class Call:
         sequence: Sequence | Many[Operation],
         names: Many[str] | None = None,
         preserve_rng_state: bool = True,
-        parts: Many[Parts] = (),
     ) -> None:
         operations = tuple(sequence)
         end = next((k for k, op in enumerate(operations) if isinstance(op, Loss)), len(operations))
         self.forward_part, self.backward_part = operations[:end], operations[end + 1 :]
         self.names, self.position = names, 0
-        self.stages = [Stage(f, preserve_rng_state, p) for f, p in zip_longest(functions, parts)]
+        self.stages = [Stage(f, preserve_rng_state) for f in functions]
         self.stored: dict[int, Held] = {}
         self.current: tuple[int, Any] | None = None
         self.start: Held | None = None
@@ -67,7 +65,7 @@ class Call:
                 raise ValueError(f"{operation!r} stands where stage {done} of {count} has to run")
             self._announce(operation)
             if isinstance(operation, Fe):
-                x = self.stages[i].keep_all(x)
+                x = self.stages[i].first(x, None)
                 continue
             if isinstance(operation, Fck):
                 self.stored[i] = Held.of(x)
@@ -122,7 +120,7 @@ class Call:
             x = self.stages[k].fill(x, following != B(k))
             self.stages[k].release_states()
         else:
-            x = self.stages[k].skim(x)
+            x = self.stages[k].again(x)
         self.current = None if x is None else (k + 1, x)
 
     def _drop_unread(self) -> None:
@@ -142,7 +140,7 @@ class Call:
         assert self.start is not None
         x = self.start.read(self._name(0))
         for stage in self.stages[:i]:
-            x = stage.skim(x)
+            x = stage.again(x)
         self.stages[i].fill(x, False)
 
     def _name(self, i: int) -> str:

@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
-from rkgb.randomness import Drawn, generators_in, random_state
+from rkgb.randomness import Drawn, own_generators, random_state, watched_devices
 from rkgb.storages import version_of
 from rkgb.trees import tensor_leaves
 
@@ -51,62 +49,30 @@ def changing(function: Function) -> frozenset[str]:
 class Parts:
     """The modules of a layer, each once, and their parameters and buffers by name (``owned``: both).
 
-    ``modules``: with their names, which end with a dot; none for a plain function. ``homes``: for each parameter and
-    buffer the dictionaries that hold it, and its name there. ``held``: these dictionaries, and what they held;
-    ``bare``: those that held nothing. It is one walk: torch's ``named_parameters`` and the like take a good part of the
-    time of a small layer.
+    ``modules``: with their names, which end with a dot; none for a plain function. ``held``: the dictionaries of
+    modules, parameters and buffers, and what they held.
     """
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.modules: list[tuple[str, nn.Module]] = []
+        named = function.named_modules() if isinstance(function, nn.Module) else ()
+        self.modules = [(f"{name}." if name else "", module) for name, module in named]
         self.parameters: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        self.homes: dict[str, list[tuple[Dict, str]]] = {}
         self.held: list[tuple[Dict, Dict]] = []
-        self.bare: list[Dict] = []
-        named: dict[int, str] = {}
-        todo = [("", function)] if isinstance(function, nn.Module) else []
         seen: set[int] = set()
-        while todo:
-            prefix, module = todo.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            self.modules.append((prefix, module))
-            todo += reversed([(f"{prefix}{k}.", m) for k, m in module._modules.items() if m is not None])
+        for prefix, module in self.modules:
             for owned, tensors in ((self.parameters, module._parameters), (self.buffers, module._buffers)):
                 for k, t in tensors.items():
-                    if t is not None:
-                        name = named.setdefault(id(t), prefix + k)
-                        owned.setdefault(name, t)
-                        self.homes.setdefault(name, []).append((tensors, k))
-            for d in (module._modules, module._parameters, module._buffers):
-                if d:
-                    self.held.append((d, dict(d)))
-                else:
-                    self.bare.append(d)
+                    if t is not None and id(t) not in seen:
+                        seen.add(id(t))
+                        owned[prefix + k] = t
+            self.held += [(d, dict(d)) for d in (module._modules, module._parameters, module._buffers)]
         self.owned = self.parameters | self.buffers
-        self.things = [thing for _, then in self.held for thing in then.values()]
 
-    @classmethod
-    def again(cls, function: Function, before: Parts | None) -> Parts:
-        """Those of now; ``before``: those of an earlier moment, which are these if nothing has changed."""
-        if before is None or before.function is not function or not before.are_unchanged():
-            return cls(function)
-        vars(before).pop("attributes", None)
-        return before
-
-    def are_unchanged(self) -> bool:
-        """Whether the modules have the same modules, parameters and buffers as then."""
-        things = chain.from_iterable(d.values() for d, _ in self.held)
-        equal = all(map(is_, things, self.things)) and not any(self.bare)
-        return equal and all(len(d) == len(then) for d, then in self.held)
-
-    @cached_property
-    def attributes(self) -> list[tuple[nn.Module, Dict, tuple[str, ...], tuple[str, ...]]]:
-        """Each module, its attributes, all their names, and those of its own: not what all modules have."""
-        return [(m, m.__dict__, names := tuple(m.__dict__), _own(names)) for _, m in self.modules]
+    def attributes(self) -> Iterator[tuple[nn.Module, Dict]]:
+        """Each module, and its attributes that not all modules have."""
+        return ((m, {k: v for k, v in vars(m).items() if k not in _OF_ALL}) for _, m in self.modules)
 
     def configuration(self) -> tuple[tuple[str, Hashable], ...]:
         """The plain attributes that no run was seen to change, by which people set what layers do.
@@ -114,9 +80,9 @@ class Parts:
         Of a float only whether it is 0: rates and factors change no memory, but for operations that are left out.
         """
         found: list[tuple[str, Hashable]] = []
-        for module, attributes, _, own in self.attributes:
+        for module, attributes in self.attributes():
             changed = _changed_attributes.get(module, _NONE)
-            plain = ((k, attributes[k]) for k in own if k not in changed and _is_plain(attributes[k]))
+            plain = ((k, v) for k, v in attributes.items() if k not in changed and _is_plain(v))
             found += [(k, v != 0 if type(v) is float else v) for k, v in plain]
         return tuple(found)
 
@@ -126,10 +92,8 @@ class Parts:
         These are the default generators of the CPU and of the devices of ``x`` and the parameters, and those that the
         modules hold.
         """
-        devices = {t.device for t in (*tensor_leaves(x), *self.parameters.values())} | {torch.device("cpu")}
-        values = (attributes[k] for _, attributes, _, own in self.attributes for k in own)
-        sources: list[Drawn] = [*devices, *dict.fromkeys(generators_in(values))]
-        return {source: random_state(source) for source in sources}
+        devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
+        return {source: random_state(source) for source in (*devices, *own_generators(m for _, m in self.modules))}
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """The running statistics that batch and instance norms update in training, by name.
@@ -141,11 +105,6 @@ class Parts:
         return {name: self.buffers[name] for name in names if name in self.buffers}
 
 
-@lru_cache(maxsize=4096)
-def _own(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in _OF_ALL)
-
-
 def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
@@ -153,11 +112,12 @@ def _is_plain(value: Any) -> bool:
 class Moment:
     """A layer when a run of it begins: its ``parts``, their version counters, statistics of norms, plain attributes."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts, self.statistics = parts, parts.statistics()
-        self.versions = [version_of(t) for t in parts.owned.values()]
+    def __init__(self, function: Function) -> None:
+        self.parts = Parts(function)
+        self.statistics = self.parts.statistics()
+        self.versions = [version_of(t) for t in self.parts.owned.values()]
         self.plain = [
-            (m, d, names, {k: v for k in own if _is_plain(v := d[k])}) for m, d, names, own in parts.attributes
+            (m, [*vars(m)], {k: v for k, v in own.items() if _is_plain(v)}) for m, own in self.parts.attributes()
         ]
 
     def copies(self) -> dict[str, torch.Tensor]:
@@ -184,8 +144,8 @@ class Moment:
 
     def learn_attributes(self) -> None:
         """After the run: note which plain attributes it changed."""
-        for module, now, _, plain in self.plain:
-            if names := {k for k, v in plain.items() if now.get(k) != v}:
+        for module, _, plain in self.plain:
+            if names := {k for k, v in plain.items() if vars(module).get(k) != v}:
                 _changed_attributes[module] = _changed_attributes.get(module, _NONE) | names
 
     def check(self, name: str, scratch: dict[str, torch.Tensor]) -> None:
@@ -207,38 +167,34 @@ class Moment:
         """Meanwhile the layer is as it was then, with other tensors ``instead`` of some parameters and buffers;
         afterwards it is as it is now.
         """
-        parts = self.parts
-        with kept(parts):
-            if not parts.are_unchanged():
-                for d, then in (*parts.held, *((d, {}) for d in parts.bare)):
-                    d.clear()
-                    d.update(then)
-            for name, t in instead.items():
-                for d, key in parts.homes[name]:
-                    d[key] = t
-            for _, d, names, plain in self.plain:
-                if tuple(d) != names:
-                    for name in d.keys() - set(names):
-                        del d[name]
-                d.update(plain)
+        swapped = {id(self.parts.owned[name]): t for name, t in instead.items()}
+        with kept(self.parts):
+            for d, then in self.parts.held:
+                _put(d, {k: swapped.get(id(t), t) for k, t in then.items()} if swapped else then)
+            for module, names, plain in self.plain:
+                attributes = vars(module)
+                for name in attributes.keys() - names:
+                    del attributes[name]
+                attributes.update(plain)
             yield
 
 
 @contextmanager
 def kept(parts: Parts) -> Iterator[None]:
     """Afterwards the modules have the same attributes, parameters and buffers as before."""
-    held = [(d, dict(d)) for d in (*(d for d, _ in parts.held), *(d for _, d, _, _ in parts.attributes))]
-    held += [(d, dict(d)) for d in parts.bare if d]
-    bare = [d for d in parts.bare if not d]
+    before = [(d, dict(d)) for d in (*(d for d, _ in parts.held), *(vars(m) for _, m in parts.modules))]
     try:
         yield
     finally:
-        for d in bare:
-            d.clear()
-        for d, then in held:
-            if not (len(d) == len(then) and all(map(is_, d.values(), then.values())) and [*d] == [*then]):
-                d.clear()
-                d.update(then)
+        for d, then in before:
+            _put(d, then)
+
+
+def _put(d: Dict, then: Dict) -> None:
+    """Give ``d`` the items ``then``, in their order."""
+    if not (len(d) == len(then) and all(map(is_, d.values(), then.values())) and [*d] == [*then]):
+        d.clear()
+        d.update(then)
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class Probe:
         """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""
         stage, spans = self._stage(), []
         for run in (
-            lambda: self._stage().keep_all(self.x),
+            lambda: self._stage().first(self.x, None),
             lambda: stage.first(self.x, _no_backward),
             lambda: stage.fill(self.x, True),
             lambda: stage.fill(self.x, False),
@@ -195,7 +195,7 @@ class StageRun:
 
     def __init__(self, function: Function, x: Any) -> None:
         self.function, self.x, self.device = function, x, device_of(x)
-        self.moment = Moment(Parts(function))
+        self.moment = Moment(function)
         parts = self.moment.parts
         self.states = parts.generator_states(x)
         self.anchor = torch.zeros((), requires_grad=True)
