@@ -84,14 +84,11 @@ def measure_chain(
     outputs = [t for t in tensor_leaves(x) if t.requires_grad]
     gradient = sum(map(storage_bytes, outputs))
     floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in outputs)
-    stages = tuple(_timed(stage, times[key]) for stage, key in measured)
+    # The median of each time of equal stages, so that no stage seems faster than another by chance.
+    medians = {key: [int(median(each)) for each in zip(*known, strict=True)] for key, known in times.items()}
+    timed = [(stage, medians[key]) for stage, key in measured]
+    stages = tuple(replace(stage, runs=Runs(*runs), backward_time=backward) for stage, (*runs, backward) in timed)
     return Chain(stages, tuple(values), gradient, _LOSS_OUTPUTS * floats + max(0, floats - gradient))
-
-
-def _timed(stage: Stage, times: list[tuple[int, ...]]) -> Stage:
-    """With the median of each time of equal stages, so that no stage seems faster than another by chance."""
-    *runs, backward = (int(median(each)) for each in zip(*times, strict=True))
-    return replace(stage, runs=Runs(*runs), backward_time=backward)
 
 
 @contextmanager

@@ -93,7 +93,8 @@ class Parts:
         modules hold.
         """
         devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
-        return {source: random_state(source) for source in (*devices, *own_generators(m for _, m in self.modules))}
+        sources: list[Drawn] = [*devices, *own_generators(m for _, m in self.modules)]
+        return {source: random_state(source) for source in sources}
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """The running statistics that batch and instance norms update in training, by name.

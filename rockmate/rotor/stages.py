@@ -8,8 +8,7 @@ saved tensor unless its output is wanted. Gradients, hooks and accumulation are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
