@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 
 from rkgb.device import kind_of
 from rkgb.trees import tensor_leaves
-from rkgb.warn import warn
 from rockmate.budget import parse_bytes, show_bytes
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
@@ -22,7 +21,7 @@ from rockmate.calls.surroundings import (
     without_cached_parametrizations,
     without_saved_hooks,
 )
-from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
+from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.planning.checks import gets_sizes, refuse_lazy
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import check_tensors, measure_chain
@@ -34,6 +33,9 @@ from solvers.rotor.chain import Chain
 from solvers.rotor.ops import Sequence
 from solvers.rotor.plans import ALGORITHMS, simplest
 from solvers.rotor.walk import Walked, walk_sequence
+
+_IN_CACHED = "within torch.nn.utils.parametrize.cached(), which has other weights when a layer runs again,"
+_SLOTS = (1, "use at least 1, 500 is usual")
 
 _MOST_EARLIER = 8
 """Earlier situations whose chains and sequences are remembered."""
@@ -94,12 +96,11 @@ class Checkpointable(nn.Module):
         self.model = model
         flatten(model)  # refuses what is no sequence of layers
         self.mem_limit = None if mem_limit is None else parse_bytes(mem_limit)
-        self.mem_slots = _slots(mem_slots)
+        self.mem_slots = _whole("mem_slots", mem_slots, *_SLOTS)
         self.verbosity = verbosity
         self.preserve_rng_state = preserve_rng_state
-        self.loss_tmp_memory_usage = _whole("loss_tmp_memory_usage", loss_tmp_memory_usage)
-        if self.loss_tmp_memory_usage < 0:
-            raise InputError(f"loss_tmp_memory_usage is {loss_tmp_memory_usage}: bytes cannot be negative")
+        loss_bytes = _whole("loss_tmp_memory_usage", loss_tmp_memory_usage, 0, "bytes cannot be negative")
+        self.loss_tmp_memory_usage = loss_bytes
         self.costs = costs
         self.algo = "persistent"
         self.chain: Chain | None = None
@@ -134,15 +135,9 @@ class Checkpointable(nn.Module):
         check_tensors([*self.model.parameters()], "a parameter is")
         names, functions = zip(*flatten(self.model), strict=True)
         for name, function in zip(names, functions, strict=True):
-            if any(isinstance(m, Checkpointable) for m in function.modules()):
-                raise InputError(
-                    f"layer {name} is or has a Checkpointable, whose limit would not hold within another: use .model"
-                )
-            if any(isinstance(m, torch.jit.ScriptModule) for m in function.modules()):
-                raise InputError(
-                    f"layer {name} is or has a module of TorchScript, which cannot run with other tensors in the place "
-                    "of parameters and of what autograd saves. Leave it out of the Checkpointable"
-                )
+            for kind, why in _REFUSED.items():
+                if any(isinstance(m, kind) for m in function.modules()):
+                    raise InputError(f"layer {name} is or has {why}")
         with Heeded(), without_saved_hooks(), without_cached_parametrizations():
             chain = measure_chain(
                 functions, names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
@@ -175,7 +170,7 @@ class Checkpointable(nn.Module):
             raise InputError(f"there is no algorithm {algo!r}: use one of {', '.join(ALGORITHMS)}")
         if custom_mem_limit_bytes is not None and mem_limit is not None:
             raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
-        self.mem_slots = self.mem_slots if mem_slots is None else _slots(mem_slots)
+        self.mem_slots = self.mem_slots if mem_slots is None else _whole("mem_slots", mem_slots, *_SLOTS)
         self._earlier = []
         given = (custom_mem_limit_bytes, mem_limit, self.mem_limit)
         self._compute(next((limit for limit in given if limit is not None), None), algo)
@@ -216,17 +211,12 @@ class Checkpointable(nn.Module):
         """The model's output for ``x``, within the limit where gradients are recorded in training mode."""
         if not (self.training and torch.is_grad_enabled()):
             return self.model(x)
-        if not torch.compiler.is_compiling() and is_transformed():
-            leave_plan(IN_TRANSFORMS)
+        cached = parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.model.modules()))
+        if cached or (not torch.compiler.is_compiling() and is_transformed()):
+            leave_plan(_IN_CACHED if cached else IN_TRANSFORMS)
             return self.model(x)
-        if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.model.modules())):
-            warn(
-                "within torch.nn.utils.parametrize.cached() the model itself runs, and the memory limit does not hold: "
-                "a layer that runs again would find what the cache has now. Call the model outside of it",
-                BudgetWarning,
-            )
-            return self.model(x)
-        if self._lazy and self._gets_sizes():
+        self._lazy = self._lazy and gets_sizes(self.model, type(self.model).__name__)
+        if self._lazy:
             return self.model(x)
         functions = self.functions
         if self._situation is None:
@@ -238,11 +228,6 @@ class Checkpointable(nn.Module):
         assert self.sequence is not None
         names = self.names if self.verbosity > 1 else None
         return Call(functions, self.sequence, names, self.preserve_rng_state).forward(x)
-
-    def _gets_sizes(self) -> bool:
-        """Whether layers get their sizes in this call, so that there is nothing to measure yet."""
-        self._lazy = gets_sizes(self.model, type(self.model).__name__)
-        return self._lazy
 
     def _turn_to(self, situation: Situation, x: Any) -> None:
         """Use the chain and sequence of an earlier situation that covers this one, or measure ``x``."""
@@ -270,6 +255,15 @@ class Checkpointable(nn.Module):
     def get_expected_makespan(self) -> float:
         """The predicted time of a forward and its backward, in seconds."""
         return self.walked().time / 1e9
+
+
+_REFUSED: dict[type[nn.Module], str] = {
+    Checkpointable: "a Checkpointable, whose limit would not hold within another: use .model",
+    torch.jit.ScriptModule: (
+        "a module of TorchScript, which cannot run with other tensors in the place of parameters and of what autograd "
+        "saves. Leave it out of the Checkpointable"
+    ),
+}
 
 
 def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -304,15 +298,11 @@ def _has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _whole(name: str, number: Any) -> int:
+def _whole(name: str, number: Any, least: int, why: str) -> int:
     try:
-        return operator.index(number)
+        number = operator.index(number)
     except TypeError as error:
         raise InputError(f"{name} is {number!r}: give a whole number") from error
-
-
-def _slots(number: Any) -> int:
-    slots = _whole("mem_slots", number)
-    if slots < 1:
-        raise InputError(f"mem_slots is {slots}: use at least 1, 500 is usual")
-    return slots
+    if number < least:
+        raise InputError(f"{name} is {number}: {why}")
+    return int(number)

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from rkgb.program import in_mode
 from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
@@ -149,3 +151,28 @@ class Call:
     def _announce(self, operation: Fn | Fck | Fe | B) -> None:
         if self.names:
             sys.stderr.write(f"{operation!r} {self.names[operation.index]}\n")
+
+
+class CheckpointOptim(torch.autograd.Function):
+    """``CheckpointOptim.apply(functions, sequence, names, preserve_rng_state, *arg)``: run a chain by a sequence.
+
+    ``functions``: the stages, each from one value to the next. ``sequence``: Fn, Fck, Fe, B and Loss. ``names``: of the
+    functions; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a stage that runs again
+    draws the same random numbers. ``arg``: one tensor, or several, which the first stage gets as a tuple.
+
+    It returns the output of the last stage in the autograd graph of eager mode, for programs that bring their own
+    sequence. Raises ``ValueError`` for a backward operation in the forward phase or ``Loss`` in the backward phase,
+    ``AttributeError`` for an object that is no operation.
+    """
+
+    @classmethod
+    def apply(
+        cls,
+        functions: Many[Function],
+        sequence: Sequence | Many[Operation],
+        names: Many[str] | None,
+        preserve_rng_state: bool,
+        *arg: Any,
+    ) -> Any:
+        """The output of the last function."""
+        return Call(functions, sequence, names, preserve_rng_state).forward(arg[0] if len(arg) == 1 else arg)

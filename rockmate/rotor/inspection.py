@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rkgb.cost.clock import Clock
 from rkgb.cost.memory import storage_bytes
@@ -20,7 +21,7 @@ from rkgb.trace.code import watched
 from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.parts import Function, Parts, device_of, kept, mapped, versions_of
+from rockmate.rotor.parts import Function, Parts, device_of, kept, versions_of
 from rockmate.rotor.probe import Probe
 from solvers.rotor.chain import Chain, Runs, Stage
 
@@ -114,7 +115,7 @@ def warm_up(function: Function, x: Any, where: tuple[int, str], preserve_rng_sta
     """
     device = device_of(x)
     kind = kind_of(device)
-    x = mapped(lambda t: t.detach(), x)
+    x = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, x)
     versions = versions_of(x)
     layer, outputs = f"layer {where[0]} ({where[1]})", list[Any]()
 

@@ -227,16 +227,9 @@ def versions_of(value: Any) -> list[int]:
 
 def detached(value: Any) -> Any:
     """The same memory without history, requiring grad where the original does."""
-    return mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
 
 def device_of(x: Any) -> torch.device:
     """The device of the first tensor in ``x``; the CPU where there is none."""
     return next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
-
-
-def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``change(t)`` for each tensor t in it."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    return pytree.tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, value)

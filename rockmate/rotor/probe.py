@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rkgb.cost.clock import Clock, Mark, read
 from rkgb.cost.counted import counted_tail, modelled_times
@@ -21,7 +22,7 @@ from rkgb.randomness import set_random_state
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.parts import Function, Moment, detached, device_of, kept, mapped
+from rockmate.rotor.parts import Function, Moment, detached, device_of, kept
 from rockmate.rotor.stages import Stage
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Runs
@@ -110,7 +111,7 @@ class Probe:
         tapped = [t for t in tensor_leaves(x) if t.requires_grad]
         if tapped:
             taps = iter(Tap.apply(collect, self.anchor, *tapped))
-            x = mapped(lambda t: next(taps) if t.requires_grad else t, x)
+            x = pytree.tree_map_only(torch.Tensor, lambda t: next(taps) if t.requires_grad else t, x)
         with self.moment.again(self.leaves):
             return tensor_leaves(self.function(x))
 

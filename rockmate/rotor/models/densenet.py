@@ -60,6 +60,7 @@ class DenseNet(nn.Sequential):
         head = OrderedDict(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), classifier=classifier)
         super().__init__(OrderedDict(features=features, **head))
         initialize(self, "fan_in")
+        nn.init.zeros_(classifier.bias)
 
 
 densenet121 = partial(DenseNet, 32, (6, 12, 24, 16), 64)

@@ -61,18 +61,15 @@ class Inception3(nn.Sequential):
     """Images (batch, 3, height, width), at least 75 wide and high, to scores (batch, ``num_classes``)."""
 
     def __init__(self, num_classes: int = 1000, init_weights: bool = True, dropout: float = 0.5) -> None:
-        stem, _, width = _parsed(3, _STEM)
-        super().__init__(stem)
+        parts, _, width = _parsed(3, _STEM)
         for name, text in _MIXED.items():
             layers, steps, outputs = zip(
                 *(_parsed(width, branch, "branch") for branch in text.split("; ")), strict=True
             )
-            self.add_module(name, Branches(steps, {k: v for of in layers for k, v in of.items()}))
+            parts[name] = Branches(steps, {k: v for of in layers for k, v in of.items()})
             width = sum(outputs)
-        self.add_module("avgpool", nn.AdaptiveAvgPool2d(1))
-        self.add_module("dropout", nn.Dropout(dropout))
-        self.add_module("flatten", nn.Flatten())
-        self.add_module("fc", nn.Linear(width, num_classes))
+        head = nn.AdaptiveAvgPool2d(1), nn.Dropout(dropout), nn.Flatten(), nn.Linear(width, num_classes)
+        super().__init__(OrderedDict(**parts, **dict(zip(("avgpool", "dropout", "flatten", "fc"), head, strict=True))))
         for module in self.modules() if init_weights else ():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.trunc_normal_(module.weight, std=0.1)

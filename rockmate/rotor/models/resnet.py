@@ -35,8 +35,8 @@ class ResNet(nn.Sequential):
     """
 
     def __init__(self, bottleneck: bool, layers: tuple[int, int, int, int], num_classes: int = 1000) -> None:
-        conv1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
-        super().__init__(OrderedDict(conv1=conv1, bn1=BatchNorm2dReLU(64), maxpool=nn.MaxPool2d(3, 2, padding=1)))
+        stem = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), BatchNorm2dReLU(64), nn.MaxPool2d(3, 2, padding=1)
+        parts: dict[str, nn.Module] = dict(zip(("conv1", "bn1", "maxpool"), stem, strict=True))
         inputs = 64
         for k, count in enumerate(layers):
             part, width = nn.Sequential(), 64 * 2**k
@@ -45,13 +45,10 @@ class ResNet(nn.Sequential):
                 body = ((width, 1, 1), middle, (4 * width, 1, 1)) if bottleneck else (middle, (width, 3, 1))
                 part.append(residual(inputs, body))
                 inputs = body[-1][0]
-            self.add_module(f"layer{k + 1}", part)
-        self.add_module("avgpool", nn.AdaptiveAvgPool2d(1))
-        self.add_module("flatten", nn.Flatten())
-        self.add_module("fc", nn.Linear(inputs, num_classes))
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                initialize(module, "fan_out")
+            parts[f"layer{k + 1}"] = part
+        fc = nn.Linear(inputs, num_classes)
+        super().__init__(OrderedDict(**parts, avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=fc))
+        initialize(self, "fan_out")
 
 
 resnet18 = partial(ResNet, False, (2, 2, 2, 2))

@@ -80,7 +80,9 @@ def initialize(model: nn.Module, mode: str, linear_std: float | None = None) -> 
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode=mode, nonlinearity="relu")  # type: ignore[arg-type]
-        if isinstance(module, nn.Linear) and linear_std is not None:
+        elif isinstance(module, nn.Linear) and linear_std is not None:
             nn.init.normal_(module.weight, 0, linear_std)
-        if isinstance(module, (nn.Conv2d, nn.Linear)) and module.bias is not None:
+        else:
+            continue
+        if module.bias is not None:
             nn.init.zeros_(module.bias)
