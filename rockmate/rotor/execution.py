@@ -45,7 +45,6 @@ class Call:
         self.names, self.position = names, 0
         self.stages = [Stage(f, preserve_rng_state) for f in functions]
         self.stored: dict[int, Held] = {}
-        self.current: tuple[int, Any] | None = None
         self.start: Held | None = None
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
 
@@ -105,25 +104,18 @@ class Call:
         self._announce(operation)
         if isinstance(operation, B):
             self.stages[k].clear()
-            self.current = None
+            self.stored.pop(k + 1, None)
             return
-        current, self.current = self.current, None
-        if current is not None and current[0] == k:
-            x = current[1]
-        elif k in self.stored:
-            x = self.stored[k].read(self._name(k))
-        else:
+        if k not in self.stored:
             raise ValueError(f"{operation!r} stands where its input is not there")
-        if isinstance(operation, Fck):
-            self.stored.setdefault(k, Held.of(x))
-        else:
-            self.stored.pop(k, None)
+        x = (self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)).read(self._name(k))
         if isinstance(operation, Fe):
             x = self.stages[k].fill(x, following != B(k))
             self.stages[k].release_states()
         else:
             x = self.stages[k].again(x)
-        self.current = None if x is None else (k + 1, x)
+        if x is not None:
+            self.stored[k + 1] = Held.of(x)
 
     def _drop_unread(self) -> None:
         """Release the inputs of the next stages whose backward reads no saved tensor: no slot will ask for them."""
