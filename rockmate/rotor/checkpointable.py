@@ -26,7 +26,7 @@ from rockmate.planning.checks import gets_sizes, refuse_lazy
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
-from rockmate.rotor.situation import Situation
+from rockmate.rotor.parts import Situation
 from solvers.errors import InfeasibleError
 from solvers.interrupts import Heeded
 from solvers.rotor.chain import Chain

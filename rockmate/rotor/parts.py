@@ -1,4 +1,4 @@
-"""The modules and values of a layer at a moment, and what its runs change in the modules.
+"""The modules and values of a layer at a moment, what its runs change in the modules, and what decides its memory.
 
 A second run must find parameters, buffers and plain attributes as the first run found them, or it may take another
 branch; and it must leave all as it is now, since eager mode runs the layer once. Plain attributes are numbers, strings,
@@ -9,9 +9,9 @@ dicts is not put back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
@@ -22,8 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
-from rkgb.randomness import Drawn, own_generators, random_state, watched_devices
+from rkgb.randomness import Drawn, generators_in, random_state, watched_devices
+from rkgb.settings import settings
 from rkgb.storages import version_of
+from rkgb.trace.capture import current_mode
 from rkgb.trees import tensor_leaves
 
 Function = Callable[[Any], Any]
@@ -46,11 +48,14 @@ def changing(function: Function) -> frozenset[str]:
     return _changed_buffers.get(function, _NONE) if isinstance(function, nn.Module) else _NONE
 
 
-class Parts:
-    """The modules of a layer, each once, and their parameters and buffers by name (``owned``: both).
+class Moment:
+    """A layer when a run of it begins. A plain function has no modules.
 
-    ``modules``: with their names, which end with a dot; none for a plain function. ``held``: the dictionaries of
-    modules, parameters and buffers, and what they held.
+    ``modules``: each once, with names that end with a dot. ``parameters``, ``buffers``: each once, by name; ``owned``:
+    both, with their ``versions``. ``statistics``: the buffers that batch and instance norms update in training; a class
+    with a forward of its own may read its statistics, which are then buffers like others. ``held``: the dictionaries of
+    modules, parameters and buffers, and what they held. ``plain``: each module, the names of its attributes, and those
+    of its own that are plain. ``generators``: what modules hold of them.
     """
 
     def __init__(self, function: Function) -> None:
@@ -69,10 +74,16 @@ class Parts:
                         owned[prefix + k] = t
             self.held += [(d, dict(d)) for d in (module._modules, module._parameters, module._buffers)]
         self.owned = self.parameters | self.buffers
-
-    def attributes(self) -> Iterator[tuple[nn.Module, Dict]]:
-        """Each module, and its attributes that not all modules have."""
-        return ((m, {k: v for k, v in vars(m).items() if k not in _OF_ALL}) for _, m in self.modules)
+        self.versions = [version_of(t) for t in self.owned.values()]
+        norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
+        names = [p + k for p in norms for k in ("running_mean", "running_var", "num_batches_tracked")]
+        self.statistics = {name: self.buffers[name] for name in names if name in self.buffers}
+        self.plain: list[tuple[nn.Module, list[str], Dict]] = []
+        self.generators: list[torch.Generator] = []
+        for _, module in self.modules:
+            own = {k: vars(module)[k] for k in sorted(vars(module).keys() - _OF_ALL)}
+            self.plain.append((module, [*vars(module)], {k: v for k, v in own.items() if _is_plain(v)}))
+            self.generators += generators_in(own.values())
 
     def configuration(self) -> tuple[tuple[str, Hashable], ...]:
         """The plain attributes that no run was seen to change, by which people set what layers do.
@@ -80,52 +91,24 @@ class Parts:
         Of a float only whether it is 0: rates and factors change no memory, but for operations that are left out.
         """
         found: list[tuple[str, Hashable]] = []
-        for module, attributes in self.attributes():
+        for module, _, plain in self.plain:
             changed = _changed_attributes.get(module, _NONE)
-            plain = ((k, v) for k, v in attributes.items() if k not in changed and _is_plain(v))
-            found += [(k, v != 0 if type(v) is float else v) for k, v in plain]
+            found += [(k, v != 0 if type(v) is float else v) for k, v in plain.items() if k not in changed]
         return tuple(found)
 
     def generator_states(self, x: Any) -> dict[Drawn, torch.Tensor]:
-        """The states of the generators that a run on the input ``x`` may draw from.
-
-        These are the default generators of the CPU and of the devices of ``x`` and the parameters, and those that the
-        modules hold.
+        """The states of the generators that a run on the input ``x`` may draw from: those of the modules, and the
+        default ones of the CPU and of the devices of ``x`` and the parameters.
         """
         devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
-        sources: list[Drawn] = [*devices, *own_generators(m for _, m in self.modules)]
+        sources: list[Drawn] = [*devices, *self.generators]
         return {source: random_state(source) for source in sources}
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        """The running statistics that batch and instance norms update in training, by name.
-
-        A class with a forward of its own may read its statistics, which are then buffers like others.
-        """
-        norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
-        names = [p + k for p in norms for k in ("running_mean", "running_var", "num_batches_tracked")]
-        return {name: self.buffers[name] for name in names if name in self.buffers}
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
-
-
-class Moment:
-    """A layer when a run of it begins: its ``parts``, their version counters, statistics of norms, plain attributes."""
-
-    def __init__(self, function: Function) -> None:
-        self.parts = Parts(function)
-        self.statistics = self.parts.statistics()
-        self.versions = [version_of(t) for t in self.parts.owned.values()]
-        self.plain = [
-            (m, [*vars(m)], {k: v for k, v in own.items() if _is_plain(v)}) for m, own in self.parts.attributes()
-        ]
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers, to see later which of them the run changed: some operations leave version counters
         alone. A buffer may change in some runs only (a codebook at every third step), so all are copied.
         """
-        return {n: b.clone() for n, b in self.parts.buffers.items() if n not in self.statistics}
+        return {n: b.clone() for n, b in self.buffers.items() if n not in self.statistics}
 
     def learn_buffers(self, copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """After the run: note which buffers it changed in place, statistics of norms left out.
@@ -133,15 +116,14 @@ class Moment:
         Returns of the ``copies`` those of buffers that this run, or an earlier one, changed: a plan counts them. What
         fake quantizations observe always counts as changed.
         """
-        parts = self.parts
-        if len(parts.buffers) > len(self.statistics):
-            versions = zip(parts.owned.items(), self.versions, strict=True)
-            names = {n for (n, t), then in versions if n in parts.buffers and version_of(t) != then}
-            names |= {n for n, copy in copies.items() if not torch.equal(parts.buffers[n], copy)}
-            quantizers = [(prefix, m) for prefix, m in parts.modules if isinstance(m, FakeQuantizeBase)]
-            names |= {prefix + k for prefix, m in quantizers for k, _ in m.named_buffers()} & parts.buffers.keys()
-            _changed_buffers[parts.function] = changing(parts.function) | names - self.statistics.keys()
-        return {n: copies[n] for n in changing(parts.function) if n in copies}
+        if len(self.buffers) > len(self.statistics):
+            versions = zip(self.owned.items(), self.versions, strict=True)
+            names = {n for (n, t), then in versions if n in self.buffers and version_of(t) != then}
+            names |= {n for n, copy in copies.items() if not torch.equal(self.buffers[n], copy)}
+            quantizers = [(prefix, m) for prefix, m in self.modules if isinstance(m, FakeQuantizeBase)]
+            names |= {prefix + k for prefix, m in quantizers for k, _ in m.named_buffers()} & self.buffers.keys()
+            _changed_buffers[self.function] = changing(self.function) | names - self.statistics.keys()
+        return {n: copies[n] for n in changing(self.function) if n in copies}
 
     def learn_attributes(self) -> None:
         """After the run: note which plain attributes it changed."""
@@ -154,7 +136,7 @@ class Moment:
 
         ``scratch``: those of which there is a copy.
         """
-        for (k, t), then in zip(self.parts.owned.items(), self.versions, strict=True):
+        for (k, t), then in zip(self.owned.items(), self.versions, strict=True):
             if version_of(t) != then and k not in scratch:
                 parameter = isinstance(t, nn.Parameter)
                 before = "optimizer.step()" if parameter else "the next forward, or what else changes it"
@@ -168,9 +150,9 @@ class Moment:
         """Meanwhile the layer is as it was then, with other tensors ``instead`` of some parameters and buffers;
         afterwards it is as it is now.
         """
-        swapped = {id(self.parts.owned[name]): t for name, t in instead.items()}
-        with kept(self.parts):
-            for d, then in self.parts.held:
+        swapped = {id(self.owned[name]): t for name, t in instead.items()}
+        with self.kept():
+            for d, then in self.held:
                 _put(d, {k: swapped.get(id(t), t) for k, t in then.items()} if swapped else then)
             for module, names, plain in self.plain:
                 attributes = vars(module)
@@ -179,21 +161,24 @@ class Moment:
                 attributes.update(plain)
             yield
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards the modules have the same attributes, parameters and buffers as now."""
+        now = [(d, d.copy()) for d in (*(d for d, _ in self.held), *(vars(m) for _, m in self.modules))]
+        try:
+            yield
+        finally:
+            for d, then in now:
+                _put(d, then)
 
-@contextmanager
-def kept(parts: Parts) -> Iterator[None]:
-    """Afterwards the modules have the same attributes, parameters and buffers as before."""
-    before = [(d, dict(d)) for d in (*(d for d, _ in parts.held), *(vars(m) for _, m in parts.modules))]
-    try:
-        yield
-    finally:
-        for d, then in before:
-            _put(d, then)
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def _put(d: Dict, then: Dict) -> None:
     """Give ``d`` the items ``then``, in their order."""
-    if not (len(d) == len(then) and all(map(is_, d.values(), then.values())) and [*d] == [*then]):
+    if (d or then) and not (all(map(is_, d.values(), then.values())) and [*d] == [*then]):
         d.clear()
         d.update(then)
 
@@ -227,9 +212,49 @@ def versions_of(value: Any) -> list[int]:
 
 def detached(value: Any) -> Any:
     """The same memory without history, requiring grad where the original does."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    return pytree.tree_map_only(torch.Tensor, detached, value)
 
 
 def device_of(x: Any) -> torch.device:
     """The device of the first tensor in ``x``; the CPU where there is none."""
     return next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What must be equal in a call that a plan for this one is to fit, and what must be no more there.
+
+    ``fixed``: layers and their modes, autocast, torch's settings, plain attributes of layers, kinds of parameters and
+    inputs, and how inputs lie. ``most``: whether each parameter and input requires grad, the buffers of each layer that
+    runs are known to change in place, of which copies are kept for a recompute, and the sizes of inputs.
+    """
+
+    fixed: tuple[Hashable, ...]
+    most: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, functions: Sequence[nn.Module], x: Any) -> Situation:
+        """The situation of a call of ``functions`` with ``x``."""
+        layers, inputs = [*map(Moment, functions)], tensor_leaves(x)
+        parameters = [p for of in layers for p in of.parameters.values()]
+        fixed = (
+            *((m, m.training) for of in layers for _, m in of.modules),
+            *(replace(current_mode(), grad=True), settings()),
+            *(of.configuration() for of in layers),
+            *((p.dtype, p.device, p.shape) for p in parameters),
+            *map(_kind, inputs),
+        )
+        wants = (t.requires_grad for t in (*parameters, *inputs))
+        return cls(fixed, (*wants, *map(changing, functions), *(size for t in inputs for size in t.shape)))
+
+    def covers(self, other: Situation) -> bool:
+        """Whether a call in ``other`` needs at most the memory of one in this situation."""
+        return self.fixed == other.fixed and all(a >= b for a, b in zip(self.most, other.most, strict=True))
+
+
+def _kind(t: torch.Tensor) -> tuple[Hashable, ...]:
+    """Of an input."""
+    lies = t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride()
+    return t.dtype, t.device, t.dim(), lies

@@ -22,7 +22,7 @@ from rkgb.randomness import set_random_state
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.parts import Function, Moment, detached, device_of, kept
+from rockmate.rotor.parts import Function, Moment, detached, device_of
 from rockmate.rotor.stages import Stage
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Runs
@@ -45,10 +45,10 @@ class Probe:
         self.function, self.clock, self.preserve_rng_state = function, clock, preserve_rng_state
         self.x, self.device, self.moment = detached(x), device_of(x), Moment(function)
         self.module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
-        self.states = self.moment.parts.generator_states(x)
+        self.states = self.moment.generator_states(x)
         self.anchor = torch.zeros((), requires_grad=True)
         self.leaves: dict[str, torch.Tensor] = {
-            n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in self.moment.parts.parameters.items()
+            n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in self.moment.parameters.items()
         }
         self.saves = False
         self.touched = 0
@@ -136,7 +136,7 @@ class Probe:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Afterwards buffers, attributes and generators are as before, so that all runs are alike."""
-        with kept(self.moment.parts), preserved(self.module, []):
+        with self.moment.kept(), preserved(self.module, []):
             yield
 
     def _check_second_run(self, name: str) -> None:
@@ -172,7 +172,7 @@ class Probe:
         tensors: list[torch.Tensor] = []
         with self._untouched(), each_saved(tensors.append):
             output = tensor_leaves(self.function(self.x))
-        saved, owned = bytes_by_storage(tensors), bytes_by_storage(self.moment.parts.owned.values())
+        saved, owned = bytes_by_storage(tensors), bytes_by_storage(self.moment.owned.values())
         inputs = bytes_by_storage(tensor_leaves(self.x))
         made = {key: size for key, size in bytes_by_storage(output).items() if key not in inputs.keys() | owned.keys()}
         private = sum(size for key, size in saved.items() if key not in inputs | made | owned)
@@ -195,11 +195,11 @@ class Probe:
     # ------------------------------------------------------------------------------------------- times
 
     def _form(self) -> Hashable:
-        parts = self.moment.parts
-        classes = tuple(type(m) for _, m in parts.modules) or (id(self.function),)
-        tensors = (*parts.owned.values(), *tensor_leaves(self.x))
+        moment = self.moment
+        classes = tuple(type(m) for _, m in moment.modules) or (id(self.function),)
+        tensors = (*moment.owned.values(), *tensor_leaves(self.x))
         forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        return classes, parts.configuration(), forms
+        return classes, moment.configuration(), forms
 
     def _every_run(self, mark: Mark) -> list[tuple[Any, Any]]:
         """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""

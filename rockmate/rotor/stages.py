@@ -104,9 +104,9 @@ class Stage:
             output = self.function(x)
             moment.learn_buffers({})
             return output
-        states = moment.parts.generator_states(x) if self.preserve_rng_state else {}
+        states = moment.generator_states(x) if self.preserve_rng_state else {}
         copies, begin = moment.copies(), next_number()
-        fixed = {storage_key(t) for t in moment.parts.owned.values()}
+        fixed = {storage_key(t) for t in moment.owned.values()}
         slots, saved, kinds = self.slots, self.saved, self.kinds
 
         def pack(t: torch.Tensor) -> Slot | Fixed:
@@ -164,7 +164,7 @@ class Stage:
         moment.check(self.name, scratch)
         x = detached(x)  # autograd may hold the input of this run, and must not hold ours
         self.stopped = False
-        states = moment.parts.generator_states(x) if self.generators is None else self.generators
+        states = moment.generator_states(x) if self.generators is None else self.generators
         hooks = saved_tensors_hooks(not_compiled(pack), _lost)
         with moment.again(scratch), drawing_again([*states], [*states.values()]), hooks:
             try:

@@ -65,12 +65,10 @@ def simplest(chain: Chain, limit: int, slots: int) -> Sequence:
     For measured times, which are not known better than that.
     """
     fastest = persistent(chain, limit, slots)
-    try:
-        segments = _fastest(chain, limit, sequential_sequences(chain))
-    except InfeasibleError:
-        return fastest
-    alike = walk_sequence(chain, segments).time <= (1 + ALIKE) * walk_sequence(chain, fastest).time
-    return segments if alike else fastest
+    most = (1 + ALIKE) * walk_sequence(chain, fastest).time
+    walked = [(walk_sequence(chain, segments), segments) for segments in sequential_sequences(chain)]
+    alike = [(found.time, segments) for found, segments in walked if found.peak <= limit and found.time <= most]
+    return min(alike, key=lambda pair: pair[0])[1] if alike else fastest
 
 
 def no_checkpoint_sequence(chain: Chain) -> Sequence:
