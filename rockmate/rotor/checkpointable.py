@@ -67,9 +67,9 @@ class Checkpointable(nn.Module):
         verbosity: 1 says on stderr what is planned, 2 also every operation as it runs.
         preserve_rng_state: Whether a layer that runs again draws the same random numbers; without it, gradients of
             random layers are wrong.
-        loss_tmp_memory_usage: Bytes that the loss allocates beside the output's gradient and three times the output (in
-            float32 at least), which suffices for cross entropy and a mean square; ``((y - target) ** 2).mean()`` takes
-            four.
+        loss_tmp_memory_usage: Bytes that the loss allocates beside the output's gradient, a copy in float32 of an
+            output of lower precision, and three times the output (in float32 at least). These suffice for cross entropy
+            and a mean square; ``((y - target) ** 2).mean()`` takes four.
         costs: "measured" times every layer, "flops" models the times.
 
     Raises:
