@@ -8,7 +8,9 @@ reads the first slot of a stage, the sequence is run up to that stage's backward
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,6 +49,7 @@ class Call:
         self.stored: dict[int, Held] = {}
         self.start: Held | None = None
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
+        self.caches = bool(self.mode.autocast) and torch.is_autocast_cache_enabled()
 
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history.
@@ -75,6 +78,7 @@ class Call:
             if versions != versions_of(x):
                 raise ValueError(in_place_message(i, self._name(i)))
             x = output
+            del output  # the next stage may be the last to read it
         if len(self.forward_part) < count:
             raise ValueError(f"the sequence runs {len(self.forward_part)} of {count} stages before Loss")
         return x
@@ -109,11 +113,10 @@ class Call:
         if k not in self.stored:
             raise ValueError(f"{operation!r} stands where its input is not there")
         x = (self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)).read(self._name(k))
+        with self._caching():
+            x = self.stages[k].fill(x, following != B(k)) if isinstance(operation, Fe) else self.stages[k].again(x)
         if isinstance(operation, Fe):
-            x = self.stages[k].fill(x, following != B(k))
             self.stages[k].release_states()
-        else:
-            x = self.stages[k].again(x)
         if x is not None:
             self.stored[k + 1] = Held.of(x)
 
@@ -134,8 +137,25 @@ class Call:
         assert self.start is not None
         x = self.start.read(self._name(0))
         for stage in self.stages[:i]:
-            x = stage.again(x)
-        self.stages[i].fill(x, False)
+            with self._caching():
+                x = stage.again(x)
+        with self._caching():
+            self.stages[i].fill(x, False)
+
+    @contextmanager
+    def _caching(self) -> Iterator[None]:
+        """While a stage runs again, autocast keeps copies of weights as in the forward, if it has no others."""
+        if not self.caches:
+            yield
+            return
+        keeps, alone = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting() == 1
+        torch.set_autocast_cache_enabled(keeps or alone)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(keeps)
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
 
     def _name(self, i: int) -> str:
         return self.names[i] if self.names else self.stages[i].name
