@@ -6,7 +6,7 @@ autograd's graph is freed, at the end of the step. The backward reads these; tho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,23 +19,28 @@ next_number: Any = torch._C._autograd._get_sequence_nr
 """The sequence number of the next node that this thread adds to autograd's graph."""
 
 
+def functions_of(results: Sequence[torch.Tensor], first: int) -> Iterator[Any]:
+    """Autograd's functions that made ``results``, each once.
+
+    ``first``: the sequence number of the first of them.
+    """
+    left: list[Any] = [t.grad_fn for t in results]
+    seen: set[Any] = {None}
+    while left:
+        function = left.pop()
+        if function not in seen and function._sequence_nr() >= first:
+            seen.add(function)
+            yield function
+            left += (following for following, _ in function.next_functions)
+
+
 def context_tensors(results: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
     """The tensors in attributes of ``ctx`` (also in lists, tuples, dicts) of the functions that made ``results``.
 
-    ``first``: the sequence number of autograd's first node that belongs to them.
+    ``first``: as above.
     """
-    left: list[Any] = [t.grad_fn for t in results]
-    kept: list[torch.Tensor] = []
-    seen: set[Any] = set()
-    while left:
-        function = left.pop()
-        if function is None or function in seen or function._sequence_nr() < first:
-            continue
-        seen.add(function)
-        if isinstance(function, BackwardCFunction):
-            kept += tensors_in(vars(function))
-        left += (following for following, _ in function.next_functions)
-    return kept
+    made = functions_of(results, first)
+    return [t for function in made if isinstance(function, BackwardCFunction) for t in tensors_in(vars(function))]
 
 
 def context_bytes(s: S_graph) -> int:

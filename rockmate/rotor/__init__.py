@@ -12,7 +12,7 @@ The interface is that of rotor (https://hiepacs.gitlabpages.inria.fr/rotor); the
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.rotor import inspection, models
 from rockmate.rotor.checkpointable import Checkpointable
-from rockmate.rotor.optim import CheckpointOptim
+from rockmate.rotor.execution import CheckpointOptim
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 __all__ = [

@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 
 from rkgb.device import kind_of
 from rkgb.trees import tensor_leaves
-from rkgb.warn import warn
 from rockmate.budget import parse_bytes, show_bytes
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
@@ -22,13 +21,12 @@ from rockmate.calls.surroundings import (
     without_cached_parametrizations,
     without_saved_hooks,
 )
-from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
+from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.planning.checks import gets_sizes, refuse_lazy
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
-from rockmate.rotor.parts import Parts
-from rockmate.rotor.situation import Situation
+from rockmate.rotor.parts import Situation
 from solvers.errors import InfeasibleError
 from solvers.interrupts import Heeded
 from solvers.rotor.chain import Chain
@@ -36,9 +34,11 @@ from solvers.rotor.ops import Sequence
 from solvers.rotor.plans import ALGORITHMS, simplest
 from solvers.rotor.walk import Walked, walk_sequence
 
-# Attributes that belong to one situation, and how many earlier situations are remembered.
-_OF_A_SITUATION = ("_situation", "_measured", "names", "chain", "sequence")
+_IN_CACHED = "within torch.nn.utils.parametrize.cached(), which has other weights when a layer runs again,"
+_SLOTS = (1, "use at least 1, 500 is usual")
+
 _MOST_EARLIER = 8
+"""Earlier situations whose chains and sequences are remembered."""
 
 
 class Checkpointable(nn.Module):
@@ -67,9 +67,9 @@ class Checkpointable(nn.Module):
         verbosity: 1 says on stderr what is planned, 2 also every operation as it runs.
         preserve_rng_state: Whether a layer that runs again draws the same random numbers; without it, gradients of
             random layers are wrong.
-        loss_tmp_memory_usage: Bytes that the loss allocates beside the output's gradient and three times the output (in
-            float32 at least), which suffices for cross entropy and a mean square; ``((y - target) ** 2).mean()`` takes
-            four.
+        loss_tmp_memory_usage: Bytes that the loss allocates beside the output's gradient, a copy in float32 of an
+            output of lower precision, and three times the output (in float32 at least). These suffice for cross entropy
+            and a mean square; ``((y - target) ** 2).mean()`` takes four.
         costs: "measured" times every layer, "flops" models the times.
 
     Raises:
@@ -94,28 +94,30 @@ class Checkpointable(nn.Module):
         if costs not in ("measured", "flops"):
             raise InputError(f'costs is {costs!r}: use "measured" or "flops"')
         self.model = model
-        self.names = tuple(name for name, _ in flatten(model))
+        flatten(model)  # refuses what is no sequence of layers
         self.mem_limit = None if mem_limit is None else parse_bytes(mem_limit)
-        self.mem_slots = _slots(mem_slots)
+        self.mem_slots = _whole("mem_slots", mem_slots, *_SLOTS)
         self.verbosity = verbosity
         self.preserve_rng_state = preserve_rng_state
-        self.loss_tmp_memory_usage = _whole("loss_tmp_memory_usage", loss_tmp_memory_usage)
-        if self.loss_tmp_memory_usage < 0:
-            raise InputError(f"loss_tmp_memory_usage is {loss_tmp_memory_usage}: bytes cannot be negative")
+        loss_bytes = _whole("loss_tmp_memory_usage", loss_tmp_memory_usage, 0, "bytes cannot be negative")
+        self.loss_tmp_memory_usage = loss_bytes
         self.costs = costs
         self.algo = "persistent"
         self.chain: Chain | None = None
         self.sequence: Sequence | None = None
-        self._measured: Chain | None = None
         self._situation: Situation | None = None
-        self._earlier: list[dict[str, Any]] = []
-        self._parts: list[Parts] = []
+        self._earlier: list[tuple[Situation | None, Chain | None, Sequence | None]] = []
         self.training = model.training  # of the layers, some may be in another mode
         self._lazy = True  # whether layers may have no sizes yet
         if custom_input is not None:
             self.measure(custom_input)
             if mem_limit is not None:
                 self.compute_sequence(self.mem_limit)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the stages, in order."""
+        return tuple(name for name, _ in flatten(self.model))
 
     @property
     def functions(self) -> tuple[nn.Module, ...]:
@@ -131,31 +133,23 @@ class Checkpointable(nn.Module):
         refuse_lazy(self.model)
         check_tensors(custom_input, "the sample is")
         check_tensors([*self.model.parameters()], "a parameter is")
-        self.names, functions = zip(*flatten(self.model), strict=True)
-        for name, function in zip(self.names, functions, strict=True):
-            if any(isinstance(m, Checkpointable) for m in function.modules()):
-                raise InputError(
-                    f"layer {name} is or has a Checkpointable, whose limit would not hold within another: use .model"
-                )
-            if any(isinstance(m, torch.jit.ScriptModule) for m in function.modules()):
-                raise InputError(
-                    f"layer {name} is or has a module of TorchScript, which cannot run with other tensors in the place "
-                    "of parameters and of what autograd saves. Leave it out of the Checkpointable"
-                )
+        names, functions = zip(*flatten(self.model), strict=True)
+        for name, function in zip(names, functions, strict=True):
+            for kind, why in _REFUSED.items():
+                if any(isinstance(m, kind) for m in function.modules()):
+                    raise InputError(f"layer {name} is or has {why}")
         with Heeded(), without_saved_hooks(), without_cached_parametrizations():
-            self._measured = measure_chain(
-                functions, self.names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
+            chain = measure_chain(
+                functions, names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
             )
-        self._situation = Situation.of(functions, [*map(Parts, functions)], custom_input)
-        self.chain = self.sequence = None
-        self._earlier = []
+        self.chain, self.sequence = replace(chain, loss=chain.loss + self.loss_tmp_memory_usage), None
+        self._situation, self._earlier = Situation.of(functions, custom_input), []
 
     def build_chain(self, mem_limit: int | float | str) -> None:
-        """Make ``chain`` from what was measured, in slots of ``mem_limit / mem_slots`` bytes."""
-        if self._measured is None:
+        """Let ``chain``, which was measured, have slots of ``mem_limit / mem_slots`` bytes."""
+        if self.chain is None:
             raise InputError("nothing has been measured: call measure(sample) before compute_sequence()")
-        unit = max(1, -(-parse_bytes(mem_limit) // self.mem_slots))
-        self.chain = replace(self._measured, loss=self._measured.loss + self.loss_tmp_memory_usage, unit=unit)
+        self.chain = replace(self.chain, unit=max(1, -(-parse_bytes(mem_limit) // self.mem_slots)))
 
     def compute_sequence(
         self,
@@ -176,7 +170,7 @@ class Checkpointable(nn.Module):
             raise InputError(f"there is no algorithm {algo!r}: use one of {', '.join(ALGORITHMS)}")
         if custom_mem_limit_bytes is not None and mem_limit is not None:
             raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
-        self.mem_slots = self.mem_slots if mem_slots is None else _slots(mem_slots)
+        self.mem_slots = self.mem_slots if mem_slots is None else _whole("mem_slots", mem_slots, *_SLOTS)
         self._earlier = []
         given = (custom_mem_limit_bytes, mem_limit, self.mem_limit)
         self._compute(next((limit for limit in given if limit is not None), None), algo)
@@ -217,46 +211,33 @@ class Checkpointable(nn.Module):
         """The model's output for ``x``, within the limit where gradients are recorded in training mode."""
         if not (self.training and torch.is_grad_enabled()):
             return self.model(x)
-        if not torch.compiler.is_compiling() and is_transformed():
-            leave_plan(IN_TRANSFORMS)
+        cached = parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.model.modules()))
+        if cached or (not torch.compiler.is_compiling() and is_transformed()):
+            leave_plan(_IN_CACHED if cached else IN_TRANSFORMS)
             return self.model(x)
-        if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.model.modules())):
-            warn(
-                "within torch.nn.utils.parametrize.cached() the model itself runs, and the memory limit does not hold: "
-                "a layer that runs again would find what the cache has now. Call the model outside of it",
-                BudgetWarning,
-            )
-            return self.model(x)
-        if self._lazy and self._gets_sizes():
+        self._lazy = self._lazy and gets_sizes(self.model, type(self.model).__name__)
+        if self._lazy:
             return self.model(x)
         functions = self.functions
-        before = self._parts if len(self._parts) == len(functions) else [None] * len(functions)
-        parts = self._parts = [*map(Parts.again, functions, before)]
         if self._situation is None:
             self.measure(x)
-        elif not self._situation.covers(now := Situation.of(functions, parts, x)):
+        elif not self._situation.covers(now := Situation.of(functions, x)):
             self._turn_to(now, x)
         if self.sequence is None:
             self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
         names = self.names if self.verbosity > 1 else None
-        return Call(functions, self.sequence, names, self.preserve_rng_state, parts).forward(x)
-
-    def _gets_sizes(self) -> bool:
-        """Whether layers get their sizes in this call, so that there is nothing to measure yet."""
-        self._lazy = gets_sizes(self.model, type(self.model).__name__)
-        return self._lazy
+        return Call(functions, self.sequence, names, self.preserve_rng_state).forward(x)
 
     def _turn_to(self, situation: Situation, x: Any) -> None:
         """Use the chain and sequence of an earlier situation that covers this one, or measure ``x``."""
-        present = {name: getattr(self, name) for name in _OF_A_SITUATION}
-        fitting = next((k for k in self._earlier if k["_situation"].covers(situation)), None)
-        others = [k for k in self._earlier if k is not fitting]
+        known = [(self._situation, self.chain, self.sequence), *self._earlier]
+        fitting = next((k for k in known if k[0] is not None and k[0].covers(situation)), None)
         if fitting is None:
             self.measure(x)
         else:
-            vars(self).update(fitting)
-        self._earlier = [present, *others][:_MOST_EARLIER]
+            self._situation, self.chain, self.sequence = fitting
+        self._earlier = [k for k in known if k is not fitting][:_MOST_EARLIER]
 
     def walked(self) -> Walked:
         """The predicted peak, time, and memory at every operation of ``sequence``.
@@ -274,6 +255,15 @@ class Checkpointable(nn.Module):
     def get_expected_makespan(self) -> float:
         """The predicted time of a forward and its backward, in seconds."""
         return self.walked().time / 1e9
+
+
+_REFUSED: dict[type[nn.Module], str] = {
+    Checkpointable: "a Checkpointable, whose limit would not hold within another: use .model",
+    torch.jit.ScriptModule: (
+        "a module of TorchScript, which cannot run with other tensors in the place of parameters and of what autograd "
+        "saves. Leave it out of the Checkpointable"
+    ),
+}
 
 
 def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -308,15 +298,11 @@ def _has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _whole(name: str, number: Any) -> int:
+def _whole(name: str, number: Any, least: int, why: str) -> int:
     try:
-        return operator.index(number)
+        number = operator.index(number)
     except TypeError as error:
         raise InputError(f"{name} is {number!r}: give a whole number") from error
-
-
-def _slots(number: Any) -> int:
-    slots = _whole("mem_slots", number)
-    if slots < 1:
-        raise InputError(f"mem_slots is {slots}: use at least 1, 500 is usual")
-    return slots
+    if number < least:
+        raise InputError(f"{name} is {number}: {why}")
+    return int(number)

@@ -8,18 +8,21 @@ reads the first slot of a stage, the sequence is run up to that stage's backward
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
+
+import torch
 
 from rkgb.program import in_mode
 from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.rotor.inspection import in_place_message
-from rockmate.rotor.parts import Function, Held, Parts, versions_of
+from rockmate.rotor.parts import Function, Held, versions_of
 from rockmate.rotor.stages import Stage
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
@@ -28,7 +31,7 @@ class Call:
     """One forward and its backward, by the operations of ``sequence``.
 
     ``names``: of the stages; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a
-    recompute draws the same random numbers. ``parts``: those of the stages, if they are known.
+    recompute draws the same random numbers.
     """
 
     def __init__(
@@ -37,17 +40,16 @@ class Call:
         sequence: Sequence | Many[Operation],
         names: Many[str] | None = None,
         preserve_rng_state: bool = True,
-        parts: Many[Parts] = (),
     ) -> None:
         operations = tuple(sequence)
         end = next((k for k, op in enumerate(operations) if isinstance(op, Loss)), len(operations))
         self.forward_part, self.backward_part = operations[:end], operations[end + 1 :]
         self.names, self.position = names, 0
-        self.stages = [Stage(f, preserve_rng_state, p) for f, p in zip_longest(functions, parts)]
+        self.stages = [Stage(f, preserve_rng_state) for f in functions]
         self.stored: dict[int, Held] = {}
-        self.current: tuple[int, Any] | None = None
         self.start: Held | None = None
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
+        self.caches = bool(self.mode.autocast) and torch.is_autocast_cache_enabled()
 
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history.
@@ -67,7 +69,7 @@ class Call:
                 raise ValueError(f"{operation!r} stands where stage {done} of {count} has to run")
             self._announce(operation)
             if isinstance(operation, Fe):
-                x = self.stages[i].keep_all(x)
+                x = self.stages[i].first(x, None)
                 continue
             if isinstance(operation, Fck):
                 self.stored[i] = Held.of(x)
@@ -76,6 +78,7 @@ class Call:
             if versions != versions_of(x):
                 raise ValueError(in_place_message(i, self._name(i)))
             x = output
+            del output  # the next stage may be the last to read it
         if len(self.forward_part) < count:
             raise ValueError(f"the sequence runs {len(self.forward_part)} of {count} stages before Loss")
         return x
@@ -105,25 +108,17 @@ class Call:
         self._announce(operation)
         if isinstance(operation, B):
             self.stages[k].clear()
-            self.current = None
+            self.stored.pop(k + 1, None)
             return
-        current, self.current = self.current, None
-        if current is not None and current[0] == k:
-            x = current[1]
-        elif k in self.stored:
-            x = self.stored[k].read(self._name(k))
-        else:
+        if k not in self.stored:
             raise ValueError(f"{operation!r} stands where its input is not there")
-        if isinstance(operation, Fck):
-            self.stored.setdefault(k, Held.of(x))
-        else:
-            self.stored.pop(k, None)
+        x = (self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)).read(self._name(k))
+        with self._caching():
+            x = self.stages[k].fill(x, following != B(k)) if isinstance(operation, Fe) else self.stages[k].again(x)
         if isinstance(operation, Fe):
-            x = self.stages[k].fill(x, following != B(k))
             self.stages[k].release_states()
-        else:
-            x = self.stages[k].skim(x)
-        self.current = None if x is None else (k + 1, x)
+        if x is not None:
+            self.stored[k + 1] = Held.of(x)
 
     def _drop_unread(self) -> None:
         """Release the inputs of the next stages whose backward reads no saved tensor: no slot will ask for them."""
@@ -142,8 +137,25 @@ class Call:
         assert self.start is not None
         x = self.start.read(self._name(0))
         for stage in self.stages[:i]:
-            x = stage.skim(x)
-        self.stages[i].fill(x, False)
+            with self._caching():
+                x = stage.again(x)
+        with self._caching():
+            self.stages[i].fill(x, False)
+
+    @contextmanager
+    def _caching(self) -> Iterator[None]:
+        """While a stage runs again, autocast keeps copies of weights as in the forward, if it has no others."""
+        if not self.caches:
+            yield
+            return
+        keeps, alone = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting() == 1
+        torch.set_autocast_cache_enabled(keeps or alone)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(keeps)
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
 
     def _name(self, i: int) -> str:
         return self.names[i] if self.names else self.stages[i].name
@@ -151,3 +163,28 @@ class Call:
     def _announce(self, operation: Fn | Fck | Fe | B) -> None:
         if self.names:
             sys.stderr.write(f"{operation!r} {self.names[operation.index]}\n")
+
+
+class CheckpointOptim(torch.autograd.Function):
+    """``CheckpointOptim.apply(functions, sequence, names, preserve_rng_state, *arg)``: run a chain by a sequence.
+
+    ``functions``: the stages, each from one value to the next. ``sequence``: Fn, Fck, Fe, B and Loss. ``names``: of the
+    functions; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a stage that runs again
+    draws the same random numbers. ``arg``: one tensor, or several, which the first stage gets as a tuple.
+
+    It returns the output of the last stage in the autograd graph of eager mode, for programs that bring their own
+    sequence. Raises ``ValueError`` for a backward operation in the forward phase or ``Loss`` in the backward phase,
+    ``AttributeError`` for an object that is no operation.
+    """
+
+    @classmethod
+    def apply(
+        cls,
+        functions: Many[Function],
+        sequence: Sequence | Many[Operation],
+        names: Many[str] | None,
+        preserve_rng_state: bool,
+        *arg: Any,
+    ) -> Any:
+        """The output of the last function."""
+        return Call(functions, sequence, names, preserve_rng_state).forward(arg[0] if len(arg) == 1 else arg)

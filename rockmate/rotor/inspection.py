@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rkgb.cost.clock import Clock
 from rkgb.cost.memory import storage_bytes
@@ -20,7 +21,7 @@ from rkgb.trace.code import watched
 from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.parts import Function, Parts, device_of, kept, mapped, versions_of
+from rockmate.rotor.parts import Function, Moment, device_of, versions_of
 from rockmate.rotor.probe import Probe
 from solvers.rotor.chain import Chain, Runs, Stage
 
@@ -31,7 +32,7 @@ TIMED = 5
 
 _LOSS_OUTPUTS = 3
 """Room for the loss, beside the outputs and their gradients, in multiples of the outputs in single precision, in which
-losses compute. Cross entropy takes one, a mean square three.
+losses compute. Cross entropy takes one, a mean square three; beside copies of outputs of lower precision.
 """
 
 
@@ -62,7 +63,7 @@ def measure_chain(
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
     clock = None if costs == "flops" else Clock(repeat=repeat)
-    with kept(Parts(modules)), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
+    with Moment(modules).kept(), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             warm_up(function, x, (i, name), preserve_rng_state)
             probe = Probe(function, x, clock, preserve_rng_state)
@@ -74,24 +75,22 @@ def measure_chain(
             del probe
             measured.append((stage, key))
             # Those of parameters and buffers have no bytes, those of the input are known.
-            before = {storage_key(t): (-1, 0) for t in Parts(function).owned.values()} | storages
-            new = {
-                storage_key(t): (len(functions) + 1000 * i + k, storage_bytes(t))
+            before = {storage_key(t): (-1, 0) for t in Moment(function).owned.values()} | storages
+            new = (
+                (storage_key(t), (len(functions) + 1000 * i + k, storage_bytes(t)))
                 for k, t in enumerate(tensor_leaves(x))
-            }
-            storages = {key: before.get(key, found) for key, found in new.items()}
+            )
+            storages = {storage: before.get(storage, found) for storage, found in new}
             values.append(tuple(storages.values()))
     outputs = [t for t in tensor_leaves(x) if t.requires_grad]
     gradient = sum(map(storage_bytes, outputs))
-    floats = sum(t.nbytes * max(1, 4 // t.itemsize) for t in outputs)
-    stages = tuple(_timed(stage, times[key]) for stage, key in measured)
-    return Chain(stages, tuple(values), gradient, _LOSS_OUTPUTS * floats + max(0, floats - gradient))
-
-
-def _timed(stage: Stage, times: list[tuple[int, ...]]) -> Stage:
-    """With the median of each time of equal stages, so that no stage seems faster than another by chance."""
-    *runs, backward = (int(median(each)) for each in zip(*times, strict=True))
-    return replace(stage, runs=Runs(*runs), backward_time=backward)
+    copies = sum(4 * t.numel() for t in outputs if t.itemsize < 4)
+    floats = copies + sum(t.nbytes for t in outputs if t.itemsize >= 4)
+    # The median of each time of equal stages, so that no stage seems faster than another by chance.
+    medians = {key: [int(median(each)) for each in zip(*known, strict=True)] for key, known in times.items()}
+    timed = [(stage, medians[key]) for stage, key in measured]
+    stages = tuple(replace(stage, runs=Runs(*runs), backward_time=backward) for stage, (*runs, backward) in timed)
+    return Chain(stages, tuple(values), gradient, _LOSS_OUTPUTS * floats + copies + max(0, floats - gradient))
 
 
 @contextmanager
@@ -117,7 +116,7 @@ def warm_up(function: Function, x: Any, where: tuple[int, str], preserve_rng_sta
     """
     device = device_of(x)
     kind = kind_of(device)
-    x = mapped(lambda t: t.detach(), x)
+    x = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, x)
     versions = versions_of(x)
     layer, outputs = f"layer {where[0]} ({where[1]})", list[Any]()
 

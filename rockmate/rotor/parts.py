@@ -1,4 +1,4 @@
-"""The modules and values of a layer at a moment, and what its runs change in the modules.
+"""The modules and values of a layer at a moment, what its runs change in the modules, and what decides its memory.
 
 A second run must find parameters, buffers and plain attributes as the first run found them, or it may take another
 branch; and it must leave all as it is now, since eager mode runs the layer once. Plain attributes are numbers, strings,
@@ -9,11 +9,9 @@ dicts is not put back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import chain
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
@@ -24,8 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
-from rkgb.randomness import Drawn, generators_in, random_state
+from rkgb.randomness import Drawn, generators_in, random_state, watched_devices
+from rkgb.settings import settings
 from rkgb.storages import version_of
+from rkgb.trace.capture import current_mode
 from rkgb.trees import tensor_leaves
 
 Function = Callable[[Any], Any]
@@ -48,65 +48,42 @@ def changing(function: Function) -> frozenset[str]:
     return _changed_buffers.get(function, _NONE) if isinstance(function, nn.Module) else _NONE
 
 
-class Parts:
-    """The modules of a layer, each once, and their parameters and buffers by name (``owned``: both).
+class Moment:
+    """A layer when a run of it begins. A plain function has no modules.
 
-    ``modules``: with their names, which end with a dot; none for a plain function. ``homes``: for each parameter and
-    buffer the dictionaries that hold it, and its name there. ``held``: these dictionaries, and what they held;
-    ``bare``: those that held nothing. It is one walk: torch's ``named_parameters`` and the like take a good part of the
-    time of a small layer.
+    ``modules``: each once, with names that end with a dot. ``parameters``, ``buffers``: each once, by name; ``owned``:
+    both, with their ``versions``. ``statistics``: the buffers that batch and instance norms update in training; a class
+    with a forward of its own may read its statistics, which are then buffers like others. ``held``: the dictionaries of
+    modules, parameters and buffers, and what they held. ``plain``: each module, the names of its attributes, and those
+    of its own that are plain. ``generators``: what modules hold of them.
     """
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.modules: list[tuple[str, nn.Module]] = []
+        named = function.named_modules() if isinstance(function, nn.Module) else ()
+        self.modules = [(f"{name}." if name else "", module) for name, module in named]
         self.parameters: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        self.homes: dict[str, list[tuple[Dict, str]]] = {}
         self.held: list[tuple[Dict, Dict]] = []
-        self.bare: list[Dict] = []
-        named: dict[int, str] = {}
-        todo = [("", function)] if isinstance(function, nn.Module) else []
         seen: set[int] = set()
-        while todo:
-            prefix, module = todo.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            self.modules.append((prefix, module))
-            todo += reversed([(f"{prefix}{k}.", m) for k, m in module._modules.items() if m is not None])
+        for prefix, module in self.modules:
             for owned, tensors in ((self.parameters, module._parameters), (self.buffers, module._buffers)):
                 for k, t in tensors.items():
-                    if t is not None:
-                        name = named.setdefault(id(t), prefix + k)
-                        owned.setdefault(name, t)
-                        self.homes.setdefault(name, []).append((tensors, k))
-            for d in (module._modules, module._parameters, module._buffers):
-                if d:
-                    self.held.append((d, dict(d)))
-                else:
-                    self.bare.append(d)
+                    if t is not None and id(t) not in seen:
+                        seen.add(id(t))
+                        owned[prefix + k] = t
+            self.held += [(d, dict(d)) for d in (module._modules, module._parameters, module._buffers)]
         self.owned = self.parameters | self.buffers
-        self.things = [thing for _, then in self.held for thing in then.values()]
-
-    @classmethod
-    def again(cls, function: Function, before: Parts | None) -> Parts:
-        """Those of now; ``before``: those of an earlier moment, which are these if nothing has changed."""
-        if before is None or before.function is not function or not before.are_unchanged():
-            return cls(function)
-        vars(before).pop("attributes", None)
-        return before
-
-    def are_unchanged(self) -> bool:
-        """Whether the modules have the same modules, parameters and buffers as then."""
-        things = chain.from_iterable(d.values() for d, _ in self.held)
-        equal = all(map(is_, things, self.things)) and not any(self.bare)
-        return equal and all(len(d) == len(then) for d, then in self.held)
-
-    @cached_property
-    def attributes(self) -> list[tuple[nn.Module, Dict, tuple[str, ...], tuple[str, ...]]]:
-        """Each module, its attributes, all their names, and those of its own: not what all modules have."""
-        return [(m, m.__dict__, names := tuple(m.__dict__), _own(names)) for _, m in self.modules]
+        self.versions = [version_of(t) for t in self.owned.values()]
+        norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
+        names = [p + k for p in norms for k in ("running_mean", "running_var", "num_batches_tracked")]
+        self.statistics = {name: self.buffers[name] for name in names if name in self.buffers}
+        self.plain: list[tuple[nn.Module, list[str], Dict]] = []
+        self.generators: list[torch.Generator] = []
+        for _, module in self.modules:
+            own = {k: vars(module)[k] for k in sorted(vars(module).keys() - _OF_ALL)}
+            self.plain.append((module, [*vars(module)], {k: v for k, v in own.items() if _is_plain(v)}))
+            self.generators += generators_in(own.values())
 
     def configuration(self) -> tuple[tuple[str, Hashable], ...]:
         """The plain attributes that no run was seen to change, by which people set what layers do.
@@ -114,57 +91,24 @@ class Parts:
         Of a float only whether it is 0: rates and factors change no memory, but for operations that are left out.
         """
         found: list[tuple[str, Hashable]] = []
-        for module, attributes, _, own in self.attributes:
+        for module, _, plain in self.plain:
             changed = _changed_attributes.get(module, _NONE)
-            plain = ((k, attributes[k]) for k in own if k not in changed and _is_plain(attributes[k]))
-            found += [(k, v != 0 if type(v) is float else v) for k, v in plain]
+            found += [(k, v != 0 if type(v) is float else v) for k, v in plain.items() if k not in changed]
         return tuple(found)
 
     def generator_states(self, x: Any) -> dict[Drawn, torch.Tensor]:
-        """The states of the generators that a run on the input ``x`` may draw from.
-
-        These are the default generators of the CPU and of the devices of ``x`` and the parameters, and those that the
-        modules hold.
+        """The states of the generators that a run on the input ``x`` may draw from: those of the modules, and the
+        default ones of the CPU and of the devices of ``x`` and the parameters.
         """
-        devices = {t.device for t in (*tensor_leaves(x), *self.parameters.values())} | {torch.device("cpu")}
-        values = (attributes[k] for _, attributes, _, own in self.attributes for k in own)
-        sources: list[Drawn] = [*devices, *dict.fromkeys(generators_in(values))]
+        devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
+        sources: list[Drawn] = [*devices, *self.generators]
         return {source: random_state(source) for source in sources}
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        """The running statistics that batch and instance norms update in training, by name.
-
-        A class with a forward of its own may read its statistics, which are then buffers like others.
-        """
-        norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
-        names = [p + k for p in norms for k in ("running_mean", "running_var", "num_batches_tracked")]
-        return {name: self.buffers[name] for name in names if name in self.buffers}
-
-
-@lru_cache(maxsize=4096)
-def _own(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in _OF_ALL)
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
-
-
-class Moment:
-    """A layer when a run of it begins: its ``parts``, their version counters, statistics of norms, plain attributes."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts, self.statistics = parts, parts.statistics()
-        self.versions = [version_of(t) for t in parts.owned.values()]
-        self.plain = [
-            (m, d, names, {k: v for k in own if _is_plain(v := d[k])}) for m, d, names, own in parts.attributes
-        ]
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers, to see later which of them the run changed: some operations leave version counters
         alone. A buffer may change in some runs only (a codebook at every third step), so all are copied.
         """
-        return {n: b.clone() for n, b in self.parts.buffers.items() if n not in self.statistics}
+        return {n: b.clone() for n, b in self.buffers.items() if n not in self.statistics}
 
     def learn_buffers(self, copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """After the run: note which buffers it changed in place, statistics of norms left out.
@@ -172,20 +116,19 @@ class Moment:
         Returns of the ``copies`` those of buffers that this run, or an earlier one, changed: a plan counts them. What
         fake quantizations observe always counts as changed.
         """
-        parts = self.parts
-        if len(parts.buffers) > len(self.statistics):
-            versions = zip(parts.owned.items(), self.versions, strict=True)
-            names = {n for (n, t), then in versions if n in parts.buffers and version_of(t) != then}
-            names |= {n for n, copy in copies.items() if not torch.equal(parts.buffers[n], copy)}
-            quantizers = [(prefix, m) for prefix, m in parts.modules if isinstance(m, FakeQuantizeBase)]
-            names |= {prefix + k for prefix, m in quantizers for k, _ in m.named_buffers()} & parts.buffers.keys()
-            _changed_buffers[parts.function] = changing(parts.function) | names - self.statistics.keys()
-        return {n: copies[n] for n in changing(parts.function) if n in copies}
+        if len(self.buffers) > len(self.statistics):
+            versions = zip(self.owned.items(), self.versions, strict=True)
+            names = {n for (n, t), then in versions if n in self.buffers and version_of(t) != then}
+            names |= {n for n, copy in copies.items() if not torch.equal(self.buffers[n], copy)}
+            quantizers = [(prefix, m) for prefix, m in self.modules if isinstance(m, FakeQuantizeBase)]
+            names |= {prefix + k for prefix, m in quantizers for k, _ in m.named_buffers()} & self.buffers.keys()
+            _changed_buffers[self.function] = changing(self.function) | names - self.statistics.keys()
+        return {n: copies[n] for n in changing(self.function) if n in copies}
 
     def learn_attributes(self) -> None:
         """After the run: note which plain attributes it changed."""
-        for module, now, _, plain in self.plain:
-            if names := {k for k, v in plain.items() if now.get(k) != v}:
+        for module, _, plain in self.plain:
+            if names := {k for k, v in plain.items() if vars(module).get(k) != v}:
                 _changed_attributes[module] = _changed_attributes.get(module, _NONE) | names
 
     def check(self, name: str, scratch: dict[str, torch.Tensor]) -> None:
@@ -193,7 +136,7 @@ class Moment:
 
         ``scratch``: those of which there is a copy.
         """
-        for (k, t), then in zip(self.parts.owned.items(), self.versions, strict=True):
+        for (k, t), then in zip(self.owned.items(), self.versions, strict=True):
             if version_of(t) != then and k not in scratch:
                 parameter = isinstance(t, nn.Parameter)
                 before = "optimizer.step()" if parameter else "the next forward, or what else changes it"
@@ -207,38 +150,37 @@ class Moment:
         """Meanwhile the layer is as it was then, with other tensors ``instead`` of some parameters and buffers;
         afterwards it is as it is now.
         """
-        parts = self.parts
-        with kept(parts):
-            if not parts.are_unchanged():
-                for d, then in (*parts.held, *((d, {}) for d in parts.bare)):
-                    d.clear()
-                    d.update(then)
-            for name, t in instead.items():
-                for d, key in parts.homes[name]:
-                    d[key] = t
-            for _, d, names, plain in self.plain:
-                if tuple(d) != names:
-                    for name in d.keys() - set(names):
-                        del d[name]
-                d.update(plain)
+        swapped = {id(self.owned[name]): t for name, t in instead.items()}
+        with self.kept():
+            for d, then in self.held:
+                _put(d, {k: swapped.get(id(t), t) for k, t in then.items()} if swapped else then)
+            for module, names, plain in self.plain:
+                attributes = vars(module)
+                for name in attributes.keys() - names:
+                    del attributes[name]
+                attributes.update(plain)
             yield
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards the modules have the same attributes, parameters and buffers as now."""
+        now = [(d, d.copy()) for d in (*(d for d, _ in self.held), *(vars(m) for _, m in self.modules))]
+        try:
+            yield
+        finally:
+            for d, then in now:
+                _put(d, then)
 
-@contextmanager
-def kept(parts: Parts) -> Iterator[None]:
-    """Afterwards the modules have the same attributes, parameters and buffers as before."""
-    held = [(d, dict(d)) for d in (*(d for d, _ in parts.held), *(d for _, d, _, _ in parts.attributes))]
-    held += [(d, dict(d)) for d in parts.bare if d]
-    bare = [d for d in parts.bare if not d]
-    try:
-        yield
-    finally:
-        for d in bare:
-            d.clear()
-        for d, then in held:
-            if not (len(d) == len(then) and all(map(is_, d.values(), then.values())) and [*d] == [*then]):
-                d.clear()
-                d.update(then)
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
+
+
+def _put(d: Dict, then: Dict) -> None:
+    """Give ``d`` the items ``then``, in their order."""
+    if (d or then) and not (all(map(is_, d.values(), then.values())) and [*d] == [*then]):
+        d.clear()
+        d.update(then)
 
 
 @dataclass(frozen=True)
@@ -270,7 +212,9 @@ def versions_of(value: Any) -> list[int]:
 
 def detached(value: Any) -> Any:
     """The same memory without history, requiring grad where the original does."""
-    return mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    return pytree.tree_map_only(torch.Tensor, detached, value)
 
 
 def device_of(x: Any) -> torch.device:
@@ -278,8 +222,39 @@ def device_of(x: Any) -> torch.device:
     return next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
 
 
-def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``change(t)`` for each tensor t in it."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    return pytree.tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, value)
+@dataclass(frozen=True)
+class Situation:
+    """What must be equal in a call that a plan for this one is to fit, and what must be no more there.
+
+    ``fixed``: layers and their modes, autocast, torch's settings, plain attributes of layers, kinds of parameters and
+    inputs, and how inputs lie. ``most``: whether each parameter and input requires grad, the buffers of each layer that
+    runs are known to change in place, of which copies are kept for a recompute, and the sizes of inputs.
+    """
+
+    fixed: tuple[Hashable, ...]
+    most: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, functions: Sequence[nn.Module], x: Any) -> Situation:
+        """The situation of a call of ``functions`` with ``x``."""
+        layers, inputs = [*map(Moment, functions)], tensor_leaves(x)
+        parameters = [p for of in layers for p in of.parameters.values()]
+        fixed = (
+            *((m, m.training) for of in layers for _, m in of.modules),
+            *(replace(current_mode(), grad=True), settings()),
+            *(of.configuration() for of in layers),
+            *((p.dtype, p.device, p.shape) for p in parameters),
+            *map(_kind, inputs),
+        )
+        wants = (t.requires_grad for t in (*parameters, *inputs))
+        return cls(fixed, (*wants, *map(changing, functions), *(size for t in inputs for size in t.shape)))
+
+    def covers(self, other: Situation) -> bool:
+        """Whether a call in ``other`` needs at most the memory of one in this situation."""
+        return self.fixed == other.fixed and all(a >= b for a, b in zip(self.most, other.most, strict=True))
+
+
+def _kind(t: torch.Tensor) -> tuple[Hashable, ...]:
+    """Of an input."""
+    lies = t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride()
+    return t.dtype, t.device, t.dim(), lies

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rkgb.cost.clock import Clock, Mark, read
 from rkgb.cost.counted import counted_tail, modelled_times
@@ -17,11 +19,10 @@ from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, gradient, 
 from rkgb.cost.saved import each_saved
 from rkgb.program import same
 from rkgb.randomness import set_random_state
-from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.parts import Function, Moment, Parts, detached, device_of, kept, mapped
+from rockmate.rotor.parts import Function, Moment, detached, device_of
 from rockmate.rotor.stages import Stage
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Runs
@@ -31,62 +32,101 @@ _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
 
 
 class Probe:
-    """One stage on its real input ``x``. Without a ``clock`` its times are computed from counted operations."""
+    """One stage on its real input ``x``: a ``Piece`` of ``rkgb/cost/piece.py``. Without a ``clock`` its times are
+    computed from counted operations.
+
+    As a piece it has other parameters, in the same memory, with a ``.grad`` of their own, so that the model's stay as
+    they are. They are parameters, too, as a compiled layer is compiled again for other kinds of tensors.
+    """
+
+    layouts: Layouts | None = None
 
     def __init__(self, function: Function, x: Any, clock: Clock | None, preserve_rng_state: bool) -> None:
         self.function, self.clock, self.preserve_rng_state = function, clock, preserve_rng_state
-        self.x, self.device = detached(x), device_of(x)
+        self.x, self.device, self.moment = detached(x), device_of(x), Moment(function)
+        self.module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
+        self.states = self.moment.generator_states(x)
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.leaves: dict[str, torch.Tensor] = {
+            n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in self.moment.parameters.items()
+        }
         self.saves = False
         self.touched = 0
 
     def figures(self, name: str) -> tuple[rotor_chain.Stage, Hashable, Any]:
         """The stage without its times, what is equal for stages that take equally long, and the output."""
         self._check_second_run(name)
+        made, private, keeps_input, keeps_output = self._saved()
         stage = self._stage()
         output, pass_peak, state = self._memory(lambda: stage.first(self.x, _no_backward))
-        output, state = detached(output), max(0, state - self._allocated(output))  # what stays, and no slot can hold
-        run, kept_peak, stays = self._memory(lambda: self.function(self.x))
-        stays -= self._allocated(run)
-        del run
-        stop_peak, fill_peak = (self._fill_peak(stage, wanted) for wanted in (False, True))
-        sizes, inputs, outputs, owned = self._saved()
-        private = sum(size for key, size in sizes.items() if key not in inputs | outputs | owned)
-        lasting = max(0, stays - private)  # no saved tensors, so they may stay as long as the graph
+        output, state = detached(output), max(0, state - made)  # what stays, and no slot can hold
+        kept_peak, stays = self._memory(lambda: self.function(self.x))[1:]
+        lasting = max(0, stays - made - private)  # no saved tensors, so they may stay as long as the graph
+        peaks = []
+        for wanted in (False, True):
+            peaks.append(self._memory(partial(stage.fill, self.x, wanted))[1])
+            stage.clear()
         backward_peak, input_gradient, parameter_gradients = self._backward(output)
-        self.saves = bool(sizes.keys() - owned)
         self.touched = sum(t.nbytes for t in tensor_leaves((self.x, output))) + private + lasting
         found = rotor_chain.Stage(
             name,
             runs=Runs.alike(0),
             backward_time=0,
             held=private + lasting,
-            forward_peak=max(kept_peak, fill_peak, stop_peak),
+            forward_peak=max(kept_peak, *peaks),
             pass_peak=pass_peak - state,
-            stop_peak=stop_peak,
+            stop_peak=peaks[0],
             backward_peak=backward_peak,
             input_gradient=input_gradient,
             parameter_gradients=parameter_gradients + lasting,
-            keeps_input=bool(inputs & sizes.keys()),
-            keeps_output=bool((outputs - inputs) & sizes.keys()),
+            keeps_input=keeps_input,
+            keeps_output=keeps_output,
             state=state,
         )
         return found, (replace(found, name=""), self._form()), output
 
     def times(self) -> tuple[int, ...]:
         """The times of ``Runs``, then that of the backward, in nanoseconds. The figures are known."""
-        piece = StageRun(self.function, self.x)
         with self._untouched():
             if self.clock is None:
                 with _uncompiled():
                     whole, backward = modelled_times(
-                        piece, self.touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
+                        self, self.touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
                     )
                     tail = counted_tail(lambda: self.function(self.x)) // _FLOPS_PER_NS if self.saves else whole
                 return whole, whole, whole, whole - tail, backward
-            backward = self.clock.times(piece).backward
+            backward = self.clock.times(self).backward
             whole, passing, filling, stopping = self.clock.medians(self._every_run, self.device)
             filling = max(filling, whole)
             return whole, max(passing, whole), filling, min(stopping, filling), backward
+
+    # ------------------------------------------------------------------------------------- as a piece
+
+    def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
+        """The tensors of the output, with history. ``collect`` gets the gradients of ``x`` from the backward."""
+        self.drop_gradients()
+        for source, state in self.states.items():
+            set_random_state(source, state)  # all runs take one path
+        x = self.x
+        tapped = [t for t in tensor_leaves(x) if t.requires_grad]
+        if tapped:
+            taps = iter(Tap.apply(collect, self.anchor, *tapped))
+            x = pytree.tree_map_only(torch.Tensor, lambda t: next(taps) if t.requires_grad else t, x)
+        with self.moment.again(self.leaves):
+            return tensor_leaves(self.function(x))
+
+    def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results that require grad."""
+        return [t for t in results if t.requires_grad]
+
+    def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """New gradients of ones for ``ends(results)``."""
+        return [gradient(t.shape, None, t.dtype, t.device) for t in self.ends(results)]
+
+    def drop_gradients(self) -> None:
+        """Remove the ``.grad`` of all parameters of the piece."""
+        for leaf in self.leaves.values():
+            leaf.grad = None
 
     # ------------------------------------------------------------------------------------------ memory
 
@@ -96,8 +136,7 @@ class Probe:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Afterwards buffers, attributes and generators are as before, so that all runs are alike."""
-        module = self.function if isinstance(self.function, torch.nn.Module) else torch.nn.Module()
-        with kept(Parts(module)), preserved(module, []):
+        with self.moment.kept(), preserved(self.module, []):
             yield
 
     def _check_second_run(self, name: str) -> None:
@@ -126,51 +165,47 @@ class Probe:
             torch.clear_autocast_cache()
             return measure_memory(function, self.device)
 
-    def _allocated(self, output: Any) -> int:
-        """Bytes of ``output`` that the run allocated: not those of input, parameters or buffers."""
-        old = _keys([*Parts(self.function).owned.values(), *tensor_leaves(self.x)])
-        return sum(size for key, size in bytes_by_storage(tensor_leaves(output)).items() if key not in old)
-
-    def _fill_peak(self, stage: Stage, wanted: bool) -> int:
-        peak = self._memory(lambda: stage.fill(self.x, wanted))[1]
-        stage.clear()
-        return peak
-
-    def _saved(self) -> tuple[dict[int, int], set[int], set[int], set[int]]:
-        """By storage, the bytes that autograd saves; the storages of the input, the output, and what modules own."""
+    def _saved(self) -> tuple[int, int, bool, bool]:
+        """Bytes of the output that a run allocates, and of what autograd saves besides; whether it saves the input, and
+        such an output.
+        """
         tensors: list[torch.Tensor] = []
         with self._untouched(), each_saved(tensors.append):
-            output = self.function(self.x)
-        owned = _keys(Parts(self.function).owned.values())
-        return bytes_by_storage(tensors), _keys(tensor_leaves(self.x)), _keys(tensor_leaves(output)), owned
+            output = tensor_leaves(self.function(self.x))
+        saved, owned = bytes_by_storage(tensors), bytes_by_storage(self.moment.owned.values())
+        inputs = bytes_by_storage(tensor_leaves(self.x))
+        made = {key: size for key, size in bytes_by_storage(output).items() if key not in inputs.keys() | owned.keys()}
+        private = sum(size for key, size in saved.items() if key not in inputs | made | owned)
+        self.saves = bool(saved.keys() - owned.keys())
+        return sum(made.values()), private, bool(inputs.keys() & saved.keys()), bool(made.keys() & saved.keys())
 
     def _backward(self, output: Any) -> tuple[int, ...]:
         """Bytes of the backward's peak beside the incoming gradient, and of the gradients of input and parameters."""
-        piece = StageRun(self.function, self.x)
-        own = tuple(None if t.is_contiguous() else t.stride() for t in piece.ends(tensor_leaves(output)))
+        own = tuple(None if t.is_contiguous() else t.stride() for t in self.ends(tensor_leaves(output)))
         found = [(0, 0, 0)]
-        for piece.layouts in (None, own) if any(own) else (None,) if own else ():  # the gradient may come in either
+        for self.layouts in (None, own) if any(own) else (None,) if own else ():  # the gradient may come in either
             with self._untouched():
-                memory = backward_memory(piece)
+                memory = backward_memory(self)
             passed = bytes_by_storage(g for g in memory.inputs if g is not None)
-            found.append((memory.peak - memory.incoming, sum(passed.values()), piece.parameter_gradients()))
-            piece.drop_gradients()
+            gradients = sum(storage_bytes(leaf.grad) for leaf in self.leaves.values() if leaf.grad is not None)
+            found.append((memory.peak - memory.incoming, sum(passed.values()), gradients))
+            self.drop_gradients()
         return tuple(map(max, zip(*found, strict=True)))
 
     # ------------------------------------------------------------------------------------------- times
 
     def _form(self) -> Hashable:
-        parts = Parts(self.function)
-        classes = tuple(type(m) for _, m in parts.modules) or (id(self.function),)
-        tensors = (*parts.owned.values(), *tensor_leaves(self.x))
+        moment = self.moment
+        classes = tuple(type(m) for _, m in moment.modules) or (id(self.function),)
+        tensors = (*moment.owned.values(), *tensor_leaves(self.x))
         forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        return classes, parts.configuration(), forms
+        return classes, moment.configuration(), forms
 
     def _every_run(self, mark: Mark) -> list[tuple[Any, Any]]:
         """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""
         stage, spans = self._stage(), []
         for run in (
-            lambda: self._stage().keep_all(self.x),
+            lambda: self._stage().first(self.x, None),
             lambda: stage.first(self.x, _no_backward),
             lambda: stage.fill(self.x, True),
             lambda: stage.fill(self.x, False),
@@ -184,64 +219,10 @@ class Probe:
         return spans
 
 
-class StageRun:
-    """A stage on the input ``x`` (``Piece`` in ``rkgb/cost/piece.py``).
-
-    Its parameters are replaced by others in the same memory with a ``.grad`` of their own, so that the model's stay as
-    they are. They are parameters, too, as a compiled layer is compiled again for other kinds of tensors.
-    """
-
-    layouts: Layouts | None = None
-
-    def __init__(self, function: Function, x: Any) -> None:
-        self.function, self.x, self.device = function, x, device_of(x)
-        self.moment = Moment(Parts(function))
-        parts = self.moment.parts
-        self.states = parts.generator_states(x)
-        self.anchor = torch.zeros((), requires_grad=True)
-        self.leaves: dict[str, torch.Tensor] = {
-            n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in parts.parameters.items()
-        }
-
-    def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
-        """The tensors of the output, with history. ``collect`` gets the gradients of ``x`` from the backward."""
-        self.drop_gradients()
-        for source, state in self.states.items():
-            set_random_state(source, state)  # all runs take one path
-        x = self.x
-        tapped = [t for t in tensor_leaves(x) if t.requires_grad]
-        if tapped:
-            taps = iter(Tap.apply(collect, self.anchor, *tapped))
-            x = mapped(lambda t: next(taps) if t.requires_grad else t, x)
-        with self.moment.again(self.leaves):
-            return tensor_leaves(self.function(x))
-
-    def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The results that require grad."""
-        return [t for t in results if t.requires_grad]
-
-    def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """New gradients of ones for ``ends(results)``."""
-        return [gradient(t.shape, None, t.dtype, t.device) for t in self.ends(results)]
-
-    def drop_gradients(self) -> None:
-        """Remove the ``.grad`` of all parameters of this run."""
-        for leaf in self.leaves.values():
-            leaf.grad = None
-
-    def parameter_gradients(self) -> int:
-        """Bytes of the gradients of parameters that a backward has made."""
-        return sum(storage_bytes(leaf.grad) for leaf in self.leaves.values() if leaf.grad is not None)
-
-
 def _uncompiled() -> AbstractContextManager[None]:
     """Operations are counted one by one, and what torch.compile sees meanwhile it would never compile again."""
     loaded = "torch._dynamo" in sys.modules  # it takes a second, and without it nothing is compiled
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
-
-
-def _keys(tensors: Any) -> set[int]:
-    return {storage_key(t) for t in tensors}
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

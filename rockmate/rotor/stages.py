@@ -8,19 +8,20 @@ saved tensor unless its output is wanted. Gradients, hooks and accumulation are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from rkgb.cost.piece import ignore
+from rkgb.probe.contexts import functions_of, next_number
 from rkgb.randomness import Drawn, drawing_again, random_state
 from rkgb.storages import storage_key
 from rkgb.trace.code import not_compiled
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.parts import Function, Moment, Parts, detached
+from rockmate.rotor.parts import Function, Moment, detached
 from rockmate.run.slots import changed
 
 Prepare = Callable[[int], None]
@@ -67,18 +68,17 @@ class Slot:
 class Stage:
     """One stage in one call: its slots, and what a recompute needs of the first run.
 
-    ``parts``: of the function, if known. ``slots``: recomputed saved tensors that autograd has not read yet. ``kinds``:
-    their shapes and dtypes. ``saved``: for each tensor that the first run saved, in order, the number of its slot; None
-    for a parameter or buffer. ``taken``: those that were read from slots. ``saves_early``: whether an operation saves a
-    tensor that it fills afterwards, so that a recompute must not stop there. ``stopped``: whether the last recompute
-    did. ``moment``: when the first run began. ``generators``, ``buffers``: random states, and contents of buffers, from
-    before it, as far as it changed them; ``generators`` is None if that is not known, as autograd keeps what was saved.
-    ``finished``: whether they were released.
+    ``slots``: recomputed saved tensors that autograd has not read yet. ``kinds``: their shapes and dtypes. ``saved``:
+    for each tensor that the first run saved, in order, the number of its slot; None for a parameter or buffer.
+    ``taken``: those that were read from slots. ``saves_early``: whether an operation saves a tensor that it fills
+    afterwards, so that a recompute must not stop there. ``stopped``: whether the last recompute did. ``moment``: when
+    the first run began; None again when what later runs need of it was released. ``generators``, ``buffers``: random
+    states, and contents of buffers, from before it, as far as it changed them; ``generators`` is None if that is not
+    known, as autograd keeps what was saved.
     """
 
     function: Function
     preserve_rng_state: bool
-    parts: Parts | None = None
     slots: list[torch.Tensor | None] = field(default_factory=list)
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     saved: list[int | None] = field(default_factory=list)
@@ -88,23 +88,25 @@ class Stage:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     saves_early: bool = False
     stopped: bool = False
-    finished: bool = False
 
     @property
     def name(self) -> str:
         """The class of the layer, for messages."""
         return type(self.function).__name__
 
-    def _begin(self) -> Moment:
-        self.moment = Moment(Parts.again(self.function, self.parts))
-        return self.moment
-
-    def first(self, x: Any, prepare: Prepare) -> Any:
-        """Run for the first time; the output, with history. Slots stand for saved tensors; ``prepare`` fills them."""
-        moment = self._begin()
-        states = moment.parts.generator_states(x) if self.preserve_rng_state else {}
-        copies = moment.copies()
-        fixed = {storage_key(t) for t in moment.parts.owned.values()}
+    def first(self, x: Any, prepare: Prepare | None) -> Any:
+        """Run for the first time; the output, with history. Slots stand for saved tensors; ``prepare`` fills them. If
+        it is None, autograd keeps the saved tensors.
+        """
+        self.moment = moment = Moment(self.function)
+        if prepare is None:
+            self.generators = None if self.preserve_rng_state else {}
+            output = self.function(x)
+            moment.learn_buffers({})
+            return output
+        states = moment.generator_states(x) if self.preserve_rng_state else {}
+        copies, begin = moment.copies(), next_number()
+        fixed = {storage_key(t) for t in moment.owned.values()}
         slots, saved, kinds = self.slots, self.saved, self.kinds
 
         def pack(t: torch.Tensor) -> Slot | Fixed:
@@ -122,16 +124,7 @@ class Stage:
         self.generators = {d: s for d, s in states.items() if not torch.equal(s, random_state(d))}
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
-        self.saves_early = _saves_early(self.function, output, x, len(slots))
-        return output
-
-    def keep_all(self, x: Any) -> Any:
-        """Run for the first time; the output, with history. Autograd keeps the saved tensors."""
-        moment = self._begin()
-        if not self.preserve_rng_state:
-            self.generators = {}
-        output = self.function(x)
-        moment.learn_buffers({})
+        self.saves_early = any(f.name().startswith(_EARLY) for f in functions_of(tensor_leaves(output), begin))
         return output
 
     def fill(self, x: Any, wanted: bool) -> Any:
@@ -156,12 +149,32 @@ class Stage:
                     self.stopped = True
                     raise Stop
 
-        output = self._recompute(x, pack)
+        output = self.again(x, pack)
         return output if wanted else None
 
-    def skim(self, x: Any) -> Any:
-        """Recompute the detached output from the detached input ``x``, without its saved tensors."""
-        return self._recompute(x, _forget)
+    def again(self, x: Any, pack: Callable[[torch.Tensor], None] = ignore) -> Any:
+        """Recompute the detached output from the detached input ``x``; None if ``pack`` has stopped the run.
+
+        ``pack`` gets the saved tensors. The caller sets grad mode, autocast and settings.
+        """
+        moment = self.moment
+        if moment is None:
+            raise RuntimeError(self._gone())
+        scratch = {name: t.clone() for name, t in (moment.statistics | self.buffers).items()}  # eager mode runs once
+        moment.check(self.name, scratch)
+        x = detached(x)  # autograd may hold the input of this run, and must not hold ours
+        self.stopped = False
+        states = moment.generator_states(x) if self.generators is None else self.generators
+        hooks = saved_tensors_hooks(not_compiled(pack), _lost)
+        with moment.again(scratch), drawing_again([*states], [*states.values()]), hooks:
+            try:
+                output = self.function(x)
+            except Exception:  # an interpreter between, as TorchScript's, makes another error of a Stop
+                if not self.stopped:
+                    raise
+            if self.generators is None and any(not torch.equal(s, random_state(d)) for d, s in states.items()):
+                raise RuntimeError(self._gone())
+        return None if self.stopped else detached(output)
 
     def clear(self) -> None:
         """Release what the slots hold."""
@@ -169,40 +182,8 @@ class Stage:
 
     def release_states(self) -> None:
         """Release random states and buffers of the first run: the last recompute is done."""
-        self.finished = self.finished or bool(self.generators or self.buffers)
-        self.generators, self.buffers = self.generators and {}, {}
-
-    def _recompute(self, x: Any, pack: Callable[[torch.Tensor], None]) -> Any:
-        """Run again from ``x``; None if the run was stopped. The caller sets grad mode, autocast and settings."""
-        if self.finished:
-            raise RuntimeError(self._gone())
-        moment = self.moment
-        assert moment is not None
-        scratch = {name: t.clone() for name, t in (moment.statistics | self.buffers).items()}  # eager mode runs once
-        moment.check(self.name, scratch)
-        x = detached(x)  # autograd may hold the input of this run, and must not hold ours
-        self.stopped = False
-        with moment.again(scratch), self._drawing(x, moment.parts), saved_tensors_hooks(not_compiled(pack), _lost):
-            try:
-                output = self.function(x)
-            except Exception:  # an interpreter between, as TorchScript's, makes another error of a Stop
-                if not self.stopped:
-                    raise
-            return None if self.stopped else detached(output)
-
-    @contextmanager
-    def _drawing(self, x: Any, parts: Parts) -> Iterator[None]:
-        """Meanwhile generators are as in the first run; afterwards as now.
-
-        Raises ``RuntimeError`` if numbers are drawn and the states of the first run are not known.
-        """
-        states = parts.generator_states(x) if self.generators is None else self.generators
-        with drawing_again([*states], [*states.values()]):
-            yield
-            unknown = self.generators is None
-            drawn = unknown and any(not torch.equal(state, random_state(of)) for of, state in states.items())
-        if drawn:
-            raise RuntimeError(self._gone())
+        if self.generators or self.buffers:
+            self.moment, self.generators, self.buffers = None, {}, {}
 
     def _gone(self) -> str:
         return (
@@ -211,28 +192,8 @@ class Stage:
         )
 
 
-_EARLY = ("RreluWithNoiseBackward",)
-"""Autograd's names of operations that save a tensor before they fill it."""
-
-_known_early: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictionary()
-
-
-def _saves_early(function: Function, output: Any, x: Any, saved: int) -> bool:
-    """Whether one of ``_EARLY`` is in the graph between ``x`` and ``output``, of which ``saved`` tensors were saved.
-
-    It is looked for once for each number of saved tensors.
-    """
-    known = _known_early.setdefault(function, {}) if isinstance(function, torch.nn.Module) else {}
-    if saved not in known:
-        seen: set[Any] = {None, *(t.grad_fn for t in tensor_leaves(x))}
-        todo: set[Any] = {t.grad_fn for t in tensor_leaves(output)} - seen
-        known[saved] = False
-        while todo:
-            node = todo.pop()
-            seen.add(node)
-            known[saved] = known[saved] or node.name().startswith(_EARLY)
-            todo |= {following for following, _ in node.next_functions} - seen
-    return known[saved]
+_EARLY = "RreluWithNoiseBackward"
+"""Autograd's name of an operation that saves a tensor before it fills it."""
 
 
 @not_compiled
@@ -243,11 +204,6 @@ def _unpack(packed: Slot | Fixed) -> torch.Tensor:
     if t._version != then:
         raise changed(f"a parameter or buffer of shape {tuple(t.shape)}", t, then)
     return t
-
-
-@not_compiled
-def _forget(_: torch.Tensor) -> None:
-    return None
 
 
 def _lost(_: None) -> torch.Tensor:

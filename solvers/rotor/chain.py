@@ -57,11 +57,6 @@ class Stage:
     keeps_output: bool = False
     state: int = 0
 
-    @property
-    def forward_time(self) -> int:
-        """u_f: the time of the first run, if autograd keeps what the backward reads."""
-        return self.runs.whole
-
 
 @dataclass(frozen=True)
 class Chain:
@@ -122,17 +117,14 @@ class Chain:
     def __str__(self) -> str:
         """A table with a line for each stage; bytes are in slots of ``unit``, rounded up."""
 
-        def slots(size: int) -> int:
-            return -(-size // self.unit)
-
-        rows: list[tuple[str, ...]] = [("stage", "u_f", "u_b", "a", "ā", "o_f", "o_b")]
+        rows: list[tuple[object, ...]] = [("stage", "u_f", "u_b", "a", "ā", "o_f", "o_b")]
         for i, s in enumerate(self.stages):
             kept = s.held + self.value_bytes[i + 1]
-            sizes = (self.value_bytes[i], kept, s.pass_peak, s.backward_peak)
-            rows.append((s.name, str(s.runs.whole), str(s.backward_time), *(str(slots(b)) for b in sizes)))
-        first, *rest = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = [
-            "  ".join([name.ljust(first), *(text.rjust(width) for text, width in zip(texts, rest, strict=True))])
+            sizes = (-(-size // self.unit) for size in (self.value_bytes[i], kept, s.pass_peak, s.backward_peak))
+            rows.append((s.name, s.runs.whole, s.backward_time, *sizes))
+        first, *rest = (max(len(str(text)) for text in column) for column in zip(*rows, strict=True))
+        lines = (
+            "  ".join([f"{name:<{first}}", *(f"{text:>{width}}" for text, width in zip(texts, rest, strict=True))])
             for name, *texts in rows
-        ]
+        )
         return "\n".join([*lines, f"slots of {self.unit} bytes, times in ns"])

@@ -21,11 +21,12 @@ from solvers.chain.table import ChainTable
 from solvers.errors import InfeasibleError
 from solvers.rotor.chain import Chain
 from solvers.rotor.costs import build, costs_of, from_table, of_least_memory
-from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
+from solvers.rotor.ops import Loss, Sequence
 from solvers.rotor.walk import Walked, walk_sequence
 
-# The table rounds to slots, so sequences for a larger nominal limit may fit the real one.
-_NOMINAL = (1.05, 1.6)
+_NOMINAL = 1.6
+"""Of the limit: the table rounds to slots, so sequences for a larger nominal limit may fit the real one."""
+
 ALIKE = 0.01
 """Of a step's time: sequences that differ by less take as long, as far as times are measured."""
 
@@ -40,14 +41,22 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
     everything = no_checkpoint_sequence(chain)
     if walk_sequence(chain, everything).peak <= limit:
         return everything
-    fitting: list[Sequence] = []
-    for nominal in _NOMINAL:
-        if not _from_table(chain, limit, max(1, int(nominal * limit / slots)), slots, name, fitting):
-            break
-    if chain.length > _LONG and fitting:
-        return _fastest(chain, limit, fitting)
-    least = Sequence(of_least_memory(costs_of(chain)), name)
-    return _fastest(chain, limit, [*fitting, least, *sequential_sequences(chain), *_revolve_sequences(chain)])
+    unit = max(1, limit // slots)
+    table = ChainTable(costs_of(chain, unit), unit, int(_NOMINAL * slots))
+    steps, fitting = table.breakpoints(), list[Sequence]()
+    low, high = 0, len(steps)
+    while low < high:  # except for rounding, walked peaks grow with the nominal memory, so bisection finds it
+        middle = (low + high) // 2
+        sequence = Sequence(from_table(table, steps[middle]), name)
+        if walk_sequence(chain, sequence).peak <= limit:
+            fitting.append(sequence)
+            low = middle + 1
+        else:
+            high = middle
+    if chain.length <= _LONG or not fitting:
+        least = Sequence(of_least_memory(costs_of(chain)), name)
+        fitting += [least, *sequential_sequences(chain), *_revolve_sequences(chain)]
+    return _fastest(chain, limit, fitting)
 
 
 def simplest(chain: Chain, limit: int, slots: int) -> Sequence:
@@ -56,31 +65,10 @@ def simplest(chain: Chain, limit: int, slots: int) -> Sequence:
     For measured times, which are not known better than that.
     """
     fastest = persistent(chain, limit, slots)
-    try:
-        segments = sequential(chain, limit, slots)
-    except InfeasibleError:
-        return fastest
-    alike = walk_sequence(chain, segments).time <= (1 + ALIKE) * walk_sequence(chain, fastest).time
-    return segments if alike else fastest
-
-
-def _from_table(chain: Chain, limit: int, unit: int, slots: int, name: str, fitting: list[Sequence]) -> bool:
-    """Add sequences whose walked peak fits, the last of the largest nominal memory; whether the table ends there.
-
-    Except for rounding, walked peaks grow with the nominal memory, so bisection finds it.
-    """
-    table = ChainTable(costs_of(chain, unit), unit, slots)
-    steps = table.breakpoints()
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high) // 2
-        sequence = Sequence(from_table(table, steps[middle]), name)
-        if walk_sequence(chain, sequence).peak <= limit:
-            fitting.append(sequence)
-            low = middle + 1
-        else:
-            high = middle
-    return bool(steps) and low == len(steps)
+    most = (1 + ALIKE) * walk_sequence(chain, fastest).time
+    walked = [(walk_sequence(chain, segments), segments) for segments in sequential_sequences(chain)]
+    alike = [(found.time, segments) for found, segments in walked if found.peak <= limit and found.time <= most]
+    return min(alike, key=lambda pair: pair[0])[1] if alike else fastest
 
 
 def no_checkpoint_sequence(chain: Chain) -> Sequence:
@@ -88,39 +76,19 @@ def no_checkpoint_sequence(chain: Chain) -> Sequence:
     return replace(segments_sequence(chain, 1), algorithm="no_checkpoint")
 
 
-def no_checkpoint(chain: Chain, limit: int, slots: int = 0) -> Sequence:
-    """Keep everything."""
-    return _fastest(chain, limit, [no_checkpoint_sequence(chain)])
-
-
 def segments_sequence(chain: Chain, segments: int) -> Sequence:
     """``segments`` segments of equal length, all checkpointed but the last, which takes the remainder."""
     length, size = chain.length, chain.length // segments
-    starts = [k * size for k in range(segments)]
-    done: list[Operation] = []
-    for start in starts[:-1]:
-        done += [Fck(start), *(Fn(j) for j in range(start + 1, start + size))]
-    last = starts[-1]
-    done += [*(Fe(j) for j in range(last, length)), Loss(), *(B(j) for j in reversed(range(last, length)))]
-    for start in reversed(starts[:-1]):
-        stages = range(start, start + size)
-        done += [*(Fe(j) for j in stages), *(B(j) for j in reversed(stages))]
-    return Sequence(tuple(done), f"sequential({segments} segments)")
+
+    def choose(i: int, j: int, m: int) -> tuple[int | None, int, int]:
+        return (None, i + size, m) if j == length and i < size * (segments - 1) else (0, i + 1, m)
+
+    return Sequence(build(length, choose, 0), f"sequential({segments} segments)")
 
 
 def sequential_sequences(chain: Chain) -> Iterable[Sequence]:
     """Every number of segments."""
     return (segments_sequence(chain, n) for n in range(1, chain.length + 1))
-
-
-def sequential(chain: Chain, limit: int, slots: int = 0) -> Sequence:
-    """Equal segments, in the number that fits and is fastest."""
-    return _fastest(chain, limit, sequential_sequences(chain))
-
-
-def griewank(chain: Chain, limit: int, slots: int = 0) -> Sequence:
-    """Binomial checkpointing with at most ``c`` checkpoints beside the input; the ``c`` that fits and is fastest."""
-    return _fastest(chain, limit, _revolve_sequences(chain))
 
 
 def _revolve_sequences(chain: Chain) -> Iterable[Sequence]:
@@ -164,7 +132,7 @@ def infeasible(chain: Chain, limit: int, tried: Iterable[Walked]) -> InfeasibleE
 ALGORITHMS: dict[str, Callable[[Chain, int, int], Sequence]] = {
     "persistent": persistent,
     "rotor": persistent,
-    "no_checkpoint": no_checkpoint,
-    "sequential": sequential,
-    "griewank": griewank,
+    "no_checkpoint": lambda chain, limit, _: _fastest(chain, limit, [no_checkpoint_sequence(chain)]),
+    "sequential": lambda chain, limit, _: _fastest(chain, limit, sequential_sequences(chain)),
+    "griewank": lambda chain, limit, _: _fastest(chain, limit, _revolve_sequences(chain)),
 }

@@ -56,8 +56,8 @@ def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
 
 
 class _Walker:
-    """``current``: the value that a forward may read next. ``stored``: checkpoints. ``enabled``: stages whose backward
-    has what it reads. ``states``: stages whose generator states are kept, from their first run to their last.
+    """``there``: values from which a stage can run. ``enabled``: stages whose backward has what it reads. ``states``:
+    stages whose generator states are kept, from their first run to their last.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -65,8 +65,7 @@ class _Walker:
         self.values = [dict(value) for value in chain.values]
         self.held: Counter[int] = Counter()
         self.level = self.time = self.output_again = 0
-        self.current: int | None = 0
-        self.stored: set[int] = set()
+        self.there = {0}
         self.enabled: set[int] = set()
         self.states: set[int] = set()
         self.moments: list[Moment] = []
@@ -91,14 +90,15 @@ class _Walker:
             peak = self._forward(operation, following == B(operation.index) and not self.in_forward)
         self.moments.append(Moment(operation, peak, self.level, self.time))
 
-    def _forward(self, operation: Fn | Fck | Fe, stops: bool) -> int:
+    def _forward(self, operation: Fn | Fck | Fe, is_last: bool) -> int:
         i, keeps = operation.index, isinstance(operation, Fe)
         if not 0 <= i < self.chain.length:
             raise ScheduleError(f"{operation!r}: the chain has {self.chain.length} stages")
-        stage = self.chain.stages[i]
         if keeps and i in self.enabled:
             raise ScheduleError(f"{operation!r}: what its backward reads is there already")
-        self._fetch(operation)
+        if i not in self.there:
+            raise ScheduleError(f"{operation!r}: its input is not there")
+        stage, stops = self.chain.stages[i], keeps and is_last
         if keeps:
             peak = self.level + (stage.stop_peak if stops else stage.forward_peak)
             self.time += stage.runs.stopping if stops else stage.runs.whole if self.in_forward else stage.runs.filling
@@ -106,46 +106,36 @@ class _Walker:
             self.level += stage.held
             self.hold(i, int(stage.keeps_input))
         else:  # the state is kept by the first run, and put aside by those that draw again
-            stops, peak = False, self.level + stage.pass_peak + stage.state
+            peak = self.level + stage.pass_peak + stage.state
             self.time += stage.runs.passing
-        if isinstance(operation, Fck) != (i in self.stored):
-            self.hold(i, 1 if isinstance(operation, Fck) else -1)
-            self.stored ^= {i}
-        self._remember(i, not keeps)
+        if keeps == (i in self.states):
+            self.level += -stage.state if keeps else stage.state
+            self.states ^= {i}
         if keeps and stage.keeps_output:
             if i == self.chain.length - 1 and not self.in_forward:
                 self.output_again = self.chain.value_bytes[-1]  # the caller holds that of the first run
                 self.level += self.output_again
             else:
                 self.hold(i + 1)
-        self.current = None if stops else i + 1
-        self.hold(i + 1, int(not stops))
-        self.hold(i, -1)
+        if not stops:
+            self.there.add(i + 1)
+            self.hold(i + 1)
+        if not isinstance(operation, Fck):
+            self._drop(i)
         return peak
 
-    def _fetch(self, operation: Fn | Fck | Fe) -> None:
-        i = operation.index
-        if self.current != i:
-            if i not in self.stored:
-                raise ScheduleError(f"{operation!r}: its input is not there")
-            if self.current is not None:
-                self.hold(self.current, -1)
-            self.hold(i)
-            self.current = i
-
-    def _remember(self, i: int, again: bool) -> None:
-        """The generator state of stage i stays if the stage runs ``again``."""
-        if again != (i in self.states):
-            self.level += self.chain.stages[i].state if again else -self.chain.stages[i].state
-            self.states ^= {i}
+    def _drop(self, i: int) -> None:
+        if i in self.there:
+            self.there.remove(i)
+            self.hold(i, -1)
 
     def _loss(self) -> int:
         if not self.in_forward:
             raise ScheduleError("Loss: the forward phase is over")
-        if self.current != self.chain.length:
+        if self.chain.length not in self.there:
             raise ScheduleError("Loss: the last stage has not run")
         self.in_forward = False
-        self.current = None  # the caller holds the output to the end
+        self.there.remove(self.chain.length)  # the caller holds the output to the end
         self.level += self.chain.output_gradient
         return self.level + self.chain.loss
 
@@ -157,13 +147,10 @@ class _Walker:
             raise ScheduleError(f"{operation!r}: the next backward is B_{self.next_backward}")
         if i not in self.enabled:
             raise ScheduleError(f"{operation!r}: what it reads is not there")
-        if self.current is not None:
-            self.hold(self.current, -1)
-            self.current = None
+        self._drop(i + 1)
         stage, gradients = self.chain.stages[i], self.chain.gradient_bytes
         self.enabled.remove(i)
         self.time += stage.backward_time
-        self._remember(i, False)
         peak = self.level + stage.backward_peak
         self.level += gradients[i] - gradients[i + 1] + stage.parameter_gradients - stage.held - self.output_again
         self.hold(i, -int(stage.keeps_input))

@@ -240,6 +240,54 @@ def test_copies_of_weights_that_autocast_caches_count() -> None:
     assert_in_limit(chk, step)
 
 
+class Loop(nn.Module):
+    """Reads one weight many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_weight_that_is_read_many_times_is_cast_once_in_a_second_run(within: bool) -> None:
+    """As in the forward, also where the backward runs out of autocast."""
+    torch.manual_seed(0)
+    m = nn.Sequential(*(Loop() for _ in range(4)))
+    eager, inputs, target = copy.deepcopy(m), torch.ones(4, 64), torch.zeros(4, 64)
+    with autocast():
+        chk = least(m, inputs)
+
+    def step(run: nn.Module = chk) -> None:
+        with autocast():
+            loss = F.l1_loss(run(inputs).float(), target)
+            if within:
+                loss.backward()
+        if not within:
+            loss.backward()
+
+    step()
+    step(eager)
+    assert same((p.grad for p in m.parameters()), (p.grad for p in eager.parameters()))
+    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+    if not within:  # there, the copies of the forward stay to the end
+        chk.zero_grad()
+        assert_in_limit(chk, step)
+
+
+def test_what_is_passed_goes_when_the_next_layer_has_run() -> None:
+    """Its backward reads its output only, so nobody reads its input again."""
+    m = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 256), nn.Tanh())
+    chk = rotor.Checkpointable(m, x(), 2**30, costs="flops")
+    chk.sequence = rotor.Sequence.parse("Fck_0, Fe_1, Fe_2, Fe_3, Fe_4, Fe_5, Loss, B_5, B_4, B_3, B_2, B_1, Fe_0, B_0")
+    held: list[torch.Tensor] = []
+    assert measure_peak(lambda: held.append(chk(x()))) <= max(m.peak for m in chk.walked().moments[:6]) + x().nbytes
+
+
 def test_a_call_that_may_need_more_is_measured_anew() -> None:
     def thawed(m: nn.Sequential) -> None:
         m.requires_grad_(True)
@@ -684,15 +732,15 @@ def test_what_layers_are_told_to_do_is_measured_anew(name: str, value: Any) -> N
         chk.zero_grad()
         chk(x(1024)).sum().backward()
 
-    first = chk._measured
+    first = chk.chain
     assert_in_limit(chk, step)
-    assert chk._measured is first
+    assert chk.chain is first
     for layer in m:
         setattr(layer, name, value)
     assert_in_limit(chk, step)
     chk.zero_grad()
     assert measure_peak(step) <= chk.get_expected_memory()
-    assert chk._measured is not first
+    assert chk.chain is not first
 
 
 def test_a_pair_that_is_set_before_the_backward() -> None:
@@ -718,9 +766,9 @@ def test_other_kernels_are_measured_anew() -> None:
         chk(image).sum().backward()
 
     assert_in_limit(chk, step)
-    first = chk._measured
+    first = chk.chain
     with torch.backends.mkldnn.flags(enabled=False):
         assert_in_limit(chk, step)
-        assert chk._measured is not first
+        assert chk.chain is not first
         chk.zero_grad()
         assert measure_peak(step) <= chk.get_expected_memory()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -296,7 +297,14 @@ def test_autocast_is_restored() -> None:
     assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
 
 
-def test_room_for_a_loss_on_outputs_of_low_precision() -> None:
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cross entropy": F.cross_entropy,
+    "mean square": lambda y, _: y.square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_room_for_a_loss_on_outputs_of_low_precision(name: str) -> None:
     """It works on float32 copies, and these count; the peak is at the loss."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 8), *(nn.Tanh() for _ in range(8)), nn.Linear(8, 512))
@@ -311,7 +319,7 @@ def test_room_for_a_loss_on_outputs_of_low_precision() -> None:
         model.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = chk(x).float()
-        F.cross_entropy(y, target).backward()
+        LOSSES[name](y, target).backward()
 
     step()
     model.zero_grad()

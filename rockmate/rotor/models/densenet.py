@@ -9,29 +9,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import partial
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
-from rockmate.rotor.models.utils import BatchNorm2dReLU, initialize
+from rockmate.rotor.models.utils import BatchNorm2dReLU, Branches, initialize
 
 
-class DenseLayer(nn.Module):
+def dense_layer(inputs: int, growth: int, bn_size: int, drop_rate: float) -> Branches:
     """(batch, n, h, w) to (batch, n + growth, h, w)."""
-
-    def __init__(self, inputs: int, growth: int, bn_size: int, drop_rate: float) -> None:
-        super().__init__()
-        self.norm1 = BatchNorm2dReLU(inputs)
-        self.conv1 = nn.Conv2d(inputs, bn_size * growth, 1, bias=False)
-        self.norm2 = BatchNorm2dReLU(bn_size * growth)
-        self.conv2 = nn.Conv2d(bn_size * growth, growth, 3, padding=1, bias=False)
-        self.drop_rate = drop_rate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        new = self.conv2(self.norm2(self.conv1(self.norm1(x))))
-        if self.drop_rate > 0:
-            new = F.dropout(new, self.drop_rate, self.training)
-        return torch.cat([x, new], 1)
+    layers: dict[str, nn.Module] = {
+        "norm1": BatchNorm2dReLU(inputs),
+        "conv1": nn.Conv2d(inputs, bn_size * growth, 1, bias=False),
+        "norm2": BatchNorm2dReLU(bn_size * growth),
+        "conv2": nn.Conv2d(bn_size * growth, growth, 3, padding=1, bias=False),
+    }
+    if drop_rate > 0:
+        layers["dropout"] = nn.Dropout(drop_rate)
+    return Branches(((), [[name] for name in layers]), layers)
 
 
 class DenseNet(nn.Sequential):
@@ -46,25 +39,28 @@ class DenseNet(nn.Sequential):
         drop_rate: float = 0.0,
         num_classes: int = 1000,
     ) -> None:
-        width, features = num_init_features, nn.Sequential()
-        features.add_module("conv0", nn.Conv2d(3, width, 7, 2, padding=3, bias=False))
-        features.add_module("norm0", BatchNorm2dReLU(width))
-        features.add_module("pool0", nn.MaxPool2d(3, 2, padding=1))
+        width = num_init_features
+        conv0 = nn.Conv2d(3, width, 7, 2, padding=3, bias=False)
+        features = nn.Sequential(
+            OrderedDict(conv0=conv0, norm0=BatchNorm2dReLU(width), pool0=nn.MaxPool2d(3, 2, padding=1))
+        )
         for k, count in enumerate(block_config, start=1):
             if k > 1:
-                half = BatchNorm2dReLU(width), nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2, 2)
-                transition = OrderedDict(zip(("norm", "conv", "pool"), half, strict=True))
-                features.add_module(f"transition{k - 1}", nn.Sequential(transition))
+                norm, conv = BatchNorm2dReLU(width), nn.Conv2d(width, width // 2, 1, bias=False)
+                transition = nn.Sequential(OrderedDict(norm=norm, conv=conv, pool=nn.AvgPool2d(2, 2)))
+                features.add_module(f"transition{k - 1}", transition)
                 width //= 2
             block = nn.Sequential()
             for n in range(1, count + 1):
-                block.add_module(f"denselayer{n}", DenseLayer(width, growth_rate, bn_size, drop_rate))
+                block.add_module(f"denselayer{n}", dense_layer(width, growth_rate, bn_size, drop_rate))
                 width += growth_rate
             features.add_module(f"denseblock{k}", block)
         features.add_module("norm5", BatchNorm2dReLU(width))
-        ends = features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)
-        super().__init__(OrderedDict(zip(("features", "avgpool", "flatten", "classifier"), ends, strict=True)))
+        classifier = nn.Linear(width, num_classes)
+        head = OrderedDict(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), classifier=classifier)
+        super().__init__(OrderedDict(features=features, **head))
         initialize(self, "fan_in")
+        nn.init.zeros_(classifier.bias)
 
 
 densenet121 = partial(DenseNet, 32, (6, 12, 24, 16), 64)

@@ -6,18 +6,18 @@ The auxiliary classifier hangs at the side of the chain and is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
-_POOLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "avg": lambda x: F.avg_pool2d(x, 3, stride=1, padding=1),
-    "max": lambda x: F.max_pool2d(x, 3, stride=2),
-}
+from rockmate.rotor.models.utils import AtomicSequential, BatchNorm2dReLU, Branches
+
 # Branches are parted by ";". A step is a pool, or a convolution: name, outputs, kernel (11 if none), and "/" if it
-# halves the image, where it is not padded. Convolutions joined by "+" read the same, and are concatenated.
+# halves the image, where it is not padded, or "-" if it is not padded. Convolutions joined by "+" read the same.
+_STEM = (
+    "Conv2d_1a_3x3 32 33/, Conv2d_2a_3x3 32 33-, Conv2d_2b_3x3 64 33, maxpool1, Conv2d_3b_1x1 80, "
+    "Conv2d_4a_3x3 192 33-, maxpool2"
+)
 _DOUBLE = "3x3dbl_1 64, 3x3dbl_2 96 33, 3x3dbl_3 96 33"
 _AT_35 = "1x1 64; 5x5_1 48, 5x5_2 64 55; " + _DOUBLE + "; avg, _pool {}"
 _AT_17 = (
@@ -37,78 +37,42 @@ _MIXED = {
 }
 
 
-class BasicConv2d(nn.Module):
-    """Convolution without bias, batch norm, ReLU."""
-
-    def __init__(self, inputs: int, outputs: int, kernel: tuple[int, int], stride: int, same: bool) -> None:
-        super().__init__()
-        padding = (kernel[0] // 2, kernel[1] // 2) if same else (0, 0)
-        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)
-        self.bn = nn.BatchNorm2d(outputs, eps=0.001)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.bn(self.conv(x)), inplace=True)
-
-
-class Mixed(nn.Module):
-    """Branches side by side, their results concatenated; ``text`` as above."""
-
-    def __init__(self, inputs: int, text: str) -> None:
-        super().__init__()
-        self.branches: list[list[list[str]]] = []
-        self.outputs = 0
-        for branch in text.split("; "):
-            width, steps = inputs, []
-            for step in branch.split(", "):
-                forks = [fork.split() for fork in step.split(" + ")]
-                steps.append([forks[0][0] if step in _POOLS else f"branch{name}" for name, *_ in forks])
-                if step not in _POOLS:
-                    for name, outputs, *kernel in forks:
-                        k = kernel[0] if kernel else "11"
-                        shape, halves = (int(k[0]), int(k[1])), k.endswith("/")
-                        self.add_module(
-                            f"branch{name}", BasicConv2d(width, int(outputs), shape, 1 + halves, not halves)
-                        )
-                    width = sum(int(outputs) for _, outputs, *_ in forks)
-            self.branches.append(steps)
-            self.outputs += width
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        results = []
-        for steps in self.branches:
-            y = x
-            for names in steps:
-                made = [_POOLS[name](y) if name in _POOLS else self.get_submodule(name)(y) for name in names]
-                y = made[0] if len(made) == 1 else torch.cat(made, 1)
-            results.append(y)
-        return torch.cat(results, 1)
+def _parsed(inputs: int, branch: str, prefix: str = "") -> tuple[OrderedDict[str, nn.Module], list[list[str]], int]:
+    """The layers of a branch, those of each step, and the outputs of the last step."""
+    layers, steps = OrderedDict[str, nn.Module](), []
+    for step in branch.split(", "):
+        if step.startswith(("avg", "max")):
+            layers[step] = nn.AvgPool2d(3, 1, padding=1) if step == "avg" else nn.MaxPool2d(3, 2)
+            steps.append([step])
+            continue
+        forks = [(*fork.split(), "11")[:3] for fork in step.split(" + ")]
+        for name, outputs, kernel in forks:
+            size, padded = (int(kernel[0]), int(kernel[1])), len(kernel) == 2
+            padding = (size[0] // 2, size[1] // 2) if padded else 0
+            conv = nn.Conv2d(inputs, int(outputs), size, 1 + kernel.endswith("/"), padding, bias=False)
+            bn = BatchNorm2dReLU(int(outputs), eps=0.001)
+            layers[prefix + name] = AtomicSequential(OrderedDict(conv=conv, bn=bn))
+        inputs = sum(int(outputs) for _, outputs, _ in forks)
+        steps.append([prefix + name for name, *_ in forks])
+    return layers, steps, inputs
 
 
 class Inception3(nn.Sequential):
     """Images (batch, 3, height, width), at least 75 wide and high, to scores (batch, ``num_classes``)."""
 
     def __init__(self, num_classes: int = 1000, init_weights: bool = True, dropout: float = 0.5) -> None:
-        super().__init__()
-        self.add_module("Conv2d_1a_3x3", BasicConv2d(3, 32, (3, 3), 2, False))
-        self.add_module("Conv2d_2a_3x3", BasicConv2d(32, 32, (3, 3), 1, False))
-        self.add_module("Conv2d_2b_3x3", BasicConv2d(32, 64, (3, 3), 1, True))
-        self.add_module("maxpool1", nn.MaxPool2d(3, 2))
-        self.add_module("Conv2d_3b_1x1", BasicConv2d(64, 80, (1, 1), 1, False))
-        self.add_module("Conv2d_4a_3x3", BasicConv2d(80, 192, (3, 3), 1, False))
-        self.add_module("maxpool2", nn.MaxPool2d(3, 2))
-        width = 192
+        parts, _, width = _parsed(3, _STEM)
         for name, text in _MIXED.items():
-            mixed = Mixed(width, text)
-            self.add_module(name, mixed)
-            width = mixed.outputs
-        self.add_module("avgpool", nn.AdaptiveAvgPool2d(1))
-        self.add_module("dropout", nn.Dropout(dropout))
-        self.add_module("flatten", nn.Flatten())
-        self.add_module("fc", nn.Linear(width, num_classes))
-        if init_weights:
-            for module in self.modules():
-                if isinstance(module, (nn.Conv2d, nn.Linear)):
-                    nn.init.trunc_normal_(module.weight, std=0.1)
+            layers, steps, outputs = zip(
+                *(_parsed(width, branch, "branch") for branch in text.split("; ")), strict=True
+            )
+            parts[name] = Branches(steps, {k: v for of in layers for k, v in of.items()})
+            width = sum(outputs)
+        head = nn.AdaptiveAvgPool2d(1), nn.Dropout(dropout), nn.Flatten(), nn.Linear(width, num_classes)
+        super().__init__(OrderedDict(**parts, **dict(zip(("avgpool", "dropout", "flatten", "fc"), head, strict=True))))
+        for module in self.modules() if init_weights else ():
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.trunc_normal_(module.weight, std=0.1)
 
 
 inception_v3 = Inception3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,6 +27,33 @@ class ReLUAtEnd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.relu(self.module(x))
         return y
+
+
+class Branches(nn.Module):
+    """Branches side by side, whose results are concatenated, or added before a ReLU.
+
+    A branch has steps. Each step has the names of those of ``layers`` that read the results of the step before.
+    """
+
+    def __init__(
+        self, branches: Sequence[Sequence[Sequence[str]]], layers: Mapping[str, nn.Module], adds: bool = False
+    ) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.branches, self.adds = branches, adds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results: list[torch.Tensor] = []
+        for steps in self.branches:
+            made = [x]
+            for names in steps:
+                made = [self.get_submodule(name)(y) for y in made for name in names]
+            results += made
+        if not self.adds:
+            return torch.cat(results, 1)
+        results[0] += results.pop()
+        return F.relu(results[0], inplace=True)
 
 
 class _ReLUAfter(nn.Module):
@@ -51,7 +80,9 @@ def initialize(model: nn.Module, mode: str, linear_std: float | None = None) -> 
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode=mode, nonlinearity="relu")  # type: ignore[arg-type]
-        if isinstance(module, nn.Linear) and linear_std is not None:
+        elif isinstance(module, nn.Linear) and linear_std is not None:
             nn.init.normal_(module.weight, 0, linear_std)
-        if isinstance(module, (nn.Conv2d, nn.Linear)) and module.bias is not None:
+        else:
+            continue
+        if module.bias is not None:
             nn.init.zeros_(module.bias)

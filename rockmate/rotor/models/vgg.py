@@ -24,24 +24,20 @@ class VGG(nn.Sequential):
     def __init__(
         self, depth: int, batch_norm: bool, num_classes: int = 1000, init_weights: bool = True, dropout: float = 0.5
     ) -> None:
-        features: OrderedDict[str, nn.Module] = OrderedDict()
-        number, inputs = 0, 3
+        features, number, inputs = nn.Sequential(), 0, 3
         for count, width in zip(_PARTS[depth], _WIDTHS, strict=True):
             for _ in range(count):
                 convolution = nn.Conv2d if batch_norm else Conv2dReLU
-                features[str(number)] = convolution(inputs, width, 3, padding=1)
+                features.add_module(str(number), convolution(inputs, width, 3, padding=1))
                 if batch_norm:
-                    features[str(number + 1)] = BatchNorm2dReLU(width)
+                    features.add_module(str(number + 1), BatchNorm2dReLU(width))
                 number, inputs = number + 2 + batch_norm, width
-            features[str(number)] = nn.MaxPool2d(2, 2)
+            features.add_module(str(number), nn.MaxPool2d(2, 2))
             number += 1
         layers = (LinearReLU(512 * 7 * 7, 4096), nn.Dropout(dropout), LinearReLU(4096, 4096), nn.Dropout(dropout))
         classifier = OrderedDict(zip("02356", (*layers, nn.Linear(4096, num_classes)), strict=True))
-        super().__init__()
-        self.add_module("features", nn.Sequential(features))
-        self.add_module("avgpool", nn.AdaptiveAvgPool2d(7))
-        self.add_module("flatten", nn.Flatten())
-        self.add_module("classifier", nn.Sequential(classifier))
+        ends = OrderedDict(avgpool=nn.AdaptiveAvgPool2d(7), flatten=nn.Flatten(), classifier=nn.Sequential(classifier))
+        super().__init__(OrderedDict(features=features, **ends))
         if init_weights:
             initialize(self, "fan_out", linear_std=0.01)
 
