@@ -834,7 +834,7 @@ def calls_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (chooses_rows, "sizes of getitem at {} depend on values: keep all rows and mask them"),
         (prints, "(print) at {}: move it out of forward"),
         (branches_on_a_value, "branching at {}: compute both ways and choose with torch.where"),
-        (reads_a_clock, "(time.time) at {}: move it out of forward"),
+        (reads_a_clock, "does not trace time.time at {}: move it out of forward"),
         (reads_a_number, "reads from a tensor at {}: compute with the tensor"),
         (calls_numpy, "NumPy's sum at {} would be computed by torch, whose numbers are others: compute it with torch"),
     ],
