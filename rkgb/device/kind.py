@@ -155,11 +155,13 @@ class Kind(ABC):
     def free(self, device: torch.device) -> int:
         """Bytes that the program can still allocate."""
 
-    def free_for_budgets(self, device: torch.device) -> int:
-        """Nine tenths of ``free``, in bytes. The rest is for what budgets do not count: unused parts of the allocator's
-        blocks, and temporaries of the optimizer.
-        """
-        return self.free(device) * 9 // 10
+    @abstractmethod
+    def total(self, device: torch.device) -> int:
+        """Bytes that the device has, for all programs together."""
+
+    def slack(self, device: torch.device) -> int:
+        """Bytes that the allocator holds, and that no other allocation of any size can have; by default none."""
+        return 0
 
     @abstractmethod
     def in_use(self) -> list[torch.device]:

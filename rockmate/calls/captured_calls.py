@@ -81,6 +81,7 @@ class Spare(NamedTuple):
 
     kind: Hashable
     in_force: Hashable
+    made: int  # Terms.made
 
 
 class FreeCall:
@@ -121,7 +122,8 @@ class CapturedCalls(Calls):
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
         free, steps = self.free, self.terms.steps
-        if free is not None and free.in_force == in_force() and not steps.is_one_of_several(free.kind):
+        known = free is not None and free.made == self.terms.made and free.in_force == in_force()
+        if free is not None and known and not steps.is_one_of_several(free.kind):
             return self._run_alone(free.kind, arguments)
         if self.refused or witnesses() != getattr(self.front.inside, "witnesses", witnesses()):
             return self.program.forward(*arguments)
@@ -222,7 +224,8 @@ class CapturedCalls(Calls):
 
     def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
         """As in ``Calls``; a plan is for one graph."""
-        return (id(self), call_key(call.leaves, None), self._shared()), self.module.missing_among(self.now.inputs)
+        key = id(self), call_key(call.leaves, None), self._shared(), self.terms.made
+        return key, self.module.missing_among(self.now.inputs)
 
     def sizeless(self, call: Call) -> Hashable:
         """As in ``Calls``; whole numbers that a graph is given count as sizes."""
@@ -300,7 +303,7 @@ class CapturedCalls(Calls):
         if kind not in self.extents:
             if len(self.extents) == MOST_KINDS:
                 self._forget_kinds()
-            self.extents[kind] = Extent(self.sizeless(call), self.results.counts(arguments))
+            self.extents[kind] = Extent((self.sizeless(call), self.terms.made), self.results.counts(arguments))
         extent = self.extents[kind]
         rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
         if rough <= budget or self._larger_fits(extent, missing, budget):
@@ -352,7 +355,7 @@ class CapturedCalls(Calls):
                 self.spacious[kind] = Spacious(said, missing)
                 self._saw(turns, kind, self.rough[kind].alone.kept, peak)
                 alone = self.split is None and len(missing) == len(self.module.trained)
-                self.free = Spare(kind, then) if alone else None
+                self.free = Spare(kind, then, self.terms.made) if alone else None
                 LOG.info(
                     "%s needs no plan for %s: a step took %s of %s",
                     self.front.name, ", ".join(said), show_bytes(peak), show_bytes(budget),

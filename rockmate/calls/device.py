@@ -1,0 +1,79 @@
+"""The device that a model is trained on: what its memory is for, and a budget that follows it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable
+
+import torch
+
+from rockmate.calls.front import Front
+from rockmate.calls.terms import Terms
+from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.memory import Memory, StepBytes, margin_of, memory_of
+
+
+class OnDevice(Front):
+    """The plans of a model, on the device where it lies."""
+
+    def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
+        super().__init__(type(model).__name__, terms)
+        self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model. Raises ``InputError`` when it is gone."""
+        model = self._model()
+        if model is None:
+            raise InputError("the model that this plan was for is gone")
+        return model
+
+    @property
+    def parameter_bytes(self) -> int:
+        """As in ``Front``. Models that hold their handle are not complete yet where copies of them make theirs."""
+        return sum(p.nbytes for p in self.model.parameters())
+
+    def bytes_of_missing_gradients(self) -> dict[str, int]:
+        """As in ``Front``."""
+        return {name: p.nbytes for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None}
+
+    @property
+    def known_model(self) -> torch.nn.Module | None:
+        """The model; None when it is gone."""
+        return self._model()
+
+    @abstractmethod
+    def step_bytes(self) -> StepBytes:
+        """Of a step of the last plan; where the budget does not bind, of the largest step that was measured."""
+
+    def memory(self) -> Memory:
+        """Where the device's memory goes in the worst moment of a step, as a table: the model, its gradients, the
+        optimizer's state, what a step of the last plan takes, and what is free. Ask between steps.
+        """
+        return self._memory(self.step_bytes())
+
+    def _memory(self, step: StepBytes) -> Memory:
+        device = self._device()
+        rest = self.terms.rest(device)
+        margin = margin_of(rest.left(device)) if self.terms.is_auto else 0
+        return memory_of(rest, step, device, margin)
+
+    def _device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
+        model = self.known_model
+        own = () if model is None else itertools.chain(model.parameters(), model.buffers())
+        return next((t.device for t in itertools.chain(own, others)), torch.device("cpu"))
+
+    def begins_other_step(self, inputs: Iterable[torch.Tensor]) -> bool:
+        """Whether a step begins that is to be planned for other bytes than the last one, with the budget "auto"."""
+        terms = self.terms
+        return terms.is_auto and not terms.steps.waiting() and terms.begin_step(self._device(inputs))
+
+    def explained(self, error: InfeasibleBudgetError, auto: bool) -> InfeasibleBudgetError:
+        """``error``, without its frames. With the budget "auto", it says where the memory of the device goes."""
+        if auto:
+            step = StepBytes(error.min_budget, made=self.terms.rest(self._device()).missing)
+            said = f"{self.name} cannot be trained on this device, whatever runs again"
+            error = InfeasibleBudgetError(f"{said}:\n\n{self._memory(step)}\n\n{error}", error.min_budget)
+        return error.with_traceback(None)

@@ -1,0 +1,159 @@
+"""Where the memory of a device goes in training, and what of it is left for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+
+from rkgb.device import kind_of
+from rockmate.budget import show_bytes
+from rockmate.optimizers import OPTIMIZERS, local_bytes
+from solvers import Loss, Problem, Schedule, walk
+from solvers.tables import html_table, text_table
+
+MARGIN = 20
+""" "auto" leaves one part in so many of what a step could take: for what allocators round and fragment."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the memory of ``device`` goes in the worst moment of a step, in bytes; the rows add up to ``total``.
+
+    Args:
+        device: Its name.
+        total: Bytes of the device, or of the container that the program runs in.
+        parameters: Of the model, and of those that share its budget.
+        gradients: Of all trained parameters, whether they are there now or not.
+        optimizer: Its state, or what that will take: as its first step has shown, by ``optimizer=``, or else two
+            moments of each trained parameter.
+        buffers: Of the model.
+        activations: Kept from the end of the forward to the backward, outputs included.
+        loss: Room for what is computed of the outputs, with their gradients.
+        temporaries: What a step takes beside these: results that are computed again, gradients of activations, memory
+            of kernels. Where no plan fits, all that a step takes at least beside gradients of parameters.
+        slack: Held by CUDA's allocator, and of no use to it.
+        margin: Left by the budget "auto"; other budgets have none.
+        other: Of inputs, of other models, of other programs, of the driver.
+        free: What is left; below 0 where that is not enough.
+    """
+
+    device: str
+    total: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+    loss: int
+    temporaries: int
+    slack: int
+    margin: int
+    other: int
+    free: int
+
+    def _rows(self) -> list[list[str]]:
+        sizes = [(name, size) for name, size in asdict(self).items() if name not in ("device", "total")]
+        found = [(_NAMES.get(name, name), size) for name, size in sizes if size or name != "margin"]
+        rows = [[name, show_bytes(size), f"{100 * size / max(1, self.total):.1f} %"] for name, size in found]
+        return [["memory of", self.device, ""], *rows, ["total", show_bytes(self.total), ""]]
+
+    def __str__(self) -> str:
+        return text_table(self._rows(), left=[0])
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the table."""
+        return html_table(self._rows(), left=[0])
+
+
+_NAMES = {
+    "optimizer": "optimizer's state",
+    "activations": "kept activations",
+    "slack": "allocator's slack",
+    "margin": 'margin of "auto"',
+}
+
+
+class Rest(NamedTuple):
+    """Bytes on a device between steps. ``made``: of gradients that are there; ``missing``: of those that are not.
+    ``state``: of optimizers; ``to_come``: what their first step adds.
+    """
+
+    parameters: int
+    buffers: int
+    made: int
+    missing: int
+    state: int
+    to_come: int
+
+    def room(self, device: torch.device) -> int:
+        """What a step may take, gradients that it makes included, so that training goes on with a margin."""
+        left = self.left(device)
+        return left - margin_of(left)
+
+    def left(self, device: torch.device) -> int:
+        """What there is for a step and the margin."""
+        return kind_of(device).free(device) - self.to_come
+
+
+def margin_of(left: int) -> int:
+    """The margin where ``left`` bytes are there for a step."""
+    return max(0, left) // MARGIN
+
+
+def rest_of(models: Sequence[torch.nn.Module], device: torch.device) -> Rest:
+    """What the ``models`` and their optimizers have on ``device``."""
+    own = {id(p): p for model in models for p in model.parameters() if p.device.type == device.type}
+    buffers = {id(b): b for model in models for b in model.buffers() if b.device.type == device.type}
+    trained = {k: p for k, p in own.items() if p.requires_grad}
+    made = made_bytes(models)
+    missing = sum(local_bytes(p) for p in trained.values() if p.grad is None)
+    size, of_buffers = (sum(map(local_bytes, tensors)) for tensors in (own.values(), buffers.values()))
+    return Rest(size, of_buffers, made, missing, *OPTIMIZERS.state_bytes(trained, device))
+
+
+def made_bytes(models: Sequence[torch.nn.Module]) -> int:
+    """Bytes of the gradients that are there."""
+    return sum(local_bytes(p.grad) for model in models for p in model.parameters() if p.grad is not None)
+
+
+class StepBytes(NamedTuple):
+    """Of a step: its ``peak``, and of that what it keeps, room for the loss, and gradients that it makes."""
+
+    peak: int
+    kept: int = 0
+    loss: int = 0
+    made: int = 0
+
+
+def step_of(problem: Problem, schedule: Schedule, peak: int, made: int) -> StepBytes:
+    """The bytes of a planned step."""
+    kept = walk(problem, schedule).timeline[schedule.index(Loss())] - problem.loss
+    return StepBytes(peak, kept, problem.loss, made)
+
+
+def memory_of(rest: Rest, step: StepBytes, device: torch.device, margin: int) -> Memory:
+    """The table. Of a step's peak, gradients come first, then what is kept, then the loss; temporaries are the rest."""
+    kind = kind_of(device)
+    total, slack, unused = kind.total(device), kind.slack(device), kind.free(device)
+    own = rest.parameters + rest.buffers + rest.made + rest.state
+    left = max(0, step.peak - step.made)
+    activations = min(step.kept, left)
+    loss = min(step.loss, left - activations)
+    return Memory(
+        device=str(device),
+        total=total,
+        parameters=rest.parameters,
+        gradients=rest.made + rest.missing,
+        optimizer=rest.state + rest.to_come,
+        buffers=rest.buffers,
+        activations=activations,
+        loss=loss,
+        temporaries=left - activations - loss,
+        slack=slack,
+        margin=margin,
+        other=total - unused - slack - own,
+        free=unused - rest.missing - rest.to_come - left - margin,
+    )
