@@ -88,19 +88,16 @@ class Rest(NamedTuple):
     state: int
     to_come: int
 
+    def margin(self, device: torch.device) -> int:
+        """What "auto" leaves."""
+        return max(0, self._left(device)) // MARGIN
+
     def room(self, device: torch.device) -> int:
-        """What a step may take, gradients that it makes included, so that training goes on with a margin."""
-        left = self.left(device)
-        return left - margin_of(left)
+        """What a step that makes all gradients may take, so that training goes on with a margin."""
+        return self._left(device) - self.margin(device)
 
-    def left(self, device: torch.device) -> int:
-        """What there is for a step and the margin."""
-        return kind_of(device).free(device) - self.to_come
-
-
-def margin_of(left: int) -> int:
-    """The margin where ``left`` bytes are there for a step."""
-    return max(0, left) // MARGIN
+    def _left(self, device: torch.device) -> int:
+        return kind_of(device).free(device) + self.made - self.to_come
 
 
 def rest_of(models: Sequence[torch.nn.Module], device: torch.device) -> Rest:

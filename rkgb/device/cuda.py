@@ -57,6 +57,7 @@ class Cuda(Kind):
     choosing = ("",)
     counts_states = False  # a seed and an offset, in host memory
     keeps_workspaces = True
+    launches = True
     # The old flags of TF32 are left out: reading them is an error once the new ones are set, and the new ones show what
     # the old ones set.
     settings = (

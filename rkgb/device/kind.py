@@ -112,6 +112,7 @@ class Kind(ABC):
     ``caches``: bytes that push all else out of the caches, where a step's first forward mostly reads from them and a
     run again does not; 0 where ``to_read`` empties them before each run.
     ``choosing``: parts of the names of operations whose kernels may need more memory for smaller tensors.
+    ``launches``: whether it runs behind the host, whose launches take time of their own.
     ``settings``: those of torch on which results of this kind, or the memory of its kernels, depend.
     """
 
@@ -122,6 +123,7 @@ class Kind(ABC):
     long: ClassVar[float] = inf
     caches: ClassVar[int] = 0
     choosing: ClassVar[tuple[str, ...]] = ("conv",)
+    launches: ClassVar[bool] = False
     settings: ClassVar[tuple[Setting, ...]]
 
     @abstractmethod

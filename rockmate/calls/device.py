@@ -12,7 +12,7 @@ import torch
 from rockmate.calls.front import Front
 from rockmate.calls.terms import Terms
 from rockmate.errors import InfeasibleBudgetError, InputError
-from rockmate.memory import Memory, StepBytes, margin_of, memory_of
+from rockmate.memory import Memory, StepBytes, memory_of
 
 
 class OnDevice(Front):
@@ -57,8 +57,7 @@ class OnDevice(Front):
     def _memory(self, step: StepBytes) -> Memory:
         device = self._device()
         rest = self.terms.rest(device)
-        margin = margin_of(rest.left(device)) if self.terms.is_auto else 0
-        return memory_of(rest, step, device, margin)
+        return memory_of(rest, step, device, rest.margin(device) if self.terms.is_auto else 0)
 
     def _device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
         model = self.known_model
@@ -75,5 +74,6 @@ class OnDevice(Front):
         if auto:
             step = StepBytes(error.min_budget, made=self.terms.rest(self._device()).missing)
             said = f"{self.name} cannot be trained on this device, whatever runs again"
+            self.terms.ask_device()
             error = InfeasibleBudgetError(f"{said}:\n\n{self._memory(step)}\n\n{error}", error.min_budget)
         return error.with_traceback(None)

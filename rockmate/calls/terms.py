@@ -12,7 +12,7 @@ from rkgb.warn import warn
 from rockmate.budget import Budget, Planned, show_bytes
 from rockmate.calls.steps import Steps
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
-from rockmate.memory import Rest, made_bytes, margin_of, rest_of
+from rockmate.memory import MARGIN, Rest, made_bytes, rest_of
 from rockmate.optimizers import OPTIMIZERS
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
@@ -36,7 +36,7 @@ class Terms:
     settled: tuple[Budget, int] | None = field(default=None, init=False)  # what it was, of a step of so many bytes
     steps: Steps = field(default_factory=Steps, init=False)  # of the calls under this budget
     made: int = field(default=0, init=False)
-    _room: int | None = field(default=None, init=False)  # "auto": bytes for a step and the gradients that are there
+    _room: int | None = field(default=None, init=False)  # "auto": bytes for a step that makes all gradients
     _changes: int = field(default=0, init=False)  # of optimizers, when that was found
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class Terms:
         if self._room is None:
             rest = self.rest(device)
             self.made, self._changes = rest.made, OPTIMIZERS.changes
-            self._room = rest.room(device) + rest.made
+            self._room = rest.room(device)
         return max(0, self._room - self.made)
 
     def ask_device(self) -> None:
@@ -151,7 +151,7 @@ class Terms:
         if before is None or self._changes != OPTIMIZERS.changes:
             self._room = None
             now = self._room_on(device) + self.made
-            if before is None or abs(now - before) > margin_of(before) // 2:
+            if before is None or abs(now - before) > before // (2 * MARGIN):
                 return isinstance(self.budget, int)
             self._room = before
         self.made = made_bytes(self._models())
