@@ -12,7 +12,7 @@ from rkgb.device import kind_of
 from rockmate.budget import show_bytes
 from rockmate.optimizers import OPTIMIZERS, local_bytes
 from solvers import Loss, Problem, Schedule, walk
-from solvers.tables import html_table, text_table
+from solvers.tables import text_table
 
 MARGIN = 20
 """ "auto" leaves one part in so many of what a step could take: for what allocators round and fragment."""
@@ -22,22 +22,12 @@ MARGIN = 20
 class Memory:
     """Where the memory of ``device`` goes in the worst moment of a step, in bytes; the rows add up to ``total``.
 
-    Args:
-        device: Its name.
-        total: Bytes of the device, or of the container that the program runs in.
-        parameters: Of the model, and of those that share its budget.
-        gradients: Of all trained parameters, whether they are there now or not.
-        optimizer: Its state, or what that will take: as its first step has shown, by ``optimizer=``, or else two
-            moments of each trained parameter.
-        buffers: Of the model.
-        activations: Kept from the end of the forward to the backward, outputs included.
-        loss: Room for what is computed of the outputs, with their gradients.
-        temporaries: What a step takes beside these: results that are computed again, gradients of activations, memory
-            of kernels. Where no plan fits, all that a step takes at least beside gradients of parameters.
-        slack: Held by CUDA's allocator, and of no use to it.
-        margin: Left by the budget "auto"; other budgets have none.
-        other: Of inputs, of other models, of other programs, of the driver.
-        free: What is left; below 0 where that is not enough.
+    ``gradients``: of all trained parameters, whether they are there or not. ``optimizer``: its state, or what that will
+    be: as its first step has shown, by ``optimizer=``, or else two moments of each trained parameter. ``activations``:
+    kept from the forward to the backward. ``loss``: room for it. ``temporaries``: the rest of a step; where no plan
+    fits, all that it takes at least beside gradients. ``slack``: held by CUDA's allocator, and of no use to it.
+    ``margin``: what "auto" leaves. ``other``: inputs, other models and programs, the driver. ``free``: below 0 where
+    memory is short.
     """
 
     device: str
@@ -54,18 +44,10 @@ class Memory:
     other: int
     free: int
 
-    def _rows(self) -> list[list[str]]:
-        sizes = [(name, size) for name, size in asdict(self).items() if name not in ("device", "total")]
-        found = [(_NAMES.get(name, name), size) for name, size in sizes if size or name != "margin"]
-        rows = [[name, show_bytes(size), f"{100 * size / max(1, self.total):.1f} %"] for name, size in found]
-        return [["memory of", self.device, ""], *rows, ["total", show_bytes(self.total), ""]]
-
     def __str__(self) -> str:
-        return text_table(self._rows(), left=[0])
-
-    def _repr_html_(self) -> str:
-        """A notebook shows the table."""
-        return html_table(self._rows(), left=[0])
+        sizes = [(name, size) for name, size in asdict(self).items() if name not in ("device", "total")]
+        shares = [[_NAMES.get(name, name), show_bytes(x), f"{100 * x / max(1, self.total):.1f} %"] for name, x in sizes]
+        return text_table([["memory of", self.device, ""], *shares, ["total", show_bytes(self.total), ""]], left=[0])
 
 
 _NAMES = {
@@ -90,14 +72,11 @@ class Rest(NamedTuple):
 
     def margin(self, device: torch.device) -> int:
         """What "auto" leaves."""
-        return max(0, self._left(device)) // MARGIN
+        return max(0, kind_of(device).free(device) + self.made - self.to_come) // MARGIN
 
     def room(self, device: torch.device) -> int:
         """What a step that makes all gradients may take, so that training goes on with a margin."""
-        return self._left(device) - self.margin(device)
-
-    def _left(self, device: torch.device) -> int:
-        return kind_of(device).free(device) + self.made - self.to_come
+        return kind_of(device).free(device) + self.made - self.to_come - self.margin(device)
 
 
 def rest_of(models: Sequence[torch.nn.Module], device: torch.device) -> Rest:
@@ -105,10 +84,9 @@ def rest_of(models: Sequence[torch.nn.Module], device: torch.device) -> Rest:
     own = {id(p): p for model in models for p in model.parameters() if p.device.type == device.type}
     buffers = {id(b): b for model in models for b in model.buffers() if b.device.type == device.type}
     trained = {k: p for k, p in own.items() if p.requires_grad}
-    made = made_bytes(models)
     missing = sum(local_bytes(p) for p in trained.values() if p.grad is None)
     size, of_buffers = (sum(map(local_bytes, tensors)) for tensors in (own.values(), buffers.values()))
-    return Rest(size, of_buffers, made, missing, *OPTIMIZERS.state_bytes(trained, device))
+    return Rest(size, of_buffers, made_bytes(models), missing, *OPTIMIZERS.state_bytes(trained, device))
 
 
 def made_bytes(models: Sequence[torch.nn.Module]) -> int:
@@ -131,26 +109,23 @@ def step_of(problem: Problem, schedule: Schedule, peak: int, made: int) -> StepB
     return StepBytes(peak, kept, problem.loss, made)
 
 
-def memory_of(rest: Rest, step: StepBytes, device: torch.device, margin: int) -> Memory:
+def memory_of(rest: Rest, step: StepBytes, device: torch.device, with_margin: bool) -> Memory:
     """The table. Of a step's peak, gradients come first, then what is kept, then the loss; temporaries are the rest."""
     kind = kind_of(device)
     total, slack, unused = kind.total(device), kind.slack(device), kind.free(device)
-    own = rest.parameters + rest.buffers + rest.made + rest.state
     left = max(0, step.peak - step.made)
     activations = min(step.kept, left)
     loss = min(step.loss, left - activations)
-    return Memory(
-        device=str(device),
-        total=total,
-        parameters=rest.parameters,
-        gradients=rest.made + rest.missing,
-        optimizer=rest.state + rest.to_come,
-        buffers=rest.buffers,
-        activations=activations,
-        loss=loss,
-        temporaries=left - activations - loss,
-        slack=slack,
-        margin=margin,
-        other=total - unused - slack - own,
-        free=unused - rest.missing - rest.to_come - left - margin,
+    rows = (
+        rest.parameters,
+        rest.made + rest.missing,
+        rest.state + rest.to_come,
+        rest.buffers,
+        activations,
+        loss,
+        left - activations - loss,
+        slack,
+        with_margin * rest.margin(device),
+        total - unused - slack - rest.parameters - rest.buffers - rest.made - rest.state,
     )
+    return Memory(str(device), total, *rows, total - sum(rows))

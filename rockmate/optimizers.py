@@ -74,7 +74,9 @@ def _bytes_to_come(optimizer: Optimizer, fresh: list[torch.nn.Parameter], device
     """What a first step of ``optimizer`` allocates for ``fresh`` parameters, by one of a twin of it on stand-ins that
     have no memory; where it cannot step so, ``MOMENTS`` of each.
     """
-    stand_ins = {id(p): torch.nn.Parameter(torch.empty_like(_local(p), device="meta")) for p in fresh}
+    stand_ins = {
+        id(p): torch.nn.Parameter(torch.empty_like(getattr(p, "_local_tensor", p), device="meta")) for p in fresh
+    }
     groups = []
     for group in optimizer.param_groups:
         mine = [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins]
@@ -98,9 +100,5 @@ def _bytes_on(state: Any, devices: set[str]) -> int:
 
 def local_bytes(tensor: torch.Tensor) -> int:
     """Bytes that ``tensor`` takes here: where ``fully_shard`` has sharded it, those of this rank's part."""
-    return _local(tensor).nbytes
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    size: int = getattr(tensor, "_local_tensor", tensor).nbytes
+    return size

@@ -167,13 +167,17 @@ class Attachment(OnDevice):
             if other is not self:
                 other.plan_anew()
 
-    def _follow_device(self) -> None:
-        """The budget is "auto", and the device has more or less left for a step than before."""
+    def _begin_step(self, inputs: list[torch.Tensor]) -> None:
+        """With the budget "auto", the device may have more or less left for a step than before."""
+        terms, device = self.terms, self.device(inputs)
+        if not terms.is_auto or terms.steps.waiting() or not terms.begin_step(device):
+            return
         try:
             self._set_budget(Budget())
         except InfeasibleBudgetError:  # raised again where the call is planned, unless the terms want the least
-            self.terms.budget = Budget()
+            terms.budget = Budget()
             self.plan_anew()
+        terms.begin_step(device)
 
     def step_bytes(self) -> StepBytes:
         """As in ``OnDevice``."""
@@ -333,8 +337,7 @@ class Attachment(OnDevice):
     def _run(self, model: torch.nn.Module, call: Call) -> Any:
         self.inside.witnesses = witnesses()
         try:
-            if self.begins_other_step(call.tensors):
-                self._follow_device()
+            self._begin_step(call.tensors)
             return self._run_in_its_way(model, call)
         except InfeasibleBudgetError as error:  # without the frames of TorchDynamo
             raise self.explained(error, self.terms.is_auto) from None

@@ -49,31 +49,24 @@ class OnDevice(Front):
         """Of a step of the last plan; where the budget does not bind, of the largest step that was measured."""
 
     def memory(self) -> Memory:
-        """Where the device's memory goes in the worst moment of a step, as a table: the model, its gradients, the
-        optimizer's state, what a step of the last plan takes, and what is free. Ask between steps.
-        """
+        """Where the device's memory goes in the worst moment of a step of the last plan; ask between steps."""
         return self._memory(self.step_bytes())
 
     def _memory(self, step: StepBytes) -> Memory:
-        device = self._device()
-        rest = self.terms.rest(device)
-        return memory_of(rest, step, device, rest.margin(device) if self.terms.is_auto else 0)
+        device = self.device()
+        return memory_of(self.terms.rest(device), step, device, with_margin=self.terms.is_auto)
 
-    def _device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
+    def device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
+        """Where the model lies, or the ``others`` if it has no tensors."""
         model = self.known_model
         own = () if model is None else itertools.chain(model.parameters(), model.buffers())
         return next((t.device for t in itertools.chain(own, others)), torch.device("cpu"))
 
-    def begins_other_step(self, inputs: Iterable[torch.Tensor]) -> bool:
-        """Whether a step begins that is to be planned for other bytes than the last one, with the budget "auto"."""
-        terms = self.terms
-        return terms.is_auto and not terms.steps.waiting() and terms.begin_step(self._device(inputs))
-
     def explained(self, error: InfeasibleBudgetError, auto: bool) -> InfeasibleBudgetError:
         """``error``, without its frames. With the budget "auto", it says where the memory of the device goes."""
         if auto:
-            step = StepBytes(error.min_budget, made=self.terms.rest(self._device()).missing)
-            said = f"{self.name} cannot be trained on this device, whatever runs again"
             self.terms.ask_device()
-            error = InfeasibleBudgetError(f"{said}:\n\n{self._memory(step)}\n\n{error}", error.min_budget)
+            table = self._memory(StepBytes(error.min_budget, made=self.terms.rest(self.device()).missing))
+            said = f"{self.name} cannot be trained on this device, whatever runs again:\n\n{table}\n\n{error}"
+            error = InfeasibleBudgetError(said, error.min_budget)
         return error.with_traceback(None)

@@ -130,11 +130,9 @@ class Terms:
         return [model for user in self.steps.users() if (model := user.known_model) is not None]
 
     def _room_on(self, device: torch.device) -> int:
-        """What a step may take that begins now."""
+        """What a step like the last one may take."""
         if self._room is None:
-            rest = self.rest(device)
-            self.made, self._changes = rest.made, OPTIMIZERS.changes
-            self._room = rest.room(device)
+            self._room, self._changes = self.rest(device).room(device), OPTIMIZERS.changes
         return max(0, self._room - self.made)
 
     def ask_device(self) -> None:
@@ -142,18 +140,18 @@ class Terms:
         self._room = None
 
     def begin_step(self, device: torch.device) -> bool:
-        """With "auto", a step begins: whether it is to be planned for other bytes than the last one.
+        """With "auto", a step begins: whether the last one is to be planned for other bytes.
 
-        What is free is found anew when an optimizer's state was made; what differs by less than half of the margin
-        changes nothing.
+        What is free is found anew when an optimizer's state was made. Less than half of the margin changes nothing.
         """
         before = self._room
         if before is None or self._changes != OPTIMIZERS.changes:
-            self._room = None
-            now = self._room_on(device) + self.made
-            if before is None or abs(now - before) > before // (2 * MARGIN):
-                return isinstance(self.budget, int)
-            self._room = before
+            self.ask_device()
+            self._room_on(device)
+            if before is not None and self._room is not None and abs(self._room - before) <= before // (2 * MARGIN):
+                self._room = before
+            elif isinstance(self.budget, int):
+                return True
         self.made = made_bytes(self._models())
         if isinstance(self.budget, int):
             self.budget = self._room_on(device)
