@@ -84,14 +84,10 @@ def rest_of(models: Sequence[torch.nn.Module], device: torch.device) -> Rest:
     own = {id(p): p for model in models for p in model.parameters() if p.device.type == device.type}
     buffers = {id(b): b for model in models for b in model.buffers() if b.device.type == device.type}
     trained = {k: p for k, p in own.items() if p.requires_grad}
+    made = sum(local_bytes(p.grad) for p in own.values() if p.grad is not None)
     missing = sum(local_bytes(p) for p in trained.values() if p.grad is None)
     size, of_buffers = (sum(map(local_bytes, tensors)) for tensors in (own.values(), buffers.values()))
-    return Rest(size, of_buffers, made_bytes(models), missing, *OPTIMIZERS.state_bytes(trained, device))
-
-
-def made_bytes(models: Sequence[torch.nn.Module]) -> int:
-    """Bytes of the gradients that are there."""
-    return sum(local_bytes(p.grad) for model in models for p in model.parameters() if p.grad is not None)
+    return Rest(size, of_buffers, made, missing, *OPTIMIZERS.state_bytes(trained, device))
 
 
 class StepBytes(NamedTuple):

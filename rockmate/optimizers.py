@@ -74,17 +74,16 @@ def _bytes_to_come(optimizer: Optimizer, fresh: list[torch.nn.Parameter], device
     """What a first step of ``optimizer`` allocates for ``fresh`` parameters, by one of a twin of it on stand-ins that
     have no memory; where it cannot step so, ``MOMENTS`` of each.
     """
-    stand_ins = {
-        id(p): torch.nn.Parameter(torch.empty_like(getattr(p, "_local_tensor", p), device="meta")) for p in fresh
-    }
-    groups = []
-    for group in optimizer.param_groups:
-        mine = [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins]
-        groups.append({**group, "params": mine, **({"fused": False} if group.get("fused") else {})})
+    local = {id(p): getattr(p, "_local_tensor", p) for p in fresh}
+    stand_ins = {k: torch.nn.Parameter(torch.empty_like(p, device="meta")) for k, p in local.items()}
     for p in stand_ins.values():
         p.grad = torch.empty_like(p)
-    twin = object.__new__(type(optimizer))
+    groups = [
+        {**group, "params": [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins], "fused": False}
+        for group in optimizer.param_groups
+    ]
     state: defaultdict[Any, Any] = defaultdict(dict)
+    twin = object.__new__(type(optimizer))
     twin.__dict__.update({**vars(optimizer), "param_groups": groups, "state": state})
     step: Any = type(optimizer).step
     try:

@@ -64,15 +64,13 @@ def two_clocks(steps: Iterable[tuple[int, int]], queue: int = QUEUE) -> Clocks:
 
 def clocks(problem: Problem, schedule: Schedule, launches: Launches) -> Clocks:
     """Those of a planned step, the loss left out."""
-    return two_clocks(_kernels(problem, schedule, launches))
-
-
-def _kernels(problem: Problem, schedule: Schedule, launches: Launches) -> Iterable[tuple[int, int]]:
     ran: set[int] = set()
+    kernels = []
     for step in schedule:
         if isinstance(step, Run):
             i = step.node
-            yield launches.forward[i] + launches.again * (i in ran), problem.nodes[i].time
+            kernels.append((launches.forward[i] + launches.again * (i in ran), problem.nodes[i].time))
             ran.add(i)
         elif isinstance(step, Bwd) and (backward := problem.nodes[step.node].backward):
-            yield launches.backward[step.node], backward.time
+            kernels.append((launches.backward[step.node], backward.time))
+    return two_clocks(kernels)

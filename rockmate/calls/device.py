@@ -13,6 +13,7 @@ from rockmate.calls.front import Front
 from rockmate.calls.terms import Terms
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.memory import Memory, StepBytes, memory_of
+from rockmate.optimizers import local_bytes
 
 
 class OnDevice(Front):
@@ -21,6 +22,7 @@ class OnDevice(Front):
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
         super().__init__(type(model).__name__, terms)
         self._model = weakref.ref(model)
+        self._sizes: list[tuple[weakref.ref[torch.Tensor], int]] = []  # parameters and their bytes, see ``made_bytes``
 
     @property
     def model(self) -> torch.nn.Module:
@@ -44,6 +46,14 @@ class OnDevice(Front):
         """The model; None when it is gone."""
         return self._model()
 
+    def made_bytes(self) -> int:
+        """Bytes of the gradients that are there. It is asked in each step, and to go through a model takes long."""
+        found = [(ref(), size) for ref, size in self._sizes]
+        if not found or any(p is None for p, _ in found):
+            found = [] if (model := self._model()) is None else [(p, local_bytes(p)) for p in model.parameters()]
+            self._sizes = [(weakref.ref(p), size) for p, size in found if p is not None]
+        return sum(size for p, size in found if p is not None and p.grad is not None)
+
     @abstractmethod
     def step_bytes(self) -> StepBytes:
         """Of a step of the last plan; where the budget does not bind, of the largest step that was measured."""
@@ -58,7 +68,7 @@ class OnDevice(Front):
 
     def device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
         """Where the model lies, or the ``others`` if it has no tensors."""
-        model = self.known_model
+        model = self._model()
         own = () if model is None else itertools.chain(model.parameters(), model.buffers())
         return next((t.device for t in itertools.chain(own, others)), torch.device("cpu"))
 

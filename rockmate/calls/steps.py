@@ -41,6 +41,9 @@ class User(Protocol):
     @property
     def known_model(self) -> torch.nn.Module | None: ...
 
+    def made_bytes(self) -> int:
+        """Bytes of the gradients that are there."""
+
     def plan_anew(self) -> None:
         """The budget is another one: plans are made again at the next calls."""
 

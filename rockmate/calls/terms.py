@@ -12,7 +12,7 @@ from rkgb.warn import warn
 from rockmate.budget import Budget, Planned, show_bytes
 from rockmate.calls.steps import Steps
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
-from rockmate.memory import MARGIN, Rest, made_bytes, rest_of
+from rockmate.memory import MARGIN, Rest, rest_of
 from rockmate.optimizers import OPTIMIZERS
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
@@ -124,10 +124,8 @@ class Terms:
 
     def rest(self, device: torch.device) -> Rest:
         """What is on the device beside a step."""
-        return rest_of(self._models(), device)
-
-    def _models(self) -> list[torch.nn.Module]:
-        return [model for user in self.steps.users() if (model := user.known_model) is not None]
+        models = (user.known_model for user in self.steps.users())
+        return rest_of([model for model in models if model is not None], device)
 
     def _room_on(self, device: torch.device) -> int:
         """What a step like the last one may take."""
@@ -152,7 +150,7 @@ class Terms:
                 self._room = before
             elif isinstance(self.budget, int):
                 return True
-        self.made = made_bytes(self._models())
+        self.made = sum(user.made_bytes() for user in self.steps.users())
         if isinstance(self.budget, int):
             self.budget = self._room_on(device)
         return False
