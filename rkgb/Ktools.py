@@ -49,6 +49,7 @@ class K_backward:
     ``before`` and ``after``: all gradients when it starts and ends. ``peak``: the most that gradients and its own
     temporary memory take while it runs, less the node's private saved tensors that are freed by then. ``extra``: bytes
     above ``peak`` if the gradients of the outputs are not contiguous, where that is not known (``Usage.turned``).
+    ``launch``: nanoseconds of the host, where the device runs behind it.
     """
 
     reads: tuple[int, ...]
@@ -57,6 +58,7 @@ class K_backward:
     peak: int
     after: int
     extra: int = 0
+    launch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class K_node:
     ``reads``, ``makes``: data. ``time``: of the forward, ns; ``warm``: right after the runs that made what it reads.
     ``peak``: the most bytes that a forward allocates, its results and what a second run copies included. ``rerun``:
     whether it may be recomputed. ``random_bytes``: of the generators' states that a second run puts back.
+    ``launch``: as for a backward.
     """
 
     name: str
@@ -77,6 +80,7 @@ class K_node:
     rerun: bool
     random_bytes: int
     warm: int
+    launch: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -231,7 +235,7 @@ def _node(s: S_graph, i: int, cost: Cost, memory: _Memory, backward: K_backward 
     peak = max(cost.forward_peak, sum(memory.data[d].bytes for d in makes)) + random_bytes + copies
     time = cost.forward_time
     warm = time if cost.warm_time is None else min(time, cost.warm_time)
-    return K_node(node.label, reads, makes, time, peak, backward, not node.fixed, random_bytes, warm)
+    return K_node(node.label, reads, makes, time, peak, backward, not node.fixed, random_bytes, warm, cost.launches[0])
 
 
 def _until_when(
@@ -300,5 +304,6 @@ def _backwards(
     for i in reversed(range(len(s.nodes))):
         if costs[i].results:
             before, peak, after = buffers.backward(i)
-            backwards[i] = K_backward(memory.saved_by(s, i), costs[i].backward_time, before, peak, after)
+            cost, saved = costs[i], memory.saved_by(s, i)
+            backwards[i] = K_backward(saved, cost.backward_time, before, peak, after, launch=cost.launches[1])
     return backwards

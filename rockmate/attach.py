@@ -19,6 +19,7 @@ from rockmate.calls.attachment import Attachment
 from rockmate.calls.others import warn_of_whole, watch_others
 from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import InputError
+from rockmate.optimizers import OPTIMIZERS
 from rockmate.pieces.compiler import prepare_for_pieces
 from rockmate.planning.checks import checked_call, checked_module, checked_type
 from rockmate.planning.options import options_of
@@ -39,6 +40,7 @@ class AttachOptions(TypedDict, total=False):
     progress: bool | None
     cache: bool | str | os.PathLike[str] | None
     compile: bool
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 @overload
@@ -65,6 +67,7 @@ def attach(
     progress: bool | None = None,
     cache: bool | str | os.PathLike[str] | None = True,
     compile: bool = False,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> Attachment | tuple[Attachment, ...]:
     """Train ``model`` under ``budget``, in place: from now on its calls with gradients run under a plan.
 
@@ -90,6 +93,8 @@ def attach(
         cache: Where costs and schedules are kept: a folder, True for the platform's, or False for nowhere.
         compile: Whether operations between the kernels of libraries run as pieces that Inductor has compiled
             (``docs/compile.md``).
+        optimizer: What will step, or a list of such, for the budget "auto" and ``memory()``: what its state will take
+            is known before its first step.
 
     Raises:
         InputError: An argument cannot be used.
@@ -103,6 +108,8 @@ def attach(
         raise InputError("sample_kwargs without a sample: give sample=() if the call has no positional arguments")
     options = options_of(costs, loss_memory, time_limit, solver, cache, compile)
     terms = Terms(parse_budget(budget), options, progress, is_least(on_infeasible))
+    OPTIMIZERS.watch()
+    OPTIMIZERS.know(_checked_optimizers(optimizer))
     be_heard()
     attachments = []
     for one in models:
@@ -129,6 +136,18 @@ def _checked_list(models: object, sample: Sample | None) -> list[torch.nn.Module
     if sample is not None:
         raise InputError("sample= is for one module: the calls of several are planned when they come")
     return list(models)
+
+
+def _checked_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers among the arguments."""
+    found = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise InputError(
+                f"optimizer= is of type {type(one).__name__}: give a torch.optim.Optimizer, or a list of such; for "
+                "others leave it out: two moments of each trained parameter are counted"
+            )
+    return found
 
 
 def _check_new(model: torch.nn.Module, others: Sequence[torch.nn.Module], compile: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from numbers import Real
@@ -10,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from rkgb.device import kind_of
 from rockmate.errors import BudgetError
 from solvers.units import show_at_least as show_at_least
 from solvers.units import show_at_most as show_at_most
@@ -24,8 +24,8 @@ _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1} | {
 _AMOUNT = re.compile(r"\s*([0-9][0-9_.]*(?:e[0-9]+)?|\.[0-9_]+)\s*([a-z]*|%)\s*")
 _BYTES = 'give bytes as a number, or text such as "2 GiB" or "500 MB"'
 _HOW = (
-    f'{_BYTES}, a share of what a step takes without recomputation such as "60%", or "auto" for what is free on the '
-    "device"
+    f'{_BYTES}, a share of what a step takes without recomputation such as "60%", or "auto" for what the device has '
+    "left for a step"
 )
 
 FEWEST = 300
@@ -43,18 +43,23 @@ class Planned(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What was asked for: ``size`` bytes, or a ``share`` of the peak without recomputation, or else what is free."""
+    """What was asked for: ``size`` bytes, or a ``share`` of the peak without recomputation, or else "auto"."""
 
     size: int | None = None
     share: Decimal | None = None
 
-    def bytes(self, planned: Planned) -> int:
-        """Bytes for the step of ``planned``; what is free is asked now."""
+    @property
+    def is_auto(self) -> bool:
+        """Whether it is what the device has left for a step."""
+        return self.size is None and self.share is None
+
+    def bytes(self, planned: Planned, room: Callable[[torch.device], int]) -> int:
+        """Bytes for the step of ``planned``; "auto": what there is ``room`` for on its device."""
         if self.size is not None:
             return self.size
         if self.share is not None:
             return int(planned.eager_peak * self.share)
-        return kind_of(planned.device).free_for_budgets(planned.device)
+        return room(planned.device)
 
     def __str__(self) -> str:
         if self.size is not None:
@@ -67,7 +72,7 @@ def parse_budget(budget: object) -> Budget:
 
     Units: KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB of 1000. Letters alone ("3g") are powers of
     1024, as those who write them read their GPU's memory. "60%": of the peak of the same step without recomputation.
-    "auto": what is free on the device when the plan is made. Upper and lower case are the same.
+    "auto": what the device has left for a step, as ``rockmate.memory`` counts it. Upper and lower case are the same.
 
     Raises ``BudgetError`` for anything else, and for a number below ``FEWEST`` without a unit: GiB were meant.
     """

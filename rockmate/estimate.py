@@ -18,6 +18,7 @@ from rkgb.trace.patches import TRACING
 from rockmate.budget import parse_budget, show_at_least, show_bytes
 from rockmate.calls.surroundings import undisturbed
 from rockmate.errors import BudgetError, CannotBeCalledError, InputError
+from rockmate.memory import rest_of
 from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
@@ -132,7 +133,9 @@ def estimate(
     wanted = _checked_sizes(sizes, call)
     with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
         known = _Sizes(model, _measured(model, call, options, report), report)
-        available = None if limit is None else limit.bytes(known.first)
+        available = (
+            None if limit is None else limit.bytes(known.first, lambda device: rest_of([model], device).room(device))
+        )
         found = tuple(_of_size(known, size, available) for size in wanted)
         plain = largest = None
         if available is not None:

@@ -24,6 +24,8 @@ from rockmate.calls.terms import Terms
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetError, InputError
 from rockmate.follow.plan import FollowedPlan
+from rockmate.memory import Memory
+from rockmate.optimizers import OPTIMIZERS
 from rockmate.pieces.compiler import prepare_for_pieces
 from rockmate.planning.artefact import read_plan
 from rockmate.planning.checks import checked_call, checked_module
@@ -75,8 +77,8 @@ class Rockmate(torch.nn.Module):
         model: Any module whose tensors lie on one device.
         sample: A tensor, a tuple of positional arguments, or a dict of keyword arguments, as ``model`` is called with.
         budget: What one forward and its backward may allocate above the level at the forward, in bytes or as text:
-            "2 GiB", "60%" of what the step takes without recomputation, or "auto" for what is free on the device when
-            the plan is made, less a tenth (an optimizer whose state is not there yet needs its own part of that).
+            "2 GiB", "60%" of what the step takes without recomputation, or "auto" for what the device has left for it
+            when the optimizer's state is there.
         plan: Instead of a budget, a file that ``plan.save(path)`` wrote for this graph.
         sample_kwargs: Keyword arguments beside a tuple.
         costs: "measured" times every operation, "flops" models them (the same plan on every run and machine with such
@@ -147,6 +149,7 @@ class Rockmate(torch.nn.Module):
                 options = options_of(saved.costs, saved.loss_memory, *asked[2:])
         terms = Terms(saved.budget if saved else parse_budget(budget), options, progress, always=True)
         be_heard()
+        OPTIMIZERS.watch()
         if options.compile:
             prepare_for_pieces(model)
         _become(self, model, Attachment(model, terms))
@@ -221,6 +224,10 @@ class Rockmate(torch.nn.Module):
         """Time against memory for the last kind of call, as ``rockmate.frontier``."""
         return self._front.frontier()
 
+    def memory(self) -> Memory:
+        """Where the device's memory goes in a step, as a table; ask between steps."""
+        return self._front.memory()
+
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the model, if it has one. Else nothing: ``loss.backward()`` has done it; scripts of the first
         Rockmate call it.
@@ -266,7 +273,7 @@ class Rockmate(torch.nn.Module):
 _CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
 
-_OWN = ("plan", "plans", "plans_made", "plans_dropped", "budget", "frontier", "reason", "original")
+_OWN = ("plan", "plans", "plans_made", "plans_dropped", "budget", "frontier", "memory", "reason", "original")
 """What a Rockmate has that no model may have, too."""
 
 

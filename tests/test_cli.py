@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import rockmate
+from rkgb.device import Cpu
 from rockmate import Rockmate, frontier
 from rockmate.cli import answers, main
 
@@ -165,7 +166,10 @@ def test_check_says_what_there_is_to_gain(run: Run) -> None:
     assert done.out.endswith(f'rockmate plan model.py:make --budget "{cheap[-1]}"\n')
 
 
-def test_the_documentation_shows_what_check_prints(run: Run, tmp_path: Path) -> None:
+def test_the_documentation_shows_what_check_prints(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of 2 GiB, of which other programs have 500 MiB."""
+    monkeypatch.setattr(Cpu, "total", lambda self, device: 2**31)
+    monkeypatch.setattr(Cpu, "free", lambda self, device: 2**31 - 500 * 2**20)
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     (code,), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("py", "text"))
     (tmp_path / "model.py").write_text(code)
@@ -183,6 +187,9 @@ def test_check_as_json_has_the_figures_of_the_library(run: Run) -> None:
     assert (found["min_budget"], found["max_budget"]) == (curve.min_budget, curve.max_budget)
     assert [(p["budget"], p["share"], p["overhead"]) for p in found["points"]] == curve.table()
     assert found["eager_peak"] == Rockmate(*module.make(), "100%", costs="flops").plan.predicted_peak
+    memory = found["memory"]
+    assert memory["parameters"] == memory["gradients"] == memory["optimizer"] // 2 == found["parameter_bytes"]
+    assert memory["total"] == sum(size for name, size in memory.items() if name not in ("device", "total"))
 
 
 @pytest.mark.parametrize("function", ["pair", "named", "keywords"])

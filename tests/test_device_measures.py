@@ -104,7 +104,27 @@ def test_times_are_those_of_kernels_and_not_of_launches(
     queue = Queue()
     queue.install(monkeypatch)
     run: Any = Kernels(queue, duration, count)
-    assert Clock(repeat=5).times(run)[0] == duration * count
+    found = Clock(repeat=5).times(run)
+    assert found.forward == duration * count
+    assert found.launches == (LAUNCH * count, 0)
+
+
+def test_a_plan_says_whether_the_device_waits_for_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where launches are timed, by a device that has some."""
+
+    class Behind(Cpu):
+        launches = True
+
+    monkeypatch.setitem(KINDS, "cpu", Behind())
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    plan = Rockmate(model, torch.randn(4, 8), "100%", cache=False).plan
+    assert all(n.launch > 0 and n.backward.launch > 0 for n in plan.graph.nodes)
+    assert plan.clocks is not None and f"bottleneck          {plan.clocks}" in str(plan)
+    assert plan.clocks.device == plan.problem.eager_time
+    assert plan.clocks.host == sum(n.launch + n.backward.launch for n in plan.graph.nodes)
+    monkeypatch.undo()
+    plan = Rockmate(model, torch.randn(4, 8), "100%", cache=False).plan
+    assert plan.clocks is None and "bottleneck" not in str(plan)
 
 
 def test_timed_backwards_get_random_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +158,9 @@ def test_a_forward_that_runs_again_is_timed_from_memory_and_the_step_s_time_stay
     monkeypatch.setattr("rkgb.cost.clock.read", lambda tensors: done.append("read" if tensors is caches else "other"))
     monkeypatch.setattr(Clock, "medians", lambda *_: (10, 30))
     monkeypatch.setattr(Clock, "once", once)
-    assert Clock(again=caches).times(piece) == then
+    assert Clock(again=caches).times(piece)[:3] == then
     assert done == ["forward", *len(took) * ("read", "mark", "forward", "mark")]
-    assert Clock().times(piece) == (10, 30, 10)
+    assert Clock().times(piece) == (10, 30, 10, (0, 0))
 
 
 def test_as_much_is_read_as_a_step_uses_or_caches_hold() -> None:
@@ -202,7 +222,7 @@ def test_only_long_runs_on_the_cpu_are_timed_with_their_memory(monkeypatch: pyte
     on_cpu: Any = SimpleNamespace(device=torch.device("cpu"))
     on_gpu: Any = SimpleNamespace(device=GPU)
     long = 20_000_000, 30_000_000
-    assert times_of(on_cpu, long) == (*long, None)
+    assert times_of(on_cpu, long) == (*long, None, (0, 0))
     assert times_of(on_cpu, (20_000_000, 29_999_999)) == times_of(on_gpu, long) == (1, 2)
 
 
@@ -312,12 +332,31 @@ def test_where_a_peak_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_in_use() == torch.device("cuda:0")
 
 
+def segment(total: int, allocated: int, requested: int, *, device: int = 1, expandable: bool = False) -> dict[str, Any]:
+    """Of torch's allocator, as ``torch.cuda.memory_snapshot`` says."""
+    sizes = {"total_size": total, "allocated_size": allocated, "requested_size": requested}
+    return {"device": device, "is_expandable": expandable, **sizes}
+
+
 def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the driver has, and what the allocator holds without use."""
-    for name, answer in (("mem_get_info", (100, 200)), ("memory_reserved", 30), ("memory_allocated", 10)):
+    """What the driver has, and what the allocator holds without use and can give back: whole segments, and those that
+    are expandable.
+    """
+    segments = [
+        segment(10, 0, 0),
+        segment(20, 8, 7),
+        segment(60, 12, 9, expandable=True),
+        segment(1000, 500, 400, device=0),
+    ]
+    answers = {"mem_get_info": (100, 200), "memory_reserved": 90, "memory_allocated": 20}
+    for name, answer in answers.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda device, answer=answer: answer)
-    assert Cuda().free(GPU) == 120
-    assert Cuda().free_for_budgets(GPU) == 108
+    monkeypatch.setattr("torch.cuda.memory_snapshot", lambda: segments)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    for device in (GPU, torch.device("cuda")):
+        assert Cuda().free(device) == 100 + 10 + 48
+        assert Cuda().slack(device) == 12 + 1 + 3
+        assert Cuda().total(device) == 200
 
 
 def test_free_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -325,7 +364,7 @@ def test_free_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     cpu = torch.device("cpu")
     monkeypatch.setattr("rkgb.device.cpu._GROUP", str(tmp_path))
     alone = Cpu().free(cpu)
-    assert alone > 0
+    assert Cpu().total(cpu) >= alone > 0
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 200000\n")
     (tmp_path / "memory.max").write_text("max\n")
@@ -334,6 +373,7 @@ def test_free_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert Cpu().free(cpu) == 500_000
     (tmp_path / "memory.max").write_text("100000\n")
     assert Cpu().free(cpu) == 0
+    assert Cpu().total(cpu) == 100_000 and Cpu().slack(cpu) == 0
 
 
 class RoomForNumbers(Cpu):

@@ -117,12 +117,15 @@ def test_budgets_that_are_shares() -> None:
 
 
 def test_a_budget_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cpu, "free", lambda self, device: 1_000_000)
+    """Less what an optimizer will keep, and a twentieth: tests/training/test_device_budget.py has more."""
+    moments = 2 * sum(p.nbytes for p in mlp().parameters())
+    monkeypatch.setattr(Cpu, "free", lambda self, device: 1_000_000 + moments)
     rk = Rockmate(mlp(), X, " Auto", costs="flops")
-    assert rk.budget == 900_000
-    monkeypatch.setattr(Cpu, "free", lambda self, device: 2_000_000)
+    assert rk.budget == 950_000
+    assert rk.memory().free == rk.budget - rk.plan.predicted_peak and rk.memory().margin == 50_000
+    monkeypatch.setattr(Cpu, "free", lambda self, device: 2_000_000 + moments)
     rk.budget = "auto"
-    assert rk.budget == 1_800_000
+    assert rk.budget == 1_900_000
 
 
 def test_a_copy_plans_for_the_budget_that_it_was_given() -> None:

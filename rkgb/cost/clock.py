@@ -95,10 +95,21 @@ class Clock:
             return (start, middle), (middle, mark())
 
         forward, backward = self.medians(run, piece.device)
+        launches = self._launches(run, piece.device)
         if not grads:
-            return Times(forward, 0)
+            return Times(forward, 0, launches=launches)
         again = max(forward, self._again(piece, forward)) if self.again else forward
-        return Times(again, max(1, forward + backward - again), forward)
+        return Times(again, max(1, forward + backward - again), forward, launches)
+
+    @staticmethod
+    def _launches(run: TimedRun, device: torch.device) -> tuple[int, int]:
+        """What the host takes for the two parts of ``run`` while the device is held; 0 where it runs them itself."""
+        kind = kind_of(device)
+        if not kind.launches:
+            return 0, 0
+        kind.hold(device)
+        (a, b), (c, d) = run(time.perf_counter_ns)
+        return b - a, d - c
 
     def _again(self, piece: Piece, warm: int) -> int:
         """The time of a forward from memory, where one from the caches takes ``warm``: of two the shorter, if the first

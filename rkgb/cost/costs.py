@@ -36,6 +36,7 @@ class Times(NamedTuple):
     forward: int
     backward: int
     warm: int | None = None
+    launches: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class Cost:
     to the end. ``together_peak``: the same if the incoming gradients are views of one memory.
     ``results``: positions in ``makes`` of the results that get gradients. ``inputs``: for each position in ``reads``
     the gradient that the backward computes, or None. ``views``: positions in ``reads`` whose gradient is a view of
-    other memory; autograd never accumulates into such a gradient in place.
+    other memory; autograd never accumulates into such a gradient in place. ``launches``: nanoseconds that the host
+    takes to launch the forward and the backward, where the device runs behind it; else 0.
     """
 
     forward_time: int
@@ -65,11 +67,12 @@ class Cost:
     inputs: tuple[InputGradient | None, ...] = ()
     views: frozenset[int] = frozenset()
     warm_time: int | None = None
+    launches: tuple[int, int] = (0, 0)
 
     @property
     def times(self) -> Times:
         """Its times."""
-        return Times(self.forward_time, self.backward_time, self.warm_time)
+        return Times(self.forward_time, self.backward_time, self.warm_time, self.launches)
 
 
 class Kept:

@@ -57,7 +57,7 @@ def measure_node(run: NodeRun, held: tuple[int, ...], times: Times | None, times
         if not run.fed:
             forward_peak = measure_memory(run.forward, run.device)[1]
             times = times or times_of(run, (0, 0))
-            return Cost(times.forward, forward_peak, warm_time=times.warm), {}
+            return Cost(times.forward, forward_peak, warm_time=times.warm, launches=times.launches), {}
         alone = backward_memory(run, held=held)
         forward_peak, incoming, backward_peak = alone.forward_peak, alone.incoming, alone.peak
         del alone
@@ -69,7 +69,9 @@ def measure_node(run: NodeRun, held: tuple[int, ...], times: Times | None, times
         times = times or times_of(run, holding.times)  # last: the runs above have warmed up the kernels
     peaks = backward_peak, holding.peak, together
     inputs = holding.inputs, holding.views
-    cost = Cost(times.forward, forward_peak, times.backward, *peaks, incoming, run.fed, *inputs, times.warm)
+    cost = Cost(
+        times.forward, forward_peak, times.backward, *peaks, incoming, run.fed, *inputs, times.warm, times.launches
+    )
     return cost, holding.strides
 
 

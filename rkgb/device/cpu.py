@@ -73,6 +73,13 @@ class Cpu(Kind):
     def timeline(self, device: torch.device) -> Timeline | None:
         return None if torch._C._autograd._profiler_enabled() else ProfiledTimeline()
 
+    def total(self, device: torch.device) -> int:
+        """Bytes of the machine, or of the container if these are fewer."""
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with contextlib.suppress(OSError, ValueError):
+            found = min(found, int(Path(_GROUP, "memory.max").read_text("ascii")))
+        return found
+
     def free(self, device: torch.device) -> int:
         """Bytes available in the machine, or in the container if these are fewer."""
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -57,6 +57,7 @@ class Cuda(Kind):
     choosing = ("",)
     counts_states = False  # a seed and an offset, in host memory
     keeps_workspaces = True
+    launches = True
     # The old flags of TF32 are left out: reading them is an error once the new ones are set, and the new ones show what
     # the old ones set.
     settings = (
@@ -152,8 +153,29 @@ class Cuda(Kind):
         return "requested_bytes" if native else "allocated_bytes"
 
     def free(self, device: torch.device) -> int:
+        """What the driver has, and what the allocator holds without use; but for parts of segments in use, which it
+        cannot give back.
+        """
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
+        return torch.cuda.mem_get_info(device)[0] + cached - sum(stuck for stuck, _ in self._left_over(device))
+
+    def total(self, device: torch.device) -> int:
+        return torch.cuda.mem_get_info(device)[1]
+
+    def slack(self, device: torch.device) -> int:
+        return sum(stuck + rounding for stuck, rounding in self._left_over(device))
+
+    def _left_over(self, device: torch.device) -> list[tuple[int, int]]:
+        """Of each segment: bytes beside its blocks in use, and bytes of these that nobody asked for."""
+        at = torch.cuda.current_device() if device.index is None else device.index
+        segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == at and s["allocated_size"]]
+        return [
+            (
+                0 if s["is_expandable"] else s["total_size"] - s["allocated_size"],
+                s["allocated_size"] - s["requested_size"],
+            )
+            for s in segments
+        ]
 
     def in_use(self) -> list[torch.device]:
         """The GPUs on which the program holds memory, or else the current one."""

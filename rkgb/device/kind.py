@@ -112,6 +112,7 @@ class Kind(ABC):
     ``caches``: bytes that push all else out of the caches, where a step's first forward mostly reads from them and a
     run again does not; 0 where ``to_read`` empties them before each run.
     ``choosing``: parts of the names of operations whose kernels may need more memory for smaller tensors.
+    ``launches``: whether it runs behind the host, whose launches take time of their own.
     ``settings``: those of torch on which results of this kind, or the memory of its kernels, depend.
     """
 
@@ -122,6 +123,7 @@ class Kind(ABC):
     long: ClassVar[float] = inf
     caches: ClassVar[int] = 0
     choosing: ClassVar[tuple[str, ...]] = ("conv",)
+    launches: ClassVar[bool] = False
     settings: ClassVar[tuple[Setting, ...]]
 
     @abstractmethod
@@ -155,11 +157,13 @@ class Kind(ABC):
     def free(self, device: torch.device) -> int:
         """Bytes that the program can still allocate."""
 
-    def free_for_budgets(self, device: torch.device) -> int:
-        """Nine tenths of ``free``, in bytes. The rest is for what budgets do not count: unused parts of the allocator's
-        blocks, and temporaries of the optimizer.
-        """
-        return self.free(device) * 9 // 10
+    @abstractmethod
+    def total(self, device: torch.device) -> int:
+        """Bytes that the device has, for all programs together."""
+
+    def slack(self, device: torch.device) -> int:
+        """Bytes that the allocator holds, and that no other allocation of any size can have; by default none."""
+        return 0
 
     @abstractmethod
     def in_use(self) -> list[torch.device]:

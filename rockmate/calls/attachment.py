@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import re
 import time
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from math import inf
@@ -18,11 +17,11 @@ from rkgb.errors import GraphError, UnsupportedError
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rkgb.warn import warn, warn_once
-from rockmate.budget import parse_budget, show_bytes
+from rockmate.budget import Budget, parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
+from rockmate.calls.device import OnDevice
 from rockmate.calls.free import FreeCalls
-from rockmate.calls.front import Front
 from rockmate.calls.hooks import Hooks, any_is_gone, hooks_of
 from rockmate.calls.keys import call_key
 from rockmate.calls.listed import PlannedCall, named
@@ -57,6 +56,7 @@ from rockmate.errors import (
 from rockmate.follow.engine import Followed
 from rockmate.follow.exposed import is_followed
 from rockmate.follow.plan import FollowedPlan
+from rockmate.memory import StepBytes, step_of
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import gets_sizes
 from rockmate.planning.plan import Plan
@@ -75,12 +75,11 @@ MOST_BEGINNINGS = 4
 """Times that a call is tried as one graph, at most: hooks may be added and removed in every step."""
 
 
-class Attachment(Front):
+class Attachment(OnDevice):
     """What ``attach`` returns: the plans of a model."""
 
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
-        super().__init__(type(model).__name__, terms)
-        self._model = weakref.ref(model)
+        super().__init__(model, terms)
         self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
         self._capture = Capture(self, lambda: self.model)
         self._roomy = RoomyCalls(self)
@@ -97,24 +96,7 @@ class Attachment(Front):
         self._run_before: set[Hashable] = set()  # kinds of calls that ran while another one was looked at
         self._lazy = True  # whether there may be layers that have no sizes yet
 
-    @property
-    def parameter_bytes(self) -> int:
-        """As in ``Front``. Models that hold their handle are not complete yet where copies of them make theirs."""
-        return sum(p.nbytes for p in self.model.parameters())
-
-    def bytes_of_missing_gradients(self) -> dict[str, int]:
-        """As in ``Front``."""
-        return {name: p.nbytes for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None}
-
     # ----------------------------------------------------------------- what users ask
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model. Raises ``InputError`` when it is gone."""
-        model = self._model()
-        if model is None:
-            raise InputError("the model that this plan was for is gone")
-        return model
 
     def is_around(self, part: torch.nn.Module) -> bool:
         """Whether calls of the model run under a plan, and ``part`` is one of its submodules."""
@@ -172,23 +154,49 @@ class Attachment(Front):
         self._check_place()
         if self._detached:
             raise InputError(f"{self.name} was detached, and has no budget: rockmate.attach(model, {budget!r})")
-        wanted, before = parse_budget(budget), self.terms.budget
+        wanted = parse_budget(budget)
+        self.terms.ask_device()
+        try:
+            self._set_budget(wanted)
+        except InfeasibleBudgetError as error:
+            raise self.explained(error, wanted.is_auto) from None
+
+    def _set_budget(self, wanted: Budget) -> None:
+        before = self.terms.budget
         end_look()  # what it is to say is for the budget of before
         if self._followed is not None:
             self._followed.set_budget(wanted)
         elif self.last is None:
             self.terms.budget = wanted
         else:
-            try:
-                self.last.set_budget(wanted)
-            except InfeasibleBudgetError as error:
-                raise error.with_traceback(None) from None
+            self.last.set_budget(wanted)
         if self.terms.budget == before:
             return
         self._look_again()
         for other in self.terms.steps.users():
             if other is not self:
                 other.plan_anew()
+
+    def _begin_step(self, inputs: list[torch.Tensor]) -> None:
+        """With the budget "auto", the device may have more or less left for a step than before."""
+        terms, device = self.terms, self.device(inputs)
+        if not terms.is_auto or terms.steps.waiting() or not terms.begin_step(device):
+            return
+        try:
+            self._set_budget(Budget())
+        except InfeasibleBudgetError:  # raised again where the call is planned, unless the terms want the least
+            terms.budget = Budget()
+            self.plan_anew()
+        terms.begin_step(device)
+
+    def step_bytes(self) -> StepBytes:
+        """As in ``OnDevice``."""
+        plan = self.plan
+        if plan is not None:
+            made = plan.graph.gradient_bytes if isinstance(plan, Plan) else self._followed.made if self._followed else 0
+            return step_of(plan.problem, plan.schedule, plan.predicted_peak, made)
+        measured = (rough for calls in self._free_calls() for rough in calls.measured())
+        return max((StepBytes(r.alone.backward, r.alone.kept, 0, r.made) for r in measured), default=StepBytes(0))
 
     def _look_again(self) -> None:
         """Whether the budget binds is not known any more."""
@@ -349,9 +357,10 @@ class Attachment(Front):
     def _run(self, model: torch.nn.Module, call: Call) -> Any:
         self.inside.witnesses, self.inside.call = witnesses(), call
         try:
+            self._begin_step(call.tensors)
             return self._run_in_its_way(model, call)
-        except InfeasibleBudgetError as error:
-            raise error.with_traceback(None) from None  # nor do the frames of TorchDynamo
+        except InfeasibleBudgetError as error:  # without the frames of TorchDynamo
+            raise self.explained(error, self.terms.is_auto) from None
         finally:
             self.inside.call = None
 

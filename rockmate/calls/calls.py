@@ -426,14 +426,14 @@ class Calls(ABC):
             return
         with TRACING:  # no other thread plans for the old one meanwhile
             last = self.last
-            size = budget.bytes(last.planner)
+            size = self.terms.bytes_of(budget, last.planner)
             if size == last.plan.budget == self.terms.budget:
                 return
             with Heeded(), self._progress_of(last.planner):
                 made = make_variant(last.planner, size, last.observer)
                 variant = replace(made, number=last.number, family=last.family)
             self.cache.replace(last, variant)
-            self.last, self.terms.budget = variant, size
+            self.last, self.terms.budget, self.terms.settled = variant, size, (budget, last.planner.eager_peak)
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call."""

@@ -176,7 +176,8 @@ class CapturedCalls(Calls):
 
     def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
         """As in ``Calls``; a plan is for one graph."""
-        return (id(self), call_key(call.leaves, None), self._shared()), self.module.missing_among(self.now.inputs)
+        key = id(self), call_key(call.leaves, None), self._shared(), self.terms.made
+        return key, self.module.missing_among(self.now.inputs)
 
     def sizeless(self, call: Call) -> Hashable:
         """As in ``Calls``; whole numbers that a graph is given count as sizes."""
@@ -259,7 +260,7 @@ class CapturedCalls(Calls):
                 if len(self.extents) == MOST_KINDS:
                     self.extents.clear()
                     self.freely.clear()
-                self.extents[kind] = Extent(self.sizeless(call), self.results.counts(arguments))
+                self.extents[kind] = Extent((self.sizeless(call), self.terms.made), self.results.counts(arguments))
             extent = self.extents[kind]
             rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
             if rough > budget and not self._larger_fits(extent, missing, budget):

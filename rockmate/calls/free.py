@@ -71,6 +71,10 @@ class FreeCalls:
         """Whether a step of such a call was measured, which made as many bytes of gradients."""
         return kind in self.spacious and made <= self.spacious[kind].made
 
+    def measured(self) -> list[Rough]:
+        """What the calls took that were measured."""
+        return [self._rough[kind] for kind in self.spacious if kind in self._rough]
+
     @property
     def may_measure(self) -> bool:
         """Whether a call that comes now can be measured."""

@@ -68,7 +68,10 @@ class RoomyCalls(FreeCalls):
         kind = call_key(call.leaves, call.spec), model.training, trained
         if kind in self.binding:
             return None
-        if not self.is_known(kind, made):
+        if self.is_known(kind, made):
+            if self.spacious[kind].peak > FAR * budget:  # "auto": it is less than before
+                return None
+        else:
             if not (trained or any(t.requires_grad for t in call.tensors)):
                 return None
             form = call_key(call.leaves, call.spec, sized=False), *kind[1:]

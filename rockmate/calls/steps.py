@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import Look
@@ -34,7 +36,13 @@ MOST_STEPS = 16
 
 
 class User(Protocol):
-    """Has plans under a budget."""
+    """Has plans under a budget. ``known_model``: whose calls these are for; None where that is gone."""
+
+    @property
+    def known_model(self) -> torch.nn.Module | None: ...
+
+    def made_bytes(self) -> int:
+        """Bytes of the gradients that are there."""
 
     def plan_anew(self) -> None:
         """The budget is another one: plans are made again at the next calls."""

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rkgb.device import kind_of
 from rkgb.warn import warn
-from rockmate.budget import Budget, show_bytes
+from rockmate.budget import Budget, Planned, show_bytes
 from rockmate.calls.steps import Steps
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
+from rockmate.memory import MARGIN, Rest, rest_of
+from rockmate.optimizers import OPTIMIZERS
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 
@@ -22,7 +23,9 @@ class Terms:
     """What is asked of the plans of one model.
 
     ``budget``: bytes, from the first plan on. ``least``: where no plan fits the budget, the one of least memory is
-    made. ``always``: plan also where the budget does not bind. ``progress``: as for ``Rockmate``.
+    made. ``always``: plan also where the budget does not bind. ``progress``: as for ``Rockmate``. ``made``: with the
+    budget "auto", bytes of gradients that were there when the last step began; else 0. It is a part of the keys of
+    calls, since such a budget is less by them.
     """
 
     budget: int | Budget
@@ -32,6 +35,9 @@ class Terms:
     always: bool = False
     settled: tuple[Budget, int] | None = field(default=None, init=False)  # what it was, of a step of so many bytes
     steps: Steps = field(default_factory=Steps, init=False)  # of the calls under this budget
+    made: int = field(default=0, init=False)
+    _room: int | None = field(default=None, init=False)  # "auto": bytes for a step that makes all gradients
+    _changes: int = field(default=0, init=False)  # of optimizers, when that was found
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used when it is given, not at the first call that is planned."""
@@ -46,7 +52,7 @@ class Terms:
         before = self.budget, self.settled
         if isinstance(self.budget, Budget):
             self.settled = self.budget, planner.eager_peak
-            self.budget = self.budget.bytes(planner)
+            self.budget = self.bytes_of(self.budget, planner)
         elif len(self.steps.users()) > 1:
             self._settle_larger(planner)
         try:
@@ -59,7 +65,7 @@ class Terms:
         """A share of what several modules share is one of the largest step so far."""
         asked, peak = self.settled or (Budget(), 0)
         if asked.share is not None and planner.eager_peak > peak:
-            self.settled, self.budget = (asked, planner.eager_peak), asked.bytes(planner)
+            self.settled, self.budget = (asked, planner.eager_peak), self.bytes_of(asked, planner)
 
     def at_most(self, size: int) -> int:
         """The budget in bytes, if it is known and less than ``size``; else ``size``."""
@@ -69,7 +75,7 @@ class Terms:
         """A step has shown that it takes less than what was supposed, ``before``: a share of that is one of ``now``."""
         asked, peak = self.settled or (Budget(), 0)
         if asked.share is not None and peak == before.eager_peak:
-            self.settled, self.budget = (asked, now.eager_peak), asked.bytes(now)
+            self.settled, self.budget = (asked, now.eager_peak), self.bytes_of(asked, now)
 
     def settle_step(self, peak: int) -> None:
         """A step of several calls takes ``peak`` bytes if nothing runs again: a share is one of that."""
@@ -100,8 +106,54 @@ class Terms:
         if isinstance(self.budget, Budget):
             if self.budget.share is not None:
                 return None
-            self.budget = self.budget.size or kind_of(device).free_for_budgets(device)
+            self.settled = self.budget, 0
+            self.budget = self.budget.size or self._room_on(device)
         return self.budget
+
+    # ------------------------------------------------------------------------- "auto"
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the budget is what the device has left for a step."""
+        asked = self.budget if isinstance(self.budget, Budget) else self.settled and self.settled[0]
+        return bool(asked and asked.is_auto)
+
+    def bytes_of(self, asked: Budget, planned: Planned) -> int:
+        """Bytes of a budget for the step of ``planned``."""
+        return asked.bytes(planned, self._room_on)
+
+    def rest(self, device: torch.device) -> Rest:
+        """What is on the device beside a step."""
+        models = (user.known_model for user in self.steps.users())
+        return rest_of([model for model in models if model is not None], device)
+
+    def _room_on(self, device: torch.device) -> int:
+        """What a step like the last one may take."""
+        if self._room is None:
+            self._room, self._changes = self.rest(device).room(device), OPTIMIZERS.changes
+        return max(0, self._room - self.made)
+
+    def ask_device(self) -> None:
+        """With "auto", what is free is found anew."""
+        self._room = None
+
+    def begin_step(self, device: torch.device) -> bool:
+        """With "auto", a step begins: whether the last one is to be planned for other bytes.
+
+        What is free is found anew when an optimizer's state was made. Less than half of the margin changes nothing.
+        """
+        before = self._room
+        if before is None or self._changes != OPTIMIZERS.changes:
+            self.ask_device()
+            self._room_on(device)
+            if before is not None and self._room is not None and abs(self._room - before) <= before // (2 * MARGIN):
+                self._room = before
+            elif isinstance(self.budget, int):
+                return True
+        self.made = sum(user.made_bytes() for user in self.steps.users())
+        if isinstance(self.budget, int):
+            self.budget = self._room_on(device)
+        return False
 
 
 _SUPPOSED = (

@@ -68,8 +68,10 @@ def check(given: Given, options: Options) -> Answer:
         "min_budget": curve.min_budget,
         "max_budget": curve.max_budget,
         "points": [{"budget": b, "share": share, "overhead": o} for b, share, o in curve.table()],
+        "memory": dataclasses.asdict(memory := found.front.memory()),
     }
-    return Answer(f"{text_of_facts(facts)}\n\n{curve}\n\n{_gain(given, options, found.plan.eager_peak, curve)}", values)
+    gain = _gain(given, options, found.plan.eager_peak, curve)
+    return Answer(f"{text_of_facts(facts)}\n\n{curve}\n\n{memory}\n\n{gain}", values)
 
 
 def _supported(found: Planned) -> str:

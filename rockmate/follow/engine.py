@@ -61,7 +61,7 @@ class Followed:
 
     def __init__(self, front: Front, why: str) -> None:
         self.front, self.why = front, why
-        self.kinds: dict[Hashable, CallKind] = {}
+        self.kinds: dict[tuple[Hashable, int], CallKind] = {}  # by forms of calls, and ``Terms.made``
         self.last: Known | None = None
         self.solving = Solving(front, why)
         self._rehearsed = False  # what was learned last came of no training
@@ -82,6 +82,11 @@ class Followed:
         return self._shared or self.last.plan
 
     @property
+    def made(self) -> int:
+        """Bytes of gradients of parameters that a step of the last plan makes."""
+        return self.last.ways.made if self.last is not None and self.last.ways is not None else 0
+
+    @property
     def plans(self) -> list[tuple[tuple[str, ...], FollowedPlan]]:
         """Each kind of call with its plans."""
         return [(kind.call, known.plan) for kind in self.kinds.values() for known in kind.known if known.plan]
@@ -91,11 +96,14 @@ class Followed:
     def run(self, model: torch.nn.Module, call: Call) -> Any:
         """What the model returns; its own Python runs."""
         missing = frozenset(self.front.bytes_of_missing_gradients())
-        key = call_key(call.leaves, call.spec), model.training
+        form = call_key(call.leaves, call.spec), model.training
+        key = form, self.front.terms.made
         kind = self.kinds.get(key)
         if kind is None:
             said = self.front.described(names_of(call), call.leaves)
-            kind = self.kinds[key] = CallKind(said, Watch(self.front.name))
+            alike = next((k for (other, _), k in self.kinds.items() if other == form), None)
+            kind = CallKind(said, Watch(self.front.name)) if alike is None else alike.under_another_budget()
+            self.kinds[key] = kind
         device = device_of(model, call)
         policy, turn = self._policy(key, kind, missing, device)
         tape = Tape(device, policy, lasting_of(model, call))

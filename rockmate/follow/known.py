@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,3 +60,8 @@ class CallKind:
     parts: CheckpointedParts = field(default_factory=CheckpointedParts)
     unsure: set[Use] = field(default_factory=set)
     news: bool = True
+
+    def under_another_budget(self) -> CallKind:
+        """The same calls, which are planned anew."""
+        known = [replace(k, budget=-1, used=set(k.used), ways=None) for k in self.known]
+        return replace(self, known=known, unsure=set(self.unsure))

@@ -33,9 +33,9 @@ class Solving:
         terms = self.front.terms
         if isinstance(terms.budget, Budget):
             self.asked, terms.settled = terms.budget, (terms.budget, known.eager_peak)
-            terms.budget = terms.budget.bytes(known)
+            terms.budget = terms.bytes_of(terms.budget, known)
         elif self.asked is not None and self.asked.share is not None:
-            terms.budget = max(terms.budget, self.asked.bytes(known))
+            terms.budget = max(terms.budget, terms.bytes_of(self.asked, known))
         return terms.budget
 
     def solve(self, known: Known, kind: CallKind, every: Iterable[CallKind]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rkgb.blocks.fingerprint import describe_inputs
+from rkgb.device import Cpu
 from rkgb.device.allocator import Allocator
 from rkgb.Ktools import K_graph
 from rkgb.trace.guards import is_guard
@@ -21,6 +22,7 @@ from rockmate.planning.reserved import predict_reserved
 from rockmate.planning.room import usual_problem
 from rockmate.run.watch import MeasuredStep
 from solvers import Bwd, Loss, Problem, Run, Schedule, Step, format_schedule, keep_everything, walk
+from solvers.clocks import Clocks, Launches, clocks
 from solvers.tables import html_facts, html_table
 
 if TYPE_CHECKING:
@@ -131,6 +133,16 @@ class Plan(PlanFields):
     def rerun_time(self) -> int:
         """Nanoseconds of a step in which nodes run again, predicted."""
         return walk(self.problem, self.schedule).time - self.problem.eager_time
+
+    @cached_property
+    def clocks(self) -> Clocks | None:
+        """A step of the device, and of the host that launches what it runs; None where nobody has timed launches."""
+        nodes = self.graph.nodes
+        if not any(n.launch for n in nodes):
+            return None
+        backward = tuple(n.backward.launch if n.backward else 0 for n in nodes)
+        launches = Launches(tuple(n.launch for n in nodes), backward, Cpu().beside_a_rerun(0))
+        return clocks(self.problem, self.schedule, launches)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine.
@@ -250,6 +262,7 @@ class Plan(PlanFields):
             ("budget", show_bytes(self.budget)),
             ("predicted peak", f"{show_bytes(self.predicted_peak)}, {at}"),
             ("predicted overhead", f"{self._overhead()} more time{self._proof()}"),
+            *([("bottleneck", str(self.clocks))] if self.clocks else []),
             ("nodes", f"{len(self.problem.nodes)}; runs again: {self.recomputed}"),
             ("blocks", f"{len(self.problem.blocks)}, of them distinct: {kinds}"),
             *([("pieces", self.pieces)] if self.pieces else []),
