@@ -26,6 +26,7 @@ from rockmate.calls.hooks import Hooks, any_is_gone, hooks_of
 from rockmate.calls.keys import call_key
 from rockmate.calls.listed import PlannedCall, named
 from rockmate.calls.look import Look, LookInTheWay, end_look, others_looks_paused
+from rockmate.calls.others import unwatch_layers
 from rockmate.calls.reasons import reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
 from rockmate.calls.surroundings import (
@@ -58,7 +59,7 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import gets_sizes
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import NOTHING_COMPUTED, cannot_be_called
-from rockmate.planning.wrappers import compiled_parts
+from rockmate.planning.wrappers import OwnCall, compiled_parts
 from rockmate.tell import LOG, described
 from solvers import Frontier
 from solvers.interrupts import Heeded
@@ -72,7 +73,7 @@ MOST_BEGINNINGS = 4
 """Times that a call is tried as one graph, at most: hooks may be added and removed in every step."""
 
 
-class Attachment(Front):
+class Attachment(Front, OwnCall):
     """What ``attach`` returns: the plans of a model."""
 
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
@@ -234,6 +235,8 @@ class Attachment(Front):
             model._compiled_call_impl = self.before
             if self.before is None:
                 del model._compiled_call_impl
+        if model is not None:
+            unwatch_layers(model, self)
         self._detached = True
         self._forget()
 
@@ -450,6 +453,7 @@ class Attachment(Front):
         if not self.terms.least or self.only_plans:
             raise error from reason
         self._refused = True
+        unwatch_layers(model, self)
         warn(f"{self.name} cannot be planned, and runs as it is from now on, with no budget: {error}", BudgetWarning)
         return model._call_impl(*call.args, **call.kwargs)
 

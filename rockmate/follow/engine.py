@@ -28,7 +28,7 @@ from rockmate.calls.surroundings import modes_again
 from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
-from rockmate.follow.exposed import telling_of_exposed
+from rockmate.follow.exposed import telling_of_memory
 from rockmate.follow.known import CallKind, Known
 from rockmate.follow.noting import has_memory
 from rockmate.follow.observed import Observed, pack_of, place_of_caller
@@ -111,7 +111,7 @@ class Followed:
         pack, unpack = tape.pack, tape.unpack
         saved, way = saved_tensors_hooks(pack, unpack), giving_way(pack, unpack)
         try:
-            with abandoned(look), modes_again(inside), telling_of_exposed(tape.expose), saved, way, unchecked, tape:
+            with abandoned(look), modes_again(inside), telling_of_memory(tape), saved, way, unchecked, tape:
                 result = model._call_impl(*call.args, **call.kwargs)
         except BaseException:
             self.front.terms.steps.undo(turn)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rockmate.errors import GoneError
+from rockmate.follow.exposed import give_memory
 from rockmate.run.slots import Form, changed
 
 
@@ -42,7 +43,7 @@ class Outside:
     __slots__ = ("copied", "tensor", "version")
 
     def __init__(self, t: torch.Tensor, copied: bool) -> None:
-        self.tensor = t if t.is_leaf else alias_of(t)
+        self.tensor = alias_of(t)  # ``t`` itself may be given other memory (t.data = …)
         self.version = 0 if t.is_inference() else t._version
         self.copied = copied
 
@@ -134,7 +135,7 @@ class Datum:
 def counter_of(t: torch.Tensor) -> torch.Tensor:
     """A tensor of no memory with the version counter of ``t``."""
     counter = alias_of(t)
-    counter.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    give_memory(counter, torch.empty(0, dtype=t.dtype, device=t.device))
     return counter
 
 
