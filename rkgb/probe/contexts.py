@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from rkgb.errors import UnsupportedError
 from rkgb.graphs import S_graph
 from rkgb.trees import tensors_in
 
@@ -22,9 +23,13 @@ next_number: Any = torch._C._autograd._get_sequence_nr
 def context_tensors(results: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
     """The tensors in attributes of ``ctx`` (also in lists, tuples, dicts) of the functions that made ``results``.
 
-    ``first``: the sequence number of autograd's first node that belongs to them.
+    ``first``: the sequence number of autograd's first node that belongs to them. Raises ``UnsupportedError`` where
+    autograd does not tell.
     """
-    left: list[Any] = [t.grad_fn for t in results]
+    try:
+        left: list[Any] = [t.grad_fn for t in results]
+    except RuntimeError as error:  # of a view that was written within no_grad, which eager mode never asks
+        raise UnsupportedError(f"a view is written without gradients: {error}") from error
     kept: list[torch.Tensor] = []
     seen: set[Any] = set()
     while left:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rkgb.errors import GraphError, UnsupportedError
+from rkgb.errors import GraphError, MeasureError, UnsupportedError
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rkgb.warn import warn, warn_once
@@ -51,6 +51,7 @@ from rockmate.errors import (
     InputError,
     PlanError,
     RockmateError,
+    VariantLimitError,
 )
 from rockmate.follow.engine import Followed
 from rockmate.follow.exposed import is_followed
@@ -75,6 +76,8 @@ MOST_BEGINNINGS = 4
 
 class Attachment(Front, OwnCall):
     """What ``attach`` returns: the plans of a model."""
+
+    follows = True
 
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
         super().__init__(type(model).__name__, terms)
@@ -348,7 +351,7 @@ class Attachment(Front, OwnCall):
             self.inside.ran = False  # whether the capture is over, and what it made runs
             result = self._capture.run(model, call)
         except Exception as error:
-            if self.inside.ran:
+            if self.inside.ran and not _refuses_the_graph(error):
                 raise
             self._why, self.inside.captured = _only_said(error), True
             self._hooks = hooks_of(model)
@@ -497,6 +500,11 @@ def _check_tensors(call: Call) -> None:
             f"an input is a {name}, whose __torch_function__ a plan would not call: give x.as_subclass(torch.Tensor), "
             "or attach the submodules that get plain tensors"
         )
+
+
+def _refuses_the_graph(error: Exception) -> bool:
+    """Whether no plan can be made for what was captured, of which nothing has run."""
+    return isinstance(error, (GraphError, VariantLimitError)) and not isinstance(error, MeasureError)
 
 
 def _only_said(error: Exception) -> Exception:

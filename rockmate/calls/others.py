@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -105,7 +106,7 @@ def watch_layers(model: torch.nn.Module, front: Front) -> None:
     """
     for layer in _layers(model):
         if isinstance(layer.__dict__.get("_compiled_call_impl"), WatchedCall | None):
-            layer._compiled_call_impl = WatchedCall(layer, model, front)
+            vars(layer)["_compiled_call_impl"] = WatchedCall(layer, model, front)
 
 
 def unwatch_layers(model: torch.nn.Module, front: Front) -> None:
@@ -113,13 +114,13 @@ def unwatch_layers(model: torch.nn.Module, front: Front) -> None:
     for layer in _layers(model):
         found = layer.__dict__.get("_compiled_call_impl")
         if isinstance(found, WatchedCall) and found.front() is front:
-            del layer._compiled_call_impl
+            del vars(layer)["_compiled_call_impl"]
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The submodules that code of ``model`` calls: what is in lists and dicts of modules, too."""
     for child in model.children():
-        if type(child).forward is torch.nn.Module.forward:  # a container is not called
+        if inspect.getattr_static(child, "forward") is torch.nn.Module.forward:  # a container is not called
             yield from _layers(child)
         else:
             yield child
@@ -149,31 +150,37 @@ def _look_around(layer: Any, model: torch.nn.Module, front: Front, result: Any) 
         return
     if not any(t.requires_grad for t in tensors_in(result)):
         return
-    caller = _caller_in(model)
+    caller = _caller_in(model, layer)
     if caller == "_call_impl" or not (caller or model.__dict__.get("_compiled_call_impl") is front):
         return
     unwatch_layers(model, front)
     path = next((path for path, m in model.named_modules() if m is layer), type(layer).__name__)
-    what = f"{front.name}.{caller} runs" if caller else f"{path} was called, and runs"
+    what = f"{front.name}.{caller}" if caller else f"a call of {path}"
     warn_once(
-        f"{what} layers of {front.name} without a plan, and no budget holds there: a plan is for a call of the module, "
-        "model(…), with all that its forward calls. Have forward do this, or attach, instead of the whole, the "
+        f"{what} runs layers of {front.name} without a plan, and no budget holds there: a plan is for a call of the "
+        "module, model(…), with all that its forward calls. Have forward do this, or attach, instead of the whole, the "
         f"submodules that run there (the first one is {path})",
         BudgetWarning,
     )
 
 
-def _caller_in(model: torch.nn.Module) -> str:
-    """The first method of ``model`` that led here; "_call_impl" if the module was called, empty if none led here."""
+def _caller_in(model: torch.nn.Module, layer: torch.nn.Module) -> str:
+    """The first method of ``model`` that led to ``layer``; "_call_impl" if the module was called, or another one that
+    has the layer, too (a shallow copy); empty if none led here.
+    """
     found, frame = "", sys._getframe(1)
+    own = set(model.modules())
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and hasattr(type(model), code.co_name):
             held = frame.f_locals
-            if held.get(code.co_varnames[0]) is model:
-                found = code.co_name
+            caller: Any = held.get(code.co_varnames[0])
             if type(held) is dict:
                 held.clear()  # a copy of the frame's variables, which would keep tensors
+            if caller is model:
+                found = code.co_name
+            elif code is torch.nn.Module._call_impl.__code__ and caller not in own:
+                found = code.co_name if any(m is layer for _, m in caller.named_modules({model})) else found
         if found == "_call_impl":
             break
         frame = frame.f_back  # type: ignore[assignment]

@@ -202,12 +202,26 @@ class Features(nn.Module):
         return self.loss(self.head(self.forward_features(x)))
 
 
+class Around(nn.Module):
+    """A module around the one that is attached."""
+
+    def __init__(self, model: Features, name: str = "forward_features") -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What a part of the model makes."""
+        return getattr(self.model, self.name)(x)  # type: ignore[no-any-return]
+
+
 PAST_THE_PLAN: dict[str, tuple[Callable[[Any], torch.Tensor], str]] = {
     "method": (lambda m: m.forward_features(X), r"\.forward_features runs layers of .*the first one is stem"),
     "method of a method": (lambda m: m.step_by_parts(X), r"\.step_by_parts runs layers"),
     "forward": (lambda m: m.forward(X), r"\.forward runs layers"),
-    "layer": (lambda m: m.head(X), "^head was called, and runs layers"),
-    "layer in a list": (lambda m: m.blocks[0](X), r"^blocks\.0 was called, and runs layers"),
+    "another module": (lambda m: Around(m)(X), r"\.forward_features runs layers"),
+    "layer in another module": (lambda m: Around(m, "stem")(X), "^a call of stem runs layers"),
+    "layer": (lambda m: m.head(X), "^a call of head runs layers"),
+    "layer in a list": (lambda m: m.blocks[0](X), r"^a call of blocks\.0 runs layers"),
     "gradient of an input alone": (
         lambda m: m.requires_grad_(False).forward_features(X.clone().requires_grad_()),
         r"\.forward_features runs layers",
@@ -253,6 +267,8 @@ def test_what_runs_no_layers_past_the_plan_is_not_said(followed: bool) -> None:
     model.requires_grad_(False).forward_features(X)
     again = copy.deepcopy(model.requires_grad_())
     again.forward_features(X).sum().backward()
+    copy.copy(model.requires_grad_())(X).sum().backward()  # another module with these layers
+    nn.Sequential(model.stem)(X).sum().backward()
     detach(model)
     model.forward_features(X).sum().backward()
 
