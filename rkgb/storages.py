@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+_DATA: Any = torch._C.TensorBase.data
 
 
 def memory_of(t: torch.Tensor) -> torch.UntypedStorage:
@@ -38,5 +42,5 @@ def alias_of(t: torch.Tensor) -> torch.Tensor:
 def counter_of(t: torch.Tensor) -> torch.Tensor:
     """A tensor of no memory with the version counter of ``t``."""
     counter = alias_of(t)
-    counter.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    _DATA.__set__(counter, torch.empty(0, dtype=t.dtype, device=t.device))  # whoever watches for new memory is not told
     return counter

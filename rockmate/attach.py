@@ -16,7 +16,7 @@ import torch
 from rkgb.sample import Sample
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
-from rockmate.calls.others import warn_of_whole, watch_others
+from rockmate.calls.others import warn_of_whole, watch_layers, watch_others
 from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import InputError
 from rockmate.optimizers import OPTIMIZERS
@@ -121,6 +121,7 @@ def attach(
         attachments.append(attachment)
     for one, attachment in zip(models, attachments, strict=True):
         one._compiled_call_impl = attachment
+        watch_layers(one, attachment)
         _attachments.add(attachment)
     watch_others(Attachment, attached)
     return attachments[0] if isinstance(model, torch.nn.Module) else tuple(attachments)

@@ -19,6 +19,7 @@ from rkgb.trace.patches import TRACING
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
 from rockmate.calls.listed import PlannedCall
+from rockmate.calls.others import watch_layers
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import Variant
@@ -309,6 +310,7 @@ def _become(twin: Rockmate, model: torch.nn.Module, attachment: Attachment) -> N
     object.__setattr__(twin, "_rockmate_original", model)
     object.__setattr__(twin, "_rockmate_forward", None)
     object.__setattr__(twin, "_rockmate_attachment", attachment)
+    watch_layers(twin, attachment)
 
 
 def _remade(cls: type, model: torch.nn.Module, terms: Terms) -> Rockmate:

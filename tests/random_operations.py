@@ -316,6 +316,22 @@ BUFFERS = [
     ),
 ]
 
+GIVEN = [
+    operation
+    for setup in (
+        "self.register_buffer('{layer}', torch.linspace(0.5, 1.5, {last}))",
+        "self.{layer} = nn.Parameter(torch.linspace(0.5, 1.5, {last}))",
+    )
+    for operation in _all(
+        "memory given",
+        "{new} = {x} * self.{layer}\nself.{layer}.data = 0.9 * self.{layer}",
+        "self.{layer}.data = self.{layer}.data + 0.1\n{new} = {x} * self.{layer}",
+        "old = self.{layer}.data\nself.{layer}.data = old.sign()\n{new} = {x} + self.{layer}\nself.{layer}.data = old",
+        setup=setup,
+        breaks=True,
+    )
+]
+
 DETACHED = [
     *_made("detached", "{x}.detach()", "{x} * {y}.detach().sigmoid()", "{x} - {x}.detach() + {y}"),
     *_all(
@@ -337,6 +353,7 @@ PYTHON = [
         "counter",
         "self.count += 1\n{new} = {x} * {c}",
         "self.count += 1\n{new} = {x}.clamp(max=1 + self.count)",
+        "{new} = {x} / (1 + self.count)\nself.count += 1",
         "{new} = {x}.sin() if self.count % 2 else {x}.cos()\nself.count += 1",
     ),
 ]
@@ -372,6 +389,7 @@ GROUPS = {
     "dtypes": (DTYPES, 1),
     "draws": (DRAWS, 2),
     "buffers": (BUFFERS, 1),
+    "given": (GIVEN, 0.7),
     "detached": (DETACHED, 2),
     "python": (PYTHON, 1),
     "breaks": (BREAKS, 0.7),

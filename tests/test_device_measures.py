@@ -15,7 +15,9 @@ from models import randn, square_loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rockmate
 from rkgb.cost.clock import Clock
+from rkgb.cost.measure import Known, beside_measured
 from rkgb.cost.memory import _where, measure_memory, measure_peak, measure_phases
 from rkgb.cost.node import times_by
 from rkgb.cost.piece import backward_memory
@@ -168,6 +170,27 @@ def test_as_much_is_read_as_a_step_uses_or_caches_hold() -> None:
         again = Clock.of(nn.Linear(2, 2), used).again
         lines = sum(t.nelement() for t in again)
         assert 64 * lines == sum(t.untyped_storage().nbytes() for t in again) == read
+
+
+@pytest.mark.parametrize("layers", [2, 3, 6, 12])
+@pytest.mark.parametrize("hidden", [64, 256])
+def test_measuring_a_node_takes_no_more_memory_than_a_step_that_keeps_everything(layers: int, hidden: int) -> None:
+    blocks = [[nn.Linear(64, hidden), nn.GELU(), nn.LayerNorm(hidden), nn.Linear(hidden, 64)] for _ in range(layers)]
+    model, x = nn.Sequential(*(layer for block in blocks for layer in block)), randn(512, 64, seed=0)
+
+    def step() -> None:
+        model.zero_grad()
+        square_loss(model(x)).backward()
+
+    step()
+    known = Known()
+    graphs = make_all_graphs(model, x, costs="flops", known_of=lambda _: known)
+    values = graphs.S.d.values
+    read = max(sum(values[v].bytes for v in node.reads) for node in graphs.S.nodes)
+    taken = max(cost.forward_peak + cost.incoming + cost.backward_peak for cost in known.costs.values())
+    beside = beside_measured(graphs.S)
+    assert read + taken + beside <= rockmate.measure_peak(step)
+    assert beside or layers < 6
 
 
 def test_what_empties_the_caches_is_no_memory_of_the_allocator() -> None:

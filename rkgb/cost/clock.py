@@ -57,7 +57,7 @@ class Clock:
 
     @classmethod
     def of(cls, model: torch.nn.Module, touched: int = 0) -> Clock:
-        """A clock for the device of the parameters of ``model``, a step of which uses ``touched`` bytes."""
+        """A clock for the device of the parameters of ``model``, between whose runs ``touched`` bytes are used."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         kind = kind_of(device)
         used = min(touched, kind.caches) // 8

@@ -178,7 +178,7 @@ def _run_and_measure(
     """Run the nodes whose results are needed, and measure each distinct node when its inputs are there."""
     s, costs = task.s, task.known.costs
     plan = runs(s, nodes.keys, stand_ins)
-    times_of = times_by(task.costs, task.model, sum(x.bytes for x in s.d.storages))
+    times_of = times_by(task.costs, task.model, beside_measured(s))
     env = dict(sources)
     with preserved(task.model, task.inputs, s.d.structure.written), torch.enable_grad():
         for done, i in enumerate(sorted(plan.reads), 1):
@@ -195,6 +195,19 @@ def _run_and_measure(
             _release(env, plan, s, i, sources)
             del values
             task.report(done / len(plan.reads))
+
+
+def beside_measured(s: S_graph) -> int:
+    """Bytes that a step keeps beside what measuring one node takes: its values, its gradients, and both once more while
+    these are made. So measuring takes no more memory than a step that keeps everything.
+    """
+    values, storages = s.d.values, s.d.storages
+    saved = {x for node in s.nodes for x in node.saved.storages if storages[x].owner is not None}
+    kept = sum(storages[x].bytes for x in saved) + sum(sum(node.saved.private) for node in s.nodes)
+    largest = max(
+        (sum(values[v].bytes for v in {*n.reads, *n.makes}) + sum(n.saved.private) for n in s.nodes), default=0
+    )
+    return max(0, kept - 3 * largest)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ TimesOf = Callable[[NodeRun, tuple[int, int]], Times]
 def times_by(costs: str, model: torch.nn.Module, touched: int = 0) -> TimesOf:
     """How nodes of ``model`` are timed: "measured" by a clock, "flops" by counted operations.
 
-    ``touched``: bytes that a step uses; as much is used between a forward and a run again.
+    ``touched``: bytes that are used between a forward and a run again: see ``rkgb.cost.measure.beside_measured``.
     A node that takes long is not run again only for its time, after its memory was measured.
     """
     if costs == "flops":

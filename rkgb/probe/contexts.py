@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from rkgb.errors import UnsupportedError
 from rkgb.graphs import S_graph
 from rkgb.trees import tensors_in
 
@@ -22,9 +23,12 @@ next_number: Any = torch._C._autograd._get_sequence_nr
 def functions_of(results: Sequence[torch.Tensor], first: int) -> Iterator[Any]:
     """Autograd's functions that made ``results``, each once.
 
-    ``first``: the sequence number of the first of them.
+    ``first``: the sequence number of the first of them. Raises ``UnsupportedError`` where autograd does not tell.
     """
-    left: list[Any] = [t.grad_fn for t in results]
+    try:
+        left: list[Any] = [t.grad_fn for t in results]
+    except RuntimeError as error:  # of a view that was written within no_grad, which eager mode never asks
+        raise UnsupportedError(f"a view is written without gradients: {error}") from error
     seen: set[Any] = {None}
     while left:
         function = left.pop()

@@ -249,10 +249,12 @@ class Recorder(TorchFunctionMode):
         numbers = [t for t in tensors_in((args, kwargs)) if not t.dim() and has_memory(t)]
         traced = [_C._get_value_trace(t) for t in numbers]
         uses = [*map(_uses, traced)]
-        with scoped(tracing, self.scope(generator)):
-            result = self.call(func, args, kwargs)
-        with untraced(tracing):
-            self.written.after(name, copies)
+        try:
+            with scoped(tracing, self.scope(generator)):
+                result = self.call(func, args, kwargs)
+        finally:  # it may have written before it failed
+            with untraced(tracing):
+                self.written.after(name, copies)
         if numbers and any(True for _ in tensors_in(result)):
             for t, value, before_call in zip(numbers, traced, uses, strict=True):
                 if _uses(value) == before_call:

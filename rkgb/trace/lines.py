@@ -18,7 +18,7 @@ _RKGB = os.path.dirname(os.path.dirname(__file__))
 _ROCKMATE = os.path.join(os.path.dirname(_RKGB), "rockmate")
 _INSIDE = (
     _RKGB + os.sep,
-    *(os.path.join(_ROCKMATE, part) for part in ("calls" + os.sep, "planning" + os.sep, "run" + os.sep, "module.py")),
+    *(os.path.join(_ROCKMATE, *part.split("/")) for part in ("calls/", "follow/", "planning/", "run/", "module.py")),
     contextlib.__file__,
     str(torch.__path__[0]) + os.sep,
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rkgb.errors import GraphError, UnsupportedError
+from rkgb.errors import GraphError, MeasureError, UnsupportedError
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rkgb.warn import warn, warn_once
@@ -26,6 +26,7 @@ from rockmate.calls.hooks import Hooks, any_is_gone, hooks_of
 from rockmate.calls.keys import call_key
 from rockmate.calls.listed import PlannedCall, named
 from rockmate.calls.look import Look, LookInTheWay, end_look, others_looks_paused
+from rockmate.calls.others import unwatch_layers
 from rockmate.calls.reasons import reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
 from rockmate.calls.remembered import RememberedCall
@@ -52,6 +53,7 @@ from rockmate.errors import (
     InputError,
     PlanError,
     RockmateError,
+    VariantLimitError,
 )
 from rockmate.follow.engine import Followed
 from rockmate.follow.exposed import is_followed
@@ -61,7 +63,7 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import gets_sizes
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import NOTHING_COMPUTED, cannot_be_called
-from rockmate.planning.wrappers import compiled_parts
+from rockmate.planning.wrappers import OwnCall, compiled_parts
 from rockmate.tell import LOG, described
 from solvers import Frontier
 from solvers.interrupts import Heeded
@@ -75,8 +77,10 @@ MOST_BEGINNINGS = 4
 """Times that a call is tried as one graph, at most: hooks may be added and removed in every step."""
 
 
-class Attachment(OnDevice):
+class Attachment(OnDevice, OwnCall):
     """What ``attach`` returns: the plans of a model."""
+
+    follows = True
 
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
         super().__init__(model, terms)
@@ -262,6 +266,8 @@ class Attachment(OnDevice):
             model._compiled_call_impl = self.before
             if self.before is None:
                 del model._compiled_call_impl
+        if model is not None:
+            unwatch_layers(model, self)
         self._detached = True
         self._forget()
 
@@ -378,7 +384,7 @@ class Attachment(OnDevice):
             self.inside.ran = False  # whether the capture is over, and what it made runs
             result = self._capture.run(model, call)
         except Exception as error:
-            if self.inside.ran:
+            if self.inside.ran and not _refuses_the_graph(error):
                 raise
             self._why, self.inside.captured = _only_said(error), True
             self._hooks = hooks_of(model)
@@ -484,6 +490,7 @@ class Attachment(OnDevice):
         if not self.terms.least or self.only_plans:
             raise error from reason
         self._refused = True
+        unwatch_layers(model, self)
         warn(f"{self.name} cannot be planned, and runs as it is from now on, with no budget: {error}", BudgetWarning)
         return model._call_impl(*call.args, **call.kwargs)
 
@@ -527,6 +534,11 @@ def _check_tensors(call: Call) -> None:
             f"an input is a {name}, whose __torch_function__ a plan would not call: give x.as_subclass(torch.Tensor), "
             "or attach the submodules that get plain tensors"
         )
+
+
+def _refuses_the_graph(error: Exception) -> bool:
+    """Whether no plan can be made for what was captured, of which nothing has run."""
+    return isinstance(error, (GraphError, VariantLimitError)) and not isinstance(error, MeasureError)
 
 
 def _only_said(error: Exception) -> Exception:

@@ -11,6 +11,7 @@ from torch import fx
 
 from rkgb.storages import storage_key
 from rkgb.trees import tensors_in
+from rockmate.calls.effects import graphs_within
 
 SPARE = 4
 """Times the bytes of all results: their gradients, what single operations keep beside, and their temporary memory.
@@ -30,9 +31,10 @@ class Results:
             example = node.meta.get("example_value")
             if isinstance(example, torch.SymInt):
                 self._numbers.append((k, example.node.expr))
-            elif isinstance(example, torch.Tensor):
-                known.add(_storage(example))
-        for node in program.graph.nodes:
+        nodes = [n for graph in graphs_within(program) for n in graph.graph.nodes]
+        given = (n.meta.get("example_value") for n in nodes if n.op == "placeholder")
+        known.update(_storage(t) for example in given for t in tensors_in(example))
+        for node in nodes:
             if node.op != "placeholder":
                 for t in tensors_in(node.meta.get("example_value")):
                     count: Any = t.numel()

@@ -18,6 +18,7 @@ from torch import fx
 from rkgb.graphs import Source
 from rkgb.probe.skeleton import content
 from rkgb.trace.lines import line_of_trace, told
+from rockmate.calls.numbers import without_rates
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
@@ -250,9 +251,12 @@ def _wrappers(program: fx.GraphModule) -> Iterator[fx.Node]:
 
 def program_identity(program: fx.GraphModule) -> Hashable:
     """The code of a program, and what it reads that is no input."""
+    return program.code, _read_within(program)
+
+
+def _read_within(program: fx.GraphModule) -> tuple[Hashable, ...]:
     read = [attrgetter(str(n.target))(program) for n in program.graph.find_nodes(op="get_attr")]
-    known = [program_identity(x) if isinstance(x, fx.GraphModule) else content(x) for x in read]
-    return program.code, tuple(known)
+    return tuple(program_identity(x) if isinstance(x, fx.GraphModule) else content(x) for x in read)
 
 
 class Checkpointed(torch.nn.Module):
@@ -283,8 +287,12 @@ class Function(torch.nn.Module):
         return tuple(program_identity(part) for part in self.parts), *marks
 
     def __repr__(self) -> str:
-        """Nodes that call functions count as equal where these print alike."""
-        return f"Function({hashlib.sha256(repr(self.identity).encode()).hexdigest()[:16]})"
+        """Nodes that call functions count as equal where these print alike: but for numbers that tensors are multiplied
+        by, or the like, which change no memory and no time.
+        """
+        parts = [(without_rates(part), _read_within(part)) for part in self.parts]
+        marks = sorted(self.dirty), sorted(self.without_gradient)
+        return f"Function({hashlib.sha256(repr((parts, marks)).encode()).hexdigest()[:16]})"
 
     def forward(self, *arguments: Any) -> Any:
         return _Applied.apply(self, *arguments)

@@ -138,7 +138,7 @@ class CapturedCalls(Calls):
 
     def _refuse(self, error: GraphError | VariantLimitError) -> None:
         """Run without a plan from now on, if that is wanted; that memory is measured now says nothing of the graph."""
-        if isinstance(error, MeasureError) or not self.terms.least:
+        if isinstance(error, MeasureError) or not self.terms.least or self.front.follows:
             raise error
         self.refused = True
         warn(

@@ -63,7 +63,7 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
     found = [n for n in program.graph.nodes if str(getattr(n.target, "_name", "")) == "tag_activation_checkpoint"]
     for node in found:
         body = getattr(program, str(node.args[0].target))
-        calls = [n for g in _within(body) for n in g.graph.nodes if n.op in ("call_function", "call_method")]
+        calls = [n for g in graphs_within(body) for n in g.graph.nodes if n.op in ("call_function", "call_method")]
         names = [str(getattr(n.target, "__name__", n.target)) for n in calls]
         own = [a.meta.get("example_value") for a in node.args[1:] if isinstance(a, fx.Node)]
         inputs = [t for t in own if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter)]
@@ -79,6 +79,6 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
     return bool(found)
 
 
-def _within(program: fx.GraphModule) -> list[fx.GraphModule]:
+def graphs_within(program: fx.GraphModule) -> list[fx.GraphModule]:
     """``program`` and the graphs within it."""
     return [m for m in program.modules() if isinstance(m, fx.GraphModule)]

@@ -48,8 +48,10 @@ class Front:
     """What captured graphs have in common: the plans, and what is said of them.
 
     ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: whose plan ran last. ``saved``: a plan
-    that is to be taken.
+    that is to be taken. ``follows``: calls are followed whose graph cannot be planned.
     """
+
+    follows = False
 
     def __init__(self, name: str, terms: Terms) -> None:
         self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()

@@ -23,6 +23,8 @@ _ARITHMETIC = frozenset(
     | {operator.itruediv, torch.mul, torch.add, torch.sub, torch.div}
 )
 
+_NAMES = frozenset({"mul", "add", "sub", "div"})
+
 _EITHER_WAY = frozenset({operator.mul, operator.add, torch.mul, torch.add})
 """Where Python hands a number that comes first to the tensor, which takes it second."""
 
@@ -90,6 +92,17 @@ def split(whole: fx.GraphModule) -> Split | None:
 def is_number(node: fx.Node) -> bool:
     """Whether the value of a node is a number, known or symbolic."""
     return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
+
+
+def without_rates(program: fx.GraphModule) -> list[str]:
+    """What the program does, but for fractions that tensors are multiplied by, or the like."""
+
+    def line(n: fx.Node) -> str:
+        rated = n.target in _ARITHMETIC or (n.op == "call_method" and str(n.target).rstrip("_") in _NAMES)
+        args = fx.node.map_aggregate(n.args, lambda a: "rate" if rated and type(a) is float else a)
+        return f"{n.name} {n.op} {n.target} {args} {n.kwargs}"
+
+    return [line(n) for n in program.graph.nodes]
 
 
 def _numbers(whole: fx.GraphModule) -> dict[fx.Node, None]:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from rkgb.trees import tensors_in
 from rkgb.warn import warn_once
+from rockmate.calls.front import Front
+from rockmate.calls.surroundings import is_recorded, is_transformed
 from rockmate.calls.unguarded import CAPTURING
 from rockmate.errors import BudgetWarning, InputError
-from rockmate.planning.wrappers import NO_REPLICAS
+from rockmate.follow.exposed import is_followed
+from rockmate.planning.wrappers import NO_REPLICAS, OwnCall
 
 
 def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> None:
@@ -92,3 +98,90 @@ def _refuse_replicas(attached: Callable[[torch.nn.Module], object]) -> None:
 
     replicate.watches_for_rockmate = True  # type: ignore[attr-defined]
     kind._replicate_for_data_parallel = replicate
+
+
+def watch_layers(model: torch.nn.Module, front: Front) -> None:
+    """From now on it is said once where layers of ``model`` run in other code than its forward: a method of its own,
+    or, where the model is attached, the user's. ``front``: of its plans.
+    """
+    for layer in _layers(model):
+        if isinstance(layer.__dict__.get("_compiled_call_impl"), WatchedCall | None):
+            vars(layer)["_compiled_call_impl"] = WatchedCall(layer, model, front)
+
+
+def unwatch_layers(model: torch.nn.Module, front: Front) -> None:
+    """The calls of the model's layers are their own."""
+    for layer in _layers(model):
+        found = layer.__dict__.get("_compiled_call_impl")
+        if isinstance(found, WatchedCall) and found.front() is front:
+            del vars(layer)["_compiled_call_impl"]
+
+
+def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The submodules that code of ``model`` calls: what is in lists and dicts of modules, too."""
+    for child in model.children():
+        if inspect.getattr_static(child, "forward") is torch.nn.Module.forward:  # a container is not called
+            yield from _layers(child)
+        else:
+            yield child
+
+
+class WatchedCall(OwnCall):
+    """In the place of the calls of one layer, where ``torch.nn.Module.__call__`` looks: runs it as it is."""
+
+    def __init__(self, layer: torch.nn.Module, model: torch.nn.Module, front: Front) -> None:
+        self.layer, self.model, self.front = weakref.ref(layer), weakref.ref(model), weakref.ref(front)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layer()
+        result = layer._call_impl(*args, **kwargs)  # type: ignore[union-attr]
+        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+            return result
+        model, front = self.model(), self.front()
+        if model is not None and front is not None and not getattr(front.inside, "on", False):
+            _look_around(layer, model, front, result)
+        return result
+
+
+def _look_around(layer: Any, model: torch.nn.Module, front: Front, result: Any) -> None:
+    """Say that ``layer`` runs without a plan, if that is not known, and it is training."""
+    in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint runs it again
+    if in_backward or is_recorded() or is_followed() or is_transformed():
+        return
+    if not any(t.requires_grad for t in tensors_in(result)):
+        return
+    caller = _caller_in(model, layer)
+    if caller == "_call_impl" or not (caller or model.__dict__.get("_compiled_call_impl") is front):
+        return
+    unwatch_layers(model, front)
+    path = next((path for path, m in model.named_modules() if m is layer), type(layer).__name__)
+    what = f"{front.name}.{caller}" if caller else f"a call of {path}"
+    warn_once(
+        f"{what} runs layers of {front.name} without a plan, and no budget holds there: a plan is for a call of the "
+        "module, model(…), with all that its forward calls. Have forward do this, or attach, instead of the whole, the "
+        f"submodules that run there (the first one is {path})",
+        BudgetWarning,
+    )
+
+
+def _caller_in(model: torch.nn.Module, layer: torch.nn.Module) -> str:
+    """The first method of ``model`` that led to ``layer``; "_call_impl" if the module was called, or another one that
+    has the layer, too (a shallow copy); empty if none led here.
+    """
+    found, frame = "", sys._getframe(1)
+    own = set(model.modules())
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and hasattr(type(model), code.co_name):
+            held = frame.f_locals
+            caller: Any = held.get(code.co_varnames[0])
+            if type(held) is dict:
+                held.clear()  # a copy of the frame's variables, which would keep tensors
+            if caller is model:
+                found = code.co_name
+            elif code is torch.nn.Module._call_impl.__code__ and caller not in own:
+                found = code.co_name if any(m is layer for _, m in caller.named_modules({model})) else found
+        if found == "_call_impl":
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return found

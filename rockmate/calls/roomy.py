@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rkgb.probe.contexts import next_number
 from rkgb.sample import Call
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
@@ -116,14 +117,14 @@ class RoomyCalls(FreeCalls):
         """
         self._calls += 1
         again = self._calls & (self._calls - 1) == 0
-        before = _nodes_so_far()
+        before = next_number()
         if kind in self.spacious and not (again and self.may_measure):
             result = self.run(kind, partial(self._called, model, call))
-            if (nodes := _nodes_so_far() - before) > self._seen[kind].nodes:
+            if (nodes := next_number() - before) > self._seen[kind].nodes:
                 self._does_more(kind, nodes)
             return result
         result = self.run_measured(kind, partial(self._held, model, call))
-        nodes = max(self._seen[kind].nodes, _nodes_so_far() - before)
+        nodes = max(self._seen[kind].nodes, next_number() - before)
         self._seen[kind] = self._seen[kind]._replace(nodes=nodes)
         return result
 
@@ -149,8 +150,3 @@ class RoomyCalls(FreeCalls):
         limit = int(FIRST * max(0, self.front.budget - terms.steps.held() - made))
         with following(Tape(device, Online(limit), lasting_of(model, call)), self.front.modes):
             return model._call_impl(*call.args, **call.kwargs)
-
-
-def _nodes_so_far() -> int:
-    """Nodes that autograd has recorded in this thread."""
-    return torch._C._autograd._get_sequence_nr()

@@ -9,7 +9,7 @@ from typing import Any
 from torch.autograd.graph import saved_tensors_hooks
 
 from rockmate.calls.surroundings import modes_again
-from rockmate.follow.exposed import telling_of_exposed
+from rockmate.follow.exposed import telling_of_memory
 from rockmate.follow.tape import Tape
 from rockmate.follow.unhooked import giving_way
 
@@ -21,6 +21,6 @@ def following(tape: Tape, modes: list[Any]) -> Iterator[None]:
     """
     pack, unpack = tape.pack, tape.unpack
     saved, way = saved_tensors_hooks(pack, unpack), giving_way(pack, unpack)
-    with modes_again(modes), telling_of_exposed(tape.expose), saved, way, tape:
+    with modes_again(modes), telling_of_memory(tape), saved, way, tape:
         yield
     tape.close()

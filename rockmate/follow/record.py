@@ -32,7 +32,7 @@ class Outside:
     __slots__ = ("copied", "tensor", "version")
 
     def __init__(self, t: torch.Tensor, copied: bool) -> None:
-        self.tensor = t if t.is_leaf else alias_of(t)
+        self.tensor = alias_of(t)  # ``t`` itself may be given other memory (t.data = …)
         self.version = 0 if t.is_inference() else t._version
         self.copied = copied
 

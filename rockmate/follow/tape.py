@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
+from rkgb.errors import UnsupportedError
 from rkgb.storages import counter_of
+from rkgb.trace.lines import user_line
 from rockmate.follow.noting import Noting, flat, has_memory, kernels
 from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped
 from rockmate.follow.reruns import Reruns
@@ -82,6 +84,7 @@ class Tape(TorchDispatchMode):
         self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes to the first slot
         self.reruns, self._kernels = Reruns(self.ops, self.data, self.ledger), kernels()
         self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
+        self._given: dict[int, torch.Tensor] = {}  # leaves that got other memory, by identity
         self._readers: dict[int, list[int]] = {}  # operations that have read memory from outside, by storage
 
     def __del__(self) -> None:
@@ -198,6 +201,25 @@ class Tape(TorchDispatchMode):
                 self._pin_living(self.data[number], t)
             self.data[number].exposed = True
 
+    def give(self, t: torch.Tensor) -> None:
+        """``t`` gets other memory. What autograd saves before an operation is the tensor itself, whose memory is read
+        in the backward, while results and views that it saves keep what they lie in. Raises ``UnsupportedError`` where
+        that cannot be told of what it has saved.
+        """
+        key = t.untyped_storage()._cdata
+        number = self.ledger.at.get(key) if self.follows(t) else None
+        saved = not t.is_leaf and key in self._readers
+        if number is not None and id(t) not in self._given:
+            saved = self.data[number].slots > sum(name == "_saved_result" for name in dir(t.grad_fn))
+        if saved:
+            raise UnsupportedError(
+                f"{user_line()} gives a tensor of shape {list(t.shape)} other memory (.data = …) after autograd saved "
+                "it for the backward, which reads the new values in eager mode and the old ones under a plan. Compute "
+                "another tensor, x = x + (new - x).detach(), or do it before the tensor is read"
+            )
+        if t.is_leaf:
+            self._given[id(t)] = t
+
     def is_exposed(self, key: int, number: int | None) -> bool:
         """Whether other libraries may write into a storage, which is memory of datum ``number``."""
         return key in self._exposed if number is None else self.data[number].exposed
@@ -255,6 +277,8 @@ class Tape(TorchDispatchMode):
         slot = Slot(self, self.slots, t)
         self.slots += 1
         number = self.ledger.at.get(t.untyped_storage()._cdata) if self.follows(t) else None
+        if id(t) in self._given:
+            number = None
         with torch._C._DisableTorchDispatch():
             if number is None:
                 slot.held = t if t.is_leaf else t.detach()

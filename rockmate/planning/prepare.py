@@ -16,6 +16,8 @@ from rkgb.graphs import D_graph, S_graph
 from rkgb.pipeline import make_all_graphs
 from rkgb.sample import Call, Sample, call_of
 from rkgb.trace.capture import drop_saved, preserved
+from rkgb.trace.operators import WritesSeen
+from rkgb.trace.written import put_back
 from rockmate.errors import CannotBeCalledError, InputError, PlanError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
@@ -120,8 +122,9 @@ def _check_gradients(saved: SavedPlan, missing: frozenset[str]) -> None:
 
 def _check_call(model: torch.nn.Module, call: Call, error: Exception) -> None:
     """After tracing failed: ``InputError`` if the model itself cannot be called with the sample."""
+    seen = WritesSeen()
     try:
-        with torch.enable_grad(), drop_saved(), preserved(model, call.tensors):
+        with torch.enable_grad(), drop_saved(), preserved(model, call.tensors), put_back(model, seen), seen:
             model(*call.args, **call.kwargs)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as own:
         raise cannot_be_called(call, own) from error

@@ -11,6 +11,11 @@ NO_REPLICAS = (
     "each attach(model, …), or Rockmate(model, …), and DistributedDataParallel around it."
 )
 
+
+class OwnCall:
+    """What stands in the place of a module's calls, and is no compiled code."""
+
+
 _PARALLEL = {
     "DistributedDataParallel": "attach(model, …), or Rockmate(model, …), and DistributedDataParallel around it",
     "DataParallel": "one process for each device, in each attach(model, …), and DistributedDataParallel around it",
@@ -46,7 +51,7 @@ def compiled_parts(model: torch.nn.Module) -> list[str]:
 
 def _is_compiled(m: torch.nn.Module) -> bool:
     compiled = m.__dict__.get("_compiled_call_impl")
-    return type(m).__name__ == "OptimizedModule" or (compiled is not None and not hasattr(compiled, "plan_for"))
+    return type(m).__name__ == "OptimizedModule" or (compiled is not None and not isinstance(compiled, OwnCall))
 
 
 def check_wrappers(model: torch.nn.Module, taken: bool = False) -> None:

@@ -13,7 +13,7 @@ from models import randn
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import Rockmate, attach, measure_peak
+from rockmate import Rockmate, UnsupportedError, attach, measure_peak
 from rockmate.errors import CannotBeCalledError
 
 Read = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,6 +43,7 @@ class Coded(nn.Module):
         self.inner.register_buffer("code", 0.1 * torch.randn(32, 32))
         self.register_buffer("code", 0.1 * torch.randn(32, 32))
         self.frozen = nn.Parameter(0.1 * torch.randn(32, 32), requires_grad=False)
+        self.trained = nn.Parameter(0.1 * torch.randn(32, 32))
         self.held = 0.1 * torch.randn(32, 32)
         self.first, self.second = Reading(read), Reading(read)
 
@@ -66,6 +67,13 @@ def _twice(code: torch.Tensor) -> None:
     code.data = code.data - 0.01
 
 
+def _three_times(code: torch.Tensor) -> None:
+    before = code.data
+    for _ in range(2):
+        code.data = 0.9 * code.data
+    code.data = before
+
+
 def _without_gradients(code: torch.Tensor) -> None:
     with torch.no_grad():
         code.data = F.normalize(code)
@@ -75,10 +83,12 @@ READS: dict[str, Read] = {
     "a view": lambda x, code: x @ code.t(),
     "itself": F.linear,
     "a product": lambda x, code: x * code[None, 0],
+    "untransposed": torch.matmul,
 }
 GIVES: dict[str, Give] = {
     "assigned": _assigned,
     "twice": _twice,
+    "put back": _three_times,
     "without gradients": _without_gradients,
     "set_": lambda code: code.set_(0.9 * code),
     "copied": lambda code: code.data.copy_(0.9 * code),
@@ -86,7 +96,8 @@ GIVES: dict[str, Give] = {
 }
 CASES = [
     *((which, "a view", give) for which in ("code", "inner", "frozen", "held") for give in GIVES),
-    *(("code", read, give) for read in ("itself", "a product") for give in GIVES),
+    *(("code", read, give) for read in READS if read != "a view" for give in GIVES),
+    *(("trained", read, give) for read in READS for give in GIVES if give != "set_"),
 ]
 
 
@@ -125,6 +136,102 @@ def test_what_was_read_before_keeps_what_it_was(which: str, read: str, give: str
     if give != "set_":  # which makes the backward fail
         step()
         assert measure_peak(step) <= handle.budget
+
+
+class Several(nn.Module):
+    """A weight, a buffer or a mask gets other memory within each layer, between its uses."""
+
+    def __init__(self, within: Callable[[Several, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers, self.within = nn.ModuleList(nn.Linear(32, 32) for _ in range(5)), within
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+        self.register_buffer("rate", torch.linspace(0.5, 1.5, 32))
+
+    def now(self) -> torch.Tensor:
+        return self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.within(self, F.gelu(layer(x)))
+        return x
+
+
+def _scaled(model: Several, x: torch.Tensor) -> torch.Tensor:
+    x = (x * model.scale).sin()
+    model.scale.data = 0.9 * model.scale.data
+    return x * model.scale
+
+
+def _binarized(model: Several, x: torch.Tensor) -> torch.Tensor:
+    before = model.scale.data
+    model.scale.data = before.sign() * before.abs().mean()
+    x = (x * model.scale).sin()
+    model.scale.data = before
+    return x * model.scale
+
+
+def _normed(model: Several, x: torch.Tensor) -> torch.Tensor:
+    x = F.layer_norm(x, (32,), model.scale, model.scale)
+    model.scale.data = F.normalize(model.scale.data, dim=0)
+    return x
+
+
+def _buffered(model: Several, x: torch.Tensor) -> torch.Tensor:
+    x = (x * model.rate).sin()
+    model.rate.data = 0.9 * model.rate
+    return x * model.rate
+
+
+def _rounded(_: Several, x: torch.Tensor) -> torch.Tensor:
+    x.data = (10 * x.data).round()
+    return x.sin()
+
+
+def _read(model: Several, x: torch.Tensor) -> torch.Tensor:
+    return _scaled(model, x) * (1 + x.mean().item())
+
+
+@pytest.mark.parametrize("budget", ["75%", "60%"])
+@pytest.mark.parametrize("within", [_scaled, _binarized, _normed, _buffered, _rounded, _read])
+def test_memory_that_is_given_again_and_again(within: Any, budget: str) -> None:
+    torch.manual_seed(0)
+    eager = Several(within)
+    model, twin = copy.deepcopy(eager), copy.deepcopy(eager)
+    attach(model, budget, costs="flops", cache=False)
+    expected = list(trained(eager))  # type: ignore[arg-type]
+    assert_same(trained(model), expected)  # type: ignore[arg-type]
+    rk = Rockmate(twin, randn(256, 32, seed=0), budget, costs="flops", cache=False)
+    assert_same(trained(rk), expected)  # type: ignore[arg-type]
+
+
+def _an_input(model: Several, x: torch.Tensor) -> torch.Tensor:
+    y = x * model.scale
+    x.data = 0.5 * x.data
+    return y
+
+
+def _a_mask(model: Several, x: torch.Tensor) -> torch.Tensor:
+    mask = (x > 0).float()
+    y = x * model.scale * mask
+    mask.data = 0.5 * mask
+    return y
+
+
+def _a_view(model: Several, x: torch.Tensor) -> torch.Tensor:
+    view = model.scale[None]
+    y = x * view
+    view.data = 0.5 * view.data
+    return y
+
+
+@pytest.mark.parametrize("within", [_an_input, _a_mask, _a_view])
+def test_what_autograd_has_saved_is_given_no_other_memory(within: Any) -> None:
+    model = Several(within)
+    attach(model, "75%", costs="flops")
+    line = within.__code__.co_firstlineno + 2 + (within is not _an_input)
+    with pytest.raises(UnsupportedError, match=rf"test_given_memory.py:{line} gives .* \(\.data = …\).*another tensor"):
+        model(randn(256, 32, seed=0))
+    assert "data" not in vars(torch.Tensor)
 
 
 @pytest.mark.parametrize("give", [_assigned, _twice, _without_gradients])

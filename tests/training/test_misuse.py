@@ -29,6 +29,7 @@ from rockmate import (
     measure_peak,
     measure_step,
 )
+from rockmate.calls import others
 from rockmate.demo.gpt import GPT
 
 X = randn(256, 32, seed=1)
@@ -168,6 +169,162 @@ def test_a_part_of_an_attached_model_that_is_attached_too(when: str) -> None:
         whole(X).square().mean().backward()
     eager(X).square().mean().backward()
     assert_same(snapshot(whole), snapshot(eager))
+
+
+class Features(nn.Module):
+    """A model as timm has them: two methods that run its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Linear(32, 32), nn.ModuleList([net()]), nn.Linear(32, 8)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        """What the head reads."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits."""
+        return self.head(self.forward_features(x))  # type: ignore[no-any-return]
+
+    def loss(self, y: torch.Tensor) -> torch.Tensor:
+        """No layer runs here."""
+        return y.square().mean()
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        """A method that calls the module."""
+        return self.loss(self(x))
+
+    def step_by_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """A method that calls another one, which calls layers."""
+        return self.loss(self.head(self.forward_features(x)))
+
+
+class Around(nn.Module):
+    """A module around the one that is attached."""
+
+    def __init__(self, model: Features, name: str = "forward_features") -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What a part of the model makes."""
+        return getattr(self.model, self.name)(x)  # type: ignore[no-any-return]
+
+
+PAST_THE_PLAN: dict[str, tuple[Callable[[Any], torch.Tensor], str]] = {
+    "method": (lambda m: m.forward_features(X), r"\.forward_features runs layers of .*the first one is stem"),
+    "method of a method": (lambda m: m.step_by_parts(X), r"\.step_by_parts runs layers"),
+    "forward": (lambda m: m.forward(X), r"\.forward runs layers"),
+    "another module": (lambda m: Around(m)(X), r"\.forward_features runs layers"),
+    "layer in another module": (lambda m: Around(m, "stem")(X), "^a call of stem runs layers"),
+    "layer": (lambda m: m.head(X), "^a call of head runs layers"),
+    "layer in a list": (lambda m: m.blocks[0](X), r"^a call of blocks\.0 runs layers"),
+    "gradient of an input alone": (
+        lambda m: m.requires_grad_(False).forward_features(X.clone().requires_grad_()),
+        r"\.forward_features runs layers",
+    ),
+}
+
+
+def renamed(name: str) -> Features:
+    """A model of a class of its own, since a text is said once."""
+    return type(f"Features, {name}", (Features,), {})()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", PAST_THE_PLAN)
+@pytest.mark.parametrize("planned", [False, True])
+def test_layers_that_run_past_the_plan_are_said_once(what: str, planned: bool) -> None:
+    model = renamed(f"{what}, {planned}")
+    attach(model, "80%", costs="flops")
+    if planned:
+        model(X).square().mean().backward()
+    run, said = PAST_THE_PLAN[what]
+    with pytest.warns(BudgetWarning, match=said):
+        run(model).sum().backward()
+    run(model).sum().backward()
+    model(X).sum()
+
+
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.filterwarnings("ignore:Linear is attached, and so is")
+def test_what_runs_no_layers_past_the_plan_is_not_said(followed: bool) -> None:
+    model = renamed(f"nothing is said, {followed}")
+    model.head(X).sum().backward()  # before
+    if followed:
+        model.blocks[0].register_full_backward_hook(lambda *_: None)
+    model.stem.register_forward_hook(lambda _, __, y: y * 2)
+    attach(model, "80%", costs="flops")
+    attach(model.head, "1 MiB", costs="flops")
+    for _ in range(3):
+        model.training_step(X).backward()
+    model.head(X).sum().backward()  # under a plan of its own
+    model.eval()(X).sum().backward()
+    with torch.no_grad():
+        model.forward_features(X)
+    model.requires_grad_(False).forward_features(X)
+    again = copy.deepcopy(model.requires_grad_())
+    again.forward_features(X).sum().backward()
+    copy.copy(model.requires_grad_())(X).sum().backward()  # another module with these layers
+    nn.Sequential(model.stem)(X).sum().backward()
+    detach(model)
+    model.forward_features(X).sum().backward()
+
+
+def test_a_call_that_no_plan_can_be_for_is_a_call() -> None:
+    class Unlike(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    model = renamed("under a mode")
+    attach(model, "80%", costs="flops")
+    with Unlike(), pytest.warns(BudgetWarning, match="the model itself runs") as said:
+        model(X).sum().backward()
+    assert len(said) == 1
+
+
+def test_methods_of_a_rockmate_that_run_layers() -> None:
+    model = renamed("Rockmate")
+    rk = Rockmate(model, X, "80%", costs="flops")
+    rk.training_step(X).backward()
+    for unplanned in (model, rk.original):
+        unplanned.forward_features(X).sum().backward()
+        unplanned(X).sum().backward()
+    rk.head(X).sum().backward()
+    with pytest.warns(BudgetWarning, match=r"\.forward_features runs layers of .*without a plan"):
+        rk.forward_features(X).sum().backward()
+
+
+def test_results_of_parts_that_are_checkpointed_count_where_a_budget_seems_to_suffice() -> None:
+    model = Features()
+    handle = attach(model, "60%", costs="flops")
+
+    def step() -> None:
+        model(X).square().mean().backward()
+
+    for _ in range(3):
+        step()  # a step beyond the budget would be said
+    assert measure_peak(step) <= handle.budget
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_is_captured_does_not_know_that_layers_are_watched(hooked: bool) -> None:
+    plans = []
+    for watched in (False, True):
+        model = Features()
+        if hooked:
+            for layer in (model.stem, model.blocks[0], model.head):
+                layer.register_forward_hook(lambda _, __, y: y * 2)
+        handle = attach(model, "60%", costs="flops")
+        if not watched:
+            others.unwatch_layers(model, handle)
+        for _ in range(3):
+            model(X).square().mean().backward()
+        assert handle.plans_made == 1
+        plans.append(str(handle.plan.graph.s))  # type: ignore[union-attr]
+    assert plans[0] == plans[1]
 
 
 def test_no_replicas_of_attached_models() -> None:

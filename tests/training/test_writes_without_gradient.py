@@ -78,3 +78,66 @@ def test_it_is_written_once(write: str, place: str, way: str) -> None:
             yield from snapshot(model, x)
 
     assert_same([*results(True)], [*results(False)])
+
+
+class WrittenView(nn.Module):
+    """A part of a layer's result, of a parameter or of a buffer is written within ``no_grad``, in a view."""
+
+    def __init__(self, write: Callable[[WrittenView, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.write, self.count = write, 0
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+        self.register_buffer("rate", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        for layer in self.layers:
+            x = layer(x)
+            with torch.no_grad():
+                self.write(self, x)
+            x = F.dropout(x.sin(), 0.1) * self.scale.clone() * self.rate.clone()
+        return x
+
+
+def _set_in_view(_: WrittenView, x: torch.Tensor) -> None:
+    x.t()[0] = 1.0
+
+
+def _of_everything(model: WrittenView, x: torch.Tensor) -> None:
+    x[:, 0].mul_(0.5 / model.count)
+    model.scale[:3].mul_(1.01)
+    model.rate[1] += 0.01
+    F.dropout(x[:, 5:7], 0.5, inplace=True)
+
+
+VIEWS: dict[str, Callable[[WrittenView, torch.Tensor], Any]] = {
+    "a column": lambda _, x: x[:, 0].mul_(0.5),
+    "every other column": lambda _, x: x[:, ::2].clamp_(max=0.5),
+    "a row": lambda _, x: x[0].fill_(0.1),
+    "a half": lambda _, x: x.chunk(2, 1)[0].copy_(x.chunk(2, 1)[1]),
+    "set": _set_in_view,
+    "a mask": lambda _, x: x.__setitem__(x > 1, 1.0),
+    "a parameter": lambda model, _: model.scale[0].mul_(1.01),
+    "a buffer": lambda model, _: model.rate[0].mul_(1.01),
+    "of everything": _of_everything,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("write", VIEWS)
+def test_a_view_is_written_once(write: str, way: str) -> None:
+    def results(planned: bool) -> Iterator[Any]:
+        torch.manual_seed(0)
+        model = WrittenView(VIEWS[write])
+        call: Any = model
+        if planned:
+            call, _ = planned_by(way, model, "80%", randn(32, 32, seed=0))
+        torch.manual_seed(5)
+        for k in range(4):
+            y = call(randn(32, 32, seed=k))
+            y.square().mean().backward()
+            yield y.detach()
+            yield from snapshot(model)
+
+    assert_same([*results(True)], [*results(False)])
