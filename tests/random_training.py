@@ -62,6 +62,12 @@ class Training:
         """How many ways of computing there may be, each with a plan and a least budget of its own."""
         return 4 if "self.count %" in self.source or " else " in self.source else 1
 
+    @property
+    def differentiates(self) -> bool:
+        """Whether what the last step computed has gradients; returned inputs have none to hand on."""
+        results = pytree.tree_leaves(self.held[0])
+        return any(isinstance(t, torch.Tensor) and t.grad_fn is not None for t in results)
+
     def lead(self) -> None:
         """Steps in which each way comes twice, so that it is planned."""
         for _ in range(2 * self.ways):
@@ -214,6 +220,9 @@ class Eager:
                 training = Training(source)
                 training.lead()
                 training.step()
+                if not training.differentiates:
+                    self.fails = "no backward comes to what the module computes"
+                    return
                 self.peak = training.measured_step() or 0
         except Exception as error:  # noqa: BLE001 - whatever fails in eager mode is not compared
             self.fails = f"{type(error).__name__}: {error}"

@@ -290,9 +290,12 @@ class Calls(ABC):
         check_no_look()
         capture = self.front.capture_seconds()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
-            key, latest = self.kind(call)[0], self._latest
-            known = None if saved is not None else self.resized_planner(call, latest, report)
-            if known is not None:
+            (key, missing), latest = self.kind(call), self._latest
+            before = self.cache.for_another_budget(key, missing) if saved is None and not failed else None
+            known = None if saved or before else self.resized_planner(call, latest, report)
+            if before is not None:
+                variant = replace(self._first([before.planner], before.observer), family=before.family)
+            elif known is not None:
                 planner, like = known
                 variant = self._carried(planner, like)
             else:
@@ -405,19 +408,20 @@ class Calls(ABC):
         except InfeasibleBudgetError as error:
             return carried_variant(_with_auto_solver(planner), self.terms.least_instead(error, planner), like)
 
-    def _first(self, planners: list[Planner]) -> Variant:
+    def _first(self, planners: list[Planner], observer: Observer | None = None) -> Variant:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory.
 
-        That runs for one step, too, where the loss may read less of the outputs than is supposed.
+        That runs for one step, too, where the loss may read less of the outputs than is supposed. ``observer``: of an
+        earlier plan for such calls.
         """
         planner = planners[-1]
         try:
             with self.terms.settling(planner) as budget:
-                return make_first(planners, budget)
+                return make_first(planners, budget, observer)
         except InfeasibleBudgetError as error:
             supposed = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
             least = self.terms.least_instead(error, planner, until_seen=supposed)
-            return make_variant(_with_auto_solver(planner), least)
+            return make_variant(_with_auto_solver(planner), least, observer)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""

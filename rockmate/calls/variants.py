@@ -270,6 +270,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._entries: tuple[_Entry, ...] = ()
+        self._before: dict[tuple[Hashable, frozenset[str]], Variant] = {}
         self._lock = threading.Lock()
         self.dropped = 0
         self.numbers = itertools.count()  # see Variant.number
@@ -286,6 +287,7 @@ class PlanCache:
         """Plans are made again when they are needed."""
         with self._lock:
             self._entries = ()
+            self._before.clear()
 
     def add(self, key: Hashable, missing: frozenset[str], variant: Variant) -> None:
         """Keep a new variant, as the last one used."""
@@ -316,6 +318,11 @@ class PlanCache:
             self._entries = tuple((key, missing, new if v is old else v) for key, missing, v in self._entries)
 
     def replace(self, old: Variant, new: Variant) -> None:
-        """Keep ``new`` in the place of ``old``, and nothing else."""
+        """Keep ``new`` in the place of ``old``; all others are for another budget."""
         with self._lock:
+            self._before.update({(key, missing): v for key, missing, v in self._entries if v is not old})
             self._entries = tuple((key, missing, new) for key, missing, v in self._entries if v is old)
+
+    def for_another_budget(self, key: Hashable, missing: frozenset[str]) -> Variant | None:
+        """What was planned for such calls, and observed of them, when the budget was another one."""
+        return self._before.pop((key, missing), None)

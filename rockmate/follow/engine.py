@@ -207,7 +207,8 @@ class Followed:
             return None, share * FIRST
         if not kind.known:
             return int(FIRST * max(0, budget - sum(self.front.bytes_of_missing_gradients().values()))), 1.0
-        beside = max(node.backward.peak for k in kind.known for node in k.found.problem.nodes if node.backward)
+        backwards = (node.backward for k in kind.known for node in k.found.problem.nodes if node.backward)
+        beside = max((backward.peak for backward in backwards), default=0)
         return max(budget - beside, budget // 8), 1.0
 
     def _otherwise(self, kind: CallKind, known: Known, tape: Tape, index: int, slot: Slot | None) -> Policy:
