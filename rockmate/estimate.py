@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ import torch
 from rkgb.cost.extrapolate import FEWEST, Extrapolated, Measured, extrapolated, form
 from rkgb.cost.kernels import convolution_kernels
 from rkgb.cost.measure import Known
-from rkgb.sample import Call, Sample
+from rkgb.sample import Sample
 from rkgb.trace.patches import TRACING
 from rockmate.budget import parse_budget, show_at_least, show_bytes
 from rockmate.calls.surroundings import undisturbed
 from rockmate.errors import BudgetError, CannotBeCalledError, InputError
+from rockmate.growing import Growing, checked_dims, checked_sizes
 from rockmate.memory import rest_of
 from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions
@@ -129,8 +129,8 @@ def estimate(
     limit = None if budget is None else parse_budget(budget)
     if limit is not None and limit.share is not None:
         raise BudgetError(f"the budget {budget!r} is a share of each size's own peak: give bytes, such as '8 GiB'")
-    call = _Growing(given, _checked_dims(dim))
-    wanted = _checked_sizes(sizes, call)
+    call = Growing(given, checked_dims(dim))
+    wanted = checked_sizes(sizes, call)
     with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
         known = _Sizes(model, _measured(model, call, options, report), report)
         available = (
@@ -143,81 +143,6 @@ def estimate(
             largest = _largest_planned(known, call.size, wanted[-1], available)
         rough, kernels_from = known.rough(wanted[-1])
         return Estimate(found, available, largest, plain, known.measured, rough, kernels_from)
-
-
-class _Growing:
-    """A call whose tensors can be made larger along dimensions ``dims``, from ``size``."""
-
-    def __init__(self, call: Call, dims: tuple[int, ...]) -> None:
-        self.call, self.dims = call, dims
-        tensors = {id(t): t for t in call.tensors}
-        having = [(t, d) for d in dims for t in tensors.values() if -t.dim() <= d < t.dim()]
-        if not having:
-            shapes = ", ".join(str(list(t.shape)) for t in tensors.values()) or "none"
-            raise InputError(
-                f"no tensor of the sample has a dimension {_show(dims)}; its tensors have the shapes {shapes}: say "
-                "with dim= which dimension grows"
-            )
-        self.size = having[0][0].shape[having[0][1]]
-        self.along = {id(t): [d % t.dim() for u, d in having if u is t and t.shape[d] == self.size] for t, _ in having}
-        if not self.size:
-            raise InputError(f"dimension {_show(dims)} of the sample is empty: give a sample with something in it")
-
-    def at(self, size: int) -> Call:
-        """The call with rows of the sample again and again; a tensor given twice is one tensor."""
-        made: dict[int, torch.Tensor] = {}
-        return self.call.with_tensors(lambda t: self._larger(t, size, made))
-
-    def _larger(self, leaf: torch.Tensor, size: int, made: dict[int, torch.Tensor]) -> torch.Tensor:
-        if size == self.size or not self.along.get(id(leaf)):
-            return leaf
-        if id(leaf) not in made:
-            order = sorted(range(leaf.dim()), key=lambda k: (-leaf.stride()[k], k))
-            larger = leaf.detach().permute(order)  # memory keeps its order, such as channels-last
-            rows = torch.arange(size, device=leaf.device) % self.size
-            for d in self.along[id(leaf)]:
-                larger = larger.index_select(order.index(d), rows)
-            back = sorted(range(leaf.dim()), key=order.__getitem__)
-            made[id(leaf)] = larger.permute(back).requires_grad_(leaf.requires_grad)
-        return made[id(leaf)]
-
-    def said(self) -> str:
-        """Which tensors grow, and which do not."""
-        shapes = [(bool(self.along.get(id(t))), list(t.shape)) for t in self.call.tensors]
-        grow, stay = (", ".join(str(s) for g, s in shapes if g is grows) for grows in (True, False))
-        kept = f", of shape {stay} did not" if stay else ""
-        return (
-            f"Along dimension {_show(self.dims)}, tensors of shape {grow} grew{kept}; what is no tensor stayed as it is"
-        )
-
-
-def _show(dims: Sequence[int]) -> str:
-    return " or ".join(map(str, dims))
-
-
-def _checked_dims(dim: Any) -> tuple[int, ...]:
-    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
-    if not dims or not all(isinstance(d, int) and not isinstance(d, bool) for d in dims):
-        raise InputError(f"dim={dim!r}: give the number of the dimension that grows, or a tuple of such")
-    return dims
-
-
-def _checked_sizes(sizes: int | Iterable[int], call: _Growing) -> tuple[int, ...]:
-    """Rising sizes, each once."""
-    wanted = [sizes] if isinstance(sizes, Integral) else list(sizes) if isinstance(sizes, Iterable) else [sizes]
-    for size in wanted:
-        if isinstance(size, bool) or not isinstance(size, Integral):
-            raise InputError(
-                f"sizes={sizes!r}: give whole numbers, the sizes that dimension {_show(call.dims)} shall have"
-            )
-        if size < call.size:
-            raise InputError(
-                f"the size {size} is below the sample's, {call.size} in dimension {_show(call.dims)}: give a sample of "
-                "the smallest size or less"
-            )
-    if not wanted:
-        raise InputError(f"sizes is empty: give the sizes that dimension {_show(call.dims)} shall have")
-    return tuple(sorted({int(size) for size in wanted}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +159,7 @@ class _TooLarge(Exception):
         self.size = size
 
 
-def _points(model: torch.nn.Module, call: _Growing, step: int, options: PlanOptions, report: Report) -> list[_Point]:
+def _points(model: torch.nn.Module, call: Growing, step: int, options: PlanOptions, report: Report) -> list[_Point]:
     """The sample's size and those that are larger by ``step``, measured."""
     points: list[_Point] = []
     for k in range(MEASURED):
@@ -250,7 +175,7 @@ def _points(model: torch.nn.Module, call: _Growing, step: int, options: PlanOpti
     return points
 
 
-def _measured(model: torch.nn.Module, call: _Growing, options: PlanOptions, report: Report) -> list[_Point]:
+def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, report: Report) -> list[_Point]:
     """The sizes that are run, rising: they do not depend on what is asked, so that a size has one answer. The sample
     may be too small to be like the others, and is left out then.
     """

@@ -70,9 +70,8 @@ class Rockmate(torch.nn.Module):
 
     ``plan`` is the plan of the last call, or the one that replaced it after its backward. Calls of another
     shape, or with other settings (whatever the module's Python reads), are planned when they first come, and
-    cached; likewise a call that finds no ``.grad`` where there was one at planning, since gradients that are
-    made then stay and count. Without gradients the model itself runs. ``attach`` plans a model in place. Based on
-    Rockmate (Zhao et al., ICML 2023).
+    cached; likewise a call that finds no ``.grad`` where there was one at planning, since those stay and count. Without
+    gradients the model itself runs. ``attach`` plans a model in place. Based on Rockmate (Zhao et al., ICML 2023).
 
     Args:
         model: Any module whose tensors lie on one device.

@@ -24,7 +24,7 @@ from rockmate import (
     measure_step,
 )
 from rockmate.demo.gpt import GPT
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 from solvers import Del, Loss, step_name, walk
 
 TOKENS = torch.arange(64).view(2, 32) % 50

@@ -10,7 +10,7 @@ from models import randn
 from torch import nn
 
 from rockmate import Rockmate, measure_peak
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 
 Joined = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -17,8 +17,9 @@ from rkgb.probe.resize import resized
 from rkgb.probe.skeleton import skeleton
 from rkgb.settings import settings
 from rockmate.calls.shown import Shown
+from rockmate.planning.finder import CARRIED
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import CARRIED, Planner
+from rockmate.planning.planner import Planner
 from solvers import Options, Schedule
 
 MUCH = 4

@@ -15,7 +15,7 @@ from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import InputError
 from rockmate.pieces.piece import Piece
 from rockmate.planning.artefact import SavedPlan
-from rockmate.planning.planner import CARRIED
+from rockmate.planning.finder import CARRIED
 from rockmate.tell import LOG, described, planned_line
 from solvers import Frontier
 

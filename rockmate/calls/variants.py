@@ -18,8 +18,9 @@ from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.errors import MeasureError
 from rkgb.graphs import Structure
 from rkgb.warn import warn
+from rockmate.calls.call_look import CallLook
 from rockmate.calls.families import Family
-from rockmate.calls.observe import CallLook, Observer
+from rockmate.calls.observe import Observer
 from rockmate.calls.terms import Terms
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
 from rockmate.planning.plan import Plan

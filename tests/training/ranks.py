@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rockmate import InputError, Rockmate
 from rockmate.demo.gpt import GPT
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 from rockmate.run.store import Store
 
 RANKS = 2

@@ -26,7 +26,7 @@ from rockmate import InputError, Rockmate, measure_peak
 from rockmate.demo.gpt import GPT
 from rockmate.errors import PieceError
 from rockmate.pieces import judged
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 
 vision.import_can_go_on()  # before transformers looks for torchvision
 

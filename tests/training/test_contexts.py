@@ -12,7 +12,7 @@ from models import part_way, randn
 from torch import nn
 
 from rockmate import Rockmate, attach, frontier, measure_peak
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 
 
 class Scaled(torch.autograd.Function):

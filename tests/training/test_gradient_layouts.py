@@ -18,8 +18,8 @@ from rkgb.cost.layouts import differentiated, unless_contiguous
 from rkgb.graphs import S_graph
 from rkgb.program import run_node, source_values
 from rockmate import frontier, measure_peak
+from rockmate.planning.finder import SCALARS
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.planner import SCALARS
 from rockmate.planning.prepare import make_planner
 
 

@@ -21,7 +21,7 @@ from rockmate import BudgetError, InputError, measure_peak
 from rockmate.integrations import Meter
 from rockmate.integrations.lightning import RockmateCallback as ForLightning
 from rockmate.integrations.transformers import RockmateCallback as ForTrainer
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 
 STEPS = 9
 PLAIN = 2

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rockmate import Rockmate, attach, frontier
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 
 
 def batch(seed: int, size: int = 4) -> dict[str, torch.Tensor]:

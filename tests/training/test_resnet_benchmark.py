@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rockmate import Attachment, BudgetWarning, InfeasibleBudgetError, Rockmate, attach, frontier, measure_peak
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 
 VOCABULARY, WIDTH, LENGTH = 512, 32, 64
 

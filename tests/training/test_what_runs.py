@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rockmate import frontier, measure_peak
-from rockmate.planning.planner import SCALARS
+from rockmate.planning.finder import SCALARS
 
 
 def _written_copies(x: torch.Tensor) -> None:

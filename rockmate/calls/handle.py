@@ -1,0 +1,250 @@
+"""The handle of an attached model: its plans, its budget, and what is told of them."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Hashable
+from math import inf
+
+import torch
+
+from rkgb.sample import Call
+from rkgb.warn import warn_once
+from rockmate.budget import Budget, parse_budget, show_bytes
+from rockmate.calls.capture import Capture
+from rockmate.calls.device import OnDevice
+from rockmate.calls.free import FreeCalls
+from rockmate.calls.hooks import Hooks
+from rockmate.calls.listed import PlannedCall, named
+from rockmate.calls.look import end_look
+from rockmate.calls.others import unwatch_layers
+from rockmate.calls.remembered import RememberedCall
+from rockmate.calls.roomy import RoomyCalls
+from rockmate.calls.terms import Terms
+from rockmate.calls.variants import Variant
+from rockmate.errors import (
+    BudgetWarning,
+    InfeasibleBudgetError,
+    InputError,
+)
+from rockmate.follow.engine import Followed
+from rockmate.follow.plan import FollowedPlan
+from rockmate.memory import StepBytes, step_of
+from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.plan import Plan
+from solvers import Frontier
+
+
+class Handle(OnDevice):
+    """The plans of a model, and what can be asked of them."""
+
+    follows = True
+
+    def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
+        super().__init__(model, terms)
+        self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
+        self._capture = Capture(self, lambda: self.model)
+        self._roomy = RoomyCalls(self)
+        self._free: RememberedCall | None = None  # the last one for which the budget did not bind
+        self._probe: Handle | None = None  # which knows its frontier
+        self._followed: Followed | None = None  # where no plan of a captured graph will do
+        self._why: Exception | None = None  # a call cannot be captured as one graph
+        self._hooks: Hooks = []  # that the model had then
+        self._begun = 1  # times that one graph was tried
+        self.reason = ""
+        self._signature: inspect.Signature | None = None
+        self._refused = self._detached = False
+        terms.steps.add(self)
+        self._run_before: set[Hashable] = set()  # kinds of calls that ran while another one was looked at
+        self._lazy = True  # whether there may be layers that have no sizes yet
+
+    # ----------------------------------------------------------------- what users ask
+
+    def is_around(self, part: torch.nn.Module) -> bool:
+        """Whether calls of the model run under a plan, and ``part`` is one of its submodules."""
+        model = None if self._detached or self._refused else self._model()
+        return model is not None and any(m is part for m in model.modules())
+
+    @property
+    def variant(self) -> Variant | None:
+        """The plan of the last call, ready to run."""
+        self._check_place()
+        return self.last.ran if self.last is not None else None
+
+    @property
+    def plan(self) -> Plan | FollowedPlan | None:
+        """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far, or
+        none fits the budget.
+        """
+        self._check_place()
+        if self._followed is not None:
+            return self._followed.plan
+        return self.last.ran.plan if self.last is not None and self.last.ran is not None else None
+
+    @property
+    def plans_made(self) -> int:
+        """How many kinds of calls were planned."""
+        if self._followed is not None:
+            return len(self._followed.plans)
+        return self._made
+
+    @property
+    def plans_dropped(self) -> int:
+        """Plans that went because more than ``variants.MAX_PLANS`` kinds of calls came."""
+        return self.cache.dropped
+
+    @property
+    def plans(self) -> list[PlannedCall]:
+        """All kinds of calls so far, each under a name of its own, those of the last call first."""
+        self._check_place()
+        if self._followed is not None:
+            return named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
+        free = (s.call for calls in self._free_calls() for s in calls.spacious.values())
+        return named([*((v.number, v.call, v.plan) for v in self.cache.variants()), *((inf, c, None) for c in free)])
+
+    def _free_calls(self) -> list[FreeCalls]:
+        """What is known of calls for which the budget does not bind."""
+        return [self._roomy, *(calls.freely for calls in self._capture.graphs)]
+
+    @property
+    def budget(self) -> int:
+        """As in ``Front``."""
+        return super().budget
+
+    @budget.setter
+    def budget(self, budget: int | float | str) -> None:
+        self._check_place()
+        if self._detached:
+            raise InputError(f"{self.name} was detached, and has no budget: rockmate.attach(model, {budget!r})")
+        wanted = parse_budget(budget)
+        self.terms.ask_device()
+        try:
+            self._set_budget(wanted)
+        except InfeasibleBudgetError as error:
+            raise self.explained(error, wanted.is_auto) from None
+
+    def _set_budget(self, wanted: Budget) -> None:
+        before = self.terms.budget
+        end_look()  # what it is to say is for the budget of before
+        if self._followed is not None:
+            self._followed.set_budget(wanted)
+        elif self.last is None:
+            self.terms.budget = wanted
+        else:
+            self.last.set_budget(wanted)
+        if self.terms.budget == before:
+            return
+        self._look_again()
+        for other in self.terms.steps.users():
+            if other is not self:
+                other.plan_anew()
+
+    def _begin_step(self, inputs: list[torch.Tensor]) -> None:
+        """With the budget "auto", the device may have more or less left for a step than before."""
+        terms, device = self.terms, self.device(inputs)
+        if not terms.is_auto or terms.steps.waiting() or not terms.begin_step(device):
+            return
+        try:
+            self._set_budget(Budget())
+        except InfeasibleBudgetError:  # raised again where the call is planned, unless the terms want the least
+            terms.budget = Budget()
+            self.plan_anew()
+        terms.begin_step(device)
+
+    def step_bytes(self) -> StepBytes:
+        """As in ``OnDevice``."""
+        plan = self.plan
+        if plan is not None:
+            made = plan.graph.gradient_bytes if isinstance(plan, Plan) else self._followed.made if self._followed else 0
+            return step_of(plan.problem, plan.schedule, plan.predicted_peak, made)
+        measured = (rough for calls in self._free_calls() for rough in calls.measured())
+        return max((StepBytes(r.alone.backward, r.alone.kept, 0, r.made) for r in measured), default=StepBytes(0))
+
+    def _look_again(self) -> None:
+        """Whether the budget binds is not known any more."""
+        for calls in self._free_calls():
+            calls.clear()
+
+    def plan_anew(self) -> None:
+        """The budget was set by another module that shares it."""
+        self._look_again()
+        self.cache.clear()
+        self._run_before.clear()
+        self.last = None
+        if self._followed is not None:
+            self._followed.solving.asked = None
+
+    def _check_place(self) -> None:
+        """Say that ``model.compile()`` has put its code in the place of the plan, which torch tells nobody."""
+        model = self._model()
+        found = None if model is None else model.__dict__.get("_compiled_call_impl")
+        if not (found is None or isinstance(found, Handle)):
+            warn_once(
+                f"{self.name}.compile() was called after attach, and took the place of the plan: no budget holds",
+                BudgetWarning,
+            )
+
+    def frontier(self) -> Frontier:
+        """Time against memory, as ``rockmate.frontier``: for the last kind of call that was planned, or, where the
+        budget does not bind, that ran first.
+        """
+        if self._detached:
+            raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
+        if self._followed is not None:
+            return self._followed.frontier()
+        if self.last is not None and self.last.last is not None:
+            return self.last.frontier()
+        if self._free is not None:
+            return self._free.frontier(self.model, self._frontier_of)
+        raise InputError(
+            f"{self.name} cannot be planned and runs as it is, as a warning said, so it has no frontier"
+            if self._refused
+            else f"no step of {self.name} was seen yet, so there is no frontier. Call the model with gradients once, "
+            "in the main thread and outside of profilers, then ask again; or give a sample of its arguments: "
+            "rockmate.frontier(model, sample)"
+        )
+
+    def _frontier_of(self, call: Call) -> Frontier:
+        """Time against memory for a call that ran without a plan, which is planned for that apart."""
+        if self._probe is None:
+            terms = Terms(parse_budget("100%"), self.terms.options, self.terms.progress, always=True)
+            self._probe = type(self)(self.model, terms)
+            self._probe.plan_for(call)
+        return self._probe.frontier()
+
+    def note_free_call(self) -> None:
+        """As in ``Front``."""
+        self._free, self._probe = RememberedCall(self.model, self.inside.call), None
+
+    def detach(self) -> None:
+        """The model runs as it did before ``attach``."""
+        model = self._model()
+        if model is not None and model.__dict__.get("_compiled_call_impl") is self:
+            model._compiled_call_impl = self.before
+            if self.before is None:
+                del model._compiled_call_impl
+        if model is not None:
+            unwatch_layers(model, self)
+        self._detached = True
+        self._forget()
+
+    def __repr__(self) -> str:
+        budget = self.terms.budget
+        size = show_bytes(budget) if isinstance(budget, int) else str(budget)
+        count = sum(known.plan is not None for known in self.plans)
+        return f"<rockmate.attach: {self.name}, budget {size}, {count} plan{'s' * (count != 1)}>"
+
+    def _forget(self) -> None:
+        """No plan is known, nor a way in which calls run."""
+        self._capture.clear()
+        self.cache.clear()
+        self.families.clear()
+        self._run_before.clear()
+        self.terms.steps.forget(self)
+        self._roomy.clear()
+        self._followed = self._why = self.last = self._free = self._probe = None
+
+    @abstractmethod
+    def plan_for(self, call: Call, saved: SavedPlan | None = None) -> None:
+        """Plan such calls; nothing runs. ``saved``: this plan is taken."""
