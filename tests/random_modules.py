@@ -198,14 +198,14 @@ class Live:
         except Exception as error:
             raise Impossible from error
         self.names[statement.last] = self.space[statement.last]
-        if not all(_is_fit(t) for t in self.names.values()):
-            raise Impossible
-        ends = [t for t in self.names.values() if t.requires_grad and t.grad_fn is not None]
-        if ends:
-            try:
+        try:
+            fit = all(_is_fit(t) for t in self.names.values())
+            if ends := [t for t in self.names.values() if fit and t.requires_grad and t.grad_fn is not None]:
                 torch.autograd.backward([t.sum() for t in ends], retain_graph=True)
-            except RuntimeError as error:
-                raise Impossible from error
+        except RuntimeError as error:  # of autograd, of views that were written within no_grad for one
+            raise Impossible from error
+        if not fit:
+            raise Impossible
 
 
 def _is_fit(t: Any) -> bool:
