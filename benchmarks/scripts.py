@@ -324,6 +324,39 @@ class Recurrent(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Speech(nn.Module):
+    """An acoustic model, whose loss ``ctc_loss`` computes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Sequential(nn.Conv1d(40, 96, 5, 2, 2), nn.GELU(), nn.Conv1d(96, 96, 5, 2, 2), nn.GELU())
+        self.body = nn.ModuleList(
+            nn.TransformerEncoderLayer(96, 4, 256, 0.1, F.gelu, batch_first=True) for _ in range(4)
+        )
+        self.head = nn.Linear(96, 32)
+
+    def forward(self, sounds: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.front(sounds.transpose(1, 2)).transpose(1, 2)
+        for layer in self.body:
+            x = layer(x)
+        scores = self.head(x).log_softmax(-1).transpose(0, 1)
+        rows, length = labels.shape
+        given, wanted = torch.full((rows,), scores.shape[0]), torch.full((rows,), length)
+        return F.ctc_loss(scores, labels, given, wanted)
+
+
+def recordings(steps: int) -> list[Batch]:
+    """Eight recordings a step, of another length and with more or fewer letters each time."""
+    lengths = random.Random(0)
+    found: list[Batch] = []
+    for k in range(steps):
+        made = torch.Generator().manual_seed(k)
+        frames, letters = lengths.randint(80, 320), lengths.randint(5, 18)
+        sound = torch.randn(8, frames, 40, generator=made)
+        found.append({"sounds": sound, "labels": torch.randint(1, 32, (8, letters), generator=made)})
+    return found
+
+
 STEPS = 10
 
 
@@ -332,6 +365,7 @@ SCRIPTS = {
     "llama, 53 lengths": Script(llama, lambda: text(80, 53, 20, 200, 512), language_loss, 8),
     "transformer, 17 lengths": Script(transformer, lambda: pairs(40, 17, 64), square, 5, 85),
     "t5, 30 pairs of lengths": Script(t5, lambda: translations(30), language_loss, 7),
+    "speech, 30 lengths": Script(Speech, lambda: recordings(30), itself, 7),
     "marian, 30 pairs of lengths": Script(marian, lambda: translations(30), language_loss, 7),
     "convolutions, 30 pairs of sides": Script(Convolutions, lambda: sides(30), itself, 5, 75),
     "lstm, 26 lengths": Script(Recurrent, lambda: text(40, 26, 20, 100, 512), itself, 5, 105),

@@ -76,7 +76,7 @@ class Calls(PlansOfCalls):
         look = variant.look()
         try:
             with abandoned(look):
-                state = CallState(ran.program, self.sources(ran, call.tensors))
+                state = CallState(ran.program, self.sources(ran, call.tensors), self.front.timed(ran.plan))
                 outputs = state.forward()
                 result = self.returned(ran.structure, outputs)
         except BaseException:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.families import Families
+from rockmate.calls.look import Look
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import InputError
 from rockmate.pieces.piece import Piece
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.finder import CARRIED
+from rockmate.planning.plan import Plan
 from rockmate.tell import LOG, described, planned_line
 from solvers import Frontier
 
@@ -40,6 +42,9 @@ _MANY = frozenset({2, 32, 128, 512})
 """Sizes that a plan was carried over to, at which it is said what to do about them."""
 
 
+TIMED = 20
+"""Planned steps after which one is timed."""
+
 LONG = 1.0
 """Seconds of a step from which on it is said what took them."""
 
@@ -61,6 +66,7 @@ class Front:
         self._made = 0
         self._before: tuple[str, ...] | None = None
         self._carried = 0
+        self._steps: int | None = 0  # under a plan that runs something again, until one of them was timed
         self._said_checkpoints = self._said_needs_data = False
         self.rehearses = False  # training steps run that are no training: see rockmate.calls.rehearsal
         self.inside = threading.local()  # what is known of the call that this thread is in
@@ -150,6 +156,24 @@ class Front:
         self._made += variant.planner.saved is None
         LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before, guard))
         self._before = variant.call
+
+    def timed(self, plan: Plan) -> Callable[[int, int], None] | None:
+        """What the times of a step under ``plan`` are told to, if it is the one that is timed."""
+        if self._steps is None or self.terms.progress is False or not plan.recomputed or Look.current is not None:
+            return None
+        self._steps += 1
+        if self._steps <= TIMED:
+            return None
+        self._steps = None
+
+        def told(total: int, again: int) -> None:
+            LOG.info(
+                "%s: what runs again took %.1f %% of the rest of a step, measured after %d planned steps; %.1f %% was "
+                "predicted",
+                *(self.name, 100 * again / max(1, total - again), TIMED, 100 * plan.predicted_overhead),
+            )
+
+        return told
 
     def tell_learned(self, new: Variant, seconds: float) -> None:
         """Say that ``new`` was planned in ``seconds`` when a step was over, for what that has shown."""

@@ -12,6 +12,7 @@ takes the schedule's steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,18 +24,28 @@ from rockmate.run.program import Program
 from rockmate.run.recorder import Recorder
 from rockmate.run.slots import Slot
 from rockmate.run.store import Store
+from rockmate.run.timed import TimedBackward
 from rockmate.run.watch import Watch, WatchedBackward, WatchedRecorder
 
 
 class CallState:
     """One call. The slots and hooks in its autograd graph own it, so it goes when the graph goes."""
 
-    def __init__(self, program: Program, sources: dict[int, torch.Tensor]) -> None:
-        """``sources``: the tensors that the program starts from, as ``source_values`` looks them up."""
+    def __init__(
+        self, program: Program, sources: dict[int, torch.Tensor], timed: Callable[[int, int], None] | None = None
+    ) -> None:
+        """``sources``: the tensors that the program starts from, as ``source_values`` looks them up. ``timed``: see
+        ``TimedBackward``.
+        """
         self.program = program
         self.store = Store(program, sources)
         self.watched = Watch.current is not None
-        self.backward = WatchedBackward(self.store) if self.watched else Backward(self.store)
+        if self.watched:
+            self.backward: Backward = WatchedBackward(self.store)
+        elif timed is not None:
+            self.backward = TimedBackward(self.store, program.s.device, timed)
+        else:
+            self.backward = Backward(self.store)
 
     def forward(self) -> list[torch.Tensor]:
         """The program's outputs, in autograd's graph. Raises ``GuardFailed`` as ``Recorder.outputs``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,3 +123,22 @@ def test_second_runs_are_recorded_only_where_that_could_matter() -> None:
     recorded = {node.name: not needs_no_recording(node) for node in nodes}
     found = {name: recorded[name] for name in ("linear", "tanh", "lstm", "sin")}
     assert found == {"linear": False, "tanh": False, "lstm": True, "sin": False}
+
+
+@pytest.mark.parametrize("progress", [None, False])
+def test_one_step_is_timed_and_told(progress: bool | None, caplog: pytest.LogCaptureFixture) -> None:
+    """After twenty steps that ran something again; the results are those of other steps."""
+    torch.manual_seed(0)
+    model, ids = GPT(2, 32, 4, 16, 256), torch.randint(256, (1, 16))
+    rockmate.attach(model, "70%", costs="flops", progress=progress)
+    gradients = []
+    with caplog.at_level("INFO", "rockmate"):
+        for k in range(26):
+            model.zero_grad()
+            model(ids).square().mean().backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            lines = [r.getMessage() for r in caplog.records if "what runs again took" in r.getMessage()]
+            assert len(lines) == (progress is None and k >= 20)
+    assert all(torch.equal(a, b) for step in gradients for a, b in zip(step, gradients[0], strict=True))
+    if lines:
+        assert re.search(r"took \d+\.\d % .* after 20 planned steps; \d+\.\d % was predicted", lines[0])
