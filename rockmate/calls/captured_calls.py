@@ -100,6 +100,8 @@ class CapturedCalls(Calls):
             if fits:
                 known = self._is_known(kind, missing) or not self.freely.may_measure
                 run = self.freely.run if known else self.freely.run_measured
+                planned = self.cache.find(kind, missing)
+                self.last, self.front.last = (planned[0], self) if planned else (self.last, None)
                 return run(kind, partial(self._without_plan, arguments))
             try:
                 results = self.run(call, kind, missing)

@@ -137,7 +137,6 @@ class FreeCalls:
         steps = self.front.terms.steps
         turn = steps.take(kind, self._rough[kind], self.front.name, self.front.terms)
         turns.append(turn)
-        self.front.last = None
         try:
             with abandoned(look):
                 result = call()

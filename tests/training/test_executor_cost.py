@@ -129,7 +129,7 @@ def test_second_runs_are_recorded_only_where_that_could_matter() -> None:
 def test_one_step_is_timed_and_told(progress: bool | None, caplog: pytest.LogCaptureFixture) -> None:
     """After twenty steps that ran something again; the results are those of other steps."""
     torch.manual_seed(0)
-    model, ids = GPT(2, 32, 4, 16, 256), torch.randint(256, (1, 16))
+    model, ids = GPT(2, 32, 4, 16, 256), torch.randint(256, (16, 16))
     rockmate.attach(model, "70%", costs="flops", progress=progress)
     gradients = []
     with caplog.at_level("INFO", "rockmate"):
