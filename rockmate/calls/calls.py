@@ -1,11 +1,10 @@
-"""The calls of one module under a budget: a plan for each kind of call, made when the first one comes."""
+"""The calls of one graph under a budget: a plan for each kind of call, made when the first one comes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ MAX_VARIANTS = 16
 
 
 class Calls(PlansOfCalls):
-    """Runs calls of ``module`` under plans."""
+    """Runs the calls of a graph under plans."""
 
     def run(self, call: Call, key: Hashable, missing: frozenset[str]) -> Any:
         """What the module returns, computed under the plan for such calls; ``key``, ``missing``: their ``kind``."""
@@ -78,7 +77,7 @@ class Calls(PlansOfCalls):
             with abandoned(look):
                 state = CallState(ran.program, self.sources(ran, call.tensors), self.front.timed(ran.plan))
                 outputs = state.forward()
-                result = self.returned(ran.structure, outputs)
+                result = _returned(ran.structure, outputs)
         except BaseException:
             self.terms.steps.undo(turn)
             raise
@@ -151,8 +150,14 @@ class Calls(PlansOfCalls):
         return new
 
     def learner(self, variant: Variant, inputs: list[torch.Tensor]) -> Callable[[], None]:
-        """What is to be done when the call's backward is over."""
-        return partial(self._learn, variant, inputs)
+        """What is to be done when the call's backward is over; parameters and buffers are those of this call."""
+        all_inputs = self.now.inputs
+
+        def learn() -> None:
+            with self.in_call(all_inputs):
+                self._learn(variant, inputs)
+
+        return learn
 
     def _learn(self, variant: Variant, inputs: list[torch.Tensor]) -> None:
         """A step has been looked at: plan again at once, so that the next step is as it will stay."""
@@ -168,15 +173,10 @@ class Calls(PlansOfCalls):
         if new is not variant:
             self.front.tell_learned(new, time.perf_counter() - began)
 
-    def returned(self, structure: Structure, outputs: list[torch.Tensor]) -> Any:
-        """What forward returns, from the program's outputs; buffers and attributes that it assigns are assigned."""
-        results = iter(outputs)
-        constants = dict(structure.output_constants)
-        leaves = [constants[k] if k in constants else next(results) for k in range(structure.outputs.num_leaves)]
-        for name, tensor in zip(structure.assigned, results, strict=True):
-            module, _, key = name.rpartition(".")
-            self.module.get_submodule(module)._buffers[key] = tensor
-        for name, value in structure.sets.items():
-            module, _, key = name.rpartition(".")
-            vars(self.module.get_submodule(module))[key] = value
-        return unflatten(leaves, structure.outputs)
+
+def _returned(structure: Structure, outputs: list[torch.Tensor]) -> Any:
+    """What the program returns, of which ``outputs`` are the tensors."""
+    results = iter(outputs)
+    constants = dict(structure.output_constants)
+    leaves = [constants[k] if k in constants else next(results) for k in range(structure.outputs.num_leaves)]
+    return unflatten(leaves, structure.outputs)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from collections.abc import Hashable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,27 +12,16 @@ from torch import fx
 
 from rkgb.errors import GraphError, MeasureError
 from rkgb.sample import Call
-from rkgb.storages import storage_key
-from rkgb.trace.meta import without_data
 from rkgb.trace.patches import TRACING
-from rkgb.trace.written import has_memory
-from rkgb.trees import tensors_in
 from rkgb.warn import warn
-from rockmate.calls.bound import Results, rough_peak
+from rockmate.calls.bound import rough_peak
 from rockmate.calls.calls import Calls
-from rockmate.calls.captured import Captured, captured_sources, without_wrappers
+from rockmate.calls.captured import captured_sources
 from rockmate.calls.free import MOST_KINDS, FreeCalls
 from rockmate.calls.front import Front
-from rockmate.calls.function_numbers import move_numbers_out
-from rockmate.calls.keys import call_key
-from rockmate.calls.numbers import split
-from rockmate.calls.shown import Shown
-from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
-from rockmate.calls.surroundings import undisturbed, witnesses
-from rockmate.calls.variants import Variant
+from rockmate.calls.graph import device_of
+from rockmate.calls.surroundings import witnesses
 from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
-from rockmate.pieces.choice import runs_compiled
-from rockmate.pieces.program import Pieces, with_compiled_pieces
 
 
 class Planned(Exception):
@@ -59,19 +46,10 @@ class Extent(NamedTuple):
 class CapturedCalls(Calls):
     """The calls of one graph that TorchDynamo captured."""
 
-    module: Captured
-
     def __init__(self, program: fx.GraphModule, identity: Hashable, front: Front) -> None:
         """``identity``: see ``identity_of``."""
-        self.program, self.identity, self.front = program, identity, front
-        self.terms = front.terms
-        move_numbers_out(program)
-        self.split = split(program)
-        self.tensors = self.split.program if self.split else program  # without computations with numbers
-        self.pieces: Pieces | None = None  # if it is compiled
+        super().__init__(program, identity, front)
         self.refused = False  # no plan can be made
-        self.ready = False
-        self.now = threading.local()  # the arguments of the call that this thread is in
         self.freely = FreeCalls(front)
         self.extents: dict[Hashable, Extent] = {}  # by kinds of calls
 
@@ -85,8 +63,8 @@ class CapturedCalls(Calls):
         inputs, numbers = self.split.inputs(arguments) if self.split else (arguments, ())
         with TRACING if not self.ready else nullcontext():  # a thread may come while another is here for the first time
             if not self.ready:
-                self._make_ready(inputs)
-        with self._in_call(inputs):
+                self.make_ready(inputs)
+        with self.in_call(inputs):
             call = Call(tuple(inputs[k] for k in self.module.given), {})
             kind, missing = self.kind(call)
             fits = not self.terms.always and self._fits(kind, missing, call, arguments)
@@ -113,23 +91,6 @@ class CapturedCalls(Calls):
             self.front.last = self
             return self.split.joined(results, numbers) if self.split else results
 
-    def _make_ready(self, inputs: Sequence[Any]) -> None:
-        """The program is a module, with pieces if it is to be compiled."""
-        if self.terms.options.compile:
-            without_wrappers(self.tensors)
-            start = time.perf_counter()
-            with undisturbed():
-                chosen = partial(runs_compiled, options=self.terms.options)
-                self.pieces = with_compiled_pieces(self.tensors, inputs, self.front.pieces, chosen)
-            self.front.inside.compiled = time.perf_counter() - start
-            self.tensors = self.pieces.program
-        super().__init__(Captured(self.tensors, inputs), self.front)
-        self.ready = True
-
-    def said_of_pieces(self) -> str:
-        """As in ``Calls``."""
-        return "" if self.pieces is None else str(self.pieces)
-
     def _without_plan(self, arguments: tuple[Any, ...]) -> Any:
         """What the program returns; every tensor is kept, and pieces are compiled as under a plan."""
         if self.pieces is None:
@@ -149,98 +110,6 @@ class CapturedCalls(Calls):
             BudgetWarning,
         )
 
-    @cached_property
-    def results(self) -> Results:
-        """Sizes of what the program computes."""
-        return Results(self.program)
-
-    @contextmanager
-    def _in_call(self, inputs: Sequence[Any]) -> Iterator[None]:
-        self.now.inputs = inputs
-        try:
-            yield
-        finally:
-            self.now.inputs = None
-
-    @contextmanager
-    def module_ready(self) -> Iterator[None]:
-        """Parameters and buffers are those of the call that this thread is in."""
-        with self.module.holding(self.now.inputs):
-            yield
-
-    def shown(self) -> Shown:
-        """As in ``Calls``."""
-        return Shown(self.module, without_data(self.now.inputs), _device_of(self.now.inputs))
-
-    def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """As in ``Calls``; nothing is looked up in modules."""
-        return self.module.values_of(variant.program.s.d.sources, inputs, self.now.inputs)
-
-    def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
-        """As in ``Calls``; a plan is for one graph."""
-        key = id(self), call_key(call.leaves, None), self._shared(), self.terms.made
-        return key, self.module.missing_among(self.now.inputs)
-
-    def sizeless(self, call: Call) -> Hashable:
-        """As in ``Calls``; whole numbers that a graph is given count as sizes."""
-        numbers = [(k, x) for x, k in zip(call.leaves, self.module.given, strict=True) if type(x) is int]
-        others = [x for x in call.leaves if type(x) is not int]
-        exact = tuple(x for k, x in numbers if k in self.exact)
-        return self.structure, exact, call_key(others, None, sized=False), self._shared()
-
-    def _shared(self) -> tuple[int, ...]:
-        """Which inputs share memory, where the program may write into some: others may then not be read later."""
-        if not self.may_write:
-            return ()
-        first: dict[int, int] = {}
-        tensors = (t for t in self.now.inputs if isinstance(t, torch.Tensor) and has_memory(t))
-        return tuple(first.setdefault(storage_key(t), k) for k, t in enumerate(tensors))
-
-    @cached_property
-    def may_write(self) -> bool:
-        """See ``may_write``."""
-        return may_write(self.tensors)
-
-    @cached_property
-    def gives_gradients(self) -> bool:
-        """Whether a backward can come to what the program returns."""
-        returned = tensors_in([n.meta.get("example_value") for n in self.program.graph.output_node().all_input_nodes])
-        return any(t.requires_grad for t in returned)
-
-    @cached_property
-    def computes_unread(self) -> bool:
-        """See ``computes_unread``."""
-        return computes_unread(self.tensors)
-
-    @cached_property
-    def structure(self) -> Hashable:
-        """See ``structure_of``."""
-        return structure_of(self.tensors)
-
-    @cached_property
-    def exact(self) -> frozenset[int]:
-        """Positions of inputs of the program of tensors in which a number is no size."""
-        names, inputs = inputs_of_functions(self.tensors), self.tensors.graph.find_nodes(op="placeholder")
-        return frozenset(k for k, node in enumerate(inputs) if node.name in names)
-
-    def traced_on(self, call: Call) -> Call:
-        """As in ``Calls``; inputs are leaves: a write in place fails, and does not make the trace their history."""
-        return call.with_tensors(lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad))
-
-    def learner(self, variant: Variant, inputs: list[torch.Tensor]) -> Callable[[], None]:
-        """As in ``Calls``; parameters and buffers are those of this call."""
-        all_inputs = self.now.inputs
-
-        def learn() -> None:
-            with self._in_call(all_inputs):
-                self._learn(variant, inputs)
-
-        return learn
-
-    def names(self, call: Call) -> list[str]:
-        """Those that arguments have in the model's forward."""
-        return self.module.names
-
     # ---------------------------------------------------------------- budgets that do not bind
 
     def _made(self, missing: frozenset[str]) -> int:
@@ -255,7 +124,7 @@ class CapturedCalls(Calls):
         if kind in self.freely.binding:
             return False
         if not self._is_known(kind, missing):
-            budget = self.terms.bytes_known(_device_of(arguments))
+            budget = self.terms.bytes_known(device_of(arguments))
             if budget is None:
                 return False
             if kind not in self.extents:
@@ -269,7 +138,7 @@ class CapturedCalls(Calls):
                 self.freely.binding.add(kind)  # to look at all sizes takes longer than a small step
                 return False
             said, peak = self.front.described(self.module.names, call.leaves), int(min(rough, budget))
-            self.freely.suppose(kind, _device_of(arguments), said, peak, self._made(missing))
+            self.freely.suppose(kind, device_of(arguments), said, peak, self._made(missing))
         return self.freely.fits_beside(kind)
 
     def _larger_fits(self, extent: Extent, missing: frozenset[str], budget: int) -> bool:
@@ -281,10 +150,6 @@ class CapturedCalls(Calls):
         return any(
             p.eager_peak <= budget and not p.graphs.K.has_dead_ends and not self.computes_unread for p in planners
         )
-
-
-def _device_of(arguments: tuple[Any, ...]) -> torch.device:
-    return next(a.device for a in arguments if isinstance(a, torch.Tensor))
 
 
 def identity_of(program: fx.GraphModule) -> Hashable:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
+from torch import fx
 
 from rkgb.cost.measure import Known
 from rkgb.cost.memory import refuse_within_measurements
 from rkgb.graphs import S_graph
 from rkgb.probe.resize import has_operations_of
-from rkgb.program import source_values
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rockmate.budget import Budget
 from rockmate.calls.families import Family, resized_in
 from rockmate.calls.front import Front
+from rockmate.calls.graph import CapturedGraph
 from rockmate.calls.look import check_no_look, end_look
 from rockmate.calls.observe import Observer
-from rockmate.calls.shown import Shown
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import (
     Variant,
@@ -42,15 +40,14 @@ from solvers import Frontier
 from solvers.interrupts import Heeded
 
 
-class PlansOfCalls(ABC):
-    """Makes the plans for calls of ``module``.
-
-    The module is a pure program of tensors: see ``CapturedCalls``. ``last``: the plan of the last call, or the one that
-    replaced it after its backward.
+class PlansOfCalls(CapturedGraph):
+    """Makes the plans for the calls of a graph. ``last``: the plan of the last call, or the one that replaced it after
+    its backward.
     """
 
-    def __init__(self, module: torch.nn.Module, front: Front) -> None:
-        self.module, self.front, self.terms, self.cache = module, front, front.terms, front.cache
+    def __init__(self, program: fx.GraphModule, identity: Hashable, front: Front) -> None:
+        super().__init__(program, identity, front)
+        self.cache = front.cache
         self.last: Variant | None = None
         self._places: dict[tuple[int, int], Variant] = {}  # see ``_at_place``
         self._placed: tuple[Variant, Variant] | None = None  # a plan, and that for its share of a step's budget
@@ -60,46 +57,6 @@ class PlansOfCalls(ABC):
     def ran(self) -> Variant | None:
         """``last``, or where the call shared its step's budget, the plan for its share."""
         return self._placed[1] if self._placed is not None and self._placed[0] is self.last else self.last
-
-    # ------------------------------------------------- what a subclass knows better
-
-    @abstractmethod
-    def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
-        """(key, parameters without gradient that need one): see ``call_key``."""
-
-    @abstractmethod
-    def sizeless(self, call: Call) -> Hashable:
-        """The key of calls that differ from this one in sizes at most."""
-
-    def names(self, call: Call) -> list[str]:
-        """What arguments are called in what is said of a call."""
-        return [f"input {k}" for k in range(len(call.leaves))]
-
-    def said_of_pieces(self) -> str:
-        """How many pieces are compiled, in words; empty if none was to be."""
-        return ""
-
-    @abstractmethod
-    def shown(self) -> Shown:
-        """What of the call that this thread is in shows without data."""
-
-    def module_ready(self) -> AbstractContextManager[None]:
-        """While the module is looked at: it has its parameters and buffers."""
-        return nullcontext()
-
-    def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The tensors that the program starts from, for a call with ``inputs``."""
-        return source_values(variant.program.s.d.sources, self.module, inputs)
-
-    @contextmanager
-    def planning(self, call: Call) -> Iterator[None]:
-        """Around the making of a plan."""
-        with undisturbed():
-            yield
-
-    def traced_on(self, call: Call) -> Call:
-        """What is traced in the place of ``call``."""
-        return call
 
     def variants(
         self, call: Call, key: Hashable, missing: frozenset[str], saved: SavedPlan | None = None
@@ -127,11 +84,11 @@ class PlansOfCalls(ABC):
                 variant = self._carried(planner, like)
             else:
                 variant = self._traced(call, report, saved)
-            variant.planner.pieces = self.said_of_pieces()
-            said = variant.planner.call = self.front.described(self.names(call), call.leaves)
+            pieces = variant.planner.pieces = "" if self.pieces is None else str(self.pieces)
+            said = variant.planner.call = self.front.described(self.module.names, call.leaves)
             variant.planner.seconds = {**capture, **variant.planner.seconds}
             seconds = {**capture, **variant.plan.setup_seconds}
-            plan = replace(variant.plan, call=said, pieces=self.said_of_pieces(), setup_seconds=seconds)
+            plan = replace(variant.plan, call=said, pieces=pieces, setup_seconds=seconds)
             variant = replace(variant, plan=plan, number=next(self.cache.numbers))
             self.cache.add(key, variant.planner.missing, variant)
         self.front.tell(variant, failed[0] if failed else "")
@@ -141,7 +98,7 @@ class PlansOfCalls(ABC):
         """Trace the call and plan for it; as at other sizes, where the graph came at other sizes."""
         planner, family = self._traced_planner(call, report, saved)
         like, inputs = self._latest(family), call.tensors
-        with self.planning(call), self.module_ready():
+        with undisturbed(), self.module_ready():
             if like is not None:
                 graphs = planner.graphs
                 planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs, family.options)
@@ -157,7 +114,7 @@ class PlansOfCalls(ABC):
         def known_of(s: S_graph) -> Known:
             return self._known_of(s, families.of(s))
 
-        with self.planning(call), self.module_ready():
+        with undisturbed(), self.module_ready():
             planner = make_planner(self.module, self.traced_on(call), options, report, saved, known_of)
         family = families.of(planner.graphs.S)
         if family is None:
@@ -175,13 +132,13 @@ class PlansOfCalls(ABC):
             return None
         report("resize", 0.0)
         start = time.perf_counter()
-        with self.planning(call):
+        with undisturbed():
             found = self._shown_at(call, known)
         if found is None or (like := self._latest(found[0])) is None:
             return None
         family, s = found
         seconds = time.perf_counter() - start
-        with self.planning(call), self.module_ready():
+        with undisturbed(), self.module_ready():
             like.planner.report = report
             costs = self._known_of(s, family)
             planner = like.planner.at_other_sizes(s, costs, self.module, call.tensors, family.options)

@@ -1,0 +1,149 @@
+"""One graph that TorchDynamo captured: what tells its calls apart, and what they start from."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from rkgb.sample import Call
+from rkgb.storages import storage_key
+from rkgb.trace.meta import without_data
+from rkgb.trace.written import has_memory
+from rkgb.trees import tensors_in
+from rockmate.calls.bound import Results
+from rockmate.calls.captured import Captured, without_wrappers
+from rockmate.calls.front import Front
+from rockmate.calls.function_numbers import move_numbers_out
+from rockmate.calls.keys import call_key
+from rockmate.calls.numbers import split
+from rockmate.calls.shown import Shown
+from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
+from rockmate.calls.surroundings import undisturbed
+from rockmate.calls.variants import Variant
+from rockmate.pieces.choice import runs_compiled
+from rockmate.pieces.program import Pieces, with_compiled_pieces
+
+
+class CapturedGraph:
+    """``program``, which is a module with the model's parameters when its first call has come (``ready``). ``tensors``:
+    the program without computations with numbers. ``pieces``: those that are compiled.
+    """
+
+    module: Captured
+
+    def __init__(self, program: fx.GraphModule, identity: Hashable, front: Front) -> None:
+        """``identity``: see ``rockmate.calls.captured_calls.identity_of``."""
+        self.program, self.identity, self.front = program, identity, front
+        self.terms = front.terms
+        move_numbers_out(program)
+        self.split = split(program)
+        self.tensors = self.split.program if self.split else program
+        self.pieces: Pieces | None = None
+        self.ready = False
+        self.now = threading.local()  # the arguments of the call that this thread is in
+
+    def make_ready(self, inputs: Sequence[Any]) -> None:
+        """The program is a module, with pieces if it is to be compiled."""
+        if self.terms.options.compile:
+            without_wrappers(self.tensors)
+            start = time.perf_counter()
+            with undisturbed():
+                chosen = partial(runs_compiled, options=self.terms.options)
+                self.pieces = with_compiled_pieces(self.tensors, inputs, self.front.pieces, chosen)
+            self.front.inside.compiled = time.perf_counter() - start
+            self.tensors = self.pieces.program
+        self.module = Captured(self.tensors, inputs)
+        self.ready = True
+
+    @contextmanager
+    def in_call(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """This thread is in a call with these ``inputs`` of the program of tensors."""
+        self.now.inputs = inputs
+        try:
+            yield
+        finally:
+            self.now.inputs = None
+
+    @contextmanager
+    def module_ready(self) -> Iterator[None]:
+        """Parameters and buffers are those of the call that this thread is in."""
+        with self.module.holding(self.now.inputs):
+            yield
+
+    def shown(self) -> Shown:
+        """What of the call that this thread is in shows without data."""
+        return Shown(self.module, without_data(self.now.inputs), device_of(self.now.inputs))
+
+    def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The tensors that the program starts from, for a call with ``inputs``; nothing is looked up in modules."""
+        return self.module.values_of(variant.program.s.d.sources, inputs, self.now.inputs)
+
+    def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
+        """(key, parameters without gradient that need one): see ``call_key``."""
+        key = id(self), call_key(call.leaves, None), self._shared(), self.terms.made
+        return key, self.module.missing_among(self.now.inputs)
+
+    def sizeless(self, call: Call) -> Hashable:
+        """The key of calls that differ from this one in sizes at most; whole numbers that it is given are sizes."""
+        numbers = [(k, x) for x, k in zip(call.leaves, self.module.given, strict=True) if type(x) is int]
+        others = [x for x in call.leaves if type(x) is not int]
+        exact = tuple(x for k, x in numbers if k in self.exact)
+        return self.structure, exact, call_key(others, None, sized=False), self._shared()
+
+    def _shared(self) -> tuple[int, ...]:
+        """Which inputs share memory, where the program may write into some: others may then not be read later."""
+        if not self.may_write:
+            return ()
+        first: dict[int, int] = {}
+        tensors = (t for t in self.now.inputs if isinstance(t, torch.Tensor) and has_memory(t))
+        return tuple(first.setdefault(storage_key(t), k) for k, t in enumerate(tensors))
+
+    @cached_property
+    def may_write(self) -> bool:
+        """See ``may_write``."""
+        return may_write(self.tensors)
+
+    @cached_property
+    def gives_gradients(self) -> bool:
+        """Whether a backward can come to what the program returns."""
+        returned = tensors_in([n.meta.get("example_value") for n in self.program.graph.output_node().all_input_nodes])
+        return any(t.requires_grad for t in returned)
+
+    @cached_property
+    def computes_unread(self) -> bool:
+        """See ``computes_unread``."""
+        return computes_unread(self.tensors)
+
+    @cached_property
+    def results(self) -> Results:
+        """Sizes of what the program computes."""
+        return Results(self.program)
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """See ``structure_of``."""
+        return structure_of(self.tensors)
+
+    @cached_property
+    def exact(self) -> frozenset[int]:
+        """Positions of inputs of the program of tensors in which a number is no size."""
+        names, inputs = inputs_of_functions(self.tensors), self.tensors.graph.find_nodes(op="placeholder")
+        return frozenset(k for k, node in enumerate(inputs) if node.name in names)
+
+    def traced_on(self, call: Call) -> Call:
+        """What is traced in the place of ``call``: inputs are leaves, so that a write in place fails, and does not make
+        the trace their history.
+        """
+        return call.with_tensors(lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad))
+
+
+def device_of(arguments: Sequence[Any]) -> torch.device:
+    """Where a call with these arguments runs."""
+    return next(a.device for a in arguments if isinstance(a, torch.Tensor))
