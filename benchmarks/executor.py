@@ -13,7 +13,9 @@ work of ours, the Python of ``torch.nn`` in eager mode's steps is measured too.
 Schedules are made for the first batch size and run for all.
 
 python benchmarks/executor.py [--repeat 100] [--layers 12] [--batches 2 8 32] [--memory 100 50 10] [--steps 5]
-    [--out FILE] [--short]
+    [--autocast] [--out FILE] [--short]
+
+``--autocast``: forwards, and the operations alone, run under autocast with bfloat16.
 """
 
 from __future__ import annotations
@@ -103,8 +105,12 @@ class Checkpointed(torch.nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def launch(layers: int, repeat: int) -> Launch:
+def launch(layers: int, repeat: int, autocast: bool) -> Launch:
     """Steps on a model of tiny kernels, in turns, ``repeat`` times."""
+
+    def cast() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+
     torch.manual_seed(0)
     model = GPT(layers, 32, 4, 16, 256)
     checkpointed = copy.deepcopy(model)
@@ -113,11 +119,13 @@ def launch(layers: int, repeat: int) -> Launch:
     spacious, kept = copy.deepcopy(model), copy.deepcopy(model)
     rockmate.attach(spacious, "1 TiB", costs="flops", cache=False)
     rockmate.attach(kept, "150%", costs="flops", cache=False)
-    rk = planned(model, ids, 100, None)
+    with cast():
+        rk = planned(model, ids, 100, None)
     assert rk._last is not None
     keeping = rk._last
     everything = scheduled(keeping, all_baselines(rk.plan.problem)["recompute all"])
-    calls = operations_again(everything.program, model, ids)
+    with cast():
+        calls = operations_again(everything.program, model, ids)
     sources = everything.program.s.d.sources
 
     def ours(variant: Variant) -> torch.Tensor:
@@ -141,12 +149,13 @@ def launch(layers: int, repeat: int) -> Launch:
     gc.collect()
     for k in range(3 + repeat):
         for what, forward in forwards.items():
-            times = timed(forward, (model, checkpointed, spacious, kept), ids)
+            times = timed(forward, cast, (model, checkpointed, spacious, kept), ids)
             if k >= 3:  # the first steps learn and allocate
                 taken[what].append(times)
-        start = time.thread_time()
-        results = [function(*args, **kwargs) for function, args, kwargs in calls]
-        bare.append(time.thread_time() - start)
+        with cast():
+            start = time.thread_time()
+            results = [function(*args, **kwargs) for function, args, kwargs in calls]
+            bare.append(time.thread_time() - start)
         del results
     least = {what: [1e3 * min(phase) for phase in zip(*times, strict=True)] for what, times in taken.items()}
     steps = [
@@ -161,15 +170,19 @@ def launch(layers: int, repeat: int) -> Launch:
 
 
 def timed(
-    forward: Callable[[], torch.Tensor], models: tuple[torch.nn.Module, ...], ids: torch.Tensor
+    forward: Callable[[], torch.Tensor],
+    cast: Callable[[], torch.autocast],
+    models: tuple[torch.nn.Module, ...],
+    ids: torch.Tensor,
 ) -> tuple[float, float]:
-    """CPU seconds of a forward and of its backward."""
+    """CPU seconds of a forward, under ``cast``, and of its backward."""
     for model in models:
         model.zero_grad(set_to_none=False)
     start = time.thread_time()
-    logits = forward()
+    with cast():
+        logits = forward()
     middle = time.thread_time()
-    loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
     begun = time.thread_time()
     loss.backward()
     return middle - start, time.thread_time() - begun
@@ -261,6 +274,7 @@ def main(argv: list[str] | None = None) -> tuple[Launch, list[Row]]:
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--memory", type=int, nargs="+", default=[100, 50, 10])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--autocast", action="store_true", help="forwards run under autocast with bfloat16")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--short", action="store_true", help="two layers, two batch sizes, two budgets")
     options = parser.parse_args(argv)
@@ -269,7 +283,7 @@ def main(argv: list[str] | None = None) -> tuple[Launch, list[Row]]:
         options.batches, options.memory, options.steps, options.repeat = [4, 8], [100, 30], 2, 3
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    launched = launch(options.layers, options.repeat)
+    launched = launch(options.layers, options.repeat, options.autocast)
     torch.set_num_threads(threads)
     print("step                                      forward   backward      whole  forward to eager's")
     for step in launched.steps:
