@@ -75,7 +75,8 @@ class RoomyCalls(FreeCalls):
         else:
             if not (trained or any(t.requires_grad for t in call.tensors)):
                 return None
-            form = call_key(call.leaves, call.spec, sized=False), *kind[1:]
+            leaves = [float if type(x) is float else x for x in call.leaves]  # a number that changes in each call
+            form = call_key(leaves, call.spec, sized=False), *kind[1:]
             seen = Seen(form, tuple(t.numel() for t in call.tensors))
             there = made + sum(t.nbytes for t in (*parameters, *call.tensors))
             larger = self._larger(seen, made)
@@ -83,12 +84,13 @@ class RoomyCalls(FreeCalls):
             if peak > FAR * budget or (larger is None and not self.may_measure):
                 return None
             said = self.front.described(names_of(call), call.leaves)
+            known = None if larger is None else (self.spacious[larger], self._seen[larger].nodes)
             self.suppose(kind, device, said, int(peak), made)
             self.spacious.pop(kind, None)
             self._seen[kind] = seen
-            if larger is not None:
-                self.spacious[kind] = self.spacious[larger]._replace(call=said)
-                self._seen[kind] = seen._replace(nodes=self._seen[larger].nodes)
+            if known is not None:
+                self.spacious[kind] = known[0]._replace(call=said)
+                self._seen[kind] = seen._replace(nodes=known[1])
         return kind if self.fits_beside(kind) else None
 
     def _larger(self, call: Seen, made: int) -> Hashable | None:

@@ -227,7 +227,7 @@ def test_a_budget_that_is_set_later_binds() -> None:
         handle.budget = budget
         step(model, randn(512, 64, seed=k))
         ours.append(state(model))
-        assert (handle.plan is not None) == (k >= 2)
+        assert (handle.plan is not None) == (k in (2, 3))
         model.zero_grad()
     torch.manual_seed(1)
     theirs = []
@@ -273,3 +273,29 @@ def test_its_frontier_can_be_asked_for(kind: type[Net]) -> None:
     assert same([before], [state(model)]) and model.calls == calls
     assert found.min_budget < 0.8 * found.max_budget
     assert handle.plan is None and handle.frontier() == found
+
+
+def test_numbers_that_change_are_no_new_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not measured again, and however many come, they are all known."""
+
+    class Scaled(Net):
+        def forward(self, x: torch.Tensor, rate: float = 1.0) -> torch.Tensor:
+            """As in ``Net``."""
+            return super().forward(x) * rate
+
+    torch.manual_seed(0)
+    eager = Scaled()
+    model, looks = copy.deepcopy(eager), []
+    handle = attach(model, GIB, costs="flops", cache=False)
+    original = handle._roomy._held
+    monkeypatch.setattr(handle._roomy, "_held", lambda *given: looks.append(given) or original(*given))
+    monkeypatch.setattr("rockmate.calls.free.MOST_KINDS", 8)
+    found = []
+    for m in (model, eager):
+        torch.manual_seed(0)
+        for k in range(20):
+            m(randn(16, 64, seed=k), 0.1 * k).sum().backward()
+        found.append(state(m))
+    assert same([found[0]], [found[1]])
+    assert captured(handle) == 0
+    assert len(looks) <= 2 + 5 + 2  # the first, those of all calls whose number is a power of two, and after a clear
