@@ -16,7 +16,9 @@ from rockmate.budget import show_bytes
 from rockmate.calls.front import Front
 from rockmate.calls.look import Look, abandoned
 from rockmate.calls.step_look import WholeLook
+from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
 from rockmate.calls.turns import Rough, Turn
+from rockmate.calls.variants import ROOM_TO_KEEP
 from rockmate.errors import BudgetWarning
 from rockmate.tell import LOG
 from solvers.calls import Way
@@ -37,15 +39,19 @@ class Spacious(NamedTuple):
 
 
 class FreeCall:
-    """A call that ran without a plan. Its graph owns it, by a hook. ``look``: at this call, if there is one."""
+    """A call that ran without a plan. Its graph owns it, by a hook. ``look``: at this call, if there is one. ``tight``:
+    a backward of its backward may exceed the budget.
+    """
 
-    def __init__(self, function: Node, turn: Turn, look: Look | None) -> None:
-        self.turn, self.look = turn, look
+    def __init__(self, function: Node, turn: Turn, look: Look | None, tight: bool) -> None:
+        self.turn, self.look, self.tight = turn, look, tight
         turn.held_by(self)
         function.register_prehook(self._begin)
 
     def _begin(self, _: Any) -> None:
         self.turn.begin(self.look)
+        if self.tight and graph_is_retained():
+            warn_unplanned(RETAINED)
 
 
 class FreeCalls:
@@ -145,7 +151,7 @@ class FreeCalls:
             raise
         outputs = tensors_of(result)
         if function := next((t.grad_fn for t in outputs if t.grad_fn is not None), None):
-            FreeCall(function, turn, look)
+            FreeCall(function, turn, look, ROOM_TO_KEEP * turn.way.backward > self.front.budget)
         if look is not None:
             look.follow(outputs)
         return result

@@ -221,7 +221,8 @@ class Followed:
         for other in () if over else kind.known:
             if other is known or other.program is None:
                 continue
-            if other.forms[: len(forms)] == forms and other.program.packs[: len(packs)] == packs:
+            same = other.forms[: len(forms)] == forms and other.program.packs[: len(packs)] == packs
+            if same and other.program.is_for(tape, index):
                 kind.known = [other, *(k for k in kind.known if k is not other)]  # the next call may be like this one
                 self.last, self._shared = other, None
                 return Planned(other.program, partial(self._otherwise, kind, other)).take_over(tape)

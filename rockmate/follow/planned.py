@@ -44,6 +44,13 @@ class FollowedProgram:
     stages: tuple[Stage, ...]
     stage_of: dict[int, int]
 
+    def is_for(self, tape: Tape, index: int) -> bool:
+        """Whether no operation up to ``index`` has made more than was planned for; less does no harm."""
+        ops = zip(tape.ops[: index + 1], self.sizes, strict=False)
+        return not any(
+            a > b for op, planned in ops if planned for a, b in zip(sizes_of(tape, op), planned, strict=True)
+        )
+
     @property
     def reruns(self) -> int:
         """How many nodes run again."""

@@ -299,3 +299,16 @@ def test_numbers_that_change_are_no_new_kinds(monkeypatch: pytest.MonkeyPatch) -
     assert same([found[0]], [found[1]])
     assert captured(handle) == 0
     assert len(looks) <= 2 + 5 + 2  # the first, those of all calls whose number is a power of two, and after a clear
+
+
+def test_a_backward_of_a_backward_is_said_where_the_budget_may_not_hold() -> None:
+    """Also where the calls themselves need no plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())))
+    attach(model, "200%", costs="flops", cache=False)
+    x = randn(256, 64, seed=0).requires_grad_()
+    for _ in range(3):
+        model(x).square().mean().backward()
+    with pytest.warns(BudgetWarning, match="create_graph=True"):
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    gradient.square().mean().backward()

@@ -896,3 +896,42 @@ def test_kinds_of_steps_that_take_turns_are_all_planned(order: tuple[int, ...]) 
     assert max(taken) <= budget
     assert len(handle.plans) >= 2, "both kinds were observed"
     assert all(isinstance(planned.plan, FollowedPlan) for planned in handle.plans)
+
+
+class Routed(nn.Module):
+    """Experts, some of which get no rows in some steps: the operations are those of other steps, with other sizes."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(experts)
+        )
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            (rows,) = (chosen == k).nonzero(as_tuple=True)
+            if rows.numel():
+                out = out.index_add(0, rows, expert(x[rows]))
+        return x + out
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 127, 129), (94, 89, 73), (125, 131, 0), (0, 126, 130), (90, 87, 79), (130, 126, 0)],
+        [(100, 156), (156, 100), (0, 256), (256, 0), (128, 128), (200, 56)],
+        [(64, 64, 64, 64), (0, 85, 86, 85), (85, 0, 86, 85), (85, 86, 0, 85), (128, 0, 0, 128), (0, 0, 128, 128)],
+    ],
+)
+def test_ways_that_differ_in_sizes_only_do_not_hand_over_to_each_other_for_ever(rows: list[tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    eager = Routed(len(rows[0]))
+    model = copy.deepcopy(eager)
+    attach(model, "70%", costs="flops", cache=False, on_infeasible="least")
+    for seed, counts in enumerate([*rows, *rows]):
+        chosen = torch.cat([torch.full((n,), k) for k, n in enumerate(counts)])
+        for m in (model, eager):
+            m.zero_grad()
+            m(randn(len(chosen), WIDTH, seed=seed), chosen).square().mean().backward()
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
