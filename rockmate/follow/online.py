@@ -55,6 +55,7 @@ class Online:
 
     def asked(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``."""
+        tape.reruns.limit = self.limit
 
     def answered(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``."""

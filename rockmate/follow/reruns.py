@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -22,9 +23,11 @@ class Reruns:
 
     def __init__(self, ops: list[Op], data: list[Datum], ledger: Ledger) -> None:
         self.ops, self.data, self.ledger, self.settings = ops, data, ledger, settings()
+        self.limit: int | None = None  # bytes of data above which nothing is held that is made on the way
 
     def make(self, datum: Datum, among: frozenset[int] | None = None) -> torch.Tensor:
-        """Make the datum again, from what is held. What is made on the way is held if a slot refers to it.
+        """Make the datum again, from what is held. What is made on the way is held if a slot refers to it, the last
+        of it if there is a ``limit``.
 
         ``among``: and it is one of these.
         """
@@ -34,14 +37,20 @@ class Reruns:
             for number in self.ops[index].reads:
                 left[number] = left.get(number, 0) + 1
         made = {number for index in order for _, number in self.ops[index].makes if self.data[number].base is None}
+        behind: deque[Datum] = deque()  # that the operations to come do not read
         for index in order:
             self.run([index])
             for number in self.ops[index].reads:
                 left[number] -= 1
                 other = self.data[number]
-                wanted = other is datum or (other.slots and (among is None or number in among))
-                if not left[number] and number in made and not wanted:
+                if left[number] or number not in made or other is datum:
+                    continue
+                if other.slots and (among is None or number in among):
+                    behind.append(other)
+                else:
                     other.base = None
+            while behind and self.limit is not None and self.ledger.live > self.limit:
+                behind.popleft().base = None
         assert datum.base is not None
         return datum.base
 
