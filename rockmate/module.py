@@ -36,7 +36,6 @@ from rockmate.planning.prepare import make_planner
 from rockmate.planning.wrappers import NO_REPLICAS
 from rockmate.progress import Progress
 from rockmate.signed import signed
-from rockmate.tell import be_heard
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -148,7 +147,6 @@ class Rockmate(torch.nn.Module):
             with saved.unchanged():
                 options = options_of(saved.costs, saved.loss_memory, *asked[2:])
         terms = Terms(saved.budget if saved else parse_budget(budget), options, progress, always=True)
-        be_heard()
         OPTIMIZERS.watch()
         if options.compile:
             prepare_for_pieces(model)

@@ -14,7 +14,7 @@ from solvers.problem import Problem
 from solvers.schedule import Bwd, Run, Schedule
 
 QUEUE = 1000
-"""Launches that a queue of CUDA takes, about."""
+"""Launches that the queue of a device takes, about."""
 
 
 @dataclass(frozen=True, slots=True)

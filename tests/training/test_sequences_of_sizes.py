@@ -171,7 +171,7 @@ def test_a_sequence_of_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Only the first call is traced on data, and only where kernels of the CPU keep otherwise does another one run."""
     make, call, sizes = CASES[name]
     traced, ran = 0, 0
-    planner, run = rockmate.calls.calls.make_planner, rockmate.calls.calls.Shown.graph_of_a_run
+    planner, run = rockmate.calls.made.make_planner, rockmate.calls.graph.Shown.graph_of_a_run
 
     def count_traces(*args: Any, **kwargs: Any) -> Any:
         nonlocal traced
@@ -187,8 +187,8 @@ def test_a_sequence_of_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     model = make()
     eager, batches = copy.deepcopy(model), [call(*size) for size in sizes]
     budget = max(tight_budget(copy.deepcopy(model), batch, fraction=0.4) for batch in batches[:2])
-    monkeypatch.setattr(rockmate.calls.calls, "make_planner", count_traces)
-    monkeypatch.setattr(rockmate.calls.calls.Shown, "graph_of_a_run", count_runs)
+    monkeypatch.setattr(rockmate.calls.made, "make_planner", count_traces)
+    monkeypatch.setattr(rockmate.calls.graph.Shown, "graph_of_a_run", count_runs)
     attach(model, budget, costs="flops", on_infeasible="least")
     assert_same(trained(model, batches), trained(eager, batches))
     assert traced == 1 + (name == "shifted")  # a number that divides is an input from the second capture on

@@ -86,13 +86,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        original = rockmate.calls.calls.make_planner
+        original = rockmate.calls.made.make_planner
 
         def make(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(rockmate.calls.calls, "make_planner", make)
+        monkeypatch.setattr(rockmate.calls.made, "make_planner", make)
 
 
 @pytest.fixture
