@@ -154,7 +154,6 @@ class Attachment(Handle, OwnCall):
     def _run(self, model: torch.nn.Module, call: Call) -> Any:
         self.inside.witnesses, self.inside.call = witnesses(), call
         try:
-            self._begin_step(call.tensors)
             return self._run_in_its_way(model, call)
         except InfeasibleBudgetError as error:  # without the frames of TorchDynamo
             raise self.explained(error, self.terms.is_auto) from None
@@ -167,6 +166,7 @@ class Attachment(Handle, OwnCall):
             _check_tensors(call)
         except UnsupportedError as error:
             return self._run_unplanned(model, call, error, None)
+        self._begin_step(call.tensors)
         if self._followed is not None:
             return self._followed.run(model, call)
         if not self.only_plans and (kind := self._roomy.kind(model, call)) is not None:

@@ -22,13 +22,16 @@ from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.surroundings import modes_again
 from rockmate.errors import BudgetWarning
-from rockmate.follow.engine import FIRST, device_of, lasting_of, names_of
+from rockmate.follow.engine import device_of, lasting_of, names_of
 from rockmate.follow.following import following
 from rockmate.follow.online import Online
 from rockmate.follow.tape import Tape
 
 FAR = 0.25
 """Part of the budget that such calls may take: Python may do more in later ones, of which no guard tells."""
+
+HELD = 0.3
+"""Part of the budget that the data of a step may take which is measured; gradients and temporary memory come beside."""
 
 AT_FIRST = 4
 """Times the bytes that are there before a first call that it is supposed to take."""
@@ -150,6 +153,6 @@ class RoomyCalls(FreeCalls):
         """The same, within the budget as far as sizes tell."""
         terms, device = self.front.terms, device_of(model, call)
         made = sum(self.front.bytes_of_missing_gradients().values())
-        limit = int(FIRST * max(0, self.front.budget - terms.steps.held() - made))
+        limit = int(HELD * max(0, self.front.budget - terms.steps.held() - made))
         with following(Tape(device, Online(limit), lasting_of(model, call)), self.front.modes):
             return model._call_impl(*call.args, **call.kwargs)

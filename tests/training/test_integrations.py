@@ -162,6 +162,7 @@ def test_a_callback_of_lightning(tmp_path: Path) -> None:
         assert float(last[name]) == torch.tensor(float(value)).item()  # Lightning logs tensors of float32
 
 
+@pytest.mark.filterwarnings("ignore:.* without a plan, and no budget holds there:rockmate.BudgetWarning")
 def test_a_part_that_training_step_does_not_call(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"did not call Classifier itself.*part="):
         fit(Classifier(), tmp_path, [ForLightning("60%", costs="flops")])
