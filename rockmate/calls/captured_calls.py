@@ -78,8 +78,6 @@ class CapturedCalls(Calls):
             if fits:
                 known = self._is_known(kind, missing) or not self.freely.may_measure
                 run = self.freely.run if known else self.freely.run_measured
-                planned = self.cache.find(kind, missing)
-                self.last, self.front.last = (planned[0], self) if planned else (self.last, None)
                 return run(kind, partial(self._without_plan, arguments))
             try:
                 results = self.run(call, kind, missing)
@@ -88,7 +86,7 @@ class CapturedCalls(Calls):
             except (GraphError, VariantLimitError) as error:
                 self._refuse(error)
                 return self.program.forward(*arguments)
-            self.front.last = self
+            self.front.last, self.front.ran_freely = self, False
             return self.split.joined(results, numbers) if self.split else results
 
     def _without_plan(self, arguments: tuple[Any, ...]) -> Any:

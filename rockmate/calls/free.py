@@ -143,6 +143,7 @@ class FreeCalls:
         steps = self.front.terms.steps
         turn = steps.take(kind, self._rough[kind], self.front.name, self.front.terms)
         turns.append(turn)
+        self.front.ran_freely = True
         try:
             with abandoned(look):
                 result = call()
