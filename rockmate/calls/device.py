@@ -14,6 +14,7 @@ from rockmate.calls.terms import Terms
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.memory import Memory, StepBytes, memory_of
 from rockmate.optimizers import local_bytes
+from rockmate.planning.planner import lacks_gradient
 
 
 class OnDevice(Front):
@@ -39,7 +40,7 @@ class OnDevice(Front):
 
     def bytes_of_missing_gradients(self) -> dict[str, int]:
         """As in ``Front``."""
-        return {name: p.nbytes for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None}
+        return {name: p.nbytes for name, p in self.model.named_parameters() if lacks_gradient(p)}
 
     @property
     def known_model(self) -> torch.nn.Module | None:
@@ -52,7 +53,7 @@ class OnDevice(Front):
         if not found or any(p is None for p, _ in found):
             found = [] if (model := self._model()) is None else [(p, local_bytes(p)) for p in model.parameters()]
             self._sizes = [(weakref.ref(p), size) for p, size in found if p is not None]
-        return sum(size for p, size in found if p is not None and p.grad is not None)
+        return sum(size for p, size in found if p is not None and p.is_leaf and p.grad is not None)
 
     @abstractmethod
     def step_bytes(self) -> StepBytes:

@@ -15,6 +15,7 @@ from rkgb.trace.written import has_memory
 from rkgb.trees import unflatten
 from rockmate.calls.surroundings import running_in
 from rockmate.errors import InputError
+from rockmate.planning.planner import lacks_gradient
 from solvers import Frontier
 
 
@@ -27,7 +28,7 @@ class RememberedCall:
 
     def __init__(self, model: torch.nn.Module, call: Call) -> None:
         self._mode, self._settings = current_mode(), settings()
-        self._missing = {n for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
+        self._missing = {n for n, p in model.named_parameters() if lacks_gradient(p)}
         self._leaves, self._spec = [_again(leaf) for leaf in call.leaves], call.spec
 
     def frontier(self, model: torch.nn.Module, of: Callable[[Call], Frontier]) -> Frontier:

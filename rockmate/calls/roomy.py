@@ -26,6 +26,7 @@ from rockmate.follow.engine import device_of, lasting_of, names_of
 from rockmate.follow.following import following
 from rockmate.follow.online import Online
 from rockmate.follow.tape import Tape
+from rockmate.planning.planner import lacks_gradient
 
 FAR = 0.25
 """Part of the budget that such calls may take: Python may do more in later ones, of which no guard tells."""
@@ -68,7 +69,7 @@ class RoomyCalls(FreeCalls):
             return None
         parameters = list(model.parameters())
         trained = tuple(p.nbytes for p in parameters if p.requires_grad)
-        made = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
+        made = sum(p.nbytes for p in parameters if lacks_gradient(p))
         kind = call_key(call.leaves, call.spec), model.training, trained
         if kind in self.binding:
             return None

@@ -33,8 +33,12 @@ from solvers import (
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
     """Parameters that have no gradient but need one: new memory that stays."""
-    own = model.named_parameters()
-    return frozenset(name for name, p in own if p.requires_grad and (not p.is_leaf or p.grad is None))
+    return frozenset(name for name, p in model.named_parameters() if lacks_gradient(p))
+
+
+def lacks_gradient(p: torch.Tensor) -> bool:
+    """Whether a parameter has no gradient but needs one; what was put in its place (functional_call) never has one."""
+    return p.requires_grad and (not p.is_leaf or p.grad is None)
 
 
 @dataclass(eq=False)
