@@ -82,7 +82,8 @@ class FollowedLook(StepLook):
         if stays:
             self.why_not = "backward kept its graph (retain_graph, create_graph)"
         elif self.then is not None:
-            self.then(moments)
+            then, self.then = self.then, None  # which holds what was noted
+            then(moments)
 
 
 class Observed:
