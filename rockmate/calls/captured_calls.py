@@ -67,7 +67,8 @@ class CapturedCalls(Calls):
         with self.in_call(inputs):
             call = Call(tuple(inputs[k] for k in self.module.given), {})
             kind, missing = self.kind(call)
-            fits = not self.terms.always and self._fits(kind, missing, call, arguments)
+            made = 0 if self.terms.always else self._made(missing)
+            fits = not self.terms.always and self._fits(kind, missing, made, call, arguments)
             if self.front.only_plans:
                 if fits:
                     self.front.note_free_call()
@@ -76,7 +77,7 @@ class CapturedCalls(Calls):
                     self.front.last = self
                 raise Planned
             if fits:
-                known = self._is_known(kind, missing) or not self.freely.may_measure
+                known = self.freely.is_known(kind, made) or not self.freely.may_measure
                 run = self.freely.run if known else self.freely.run_measured
                 return run(kind, partial(self._without_plan, arguments))
             try:
@@ -114,14 +115,14 @@ class CapturedCalls(Calls):
         """Bytes of the gradients that a step makes."""
         return sum(self.now.inputs[k].nbytes for name, k in self.module.trained if name in missing)
 
-    def _is_known(self, kind: Hashable, missing: frozenset[str]) -> bool:
-        return self.freely.is_known(kind, self._made(missing))
+    def _fits(self, kind: Hashable, missing: frozenset[str], made: int, call: Call, arguments: tuple[Any, ...]) -> bool:
+        """Whether the budget is so large that a call need not be planned, with others of its step or alone.
 
-    def _fits(self, kind: Hashable, missing: frozenset[str], call: Call, arguments: tuple[Any, ...]) -> bool:
-        """Whether the budget is so large that a call need not be planned, with others of its step or alone."""
+        ``made``: bytes of the gradients that the step makes.
+        """
         if kind in self.freely.binding:
             return False
-        if not self._is_known(kind, missing):
+        if not self.freely.is_known(kind, made):
             budget = self.terms.bytes_known(device_of(arguments))
             if budget is None:
                 return False
@@ -132,17 +133,17 @@ class CapturedCalls(Calls):
                 self.extents[kind] = Extent((self.sizeless(call), self.terms.made), self.results.counts(arguments))
             extent = self.extents[kind]
             rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
-            if rough > budget and not self._larger_fits(extent, missing, budget):
+            if rough > budget and not self._larger_fits(extent, missing, made, budget):
                 self.freely.binding.add(kind)  # to look at all sizes takes longer than a small step
                 return False
             said, peak = self.front.described(self.module.names, call.leaves), int(min(rough, budget))
-            self.freely.suppose(kind, device_of(arguments), said, peak, self._made(missing))
+            self.freely.suppose(kind, device_of(arguments), said, peak, made)
         return self.freely.fits_beside(kind)
 
-    def _larger_fits(self, extent: Extent, missing: frozenset[str], budget: int) -> bool:
+    def _larger_fits(self, extent: Extent, missing: frozenset[str], made: int, budget: int) -> bool:
         """Whether a call of no smaller sizes fits with everything kept, as was measured, or planned."""
         kinds = [kind for kind, other in self.extents.items() if other.covers(extent)]
-        if any(self._is_known(kind, missing) for kind in kinds):
+        if any(self.freely.is_known(kind, made) for kind in kinds):
             return True
         planners = (v.planner for kind in kinds for v in self.cache.find(kind, missing))
         return any(

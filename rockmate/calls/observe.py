@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rkgb.cost.usage import Usage, assigned, differentiable, turned_strides
 from rkgb.device import kind_of
 from rkgb.Ktools import K_graph
+from rkgb.probe.contexts import next_number
 from rkgb.warn import warn
 from rockmate.calls.call_look import CallLook
 from rockmate.calls.surroundings import RETAINED, graph_is_retained
@@ -37,9 +38,6 @@ from rockmate.run.program import Program
 
 _LOOKS = 8
 """Calls of one kind that are looked at closely, at most: a loop whose every step is new is not slowed down for ever."""
-
-sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Of the next node of autograd's graph that this thread makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +209,7 @@ class ObservedCall:
                 function.register_prehook(partial(self.reach, k, place))
         self.look = look
         self.turn: Turn | None = None
-        self.first = sequence_number()
+        self.first = next_number()
         if look is not None:
             look.begin(self)
 
@@ -238,7 +236,7 @@ class ObservedCall:
                 self.turn.begin(self.look)
             self.task = torch._C._current_graph_task_id()
             if self.thread == threading.get_ident():
-                self.nodes = sequence_number() - self.first
+                self.nodes = next_number() - self.first
             self.attached = frozenset(k for k, ref in enumerate(self.refs) if _has_owner(ref))
             alive = (k for k, memory in self.memory.items() if not memory.expired())
             self.held = self.attached.union(alive)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,11 +194,11 @@ def _segmented(problem: Problem, budget: int, time_limit: float) -> Schedule | N
     memory, mended; None if that does not fit, either.
     """
     from solvers.whole.repair import repair, trim
-    from solvers.whole.stages import schedule_step, staged_step, timeline
+    from solvers.whole.stages import schedule_step, staged_step
     from solvers.whole.whole_graph import least_step
 
     staged, began = staged_step(problem), time.perf_counter()
-    cuts = [(timeline(staged, runs).peak, staged.cost(runs), runs) for runs in _cuts(staged)]
+    cuts = _cuts(problem)
     if fitting := [(cost, runs) for peak, cost, runs in cuts if peak <= budget]:
         best = min(fitting, key=lambda x: x[0])[1]
         limit = min(SECONDS / 4, time_limit)
@@ -212,14 +212,22 @@ def _segmented(problem: Problem, budget: int, time_limit: float) -> Schedule | N
     return None if found is None else schedule_step(problem, found)
 
 
-def _cuts(staged: Staged) -> Iterator[Reruns]:
-    """The forward in few or many segments, with large data that several of them read kept, or run again in each."""
+@lru_cache(maxsize=1)  # a problem is solved for several budgets in a row
+def _cuts(problem: Problem) -> tuple[tuple[int, int, Reruns], ...]:
+    """(peak, nanoseconds of reruns, reruns) of the forward in few or many segments, with large data that several of
+    them read kept, or run again in each.
+    """
     from solvers.whole.baselines import segments_of_forward
+    from solvers.whole.stages import staged_step, timeline
 
+    staged = staged_step(problem)
+    found: list[tuple[int, int, Reruns]] = []
     count = 2
     while count < min(staged.first, MOST_SEGMENTS):
-        yield from (segments_of_forward(staged, count, part) for part in PARTS)
+        for runs in (segments_of_forward(staged, count, part) for part in PARTS):
+            found.append((timeline(staged, runs).peak, staged.cost(runs), runs))
         count += max(1, count // 2)
+    return tuple(found)
 
 
 def _unlimited(problem: Problem) -> Problem:
@@ -237,8 +245,9 @@ def find_least(problem: Problem) -> Found:
 
     staged: Staged = staged_step(problem)
     end = time.perf_counter() + SECONDS
-    best = min((staged.none(), recompute_all(staged), *_cuts(staged)), key=lambda runs: timeline(staged, runs).peak)
-    low, high = least_step(staged)[0], timeline(staged, best).peak
+    ways = [(timeline(staged, runs).peak, runs) for runs in (staged.none(), recompute_all(staged))]
+    high, best = min((*ways, *((peak, runs) for peak, _, runs in _cuts(problem))), key=lambda way: way[0])
+    low = least_step(staged)[0]
     for _ in range(ROUNDS):
         if low >= high or time.perf_counter() > end:
             break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from rockmate.calls.observe import sequence_number
+from rkgb.probe.contexts import next_number
 from rockmate.follow.record import Use
 from rockmate.follow.tape import Tape
 
@@ -15,12 +15,12 @@ class UseOfOutputs:
 
     def __init__(self, tape: Tape, then: Callable[[Tape, Use], None]) -> None:
         self.then = then
-        self.thread, self.first = threading.get_ident(), sequence_number()
+        self.thread, self.first = threading.get_ident(), next_number()
         self.outside = _held(tape, set(tape.ledger.at.values()))  # a copy: storages may go meanwhile
 
     def begin(self, tape: Tape) -> None:
         """The backward has come to the first saved tensor."""
-        nodes = sequence_number() - self.first if threading.get_ident() == self.thread else -1
+        nodes = next_number() - self.first if threading.get_ident() == self.thread else -1
         self.then(tape, Use(nodes, _held(tape, self.outside)))
 
 
