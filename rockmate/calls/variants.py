@@ -271,7 +271,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._entries: tuple[_Entry, ...] = ()
-        self._before: dict[tuple[Hashable, frozenset[str]], Variant] = {}
+        self._before: tuple[_Entry, ...] = ()  # for other budgets
         self._lock = threading.Lock()
         self.dropped = 0
         self.numbers = itertools.count()  # see Variant.number
@@ -287,8 +287,7 @@ class PlanCache:
     def clear(self) -> None:
         """Plans are made again when they are needed."""
         with self._lock:
-            self._entries = ()
-            self._before.clear()
+            self._entries = self._before = ()
 
     def add(self, key: Hashable, missing: frozenset[str], variant: Variant) -> None:
         """Keep a new variant, as the last one used."""
@@ -321,9 +320,16 @@ class PlanCache:
     def replace(self, old: Variant, new: Variant) -> None:
         """Keep ``new`` in the place of ``old``; all others are for another budget."""
         with self._lock:
-            self._before.update({(key, missing): v for key, missing, v in self._entries if v is not old})
+            others = tuple(entry for entry in self._entries if entry[2] is not old)
+            self._before = (*others, *self._before)[:MAX_PLANS]
             self._entries = tuple((key, missing, new) for key, missing, v in self._entries if v is old)
 
     def for_another_budget(self, key: Hashable, missing: frozenset[str]) -> Variant | None:
         """What was planned for such calls, and observed of them, when the budget was another one."""
-        return self._before.pop((key, missing), None)
+        before = self._before
+        found = [entry for entry in before if entry[1] == missing and entry[0] == key]
+        if not found:
+            return None
+        with self._lock:
+            self._before = tuple(entry for entry in self._before if all(entry is not x for x in found))
+        return found[0][2]

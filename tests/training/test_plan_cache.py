@@ -51,6 +51,9 @@ def test_a_thread_finds_what_was_there_when_it_began(change: str) -> None:
     for v in variants:
         cache.add(Key(changes[change]), NONE, v)
     assert [v.name for v in cache.find("key", NONE)] == ["c", "b", "a"]
+    for v in variants[1:]:
+        cache.replace(variants[0], v)
+    cache.for_another_budget("key", NONE)
 
 
 def test_the_cache_drops_the_least_recently_used() -> None:
