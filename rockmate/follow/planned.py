@@ -19,14 +19,22 @@ from solvers import Bwd, Del, Loss, Run, Schedule
 
 
 @dataclass(frozen=True)
+class Again:
+    """A node that runs again: its ``ops``, the data that it ``makes``, and those that are ``gone`` after it."""
+
+    ops: tuple[int, ...]
+    makes: frozenset[int]
+    gone: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Stage:
-    """What happens before one moment of the backward. ``runs``: the operations of nodes that run again, each with the
-    data that go after it. ``drops``: data that go before. ``last``: data that go at that moment, by the slot that reads
-    them last.
+    """What happens before one moment of the backward. ``runs``: the nodes that run again. ``drops``: data that go
+    before. ``last``: data that go at that moment, by the slot that reads them last.
     """
 
     drops: tuple[int, ...]
-    runs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    runs: tuple[Again, ...]
     last: dict[int, tuple[int, ...]]
 
 
@@ -94,22 +102,27 @@ def _stages(
     stages: list[Stage] = []
     stage_of: dict[int, int] = {}
     drops: list[int] = []
-    runs: list[tuple[tuple[int, ...], list[int]]] = []
+    runs: list[tuple[int, list[int]]] = []  # nodes, each with what is gone after it
     for step in behind:
         if isinstance(step, Run):
             makes = found.problem.nodes[step.node].makes
             others = [found.datum_of[d] for d in makes if d in live]  # that the caller holds
-            runs.append((found.ops_of[step.node], [n for n in others if n not in held]))
+            runs.append((step.node, [n for n in others if n not in held]))
             live.update(makes)
         elif isinstance(step, Del):
             live.discard(step.data)
             (runs[-1][1] if runs else drops).append(found.datum_of[step.data])
         elif isinstance(step, Bwd):
             stage_of.update(dict.fromkeys(slots_of[step.node], len(stages)))
-            stages.append(Stage(tuple(drops), tuple((ops, tuple(gone)) for ops, gone in runs), {}))
+            stages.append(Stage(tuple(drops), tuple(_again(found, *run) for run in runs), {}))
             drops, runs = [], []
     _hand_over(stages, drops, slots_of, stage_of, seen)
     return tuple(stages), stage_of
+
+
+def _again(found: FollowedProblem, node: int, gone: list[int]) -> Again:
+    makes = frozenset(found.datum_of[d] for d in found.problem.nodes[node].makes)
+    return Again(found.ops_of[node], makes, tuple(gone))
 
 
 def _hand_over(
@@ -221,14 +234,14 @@ class Planned:
             return
         for number in stage.drops:
             self._drop(tape, number)
-        for ops, gone in stage.runs if is_read else ():
-            for index in ops:
+        for again in stage.runs if is_read else ():
+            for index in again.ops:
                 for number in tape.ops[index].reads:
                     datum = tape.data[number]
-                    if datum.base is None and number not in (n for _, n in tape.ops[ops[0]].makes):
+                    if datum.base is None and number not in again.makes:
                         tape.reruns.make(datum)  # a part of the graph was left out
-            tape.reruns.run(ops)
-            for number in gone:
+            tape.reruns.run(again.ops, again.makes)
+            for number in again.gone:
                 self._drop(tape, number)
 
     def _drop(self, tape: Tape, number: int) -> None:

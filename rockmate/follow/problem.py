@@ -200,16 +200,28 @@ def _add(building: _Building, tape: Forward, index: int, op: Op, own: int) -> No
 
 
 def _add_unwritten(building: _Building, tape: Forward, index: int, own: int) -> None:
-    """The maker of memory that later operations write before anybody reads it: until then it is other data."""
+    """The maker of memory that later operations write before anybody reads it: until then it is other data.
+
+    What else it makes, as the statistics of a norm, it can make again alone.
+    """
     op = tape.ops[index]
-    mine = []
+    mine, others = [], []
     for _, number in op.makes:
         datum = tape.data[number]
-        mine.append(building.datum(-1, f"{_name(op, index)}.{number}.unwritten", datum.size))
-        building.at[-1 - number] = mine[-1]
+        name = f"{_name(op, index)}.{number}"
+        if datum.writers and not datum.pinned:
+            mine.append(building.datum(-1, f"{name}.unwritten", datum.size))
+            building.at[-1 - number] = mine[-1]
+        else:
+            mine.append(building.datum(number, name, datum.size))
+            building.at[number] = mine[-1]
+            others.append(datum)
     reads = sorted({building.at[n] for n in op.reads if n in building.at})
     peak = max(own, sum(building.data[d].size for d in mine))
-    building.node(Node(f"{_name(op, index)}_unwritten", 0, tuple(reads), tuple(mine), peak, None, rerun=False))
+    reruns = op.reruns and bool(others) and not any(d.pinned for d in others)
+    name, time = f"{_name(op, index)}_unwritten", op.nanoseconds if others else 0
+    node = Node(name, time, tuple(reads), tuple(mine), peak, None, rerun=reruns)
+    building.node(node, (index,) if others else (), op.gathered)
 
 
 def _add_group(building: _Building, tape: Forward, seen: Seen, marks: dict[int, int], number: int) -> None:
@@ -218,15 +230,13 @@ def _add_group(building: _Building, tape: Forward, seen: Seen, marks: dict[int, 
     ops = (datum.maker, *datum.writers)
     unwritten = building.at[-1 - number]
     building.node(Node(f"written{ops[-1]}", 0, (unwritten,), (), 0, None, rerun=False))
-    own = 0
-    for k in (marks[i] for i in ops):
-        own = max(own, _own(seen, k))
+    own, *others = (_own(seen, marks[i]) for i in ops)
+    peak = max(own, sum(tape.data[n].size for _, n in tape.ops[ops[0]].makes) + max(others))
     reads = {building.at[n] for i in ops for n in tape.ops[i].reads if n != number and n in building.at}
     name = _name(tape.ops[ops[0]], ops[-1])
     building.at[number] = building.datum(number, f"{name}.{number}", datum.size)
     time = sum(tape.ops[i].nanoseconds for i in ops)
-    single = len(tape.ops[ops[0]].makes) == 1
-    node = Node(name, time, tuple(sorted(reads)), (building.at[number],), datum.size + own, None, rerun=single)
+    node = Node(name, time, tuple(sorted(reads)), (building.at[number],), peak, None)
     building.node(node, ops, frozenset().union(*(tape.ops[i].gathered for i in ops)))
 
 

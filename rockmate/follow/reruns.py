@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,8 @@ class Reruns:
 
         ``among``: and it is one of these.
         """
-        order = sorted(self._needed(datum))
+        found, wanted = self._needed(datum)
+        order = sorted(found)
         left: dict[int, int] = {}
         for index in order:
             for number in self.ops[index].reads:
@@ -39,7 +40,8 @@ class Reruns:
         made = {number for index in order for _, number in self.ops[index].makes if self.data[number].base is None}
         behind: deque[Datum] = deque()  # that the operations to come do not read
         for index in order:
-            self.run([index])
+            makes = [n for _, n in self.ops[index].makes]
+            self.run([index], wanted.union(n for n in makes if self.data[n].slots and not self.data[n].writers))
             for number in self.ops[index].reads:
                 left[number] -= 1
                 other = self.data[number]
@@ -54,38 +56,43 @@ class Reruns:
         assert datum.base is not None
         return datum.base
 
-    def _needed(self, datum: Datum) -> set[int]:
-        """The operations that make the datum from what is held."""
+    def _needed(self, datum: Datum) -> tuple[set[int], set[int]]:
+        """The operations that make the datum from what is held, and the data that they make for it."""
         found: set[int] = set()
+        wanted: set[int] = set()
         left = [datum]
         while left:
             other = left.pop()
-            if other.base is not None or other.maker in found:
+            if other.base is not None or other.number in wanted:
                 continue
             if other.pinned:
                 raise GoneError(
                     "a backward reads what cannot be made again, and is gone: call backward once for each forward, or "
                     "with retain_graph=True from the first time on"
                 )
+            wanted.add(other.number)
             ops = [other.maker, *other.writers]
             found.update(ops)
             left += [self.data[n] for index in ops for n in self.ops[index].reads if n != other.number]
-        return found
+        return found, wanted
 
-    def run(self, ops: Iterable[int]) -> None:
-        """Run operations again, in order, below autograd: as they ran, some in another way where gradients are on."""
+    def run(self, ops: Sequence[int], wanted: Collection[int]) -> None:
+        """Run operations again, in order, below autograd: as they ran, some in another way where gradients are on.
+
+        Of what they make, the ``wanted`` data are held.
+        """
         below, grad = torch._C._AutoDispatchBelowAutograd(), torch.is_grad_enabled()
         try:
             if runs_plainly(self.settings):
                 with torch._C._DisableAutocast(), below:
-                    self._run(ops)
+                    self._run(ops, wanted)
             else:
                 with running_in(replace(current_mode(), autocast=()), self.settings), below:
-                    self._run(ops)
+                    self._run(ops, wanted)
         finally:
             torch.set_grad_enabled(grad)
 
-    def _run(self, ops: Iterable[int]) -> None:
+    def _run(self, ops: Sequence[int], wanted: Collection[int]) -> None:
         for index in ops:
             op = self.ops[index]
             torch._C._set_grad_enabled(op.grad)
@@ -94,7 +101,7 @@ class Reruns:
                 results = list(flat(result))
                 for position, number in op.makes:
                     datum = self.data[number]
-                    if datum.base is None:
+                    if datum.base is None and number in wanted and not datum.pinned:
                         datum.base, datum.version = results[position], None
                         self.ledger.add(results[position].untyped_storage(), number, datum.size)
 
