@@ -175,6 +175,11 @@ class Outcome:
     measured: int | None = None
     warned: list[str] = field(default_factory=list)
 
+    @property
+    def leading(self) -> int | str:
+        """The budget of the steps that lead: of the first one, unless another one was seen to need more."""
+        return self.least or "100%"
+
     def be(self, verdict: str, reason: str) -> None:
         self.verdict, self.reason = verdict, reason
 
@@ -182,13 +187,13 @@ class Outcome:
 def under_rockmate(training: Training, outcome: Outcome) -> Any:
     """Steps of a ``Rockmate`` that runs nothing again, then of the budget."""
     arguments = training.code.batch(0)
-    rk = training.call = rockmate.Rockmate(training.model, arguments, "100%", costs="flops", cache=False)
+    rk = training.call = rockmate.Rockmate(training.model, arguments, outcome.leading, costs="flops", cache=False)
     return _then_budgeted(training, outcome, rk)
 
 
 def under_attach(training: Training, outcome: Outcome) -> Any:
     """The same of an attached model."""
-    handle = rockmate.attach(training.model, "100%", costs="flops", cache=False)
+    handle = rockmate.attach(training.model, outcome.leading, costs="flops", cache=False)
     return _then_budgeted(training, outcome, handle)
 
 
