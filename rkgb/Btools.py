@@ -28,7 +28,6 @@ from rkgb.trace.capture import (
     outside_vmap,
     preserved,
 )
-from rkgb.trace.code import watched
 from rkgb.trace.guards import Guard
 from rkgb.trace.meta import OnMeta
 from rkgb.trace.other_draws import other_draws
@@ -130,7 +129,7 @@ class _Forward:
             self.structure = Structure(spec, _constants(results))
             return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
         before = State(self.model)
-        with watched() as watch, other_draws(watch, refuse=True) as drawn:
+        with other_draws(refuse=True) as drawn:
             returned = self.model(*call.args, **call.kwargs)
         if drawn:
             raise UnsupportedError(
@@ -140,7 +139,7 @@ class _Forward:
         results, spec = flatten(returned)
         assigned, sets = before.assigned(), before.sets()
         self.notes = [left_as_it_is(name) for name in sets]
-        self.structure = Structure(spec, _constants(results), tuple(assigned), code=watch.code(), sets=sets)
+        self.structure = Structure(spec, _constants(results), tuple(assigned), sets=sets)
         return [*(leaf for leaf in results if isinstance(leaf, torch.Tensor)), *assigned.values()]
 
 

@@ -30,7 +30,6 @@ from rkgb.nodes import (
     substitute,
 )
 from rkgb.notebook import Displayed
-from rkgb.trace.code import Code
 
 __all__ = [
     "B_graph",
@@ -59,16 +58,15 @@ class Structure:
     ``outputs``: a pytree spec. ``output_constants``: (position, value) of the leaves that are no tensors.
     ``assigned``: qualified names of the buffers that forward replaces; their values follow the outputs.
     ``written``: parameters that forward changes in place, and attributes with tensors, which it may change.
-    ``code``: the Python functions that ran. ``sets``: the attributes that forward sets, by qualified name, with their
-    values; from D on only numbers and text, which a plan sets, too. ``stale``: attributes that forward sets to another
-    value in each call; a plan leaves them as they are.
+    ``sets``: the attributes that forward sets, by qualified name, with their values; from D on only numbers and text,
+    which a plan sets, too. ``stale``: attributes that forward sets to another value in each call; a plan leaves them as
+    they are.
     """
 
     outputs: Any
     output_constants: tuple[tuple[int, Any], ...]
     assigned: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
-    code: Code = field(default_factory=Code)
     sets: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     stale: tuple[str, ...] = ()
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from rkgb import make_all_graphs
-from rkgb.trace.code import watched
 from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensors_of
 from rockmate import MismatchError, Rockmate
@@ -131,7 +130,7 @@ def test_arrays_are_computed_anew() -> None:
 def test_the_first_import_of_numpys_generator_is_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = sys.modules["numpy.random"]
     monkeypatch.delitem(sys.modules, "numpy.random")
-    with watched() as watch, other_draws(watch) as drawn:
+    with other_draws() as drawn:
         monkeypatch.setitem(sys.modules, "numpy.random", generator)
     assert drawn == []
 
@@ -356,14 +355,3 @@ def test_what_a_failed_guard_puts_back_was_never_changed() -> None:
         assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
     for a, b in zip(model.buffers(), eager.buffers(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_many_functions_of_one_code() -> None:
-    """The variables of all of them are looked for among all objects, where nothing that is being made may be met."""
-
-    def shifted(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: x + by
-
-    functions = [shifted(k) for k in range(40)]
-    graphs = make_all_graphs(Layers(lambda m, x: m.run(functions[3](x))), inputs(), costs="flops")
-    assert len(graphs.D.structure.code.cells) >= 40

@@ -33,7 +33,6 @@ from torch.utils import _pytree as pytree
 
 from rkgb.errors import GraphError
 from rkgb.graphs import D_graph, Facts, Mode, Node, Ref, S_graph, S_node, Saved, Source, Storage, Structure, Value
-from rkgb.trace.code import Code
 
 _NAME = r"[^\s,:()]+"
 _VALUE = re.compile(
@@ -46,7 +45,6 @@ _NODE = re.compile(
     rf"(?P<makes>.*?) = (?:(?P<label>{_NAME}): )?(?P<op>[^\s(]+)\((?P<reads>[^()]*)\)(?:  # (?P<comment>.*))?"
 )
 _HEADER = re.compile(r"# S, made by (?P<by>.*?)(?:, on (?P<device>\S+))?")
-_NO_CODE = Code()
 _FLAGS = ("random", "fixed", "no grad", "spoilt")
 
 
@@ -188,7 +186,7 @@ class _Reader:
             self.sources,
             tuple(self.ops),
             self.outputs,
-            Structure(pytree.tree_structure(((0,) * len(self.outputs), {})), (), code=_NO_CODE),
+            Structure(pytree.tree_structure(((0,) * len(self.outputs), {})), ()),
             dict(enumerate(self.values)),
             tuple(self.storages),
             tuple(self.facts),

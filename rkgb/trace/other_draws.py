@@ -7,34 +7,51 @@ neither lost nor repeated, and must not count as the module's.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
-from rkgb.trace.code import Draws, Watch
+from rkgb.trace.code import not_compiled
 
 PYTHON, NUMPY = "Python's random module", "NumPy's random module"
 
+_DRAW = frozenset({"random", "getrandbits", "seed", "setstate"})
+
+
+class _Draws(Exception):
+    """Raised before a number is drawn from Python's generator."""
+
+
+@dataclass
+class _Watch:
+    """``drawn``: this thread has drawn from Python's generator. ``refuses``: raise ``_Draws`` before such a draw."""
+
+    refuses: bool
+    drawn: bool = False
+
 
 @contextlib.contextmanager
-def other_draws(watch: Watch, *, refuse: bool = False) -> Iterator[list[str]]:
-    """A context whose list names, at its end, the generators that this thread has drawn from. ``watch`` is active.
+def other_draws(*, refuse: bool = False) -> Iterator[list[str]]:
+    """A context whose list names, at its end, the generators that this thread has drawn from.
 
     The generators are then restored, unless another thread may have drawn from them, too. Draws from Python's generator
     show as calls of this thread. NumPy's do not; other threads wait for NumPy's lock meanwhile, if this thread can take
-    it twice. If no other thread runs, the states decide. ``refuse``: raise ``Draws`` at the first draw from Python's
-    generator that could not be restored.
+    it twice. If no other thread runs, the states decide. ``refuse``: stop at the first draw from Python's generator
+    that could not be restored.
     """
     drawn_from: list[str] = []
     alone = threading.active_count() == 1
     with contextlib.nullcontext() if alone else _numpy_lock():
         before = random.getstate(), _numpy_state(), _numpy_generator() and _numpy_generator().get_state()
-        watch.drawn, watch.refuses = False, refuse and not alone
         try:
-            yield drawn_from
-        except Draws:
+            with _watched(refuse and not alone) as watch:
+                yield drawn_from
+        except _Draws:
             drawn_from.append(PYTHON)
             return
         alone = alone and threading.active_count() == 1
@@ -45,6 +62,37 @@ def other_draws(watch: Watch, *, refuse: bool = False) -> Iterator[list[str]]:
         if before[1] and _numpy_state() != before[1]:  # its first import meanwhile is no draw
             drawn_from.append(NUMPY)
             _set_numpy_state(before[2])
+
+
+@contextlib.contextmanager
+def _watched(refuses: bool) -> Iterator[_Watch]:
+    """A context that sees this thread's calls of Python's generator. A Python profiler sees nothing meanwhile.
+
+    Garbage collection is off, since it would call finalizers and callbacks that are no part of the forward.
+    """
+    watch, generator = _Watch(refuses), random.random.__self__  # type: ignore[attr-defined]
+
+    @not_compiled
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and getattr(argument, "__self__", None) is generator:
+            watch.drawn = watch.drawn or argument.__name__ in _DRAW
+            if watch.drawn and watch.refuses:
+                raise _Draws
+
+    before: Any = sys.getprofile()
+    collects = gc.isenabled()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        yield watch
+    finally:
+        sys.setprofile(None)
+        if collects:
+            gc.enable()
+        if callable(before):
+            sys.setprofile(before)
+        elif before is not None:
+            before.enable()  # cProfile's
 
 
 def _numpy_generator() -> Any:

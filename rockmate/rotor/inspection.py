@@ -17,7 +17,6 @@ from rkgb.device import kind_of, one_device
 from rkgb.randomness import refuse_unseen_draws
 from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
-from rkgb.trace.code import watched
 from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
@@ -124,7 +123,7 @@ def warm_up(function: Function, x: Any, where: tuple[int, str], preserve_rng_sta
         with torch.no_grad():
             outputs.append(function(x))
 
-    with watched() as watch, other_draws(watch) as drawn:
+    with other_draws() as drawn:
         run()
     if kind.keeps_workspaces and not drawn:
         kind.first_use(run, device)
