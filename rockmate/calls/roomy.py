@@ -17,7 +17,7 @@ from rkgb.probe.contexts import next_number
 from rkgb.sample import Call
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
-from rockmate.calls.free import FreeCalls
+from rockmate.calls.free import MOST_KINDS, FreeCalls
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.surroundings import modes_again
@@ -54,12 +54,14 @@ class RoomyCalls(FreeCalls):
     def __init__(self, front: Front) -> None:
         super().__init__(front, FAR)
         self._seen: dict[Hashable, Seen] = {}
+        self._planned: set[Hashable] = set()  # calls that are none, and stay so under this budget
         self._calls = 0
 
     def clear(self) -> None:
         """As in ``FreeCalls``."""
         super().clear()
         self._seen.clear()
+        self._planned.clear()
 
     def kind(self, model: torch.nn.Module, call: Call) -> Hashable | None:
         """The kind of a call that may take far less than the budget; None for all others."""
@@ -67,27 +69,39 @@ class RoomyCalls(FreeCalls):
         budget = None if terms.always or terms.options.compile else terms.bytes_known(device)
         if budget is None:
             return None
+        called = call_key(call.leaves, call.spec), model.training
+        if called in self._planned:
+            return None
+        kind = self._kind(model, call, called, FAR * budget)
+        return kind if kind is not None and self.fits_beside(kind) else None
+
+    def _kind(self, model: torch.nn.Module, call: Call, called: Hashable, most: float) -> Hashable | None:
+        """The kind of a call that may take ``most`` bytes or less; None for all others."""
         parameters = list(model.parameters())
         trained = tuple(p.nbytes for p in parameters if p.requires_grad)
         made = sum(p.nbytes for p in parameters if lacks_gradient(p))
-        kind = call_key(call.leaves, call.spec), model.training, trained
+        kind = called, trained
         if kind in self.binding:
+            self._are_planned(called)
             return None
         if self.is_known(kind, made):
-            if self.spacious[kind].peak > FAR * budget:  # "auto": it is less than before
+            if self.spacious[kind].peak > most:  # "auto": it is less than before
                 return None
         else:
             if not (trained or any(t.requires_grad for t in call.tensors)):
                 return None
             leaves = [float if type(x) is float else x for x in call.leaves]  # a number that changes in each call
-            form = call_key(leaves, call.spec, sized=False), *kind[1:]
+            form = call_key(leaves, call.spec, sized=False), model.training, trained
             seen = Seen(form, tuple(t.numel() for t in call.tensors))
             there = made + sum(t.nbytes for t in (*parameters, *call.tensors))
             larger = self._larger(seen, made)
             peak = self._supposed(seen, AT_FIRST * there) if larger is None else self.spacious[larger].peak
-            if peak > FAR * budget or (larger is None and not self.may_measure):
+            if peak > most:
+                self._are_planned(called)
                 return None
-            said = self.front.described(names_of(call), call.leaves)
+            if larger is None and not self.may_measure:
+                return None
+            said, device = self.front.described(names_of(call), call.leaves), device_of(model, call)
             known = None if larger is None else (self.spacious[larger], self._seen[larger].nodes)
             self.suppose(kind, device, said, int(peak), made)
             self.spacious.pop(kind, None)
@@ -95,7 +109,13 @@ class RoomyCalls(FreeCalls):
             if known is not None:
                 self.spacious[kind] = known[0]._replace(call=said)
                 self._seen[kind] = seen._replace(nodes=known[1])
-        return kind if self.fits_beside(kind) else None
+        return kind
+
+    def _are_planned(self, called: Hashable) -> None:
+        """Such calls come near the budget, as long as that stays: they are not asked about again."""
+        if len(self._planned) >= MOST_KINDS:
+            self._planned.clear()
+        self._planned.add(called)
 
     def _larger(self, call: Seen, made: int) -> Hashable | None:
         """A kind of which a step was measured, and in which no tensor has fewer elements than in ``call``."""
