@@ -135,17 +135,18 @@ def _again(found: FollowedProblem, node: int, gone: list[int]) -> Again:
 def _hand_over(
     stages: list[Stage], after: list[int], slots_of: dict[int, list[int]], stage_of: dict[int, int], seen: Seen
 ) -> None:
-    """What a stage drops first goes with the last slot of the stage before that reads it: autograd frees it then."""
-    last: dict[tuple[int, int], int] = {}
+    """What a stage drops first goes with the last slot of the stage before that reads it: autograd frees it then. What
+    no slot of that stage reads goes with its last one: others hold it, who may free it before the next stage.
+    """
+    last: dict[tuple[int, int | None], int] = {}
+    order = _order(slots_of, stage_of)
     for slot, stage in stage_of.items():
-        pack = seen.packs[slot]
-        if pack[1] is not None:
-            last[stage, pack[1]] = max(slot, last.get((stage, pack[1]), slot), key=_order(slots_of, stage_of))
+        for key in ((stage, seen.packs[slot][1]), (stage, None)):
+            last[key] = max(slot, last.get(key, slot), key=order)
     for k, drops in enumerate([*(stage.drops for stage in stages[1:]), tuple(after)]):
-        for number in drops:
-            slot = last.get((k, number), -1)
-            if slot >= 0:
-                stages[k].last[slot] = (*stages[k].last.get(slot, ()), number)
+        for number in drops if (k, None) in last else ():
+            slot = last.get((k, number), last[k, None])
+            stages[k].last[slot] = (*stages[k].last.get(slot, ()), number)
 
 
 def _order(slots_of: dict[int, list[int]], stage_of: dict[int, int]) -> Callable[[int], int]:
