@@ -42,7 +42,8 @@ class Seen:
     over, in nanoseconds; ``left``: bytes of data that still lived then. ``released``: the mark by which nobody outside
     held a datum any more; those that were always held are not there. ``reads``: for each mark "asked", the data that
     autograd has in use from then on. ``gathered``: for each of these, the storages that come and go which are there.
-    ``discarded``: data whose slots all went before the forward returned.
+    ``discarded``: data whose slots all went before the forward returned. ``within``: the data that backwards within the
+    forward read, in order.
     """
 
     forms: list[OpForm] = field(default_factory=list)
@@ -56,6 +57,7 @@ class Seen:
     reads: dict[int, frozenset[int]] = field(default_factory=dict)
     gathered: dict[int, frozenset[int]] = field(default_factory=dict)
     discarded: set[int] = field(default_factory=set)
+    within: list[int] = field(default_factory=list)
 
     def unread(self) -> set[int]:
         """Data of slots that no backward read, and some other one may."""
@@ -105,9 +107,9 @@ class Observed:
         look.mark()  # levels are above this one: the numbers that the first operation is given are memory, too
         self.seen.marks.append(Mark("begin", 0, 0, time.perf_counter_ns()))
 
-    def keeps(self, datum: Datum) -> bool:
+    def keeps(self, tape: Tape, datum: Datum) -> bool:
         """As in ``Policy``."""
-        return self.inner.keeps(datum)
+        return self.inner.keeps(tape, datum)
 
     def ended(self) -> None:
         """As in ``Policy``: there is no backward to wait for, unless it runs."""
@@ -144,9 +146,9 @@ class Observed:
 
     def asked(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``."""
-        if self.look is not None:
+        if self.look is not None and not tape.open:
             self.look.reach()
-        if slot.datum is not None:
+        if slot.datum is not None and not tape.open:
             self._mark(tape, "asked", slot.number)
             there = (key for key, outside in tape.gathered.items() if outside.is_there)
             self.seen.gathered[len(self.seen.marks) - 1] = frozenset(there)
@@ -167,6 +169,9 @@ class Observed:
         """As in ``Policy``."""
         assert slot.datum is not None
         self.inner.answered(tape, slot)
+        if tape.open:
+            self.seen.within.append(slot.datum.number)
+            return
         self._in_use[slot.datum.number] = None
         self.seen.reads[len(self.seen.marks) - 1] = frozenset(self._in_use)
         self._mark(tape, "answered", slot.number)

@@ -69,7 +69,7 @@ class Online:
         if not datum.slots and not datum.pinned:
             datum.base = None
 
-    def keeps(self, datum: Datum) -> bool:
+    def keeps(self, tape: Tape, datum: Datum) -> bool:
         """As in ``Policy``."""
         return True
 

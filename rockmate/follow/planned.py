@@ -41,7 +41,8 @@ class Stage:
 @dataclass(frozen=True)
 class FollowedProgram:
     """A schedule, by what a followed forward shows. ``forms`` and ``sizes`` of operations, ``packs`` of slots: as in
-    the step that was observed. ``held``: data that are held from the forward on. ``stages`` in the order of the
+    the step that was observed. ``held``: data that are held from the forward on. ``within``: those that
+    backwards within the forward read, each with the number of the last of their reads. ``stages`` in the order of the
     backward; ``stage_of``: by slot.
     """
 
@@ -49,8 +50,13 @@ class FollowedProgram:
     sizes: list[tuple[int, ...]]
     packs: list[tuple[int, int | None]]
     held: frozenset[int]
+    within: dict[int, int]
     stages: tuple[Stage, ...]
     stage_of: dict[int, int]
+
+    def holds(self, tape: Tape, number: int) -> bool:
+        """Whether the datum is to be held, as far as the forward has come."""
+        return number in self.held or self.within.get(number, -1) >= tape.asks
 
     def is_for(self, tape: Tape, index: int) -> bool:
         """Whether no operation up to ``index`` has made more than was planned for; less does no harm."""
@@ -87,7 +93,8 @@ def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen) -> Follow
     for slot, node in found.step_of.items():
         slots_of.setdefault(node, []).append(slot)
     stages, stage_of = _stages(found, behind, slots_of, seen, live, held)
-    return FollowedProgram(seen.forms, seen.sizes, seen.packs, held, stages, stage_of)
+    within = {number: k for k, number in enumerate(seen.within)}
+    return FollowedProgram(seen.forms, seen.sizes, seen.packs, held, within, stages, stage_of)
 
 
 def _stages(
@@ -128,17 +135,18 @@ def _again(found: FollowedProblem, node: int, gone: list[int]) -> Again:
 def _hand_over(
     stages: list[Stage], after: list[int], slots_of: dict[int, list[int]], stage_of: dict[int, int], seen: Seen
 ) -> None:
-    """What a stage drops first goes with the last slot of the stage before that reads it: autograd frees it then."""
-    last: dict[tuple[int, int], int] = {}
+    """What a stage drops first goes with the last slot of the stage before that reads it: autograd frees it then. What
+    no slot of that stage reads goes with its last one: others hold it, who may free it before the next stage.
+    """
+    last: dict[tuple[int, int | None], int] = {}
+    order = _order(slots_of, stage_of)
     for slot, stage in stage_of.items():
-        pack = seen.packs[slot]
-        if pack[1] is not None:
-            last[stage, pack[1]] = max(slot, last.get((stage, pack[1]), slot), key=_order(slots_of, stage_of))
+        for key in ((stage, seen.packs[slot][1]), (stage, None)):
+            last[key] = max(slot, last.get(key, slot), key=order)
     for k, drops in enumerate([*(stage.drops for stage in stages[1:]), tuple(after)]):
-        for number in drops:
-            slot = last.get((k, number), -1)
-            if slot >= 0:
-                stages[k].last[slot] = (*stages[k].last.get(slot, ()), number)
+        for number in drops if (k, None) in last else ():
+            slot = last.get((k, number), last[k, None])
+            stages[k].last[slot] = (*stages[k].last.get(slot, ()), number)
 
 
 def _order(slots_of: dict[int, list[int]], stage_of: dict[int, int]) -> Callable[[int], int]:
@@ -165,7 +173,7 @@ class Planned:
 
     def take_over(self, tape: Tape) -> Planned:
         """Another policy has decided so far: hold what this plan holds, and nothing else if that is possible."""
-        held = self.program.held
+        held = frozenset(datum.number for datum in tape.data if self.program.holds(tape, datum.number))
         others = [datum for datum in tape.data if datum.number not in held]
         for datum in others:  # first: what is made again needs the room
             if not datum.pinned:
@@ -191,7 +199,7 @@ class Planned:
             self._leave(tape, index).after(tape, index, results)
             return
         for position, number in op.makes:
-            if number in program.held:
+            if program.holds(tape, number):
                 tape.data[number].base = alias_of(results[position])
 
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
@@ -217,6 +225,8 @@ class Planned:
 
     def asked(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``: take the steps of the schedule that come before this read."""
+        if tape.open:
+            return
         if not self.keeps_all and graph_is_retained():
             self.keeps_all = True
             warn_unplanned(RETAINED)
@@ -251,16 +261,20 @@ class Planned:
     def answered(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``: what nothing reads later is autograd's alone."""
         stage = self.program.stage_of.get(slot.number, -1)
-        if stage >= 0 and not self.keeps_all:
+        if tape.open:
+            assert slot.datum is not None
+            if not self.program.holds(tape, slot.datum.number):
+                slot.datum.base = None
+        elif stage >= 0 and not self.keeps_all:
             for number in self.program.stages[stage].last.get(slot.number, ()):
                 self._drop(tape, number)
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
         """As in ``Policy``."""
 
-    def keeps(self, datum: Datum) -> bool:
+    def keeps(self, tape: Tape, datum: Datum) -> bool:
         """As in ``Policy``."""
-        return datum.number in self.program.held
+        return self.program.holds(tape, datum.number)
 
     def ended(self) -> None:
         """As in ``Policy``."""

@@ -205,8 +205,15 @@ class Slot:
             self.tape.policy.let_go(self.tape, self.datum)
 
 
+def _has_values(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
 class Wrapped:
-    """What autograd keeps in the place of a tensor that is made of others (a DTensor): a slot for each of these."""
+    """What autograd keeps in the place of a tensor that is made of others (a DTensor): a slot for each of these.
+
+    Integers stay as they are: a nested tensor's shape is told from others by which tensor says where its rows are.
+    """
 
     __slots__ = ("form", "kind", "others", "ref", "slots", "version")
 
@@ -215,7 +222,7 @@ class Wrapped:
         names, context = t.__tensor_flatten__()
         self.kind, self.form = type(t), (context, t.size(), t.stride())
         parts = {name: getattr(t, name) for name in names}
-        self.slots = {name: pack(x) for name, x in parts.items() if isinstance(x, torch.Tensor)}
+        self.slots = {name: pack(x) for name, x in parts.items() if isinstance(x, torch.Tensor) and _has_values(x)}
         self.others = {name: x for name, x in parts.items() if name not in self.slots}
         self.ref, self.version = weakref.ref(t), t._version
 

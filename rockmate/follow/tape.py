@@ -46,15 +46,15 @@ class Policy(Protocol):
         """The forward has returned."""
 
     def asked(self, tape: Tape, slot: Slot) -> None:
-        """The backward reads ``slot``."""
+        """The backward reads ``slot``, or one within the forward does, while the tape is open."""
 
     def answered(self, tape: Tape, slot: Slot) -> None:
-        """The backward has got what ``slot`` refers to."""
+        """It has got what ``slot`` refers to."""
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
         """One slot of ``datum`` is gone."""
 
-    def keeps(self, datum: Datum) -> bool:
+    def keeps(self, tape: Tape, datum: Datum) -> bool:
         """Whether ``datum``, which cannot be made again, is to be held."""
 
     def ended(self) -> None:
@@ -67,7 +67,8 @@ class Policy(Protocol):
 class Tape(TorchDispatchMode):
     """See the file's text. ``device``: whose memory is followed. ``ops``, ``data``: in the order in which they came.
 
-    ``open``: the forward runs. ``slots``: how many there were. ``waits``: no backward has come to one.
+    ``open``: the forward runs. ``slots``: how many there were; ``asks``: how often
+    backwards within the forward have read one that has a datum. ``waits``: no backward has come to one.
     ``lasting``: the storages from outside that are there in the backward, too; None if all are. ``gathered``: an
     argument in each of the others, which come and go. What is made from these can be made again while they are there.
     """
@@ -79,7 +80,7 @@ class Tape(TorchDispatchMode):
         self.ops: list[Op] = []
         self.data: list[Datum] = []
         self.ledger = Ledger()
-        self.slots = 0
+        self.slots = self.asks = 0
         self.open = self.waits = True
         self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes to the first slot
         self.reruns, self._kernels = Reruns(self.ops, self.data, self.ledger), kernels()
@@ -248,7 +249,7 @@ class Tape(TorchDispatchMode):
     def pin(self, datum: Datum) -> None:
         """Hold the datum, which cannot be made again from now on."""
         wanted = datum.slots or datum.readers
-        if not datum.pinned and datum.base is None and wanted and self.policy.keeps(datum):
+        if not datum.pinned and datum.base is None and wanted and self.policy.keeps(self, datum):
             self.hold(datum)
         datum.pinned = True
 
@@ -305,7 +306,7 @@ class Tape(TorchDispatchMode):
                 if self.waits and self.begins is not None:
                     self.begins(self)
                 self.waits = False
-                self.policy.asked(self, slot)
+            self.policy.asked(self, slot)
             if datum is None:
                 assert slot.held is not None
                 return slot.held
@@ -313,8 +314,8 @@ class Tape(TorchDispatchMode):
             if base is None:
                 base = self.reruns.make(datum)
             t = formed(base, slot.form)
-            if not self.open:
-                self.policy.answered(self, slot)
+            self.asks += self.open
+            self.policy.answered(self, slot)
         return t
 
     def decide_by(self, policy: Policy) -> None:
