@@ -458,6 +458,23 @@ class Heads(nn.Module):
         return self.large(x).mean() + z.mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("given", ["50%", 300_000])
+@pytest.mark.parametrize("sizes", [(16, 17, 18, 19), (16, 12, 8, 4)], ids=["larger", "smaller"])
+def test_a_budget_that_cannot_hold_is_refused_at_the_second_call(given: str | int, sizes: tuple[int, ...]) -> None:
+    """Also where each step is of another size: what no plan fits may not come again. It is said once."""
+    model = Breaks(lambda _, x: x)
+    model.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))  # nearly all is gradients
+    handle = attach(model, given, costs="flops", cache=False)
+    first, *others = [torch.randn(n, 256) for n in sizes]
+    model(first).square().mean().backward()
+    with pytest.raises(InfeasibleBudgetError, match=r"no plan fits a budget of .*the smallest that can be planned is"):
+        model(others[0])
+    handle.budget = "100%"
+    for x in others:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+
 def test_a_minimum_that_is_stated_holds_when_it_is_asked_for() -> None:
     torch.manual_seed(0)
     eager, x = Heads(), randn(40, WIDTH, seed=0)
