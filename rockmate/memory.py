@@ -24,10 +24,12 @@ class Memory:
 
     ``gradients``: of all trained parameters, whether they are there or not. ``optimizer``: its state, or what that will
     be: as its first step has shown, by ``optimizer=``, or else two moments of each trained parameter. ``activations``:
-    kept from the forward to the backward. ``loss``: room for it. ``temporaries``: the rest of a step; where no plan
-    fits, all that it takes at least beside gradients. ``slack``: held by CUDA's allocator, and of no use to it.
-    ``margin``: what "auto" leaves. ``other``: inputs, other models and programs, the driver. ``free``: below 0 where
-    memory is short.
+    kept from the forward to the backward. ``loss``: room for it. ``temporaries``: the rest of a step, with the loss
+    where there is no plan; where no plan fits, all that the step takes at least beside gradients. ``slack``: held by
+    CUDA's allocator, and of no use to it. ``margin``: what "auto" leaves. ``other``: inputs, other models and programs,
+    the driver. ``free``: below 0 where memory is short.
+
+    None is for what is in ``temporaries``, and, together with that and ``free``, for what no step has shown yet.
     """
 
     device: str
@@ -36,18 +38,23 @@ class Memory:
     gradients: int
     optimizer: int
     buffers: int
-    activations: int
-    loss: int
-    temporaries: int
+    activations: int | None
+    loss: int | None
+    temporaries: int | None
     slack: int
     margin: int
     other: int
-    free: int
+    free: int | None
 
     def __str__(self) -> str:
         sizes = [(name, size) for name, size in asdict(self).items() if name not in ("device", "total")]
-        shares = [[_NAMES.get(name, name), show_bytes(x), f"{100 * x / max(1, self.total):.1f} %"] for name, x in sizes]
+        shares = [[_NAMES.get(name, name), *self._share(size)] for name, size in sizes]
         return text_table([["memory of", self.device, ""], *shares, ["total", show_bytes(self.total), ""]], left=[0])
+
+    def _share(self, size: int | None) -> tuple[str, str]:
+        if size is None:
+            return "not known yet" if self.temporaries is None else "in temporaries", ""
+        return show_bytes(size), f"{100 * size / max(1, self.total):.1f} %"
 
 
 _NAMES = {
@@ -91,11 +98,13 @@ def rest_of(models: Sequence[torch.nn.Module], device: torch.device) -> Rest:
 
 
 class StepBytes(NamedTuple):
-    """Of a step: its ``peak``, and of that what it keeps, room for the loss, and gradients that it makes."""
+    """Of a step: its ``peak``, and of that what it keeps and room for the loss, if these are known apart, and gradients
+    that it makes.
+    """
 
     peak: int
-    kept: int = 0
-    loss: int = 0
+    kept: int | None = None
+    loss: int | None = None
     made: int = 0
 
 
@@ -105,13 +114,17 @@ def step_of(problem: Problem, schedule: Schedule, peak: int, made: int) -> StepB
     return StepBytes(peak, kept, problem.loss, made)
 
 
-def memory_of(rest: Rest, step: StepBytes, device: torch.device, with_margin: bool) -> Memory:
+def memory_of(rest: Rest, step: StepBytes | None, device: torch.device, with_margin: bool) -> Memory:
     """The table. Of a step's peak, gradients come first, then what is kept, then the loss; temporaries are the rest."""
     kind = kind_of(device)
     total, slack, unused = kind.total(device), kind.slack(device), kind.free(device)
-    left = max(0, step.peak - step.made)
-    activations = min(step.kept, left)
-    loss = min(step.loss, left - activations)
+    activations = loss = temporaries = free = None
+    if step is not None:
+        left = max(0, step.peak - step.made)
+        activations = None if step.kept is None else min(step.kept, left)
+        left -= activations or 0
+        loss = None if step.loss is None else min(step.loss, left)
+        temporaries = left - (loss or 0)
     rows = (
         rest.parameters,
         rest.made + rest.missing,
@@ -119,9 +132,11 @@ def memory_of(rest: Rest, step: StepBytes, device: torch.device, with_margin: bo
         rest.buffers,
         activations,
         loss,
-        left - activations - loss,
+        temporaries,
         slack,
         with_margin * rest.margin(device),
         total - unused - slack - rest.parameters - rest.buffers - rest.made - rest.state,
     )
-    return Memory(str(device), total, *rows, total - sum(rows))
+    if step is not None:
+        free = total - sum(row or 0 for row in rows)
+    return Memory(str(device), total, *rows, free)

@@ -18,7 +18,7 @@ from rkgb.collector import COLLECTING_RARELY
 from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
 from rkgb.warn import warn
-from rockmate.calls.captured import kinds_of_sources, line_of, line_of_derivatives, numpy_function
+from rockmate.calls.captured import kinds_of_sources, line_of, numpy_function, of_derivatives
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import (
     capture_under_settings,
@@ -198,8 +198,8 @@ _REASON = re.compile(r"\d+/(\d+): ([^#\n]*)")
 
 def check_capture(program: fx.GraphModule) -> None:
     """Raise ``UnsupportedError`` where a capture would not do as Python does, while TorchDynamo calls its backend."""
-    if line := line_of_derivatives(program):
-        raise UnsupportedError(f"derivatives are computed inside forward{line}")
+    if derivative := next(filter(of_derivatives, program.graph.nodes), None):
+        raise UnsupportedError(f"derivatives are computed inside forward{line_of(derivative)}")
     if found := numpy_function(program):
         raise UnsupportedError(f"NumPy's {found} would be computed by torch, whose numbers are others")
     if hooked := next((n for n in program.graph.nodes if "register_hook" in getattr(n.target, "__name__", "")), None):
@@ -208,8 +208,10 @@ def check_capture(program: fx.GraphModule) -> None:
         raise UnsupportedError(f"a tensor is given other memory (.data = …){line_of(given)}")
     if spread := next((n for n in program.graph.find_nodes(op="placeholder") if _is_spread(n)), None):
         raise UnsupportedError(f"{spread.name} is a tensor that is spread over processes (DTensor)")
-    if program.graph.find_nodes(op="call_function", target=torch._C._autograd._saved_tensors_hooks_disable):
-        raise UnsupportedError("hooks of saved tensors are disabled inside forward (disable_saved_tensors_hooks)")
+    for node in program.graph.find_nodes(op="call_function", target=torch._C._autograd._saved_tensors_hooks_disable):
+        raise UnsupportedError(
+            f"hooks of saved tensors are disabled inside forward (disable_saved_tensors_hooks){line_of(node)}"
+        )
     check_effects()
     if not any("RandomValueSource" in kind for kind in kinds_of_sources(program)):
         keep_draws_of_other_threads()

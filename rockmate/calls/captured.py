@@ -160,17 +160,19 @@ def captured_sources(program: fx.GraphModule) -> list[str]:
     return found
 
 
-def line_of_derivatives(program: fx.GraphModule) -> str:
-    """Where a transform of torch.func computes derivatives, as " at file.py:12"; empty where none does."""
-    for node in program.graph.nodes:
-        if getattr(node.target, "__name__", "") in ("_grad_increment_nesting", "_jvp_increment_nesting"):
-            return line_of(node)
-    return ""
+def of_derivatives(node: fx.Node) -> bool:
+    """Whether a transform of torch.func computes derivatives from here on."""
+    return getattr(node.target, "__name__", "") in ("_grad_increment_nesting", "_jvp_increment_nesting")
 
 
 def line_of(node: fx.Node) -> str:
-    """Where the user's code computes ``node``, as " at file.py:12"."""
-    return f" at {line_of_trace(node.meta.get('stack_trace') or '', _HERE)}"
+    """Where the user's code computes ``node``, or the first one behind it whose line is known, as " at file.py:12";
+    empty if there is none.
+    """
+    while node.op not in ("output", "root") and not node.meta.get("stack_trace"):
+        node = node.next
+    line = line_of_trace(node.meta.get("stack_trace") or "", _HERE)
+    return f" at {line}" if line else ""
 
 
 def _plain(source: str) -> str:

@@ -56,14 +56,16 @@ class OnDevice(Front):
         return sum(size for p, size in found if p is not None and p.is_leaf and p.grad is not None)
 
     @abstractmethod
-    def step_bytes(self) -> StepBytes:
-        """Of a step of the last plan; where the budget does not bind, of the largest step that was measured."""
+    def step_bytes(self) -> StepBytes | None:
+        """Of a step of the last plan; where there is none, of the largest step that was planned for or measured; None
+        if none was.
+        """
 
     def memory(self) -> Memory:
         """Where the device's memory goes in the worst moment of a step of the last plan; ask between steps."""
         return self._memory(self.step_bytes())
 
-    def _memory(self, step: StepBytes) -> Memory:
+    def _memory(self, step: StepBytes | None) -> Memory:
         device = self.device()
         return memory_of(self.terms.rest(device), step, device, with_margin=self.terms.is_auto)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import gc
 import random
 import re
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 from torch import fx
 
 from rkgb.errors import UnsupportedError
-from rkgb.trace.code import is_installed
+from rkgb.trace.code import is_installed, is_the_users
+from rkgb.trace.lines import named_line
 from rockmate.calls.captured import line_of
 
 
@@ -28,17 +31,34 @@ def check_effects() -> None:
     effects, codes = tx.output.side_effects, list(torch._guards.TracingContext.get().traced_code)
     for x in effects.keepalive:
         if isinstance(x, random.Random):
-            raise UnsupportedError("forward draws from a random.Random, whose numbers would be those of the capture")
+            line = _line_of_calls(codes, x)
+            raise UnsupportedError(f"forward draws from a random.Random{line}, whose numbers would be the capture's")
         if isinstance(x, collections.deque) and x.maxlen is not None:
             modified = effects.is_modified(effects.id_to_variable[id(x)])
             if modified or any("maxlen" in code.co_names for code in codes):
+                line = _line_of_calls(codes, x)
                 raise UnsupportedError(
-                    f"forward changes a deque with maxlen={x.maxlen}, which TorchDynamo takes for one without: use a "
-                    "list, and take from its front what is too old"
+                    f"forward changes a deque with maxlen={x.maxlen}{line}, which TorchDynamo takes for one without: "
+                    "use a list, and take from its front what is too old"
                 )
     drawing = {c for c in codes if not is_installed(c.co_filename) and draws(c)}
-    if drawing and any(_code_within(f) in drawing for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper):
-        raise UnsupportedError("a function with a cache (functools.lru_cache) draws random numbers")
+    cached = (_code_within(f) for f in gc.get_objects() if drawing and type(f) is functools._lru_cache_wrapper)
+    if (code := next((code for code in cached if code in drawing), None)) is not None:
+        line = named_line(code.co_filename, code.co_firstlineno)
+        raise UnsupportedError(f"a function with a cache (functools.lru_cache) at {line} draws random numbers")
+
+
+def _line_of_calls(codes: Iterable[CodeType], x: object) -> str:
+    """Where these functions of the user's read names of methods of ``x``, if that is one line: " at file.py:12"."""
+    methods = {name for name in dir(x) if not name.startswith("_")}
+    lines = {
+        named_line(code.co_filename, step.positions.lineno)
+        for code in codes
+        if is_the_users(code.co_filename)
+        for step in dis.get_instructions(code)
+        if step.argval in methods and step.opname.startswith("LOAD_") and step.positions and step.positions.lineno
+    }
+    return f" at {lines.pop()}" if len(lines) == 1 else ""
 
 
 def draws(code: CodeType | None) -> bool:

@@ -38,8 +38,8 @@ class PlannedGraph(Protocol):
         """Plan the last kind of call for another budget."""
 
 
-_MANY = frozenset({2, 32, 128, 512})
-"""Sizes that a plan was carried over to, at which it is said what to do about them."""
+_MANY = (2, 32, 128, 512)
+"""Other sizes than the first one, or numbers, at which it is said what to do about them."""
 
 
 TIMED = 20
@@ -66,7 +66,8 @@ class Front:
         self.saved: SavedPlan | None = None
         self._made = 0
         self._before: tuple[str, ...] | None = None
-        self._carried = 0
+        self._came: dict[tuple[str, ...], dict[Hashable, set[Hashable]]] = {}  # calls, by what is said and by graphs
+        self._others = 0  # sizes and numbers that came after the first
         self._steps: int | None = 0  # under a plan that runs something again, until one of them was timed
         self._said_checkpoints = self._said_needs_data = False
         self.rehearses = False  # training steps run that are no training: see rockmate.calls.rehearsal
@@ -135,8 +136,10 @@ class Front:
         """A call in a few words."""
         return described(names, values, None)
 
-    def tell(self, variant: Variant, guard: str = "") -> None:
-        """Say that a plan was made; ``guard``: the one that failed, if that is why."""
+    def tell(self, variant: Variant, kind: tuple[Hashable, Hashable], guard: str = "") -> None:
+        """Say that a plan was made. ``kind``: the graph, and what it is given. ``guard``: the one that failed, if that
+        is why.
+        """
         if variant.planner.scaled and (variant.plan.solver == CARRIED or not variant.plan.recomputed):
             seconds = variant.plan.setup_seconds
             LOG.log(
@@ -145,18 +148,25 @@ class Front:
                 *(self.name, sum(seconds.values()), ", ".join(variant.call)),
                 f", of which its capture took {seconds['capture']:.1f} s" if "capture" in seconds else "",
             )
-            self._carried += 1
-            if self._carried in _MANY:
-                LOG.info(
-                    "%s: %d other sizes, or numbers that its Python has, have come so far, and the first step of each "
-                    "takes longer: give a call of the largest size (sample=), pad inputs to fewer lengths, and keep "
-                    "numbers that change at every step in tensors",
-                    *(self.name, self._carried),
-                )
+        else:
+            self._made += variant.planner.saved is None
+            LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before, guard))
+            self._before = variant.call
+        self._tell_others(variant.call, *kind)
+
+    def _tell_others(self, call: tuple[str, ...], graph: Hashable, given: Hashable) -> None:
+        """Say how many other sizes and numbers have come. Another ``graph`` of the same calls is none."""
+        if self._others == _MANY[-1]:
             return
-        self._made += variant.planner.saved is None
-        LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before, guard))
-        self._before = variant.call
+        self._came.setdefault(call, {}).setdefault(graph, set()).add(given)
+        before, self._others = self._others, sum(max(map(len, by.values())) for by in self._came.values()) - 1
+        if self._others > before and self._others in _MANY:
+            LOG.info(
+                "%s: %d other sizes, or numbers that its Python has, have come so far, and the first step of each "
+                "takes longer: give a call of the largest size (sample=), pad inputs to fewer lengths, and keep "
+                "numbers that change at every step in tensors",
+                *(self.name, self._others),
+            )
 
     def timed(self, plan: Plan) -> Callable[[int, int], None] | None:
         """What the times of a step under ``plan`` are told to, if it is the one that is timed."""

@@ -55,6 +55,7 @@ class Handle(OnDevice):
         self._probe: Handle | None = None  # which knows its frontier
         self._followed: Followed | None = None  # where no plan of a captured graph will do
         self._why: Exception | None = None  # a call cannot be captured as one graph
+        self._may_pass = False  # the next one may be, as far as that shows
         self._hooks: Hooks = []  # that the model had then
         self._begun = 1  # times that one graph was tried
         self.reason = ""
@@ -157,14 +158,15 @@ class Handle(OnDevice):
             self.plan_anew()
         terms.begin_step(device)
 
-    def step_bytes(self) -> StepBytes:
+    def step_bytes(self) -> StepBytes | None:
         """As in ``OnDevice``."""
-        plan = self.plan
-        if plan is not None:
-            made = plan.graph.gradient_bytes if isinstance(plan, Plan) else self._followed.made if self._followed else 0
-            return step_of(plan.problem, plan.schedule, plan.predicted_peak, made)
+        if isinstance(plan := self.plan, Plan):
+            return step_of(plan.problem, plan.schedule, plan.predicted_peak, plan.graph.gradient_bytes)
+        sizes = {name: p.nbytes for name, p in self.model.named_parameters()}
+        steps = [] if self._followed is None else self._followed.step_bytes(sizes)
         measured = (rough for calls in self._free_calls() for rough in calls.measured())
-        return max((StepBytes(r.alone.backward, r.alone.kept, 0, r.made) for r in measured), default=StepBytes(0))
+        steps = steps or [StepBytes(r.alone.backward, r.alone.kept, made=r.made) for r in measured]
+        return max(steps, key=lambda step: step.peak, default=None)
 
     def _look_again(self) -> None:
         """Whether the budget binds is not known any more."""

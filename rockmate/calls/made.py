@@ -19,6 +19,7 @@ from rockmate.budget import Budget
 from rockmate.calls.families import Family, resized_in
 from rockmate.calls.front import Front
 from rockmate.calls.graph import CapturedGraph
+from rockmate.calls.keys import call_key
 from rockmate.calls.look import check_no_look, end_look
 from rockmate.calls.observe import Observer
 from rockmate.calls.surroundings import undisturbed
@@ -91,7 +92,7 @@ class PlansOfCalls(CapturedGraph):
             plan = replace(variant.plan, call=said, pieces=pieces, setup_seconds=seconds)
             variant = replace(variant, plan=plan, number=next(self.cache.numbers))
             self.cache.add(key, variant.planner.missing, variant)
-        self.front.tell(variant, failed[0] if failed else "")
+        self.front.tell(variant, (id(self), call_key(call.leaves, None)), failed[0] if failed else "")
         return variant
 
     def _traced(self, call: Call, report: Report, saved: SavedPlan | None) -> Variant:

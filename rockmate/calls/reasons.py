@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
 
-from rkgb.trace.code import is_the_users
+import torch
+
+from rkgb.trace.code import is_installed, is_the_users
 from rkgb.trace.lines import named_line
 
 _BY_VALUES = "Python decides, or counts, by values in a tensor"
 
+_MOVE = "move it out of forward, in front of the layers or behind them"
+
 _INSTEAD = (
     ("SymNodeVariable() is not a constant", "decide with a number that changes by an if, and give a constant there"),
     ("Data-dependent branching", "compute both ways and choose with torch.where, or decide outside of forward"),
-    ("Skip inlining `torch.compiler.disable()`d", "remove torch.compiler.disable"),
+    ("`torch.compiler.disable()`d", "remove torch.compiler.disable"),
+    ("(functools.lru_cache) at", "draw outside of it, and give it the numbers"),
+    ("draws from a random.Random", "draw from torch's generators, or outside of forward"),
+    ("derivatives are computed inside", _MOVE),
+    ("hooks of saved tensors are disabled", _MOVE),
+    ("a tensor is given other memory", _MOVE),
+    ("Tensor.tolist()", "compute with the tensor, or return it and read it behind the step"),
     ("catches the error for a key or an attribute", "ask first (in, hasattr, getattr with a default)"),
     (
         "is a number that Python reads from a tensor",
@@ -26,12 +37,16 @@ _INSTEAD = (
 )
 """Parts of what is said, and what to write instead."""
 
-_MOVE = "move it out of forward, in front of the layers or behind them"
+_SETTING = "the line is a library's, so look for a setting of the model, or an argument, with which it does not run"
 _CALLED = re.compile(
-    r"(?:trace builtin operator|trace the builtin|not trace function|that the function) `([\w.]+?)\.?`"
+    r"(?:trace builtin operator|trace the builtin|not trace function|that the function|trace method) `([\w.]+?)\.?`"
 )
+_GIVEN = re.compile(r"(?:UserDefinedObjectVariable|GenericContextWrappingVariable|raised exception )\(?([\w.]+)")
 _SKIPPED = "Attempted to call function marked as skipped"
 _CAUSE = re.compile(r"Caused by: .*# (\S+:\d+) in")
+_VALUES = re.compile("data-dependent expression|PendingUnbackedSymbol")
+_FRAME = re.compile(r'File "(.*?)", line (\d+)[^\n]*(?:\n +(?!File )(.+))?')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def reason_of(error: Exception) -> str:
@@ -39,21 +54,37 @@ def reason_of(error: Exception) -> str:
     error = getattr(error, "inner_exception", error)  # what the backend raised
     text = str(error)
     what = next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), type(error).__name__)
-    called = _CALLED.search(text)
+    context = text.partition("Developer debug context:")[2].partition("\n")[0]
+    called = _CALLED.search(text) or _GIVEN.search(context)
     if called is not None and called[1] not in what:
         what = f"TorchDynamo does not trace {called[1]}" if what == _SKIPPED else f"{what} ({called[1]})"
-    at = _line_in(text.partition("from user code:")[2])
-    if "data-dependent expression" in what:  # which names no variable of the user's
+    at, library = _lines_in(text.partition("from user code:")[2])
+    if _VALUES.search(text):  # which names no variable of the user's
         cause = _CAUSE.search(text)
         what = _BY_VALUES + (f", in torch's {cause[1]}" if cause and cause[1].startswith("nn/") else "")
-    if at and " at " not in what:
-        what = f"{what} at {at}"
-    instead = next((advice for part, advice in _INSTEAD if part in what), _MOVE if at else "")
+    if " at " not in what:
+        what += f" at {at}" * bool(at) + f"{',' * bool(at)} in {library}" * bool(library)
+    instead = _SETTING if library else next((advice for part, advice in _INSTEAD if part in what), _MOVE if at else "")
     return f"{what}: {instead}" if instead else what
 
 
-def _line_in(trace: str) -> str:
-    """The innermost line of the user's in a printed traceback, as "file.py:12"; empty if there is none."""
-    frames = re.findall(r'File "(.*?)", line (\d+)', trace)
-    users = [named_line(file, int(line)) for file, line in frames if is_the_users(file)]
-    return users[-1] if users else ""
+def may_pass(error: Exception) -> bool:
+    """Whether what TorchDynamo refuses is a library's, which may run it in its first call only, to fill a table."""
+    text = str(getattr(error, "inner_exception", error))
+    frames = _FRAME.findall(text.partition("from user code:")[2])
+    return bool(frames) and is_installed(frames[-1][0]) and not (_VALUES.search(text) or "Data-dependent" in text)
+
+
+def _lines_in(trace: str) -> tuple[str, str]:
+    """The innermost line of the user's in a printed traceback, as "file.py:12", and that of a library which it calls,
+    with its code; torch is one where there is no other. Empty if there is none.
+    """
+    frames = [(file, named_line(file, int(line)), code) for file, line, code in _FRAME.findall(trace)]
+    own = max((k for k, (file, _, _) in enumerate(frames) if is_the_users(file)), default=-1)
+    within = [frame for frame in frames[own + 1 :] if is_installed(frame[0])]
+    others = [frame for frame in within if not frame[0].startswith(_TORCH)] or within * (own < 0)
+    if not others:
+        return (frames[own][1] if own >= 0 else ""), ""
+    file, place, code = others[-1]
+    folder = re.split(r"(?:site|dist)-packages[/\\]", os.path.dirname(file))[-1]
+    return (frames[own][1] if own >= 0 else ""), f"{folder}/{place} ({code.strip()})"

@@ -22,8 +22,8 @@ from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.surroundings import modes_again
 from rockmate.errors import BudgetWarning
-from rockmate.follow.engine import device_of, lasting_of, names_of
-from rockmate.follow.following import following
+from rockmate.follow.engine import device_of, names_of
+from rockmate.follow.following import following, lasting_of
 from rockmate.follow.online import Online
 from rockmate.follow.tape import Tape
 from rockmate.planning.planner import lacks_gradient

@@ -26,9 +26,8 @@ from rockmate.calls.look import Look, abandoned
 from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
-from rockmate.follow.following import following
+from rockmate.follow.following import following, lasting_of
 from rockmate.follow.known import CallKind, Known
-from rockmate.follow.noting import has_memory
 from rockmate.follow.observed import Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, eager_peak_of, frontier_of
@@ -40,6 +39,7 @@ from rockmate.follow.tape import Policy, Tape
 from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.watch import Watch
 from rockmate.follow.ways import FollowedWays
+from rockmate.memory import StepBytes
 from rockmate.progress import Progress
 from rockmate.tell import LOG, costly
 from solvers import Frontier
@@ -68,6 +68,7 @@ class Followed:
         self._said: set[str] = set()
         self._left = False  # the last call computed what no plan is known for
         self._shared: FollowedPlan | None = None  # of the last call, for its share of the step's budget
+        self._unsaid: tuple[Known, CallKind] | None = None  # no plan fits a step that was observed
 
     @property
     def asked(self) -> Budget | None:
@@ -81,10 +82,11 @@ class Followed:
             return None
         return self._shared or self.last.plan
 
-    @property
-    def made(self) -> int:
-        """Bytes of gradients of parameters that a step of the last plan makes."""
-        return self.last.ways.made if self.last is not None and self.last.ways is not None else 0
+    def step_bytes(self, sizes: dict[str, int]) -> list[StepBytes]:
+        """Of a step of the last plan; where the last call has none, of each plan. ``sizes`` of parameters, in bytes."""
+        if (plan := self.plan) is not None and self.last is not None:
+            return [self.last.step_bytes(plan, sizes)]
+        return [k.step_bytes(k.plan, sizes) for kind in self.kinds.values() for k in kind.known if k.plan]
 
     @property
     def plans(self) -> list[tuple[tuple[str, ...], FollowedPlan]]:
@@ -163,6 +165,9 @@ class Followed:
         policy: Policy
         self._left = False
         self._shared = None
+        if self._unsaid is not None:  # whatever comes next: a kind of call may come once only
+            unsaid, self._unsaid = self._unsaid, None
+            self._solve(*unsaid)
         made, steps = self.front.bytes_of_missing_gradients(), self.front.terms.steps
         took = partial(steps.take, (id(self), key), name=self.front.name, terms=self.front.terms)
         if known is None:
@@ -176,13 +181,10 @@ class Followed:
             known.uses += known.carried
             if known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
                 known.carried, known.budget = False, -1
-            self.solving.solve(known, kind, self.kinds.values())
-            if known.problem is not None:
-                raise InfeasibleBudgetError(*known.problem)
+            self._solve(known, kind)
             self.last = known
             if known.ways is None or known.ways.plan is not known.plan:
-                bytes_made = sum(made[name] for name in known.missing & made.keys())
-                known.ways = FollowedWays(known, kind, self.front, bytes_made, self.front.terms.options)
+                known.ways = FollowedWays(known, kind, self.front, known.made(made), self.front.terms.options)
             turn = took(ways=known.ways)
             self._shared, program = known.ways.placed(turn.way)
             policy = Planned(program, partial(self._otherwise, kind, known))
@@ -281,6 +283,7 @@ class Followed:
         self._rehearsed = self.front.rehearses
         self.solving.solve(known, kind, self.kinds.values())
         self.last, self._shared = known, None
+        self._unsaid = None if known.problem is None else (known, kind)
         if known.plan is not None and known.problem is None and not known.carried and not self.front.rehearses:
             self._say_plan(known.plan)
 
@@ -297,6 +300,12 @@ class Followed:
             self._said.add(line)
             LOG.info("%s: %s", self.front.name, line)
 
+    def _solve(self, known: Known, kind: CallKind) -> None:
+        """Plan ``known``, which is of ``kind``. Raises ``InfeasibleBudgetError`` where no plan fits."""
+        self.solving.solve(known, kind, self.kinds.values())
+        if known.problem is not None:
+            raise InfeasibleBudgetError(*known.problem)
+
     def set_budget(self, budget: Budget) -> None:
         """Plan for another budget. Raises ``InfeasibleBudgetError`` where no plan of the last kind of step fits it."""
         before = self.front.terms.budget, self.solving.asked
@@ -305,12 +314,12 @@ class Followed:
             return
         last = self.last
         kind = next(kind for kind in self.kinds.values() if last in kind.known)
-        self.solving.solve(last, kind, self.kinds.values())
-        if last.problem is not None:
-            problem = last.problem
+        try:
+            self._solve(last, kind)
+        except InfeasibleBudgetError:
             self.front.terms.budget, self.solving.asked = before
             self.solving.solve(last, kind, self.kinds.values())
-            raise InfeasibleBudgetError(*problem)
+            raise
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call."""
@@ -318,16 +327,6 @@ class Followed:
             raise InputError("no step was planned yet: run a forward and its backward before you ask for the frontier")
         with Heeded(), Progress(self.front.terms.progress):
             return frontier_of(self.last.found.problem, self.front.terms.options)
-
-
-def lasting_of(model: torch.nn.Module, call: Call) -> frozenset[int] | None:
-    """Storages that are there in forward and backward, where ``fully_shard`` gathers and frees others; None where all
-    are.
-    """
-    if not any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__):
-        return None
-    tensors = (t for source in (model.buffers(), call.tensors) for t in source if has_memory(t))
-    return frozenset(t.untyped_storage()._cdata for t in tensors)
 
 
 def names_of(call: Call) -> list[str]:

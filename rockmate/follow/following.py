@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from rkgb.sample import Call
 from rockmate.calls.surroundings import modes_again
 from rockmate.follow.exposed import telling_of_memory
+from rockmate.follow.noting import has_memory
 from rockmate.follow.tape import Tape
 from rockmate.follow.unhooked import giving_way
 
@@ -24,3 +27,13 @@ def following(tape: Tape, modes: list[Any]) -> Iterator[None]:
     with modes_again(modes), telling_of_memory(tape), saved, way, tape:
         yield
     tape.close()
+
+
+def lasting_of(model: torch.nn.Module, call: Call) -> frozenset[int] | None:
+    """Storages that are there in forward and backward, where ``fully_shard`` gathers and frees others; None where all
+    are.
+    """
+    if not any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__):
+        return None
+    tensors = (t for source in (model.buffers(), call.tensors) for t in source if has_memory(t))
+    return frozenset(t.untyped_storage()._cdata for t in tensors)

@@ -14,6 +14,7 @@ from rockmate.follow.planned import FollowedProgram
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import OpForm, Use
 from rockmate.follow.watch import Watch
+from rockmate.memory import StepBytes, step_of
 from solvers import Schedule
 
 
@@ -46,6 +47,14 @@ class Known:
     used: set[Use] = field(default_factory=set)
     waits: int = 0
     ways: Any = None  # see rockmate.follow.ways
+
+    def made(self, sizes: dict[str, int]) -> int:
+        """Bytes of gradients that the step makes, of parameters of such ``sizes``."""
+        return sum(sizes[name] for name in self.missing & sizes.keys())
+
+    def step_bytes(self, plan: FollowedPlan, sizes: dict[str, int]) -> StepBytes:
+        """Of a step under ``plan``."""
+        return step_of(plan.problem, plan.schedule, plan.predicted_peak, self.made(sizes))
 
 
 @dataclass(eq=False)

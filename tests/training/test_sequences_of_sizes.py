@@ -245,3 +245,22 @@ def test_a_size_that_takes_long_has_a_line(caplog: pytest.LogCaptureFixture, mon
     said = [line for line in caplog.messages if "carried over" in line]
     assert len(said) == 1
     assert "of which its capture took" in said[0]
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_size_counts_once_however_often_it_is_captured(caplog: pytest.LogCaptureFixture, epochs: int) -> None:
+    """A smaller last batch makes TorchDynamo capture all again, with symbols, and the first size comes to that, too."""
+    caplog.set_level(logging.INFO, "rockmate")
+    torch.manual_seed(0)
+    model = _layers(24)
+    long, short, last = [(randn(b, 40, 24, seed=b),) for b in (8, 7, 6)]
+    attach(model, tight_budget(copy.deepcopy(model), long, fraction=0.4), costs="flops", on_infeasible="least")
+    for batch in [long, long, short] * epochs + [long, long]:
+        model(*batch).sum().backward()
+        model.zero_grad()
+    assert not [line for line in caplog.messages if "other sizes" in line]
+    for batch in (last, long, last, short):
+        model(*batch).sum().backward()
+        model.zero_grad()
+    assert len([line for line in caplog.messages if ": 2 other sizes, or" in line]) == 1
+    assert len([line for line in caplog.messages if "other sizes" in line]) == 1

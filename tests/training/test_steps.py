@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import gc
+import importlib.util
 import logging
 import random
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -458,6 +462,23 @@ class Heads(nn.Module):
         return self.large(x).mean() + z.mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("given", ["50%", 300_000])
+@pytest.mark.parametrize("sizes", [(16, 17, 18, 19), (16, 12, 8, 4)], ids=["larger", "smaller"])
+def test_a_budget_that_cannot_hold_is_refused_at_the_second_call(given: str | int, sizes: tuple[int, ...]) -> None:
+    """Also where each step is of another size: what no plan fits may not come again. It is said once."""
+    model = Breaks(lambda _, x: x)
+    model.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))  # nearly all is gradients
+    handle = attach(model, given, costs="flops", cache=False)
+    first, *others = [torch.randn(n, 256) for n in sizes]
+    model(first).square().mean().backward()
+    with pytest.raises(InfeasibleBudgetError, match=r"no plan fits a budget of .*the smallest that can be planned is"):
+        model(others[0])
+    handle.budget = "100%"
+    for x in others:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+
 def test_a_minimum_that_is_stated_holds_when_it_is_asked_for() -> None:
     torch.manual_seed(0)
     eager, x = Heads(), randn(40, WIDTH, seed=0)
@@ -828,9 +849,65 @@ def calls_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + float(numpy.sum(x.detach().numpy()))
 
 
+def reads_numbers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + sum(x.detach()[0].tolist())
+
+
+def decides_in_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * float(numpy.clip(x.mean().item(), 0.5, 2))
+
+
+def draws(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * OWN.uniform(0.5, 1)
+
+
+def draws_from_a_generator(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(x.shape, generator=GENERATOR)
+
+
+def derives(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.func.grad(lambda y: y.square().sum())(x)
+
+
+def disables_hooks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        return x.sin()
+
+
+def is_disabled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return SKIPPED(x)  # type: ignore[no-any-return]
+
+
+def fills(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    LAST.append(x.shape[0])
+    return x + len(LAST)
+
+
+def catches(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(RuntimeError):
+        return x @ torch.zeros(3, 4)
+    return x.sin()
+
+
+OWN, GENERATOR, LAST = random.Random(0), torch.Generator(), collections.deque([0], maxlen=3)
+SKIPPED = torch.compiler.disable(torch.sin)
+
+
 @pytest.mark.parametrize(
     ("between", "instead"),
     [
+        (reads_numbers, "Tensor.tolist() with non-integer tensor at {}: compute with the tensor, or return it"),
+        (decides_in_numpy, "Python decides, or counts, by values in a tensor at {}: compute with the tensor"),
+        (draws, "draws from a random.Random at {}, whose numbers would be the capture's: draw from torch's generators"),
+        (draws_from_a_generator, "(Generator) at {}: move it out of forward"),
+        (derives, "derivatives are computed inside forward at {}: move it out of forward"),
+        (
+            disables_hooks,
+            "hooks of saved tensors are disabled inside forward (disable_saved_tensors_hooks) at {}: move",
+        ),
+        (is_disabled, "`torch.compiler.disable()`d function at {}: remove torch.compiler.disable"),
+        (fills, "a deque with maxlen=3 at {}, which TorchDynamo takes for one without: use a list"),
+        (catches, " at {}: move it out of forward"),
         (chooses_rows, "sizes of getitem at {} depend on values: keep all rows and mask them"),
         (prints, "(print) at {}: move it out of forward"),
         (branches_on_a_value, "branching at {}: compute both ways and choose with torch.where"),
@@ -853,9 +930,83 @@ def test_the_reason_has_the_users_line_and_what_to_write_instead(
     model = Calls()
     handle = attach(model, "90%", costs="flops", on_infeasible="least")
     model(randn(8, WIDTH, seed=0))
-    place = f"{Path(__file__).name}:{between.__code__.co_firstlineno + 1}"
+    within = between in (disables_hooks, catches)  # another block
+    place = f"{Path(__file__).name}:{between.__code__.co_firstlineno + 1 + within}"
     assert instead.format(place) in handle.reason
     assert place in handle.reason
+
+
+def test_the_reason_has_the_line_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the user's own code has none, or beside the line that calls the library; it says what the library reads."""
+    made = tmp_path / "site-packages" / "parts" / "deep" / "layers.py"
+    made.parent.mkdir(parents=True)
+    made.write_text(
+        "import torch\n\n\nclass Drops(torch.nn.Linear):\n    layerdrop = 0.1\n\n    def forward(self, x):\n"
+        "        if torch.rand([]) < self.layerdrop:\n            return x\n        return super().forward(x)\n"
+    )
+    spec = importlib.util.spec_from_file_location("layers_of_a_library", made)
+    assert spec is not None and spec.loader is not None
+    parts = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "layers_of_a_library", parts)
+    spec.loader.exec_module(parts)
+    inside = "in parts/deep/layers.py:8 (if torch.rand([]) < self.layerdrop:): the line is a library's, so look for a"
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = parts.Drops(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.part(x).sin()  # type: ignore[no-any-return]
+
+    line = f" at {Path(__file__).name}:{Around.forward.__code__.co_firstlineno + 1},"
+    for model, place in ((parts.Drops(WIDTH, WIDTH), ""), (Around(), line)):
+        handle = attach(model, "90%", costs="flops", on_infeasible="least")
+        model(randn(8, WIDTH, seed=0))
+        assert f"branching{place} {inside}" in handle.reason
+
+
+LIBRARY: dict[str, Any] = {}
+exec(
+    compile("import time\ndef least(numbers): return min(numbers) * bool(time.time())", "site-packages/x.py", "exec"),
+    LIBRARY,
+)
+
+
+class Diverges(nn.Module):
+    """Its loss is the divergence of two distributions, or, if it ``asks``, has what no call of it lets through."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.body, self.asks = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)), asks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        found = torch.distributions.kl_divergence(
+            torch.distributions.Normal(x, F.softplus(x) + 0.1),
+            torch.distributions.Normal(torch.zeros_like(x), torch.ones_like(x)),
+        )
+        return (found * LIBRARY["least"](range(1, 4)) if self.asks else found).mean()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_a_library_does_in_its_first_call_only_is_no_reason(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
+    """torch finds the rule for two distributions once in a process, in a way that TorchDynamo does not trace."""
+    monkeypatch.setattr(torch.distributions.kl, "_KL_MEMOIZE", {})
+    torch.manual_seed(0)
+    model = Diverges(asks)
+    eager = copy.deepcopy(model)
+    handle = attach(model, "80%", costs="flops")
+    reasons, budgets = [], []
+    for k in range(4):
+        for m in (model, eager):
+            m(randn(128, WIDTH, seed=k)).backward()
+        reasons.append(handle.reason)
+        budgets.append(handle.budget)
+    assert_same(snapshot(model), snapshot(eager))
+    assert all(reasons) if asks else reasons[0] and not any(reasons[1:])
+    assert isinstance(handle.plan, FollowedPlan) == asks
+    assert not asks or len(set(budgets)) == 1, "what was known of the first step is lost"
 
 
 class Tasks(nn.Module):
