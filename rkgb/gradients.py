@@ -188,7 +188,7 @@ class GradientBuffers:
                 peak = max(peak, self.live + 2 * size)
                 self._hold(v, self._new(size))
                 self.views.discard(v)
-            elif position in arrived and self.size[arrived[position]] < size:  # sparse: the two are put together
+            elif position in arrived and gradient is not None and gradient.sparse:
                 second, first = self.size[arrived[position]], self.size[self.holds[v]]
                 peak = max(peak, self.live + first + 2 * second)
                 self._hold(v, self._new(first + second))

@@ -21,13 +21,15 @@ class InputGradient:
 
     ``shares``: ("result", k) if it lies in the incoming gradient of the k-th result, ("input", k) if in the gradient of
     the earlier input k, None for new memory. ``alias``: it is the very tensor that this other gradient is; autograd
-    makes a parameter's ``.grad`` a copy while another value has the tensor.
+    makes a parameter's ``.grad`` a copy while another value has the tensor. ``sparse``: indices and values, which are
+    put behind those of an earlier contribution.
     """
 
     bytes: int
     shares: tuple[str, int] | None
     alias: bool = False
     copied: bool = False
+    sparse: bool = False
 
 
 class Times(NamedTuple):

@@ -158,7 +158,7 @@ def _holding_gradients(run: NodeRun, held: tuple[int, ...]) -> _Holding:
     tensors = {g._cdata for g in incoming[0]}
     for v, form in forms.items():
         if form.memory is None:
-            gradients[v] = InputGradient(form.size, None)
+            gradients[v] = InputGradient(form.size, None, sparse=True)
         else:
             alias, where = form.tensor in tensors, places.get(form.memory._cdata)
             gradients[v] = InputGradient(form.memory.nbytes(), where, alias, form.copied)

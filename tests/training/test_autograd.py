@@ -458,6 +458,37 @@ def test_sparse_gradients_take_what_they_take(kind: str) -> None:
     assert measured <= rk.plan.predicted_peak + rk.plan.room.scalars  # numbers of the loss are not in the prediction
 
 
+class Words(nn.Module):
+    """Between its layers, sums of rows of a table that is smaller than the sparse gradient of one use."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        self.uses, self.table = uses, nn.Embedding(50, 32, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = F.gelu(layer(x))
+            x = x * self.table(i).sum(1).sin() if k < self.uses else x
+        return x
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_sparse_gradients_are_put_together(uses: int) -> None:
+    model, x, i = Words(uses), torch.randn(64, 32), torch.randint(50, (64, 16))
+    rk = Rockmate(model, (x, i), "100%", costs="flops")
+
+    def step() -> None:
+        rk(x, i).square().mean().backward()
+
+    for _ in range(2):
+        model.zero_grad()
+        step()
+    model.zero_grad()
+    measured = measure_peak(step)
+    assert measured <= rk.plan.predicted_peak + rk.plan.room.scalars
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
