@@ -37,9 +37,6 @@ from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
 from solvers import Frontier
 
-ANY = 2**62
-"""Bytes that every plan fits."""
-
 
 class Handle(OnDevice):
     """The plans of a model, and what can be asked of them."""
@@ -222,7 +219,7 @@ class Handle(OnDevice):
     @classmethod
     def probe(cls, model: torch.nn.Module, options: PlanOptions, progress: bool | None) -> Self:
         """One whose plans run nothing again, apart from all else that is planned for ``model``."""
-        return cls(model, Terms(Budget(ANY), options, progress, always=True))
+        return cls(model, Terms(parse_budget("100%"), options, progress, always=True))
 
     def note_free_call(self) -> None:
         """As in ``Front``."""

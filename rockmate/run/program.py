@@ -167,6 +167,12 @@ class Program:
         )
 
     @cached_property
+    def read_again(self) -> frozenset[int]:
+        """The sources that second runs of the schedule read."""
+        again = {step.node for steps in self.before for step in steps if isinstance(step, Run)}
+        return frozenset(v for i in again for v, datum in self.nodes[i].again.inputs if datum < 0)
+
+    @cached_property
     def stage_of(self) -> dict[int, int]:
         """The number of each stage, by its node."""
         return {node: k for k, node in enumerate(self.stages)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,18 +26,18 @@ _NOTHING = contextlib.nullcontext()
 class Store:
     """What one call holds of each datum, and the slots that autograd holds for it.
 
-    ``sources``: the tensors that the program starts from. ``given``: these, and results in memory of one, detached:
-    code between graphs may give a buffer other memory. ``versions``: of these. ``live``: of each datum its values, or
-    its private tensors by their numbers; None where it is dropped. ``made_at``: the version of each value when it was
-    made; values of one datum may count apart. ``random``: generator states before the first run of each node that may
-    run again. ``slots``: all, in the order of the nodes; ``readers``: those of each datum. ``settings``: of torch, when
-    the forward ran.
+    ``sources``: the tensors that the program starts from. ``given``: these, and results in memory of one, detached
+    where second runs read them: they may be given other memory before the backward. ``versions``: of these.
+    ``live``: of each datum its values, or its private tensors by their numbers; None where it is dropped. ``made_at``:
+    the version of each value when it was made; values of one datum may count apart. ``random``: generator states before
+    the first run of each node that may run again. ``slots``: all, in the order of the nodes; ``readers``: those of each
+    datum. ``settings``: of torch, when the forward ran.
     """
 
     def __init__(self, program: Program, sources: dict[int, torch.Tensor]) -> None:
         self.program = program
         self.sources = sources
-        self.given = {v: t if t.requires_grad else t.detach() for v, t in sources.items()}
+        self.given = dict(self._given(sources))
         self.versions = {v: version_of(t) for v, t in self.given.items()}
         self.live: list[dict[int, torch.Tensor] | None] = [None] * len(program.owner)
         self.made_at: dict[int, int] = {}
@@ -45,6 +46,14 @@ class Store:
         self.readers: defaultdict[int, list[weakref.ref[Slot]]] = defaultdict(list)
         self.warned = False
         self.settings = settings()
+
+    def _given(self, sources: dict[int, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        read_again = self.program.read_again
+        for v, t in sources.items():
+            if not t.requires_grad:
+                yield v, t.detach()
+            else:
+                yield v, t.detach().requires_grad_() if v in read_again else t
 
     # -------------------------------------------------------------------------- keep and drop
 

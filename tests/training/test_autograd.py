@@ -489,6 +489,34 @@ def test_sparse_gradients_are_put_together(uses: int) -> None:
     assert measured <= rk.plan.predicted_peak + rk.plan.room.scalars
 
 
+@pytest.mark.parametrize("which", ["weight", "bias", "all", "input"])
+def test_parameters_that_get_other_memory_before_the_backward(which: str) -> None:
+    """What the forward read stays as it was then, as in eager mode."""
+
+    def gradients(call: nn.Module, model: nn.Module) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        x = randn(64, 32, seed=1, requires_grad=True)
+        y = call(x)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if which in name or which == "all":
+                    p.data = p.data * 1.5
+            if which == "input":
+                x.data = x.data + 1
+        y.square().mean().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    torch.manual_seed(0)
+    eager = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Tanh()) for _ in range(6)))
+    model = copy.deepcopy(eager)
+    x = randn(64, 32, seed=1, requires_grad=True)
+    rk = Rockmate(model, x, part_way(frontier(model, x, costs="flops"), 0.5), costs="flops")
+    for _ in range(2):
+        found, expected = gradients(rk, model), gradients(eager, eager)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]
+    assert rk.plan.recomputed > 0
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
