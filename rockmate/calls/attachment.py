@@ -23,7 +23,7 @@ from rockmate.calls.hooks import any_is_gone, hooks_of
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, LookInTheWay, end_look, others_looks_paused
 from rockmate.calls.others import unwatch_layers
-from rockmate.calls.reasons import may_pass, reason_of
+from rockmate.calls.reasons import reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
@@ -167,12 +167,8 @@ class Attachment(Handle, OwnCall):
         except UnsupportedError as error:
             return self._run_unplanned(model, call, error, None)
         self._begin_step(call.tensors)
-        before = self._followed, self.terms.budget, self.reason, self._why
         if self._followed is not None:
-            if self.rehearses or not self._may_pass:
-                return self._followed.run(model, call)
-            self._may_pass = False
-            self._begin_again()
+            return self._followed.run(model, call)
         if not self.only_plans and (kind := self._roomy.kind(model, call)) is not None:
             return self._roomy.run_own(kind, model, call)
         try:
@@ -181,9 +177,6 @@ class Attachment(Handle, OwnCall):
         except Exception as error:
             if self.inside.ran and not _refuses_the_graph(error):
                 raise
-            if before[0] is not None:  # no one graph in its second call, either
-                self._followed, self.terms.budget, self.reason, self._why = before
-                return before[0].run(model, call)
             self._why, self.inside.captured = _only_said(error), True
             self._hooks = hooks_of(model)
         else:
@@ -219,7 +212,6 @@ class Attachment(Handle, OwnCall):
             self._followed, self._why, self.reason = None, None, before
             raise
         self._capture.clear()
-        self._may_pass = may_pass(self._why)
         LOG.info("%s is followed operation by operation: %s", self.name, self.reason)
         if self.terms.options.compile:
             LOG.info("%s runs eager kernels: pieces are compiled where a call is captured", self.name)
@@ -267,9 +259,7 @@ class Attachment(Handle, OwnCall):
             rehearse(run, lambda: self.plan is not None, 0)
 
     def _begin_again(self) -> None:
-        """Forget that calls are not one graph: the reason may have been a hook, which was removed, or what a library
-        does in its first call.
-        """
+        """Forget that calls are not one graph: a hook, which may have been the reason, was removed."""
         if self._followed is not None and self._followed.asked is not None:
             self.terms.budget = self._followed.asked
         self._forget()

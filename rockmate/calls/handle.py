@@ -52,7 +52,6 @@ class Handle(OnDevice):
         self._probe: Handle | None = None  # which knows its frontier
         self._followed: Followed | None = None  # where no plan of a captured graph will do
         self._why: Exception | None = None  # a call cannot be captured as one graph
-        self._may_pass = False  # the next one may be, as far as that shows
         self._hooks: Hooks = []  # that the model had then
         self._begun = 1  # times that one graph was tried
         self.reason = ""

@@ -68,13 +68,6 @@ def reason_of(error: Exception) -> str:
     return f"{what}: {instead}" if instead else what
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether what TorchDynamo refuses is a library's, which may run it in its first call only, to fill a table."""
-    text = str(getattr(error, "inner_exception", error))
-    frames = _FRAME.findall(text.partition("from user code:")[2])
-    return bool(frames) and is_installed(frames[-1][0]) and not (_VALUES.search(text) or "Data-dependent" in text)
-
-
 def _lines_in(trace: str) -> tuple[str, str]:
     """The innermost line of the user's in a printed traceback, as "file.py:12", and that of a library which it calls,
     with its code; torch is one where there is no other. Empty if there is none.

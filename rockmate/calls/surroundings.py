@@ -105,7 +105,7 @@ def warn_unplanned(why: str) -> None:
     )
 
 
-RETAINED = "backward was called with retain_graph=True (or create_graph=True, as for a gradient penalty)"
+RETAINED = "backward was called with retain_graph=True (or create_graph=True)"
 ANOTHER = "a backward of a part of the graph, or a second one, computes again what the plan dropped"
 
 

@@ -966,49 +966,6 @@ def test_the_reason_has_the_line_of_a_library(tmp_path: Path, monkeypatch: pytes
         assert f"branching{place} {inside}" in handle.reason
 
 
-LIBRARY: dict[str, Any] = {}
-exec(
-    compile("import time\ndef least(numbers): return min(numbers) * bool(time.time())", "site-packages/x.py", "exec"),
-    LIBRARY,
-)
-
-
-class Diverges(nn.Module):
-    """Its loss is the divergence of two distributions, or, if it ``asks``, has what no call of it lets through."""
-
-    def __init__(self, asks: bool) -> None:
-        super().__init__()
-        self.body, self.asks = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)), asks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.body(x)
-        found = torch.distributions.kl_divergence(
-            torch.distributions.Normal(x, F.softplus(x) + 0.1),
-            torch.distributions.Normal(torch.zeros_like(x), torch.ones_like(x)),
-        )
-        return (found * LIBRARY["least"](range(1, 4)) if self.asks else found).mean()
-
-
-@pytest.mark.parametrize("asks", [False, True])
-def test_what_a_library_does_in_its_first_call_only_is_no_reason(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
-    """torch finds the rule for two distributions once in a process, in a way that TorchDynamo does not trace."""
-    monkeypatch.setattr(torch.distributions.kl, "_KL_MEMOIZE", {})
-    torch.manual_seed(0)
-    model = Diverges(asks)
-    eager = copy.deepcopy(model)
-    handle = attach(model, "80%", costs="flops")
-    reasons, budgets = [], []
-    for k in range(4):
-        for m in (model, eager):
-            m(randn(128, WIDTH, seed=k)).backward()
-        reasons.append(handle.reason)
-        budgets.append(handle.budget)
-    assert_same(snapshot(model), snapshot(eager))
-    assert all(reasons) if asks else reasons[0] and not any(reasons[1:])
-    assert isinstance(handle.plan, FollowedPlan) == asks
-    assert not asks or len(set(budgets)) == 1, "what was known of the first step is lost"
-
-
 class Tasks(nn.Module):
     """Two losses on one body; Python reads which."""
 
