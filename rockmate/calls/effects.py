@@ -42,10 +42,22 @@ def check_effects() -> None:
                     "use a list, and take from its front what is too old"
                 )
     drawing = {c for c in codes if not is_installed(c.co_filename) and draws(c)}
-    cached = (_code_within(f) for f in gc.get_objects() if drawing and type(f) is functools._lru_cache_wrapper)
+    objects = _objects() if drawing else []
+    cached = (_code_within(f) for f in objects if type(f) is functools._lru_cache_wrapper)
     if (code := next((code for code in cached if code in drawing), None)) is not None:
         line = named_line(code.co_filename, code.co_firstlineno)
         raise UnsupportedError(f"a function with a cache (functools.lru_cache) at {line} draws random numbers")
+
+
+def _objects() -> list[Any]:
+    """All that Python's collector knows of, those objects included that a script has frozen (``gc.freeze``)."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def _line_of_calls(codes: Iterable[CodeType], x: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import functools
+import gc
 import itertools
 import queue
 import random
@@ -133,6 +134,17 @@ def compared(hold: Callable[[], Any], scale: Scale) -> Any:
 def test_what_cannot_be_captured_runs_as_in_eager_mode(what: str) -> None:
     """It runs between captured graphs; at this size there may be no plan for the step then, which a warning says."""
     compared(*NOT_CAPTURED[what])
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache.*", "ignore:.*:rockmate.BudgetWarning")
+def test_a_cache_is_seen_that_the_collector_leaves_out() -> None:
+    """Scripts freeze what is there before they start processes."""
+    gc.freeze()
+    try:
+        compared(*NOT_CAPTURED["cached draw"])
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("what", AS_EAGER)
