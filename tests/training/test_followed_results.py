@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from followed_steps import check_at_first, check_planned
 from models import randn
 from torch import nn
 from torch.nn import functional as F
-
-import rockmate
-from rockmate import measure_peak
 
 X = randn(64, 32, seed=0)
 OPERATIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {}
@@ -107,66 +104,12 @@ class Twice(nn.Module):
         return x
 
 
-class Steps:
-    """Steps of a ``Twice``, and what each gives."""
-
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        self.model, self.given, self.held = Twice(name), [], None
-
-    def run(self) -> None:
-        self.held = self.model(X).square().mean()
-        self.held.backward()
-
-    def step(self, measured: bool = False) -> int:
-        self.held = None
-        for p in self.model.parameters():
-            p.grad = None
-        peak = measure_peak(self.run, "cpu") if measured else self.run() or 0
-        found = [self.held, *(p.grad for p in self.model.parameters()), *self.model.buffers()]
-        self.given.append([None if t is None else t.detach().clone() for t in found])
-        return peak
-
-    def differ(self, other: Steps) -> list[int]:
-        """The steps that do not give what those of ``other`` give, bit for bit."""
-        pairs = enumerate(zip(self.given, other.given, strict=True))
-        return [k for k, (ours, theirs) in pairs if not all(map(_same, ours, theirs))]
-
-
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b is None or (a is not None and b is not None and torch.equal(a, b))
-
-
 @pytest.mark.parametrize("share", [0.0, 0.4])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_result_that_is_written_into_is_made_again_with_its_writes(name: str, share: float) -> None:
-    eager, ours = Steps(name), Steps(name)
-    handle = rockmate.attach(ours.model, "100%", costs="flops", cache=False)
-    for _ in range(3):
-        ours.step()
-    found = handle.frontier()
-    handle.budget = found.min_budget + int(share * (found.max_budget - found.min_budget))
-    ours.step()
-    ours.step()
-    peak = ours.step(measured=True)
-    for _ in range(6):
-        eager.step()
-    assert not ours.differ(eager)
-    assert handle.plan is not None
-    assert handle.plan.predicted_overhead > 0
-    assert peak <= handle.plan.predicted_peak <= handle.budget
+    check_planned(lambda: Twice(name), X, share)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_and_before_a_plan_is_known(name: str) -> None:
-    """The first step, of which nothing is known, holds what fits as it takes place."""
-    eager, ours = Steps(name), Steps(name)
-    eager.step()
-    budget = int(0.6 * eager.step(measured=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", rockmate.BudgetWarning)
-        handle = rockmate.attach(ours.model, budget, costs="flops", cache=False)
-        ours.step()
-        ours.step()
-    assert not ours.differ(eager)
-    assert handle.plan is not None
+    check_at_first(lambda: Twice(name), X, 0.6)
