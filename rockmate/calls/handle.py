@@ -6,6 +6,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Hashable
 from math import inf
+from typing import Self
 
 import torch
 
@@ -32,6 +33,7 @@ from rockmate.follow.engine import Followed
 from rockmate.follow.plan import FollowedPlan
 from rockmate.memory import StepBytes, step_of
 from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
 from solvers import Frontier
 
@@ -209,10 +211,14 @@ class Handle(OnDevice):
     def _frontier_of(self, call: Call) -> Frontier:
         """Time against memory for a call that ran without a plan, which is planned for that apart."""
         if self._probe is None:
-            terms = Terms(parse_budget("100%"), self.terms.options, self.terms.progress, always=True)
-            self._probe = type(self)(self.model, terms)
+            self._probe = self.probe(self.model, self.terms.options, self.terms.progress)
             self._probe.plan_for(call)
         return self._probe.frontier()
+
+    @classmethod
+    def probe(cls, model: torch.nn.Module, options: PlanOptions, progress: bool | None) -> Self:
+        """One whose plans run nothing again, apart from all else that is planned for ``model``."""
+        return cls(model, Terms(parse_budget("100%"), options, progress, always=True))
 
     def note_free_call(self) -> None:
         """As in ``Front``."""
