@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,13 +17,6 @@ os.environ["ROCKMATE_CACHE"] = "off"  # before anything plans; programs that tes
 def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said once in a process is said once in each test."""
     monkeypatch.setattr(rkgb.warn, "_said", set())
-
-
-@pytest.fixture(autouse=True)
-def _the_collector_leaves_out_what_is_there() -> None:
-    """Measuring calls Python's collector, which would go through all that earlier tests and TorchDynamo have left."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
