@@ -30,12 +30,17 @@ from rockmate.errors import (
     InputError,
 )
 from rockmate.follow.engine import Followed
+from rockmate.follow.known import Known
 from rockmate.follow.plan import FollowedPlan
 from rockmate.memory import StepBytes, step_of
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
+from rockmate.planning.planner import Planner
 from solvers import Frontier
+
+UNLIMITED = 2**60
+"""Bytes in which every step fits as it is."""
 
 
 class Handle(OnDevice):
@@ -83,6 +88,15 @@ class Handle(OnDevice):
         if self._followed is not None:
             return self._followed.plan
         return self.last.ran.plan if self.last is not None and self.last.ran is not None else None
+
+    @property
+    def planned(self) -> Planner | Known:
+        """What the plan of the last call was made of."""
+        if self._followed is not None:
+            assert self._followed.last is not None
+            return self._followed.last
+        assert self.variant is not None
+        return self.variant.planner
 
     @property
     def plans_made(self) -> int:
@@ -218,7 +232,7 @@ class Handle(OnDevice):
     @classmethod
     def probe(cls, model: torch.nn.Module, options: PlanOptions, progress: bool | None) -> Self:
         """One whose plans run nothing again, apart from all else that is planned for ``model``."""
-        return cls(model, Terms(parse_budget("100%"), options, progress, always=True))
+        return cls(model, Terms(Budget(UNLIMITED), options, progress, always=True))
 
     def note_free_call(self) -> None:
         """As in ``Front``."""

@@ -96,8 +96,7 @@ def _reads(found: FollowedProblem, step: Step, slots_of: dict[int, list[int]], s
     """The data that what runs again reads, or slots do at a moment of the backward. Others are held by the caller."""
     if isinstance(step, Run):
         return frozenset(found.problem.nodes[step.node].reads)
-    backward = found.problem.nodes[step.node].backward if isinstance(step, Bwd) else None
-    if backward is None:
+    if not isinstance(step, Bwd) or (backward := found.problem.nodes[step.node].backward) is None:
         return frozenset()
     read = {seen.packs[slot][1] for slot in slots_of.get(step.node, ())}
     return frozenset(d for d in backward.reads if found.datum_of[d] in read)
