@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from rkgb.cost.extrapolate import FEWEST, Extrapolated, Measured, extrapolated, form
-from rkgb.cost.kernels import convolution_kernels
-from rkgb.cost.measure import Known
+import rockmate.follow.fitted as followed
+import rockmate.planning.fitted as captured
+from rkgb.cost.extrapolate import FEWEST
 from rkgb.sample import Sample
-from rkgb.trace.patches import TRACING
 from rockmate.budget import parse_budget, show_at_least, show_bytes
-from rockmate.calls.surroundings import undisturbed
+from rockmate.calls.attachment import Attachment
 from rockmate.errors import BudgetError, CannotBeCalledError, InputError
+from rockmate.follow.known import Known
 from rockmate.growing import Growing, checked_dims, checked_sizes
 from rockmate.memory import rest_of
 from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
-from rockmate.planning.prepare import make_planner
-from rockmate.progress import Progress, Report, part_of
-from solvers import ChainPlan, Schedule, keep_everything, walk
+from rockmate.progress import Progress, Report
+from solvers import Problem, Schedule, walk
 from solvers.interrupts import Heeded
 
 MEASURED = 4
@@ -105,11 +103,12 @@ def estimate(
 ) -> Estimate:
     """What a training step of ``model`` takes at ``sizes`` larger than the ``sample``'s, none of which is run.
 
-    The model is traced and measured on its device at four sizes, the sample's to four times that, or less where the
-    model takes no larger ones; rows of the sample are repeated for it. The memory of each operation is fitted as a
-    function of the size. Where the fit is right, the prediction is that of the large size, byte for byte. It is not
-    where a library takes another kernel beyond the sizes that were measured, where the model rounds sizes, and where
-    times decide among plans. Limits of the model, such as the number of its positions, show only where it runs.
+    The model is planned and measured on its device, as by ``attach``, at four sizes, the sample's to four times that,
+    or less where the model takes no larger ones; rows of the sample are repeated for it. The memory of each operation
+    is fitted as a function of the size. Where the fit is right, the prediction is that of the large size, byte for
+    byte. It is not where a library takes another kernel beyond the sizes that were measured, where the model rounds
+    sizes, and where times decide among plans. Limits of the model, such as the number of its positions, show only where
+    it runs.
 
     Args:
         model: Any module whose tensors lie on one device.
@@ -131,24 +130,52 @@ def estimate(
         raise BudgetError(f"the budget {budget!r} is a share of each size's own peak: give bytes, such as '8 GiB'")
     call = Growing(given, checked_dims(dim))
     wanted = checked_sizes(sizes, call)
-    with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
-        known = _Sizes(model, _measured(model, call, options, report), report)
+    with Heeded(), Progress(progress) as report:
+        known = _Sizes(_fitted(_measured(model, call, options, report), report), report)
         available = (
             None if limit is None else limit.bytes(known.first, lambda device: rest_of([model], device).room(device))
         )
         found = tuple(_of_size(known, size, available) for size in wanted)
         plain = largest = None
         if available is not None:
-            plain = _largest(call.size, wanted[-1], lambda n: known.planner(n).eager_peak <= available)
+            plain = _largest(call.size, wanted[-1], lambda n: known.at(n).eager_peak <= available)
             largest = _largest_planned(known, call.size, wanted[-1], available)
         rough, kernels_from = known.rough(wanted[-1])
         return Estimate(found, available, largest, plain, known.measured, rough, kernels_from)
 
 
-@dataclass(frozen=True, eq=False)
-class _Point:
-    planner: Planner
-    measured: Measured
+class StepOfSize(Protocol):
+    """A step of one size; memory in bytes. ``reserved``: taken off each budget. ``eager_peak``: the budget from which
+    nothing runs again. ``peak``: what the step takes then. ``least``: the smallest budget of a plan, and its schedule.
+    """
+
+    problem: Problem
+    reserved: int
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def eager_peak(self) -> int: ...
+    @property
+    def peak(self) -> int: ...
+    @property
+    def least(self) -> tuple[int, Schedule]: ...
+
+
+class Fitted(Protocol):
+    """Steps at any size, of which ``sizes`` ran. ``rough``: names of what follows no function of the size; ``kernels``
+    of convolutions, by name.
+    """
+
+    sizes: tuple[int, ...]
+
+    def at(self, size: int) -> StepOfSize: ...
+    def rough(self, size: int) -> tuple[str, ...]: ...
+    def kernels(self, size: int) -> dict[str, str]: ...
+
+
+_Point = tuple[int, Planner | Known]
+"""A size, and its graph or followed step, measured."""
 
 
 class _TooLarge(Exception):
@@ -162,16 +189,20 @@ class _TooLarge(Exception):
 def _points(model: torch.nn.Module, call: Growing, step: int, options: PlanOptions, report: Report) -> list[_Point]:
     """The sample's size and those that are larger by ``step``, measured."""
     points: list[_Point] = []
+    probe = Attachment.probe(model, options, progress=False)
     for k in range(MEASURED):
         size = call.size + k * step
+        report(f"measure, size {size}", k / MEASURED)
+        probe.families.clear()  # so that no size stands for another one
         try:
-            planner = make_planner(model, call.at(size), options, part_of(report, f"size {size}"))
+            probe.plan_for(call.at(size))
         except CannotBeCalledError as error:
             if not k:
                 raise
             raise _TooLarge(size) from error.__cause__
-        graphs = planner.graphs
-        points.append(_Point(planner, Measured(size, graphs.S, graphs.known.of, graphs.classes)))
+        points.append((size, probe.planned))
+        if isinstance(probe.planned, Known):  # a call that is followed is planned once
+            probe = Attachment.probe(model, options, progress=False)
     return points
 
 
@@ -192,10 +223,9 @@ def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, repor
                 f"the model takes the sample, but not one of size {error.size}: {error.__cause__}. {call.said()}. Say "
                 "with dim= what grows, or give a smaller sample: it is made larger until a fit is possible"
             ) from error
-    forms = [form(p.measured) for p in points]
-    alike = [p for p, f in zip(points, forms, strict=True) if f == forms[-1]]
+    alike = [(size, found) for size, found in points if _alike(found, points[-1][1])]
     if len(alike) < FEWEST:
-        sizes = ", ".join(str(p.measured.size) for p in points)
+        sizes = ", ".join(str(size) for size, _ in points)
         raise InputError(
             f"what the model computes changes with the size: its graphs at the sizes {sizes} are not the same "
             f"operations. {call.said()}. Give a larger sample, from whose size on the operations stay the same; if "
@@ -204,77 +234,75 @@ def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, repor
     return alike
 
 
-class _Sizes:
-    """Planners for any size."""
+def _alike(a: Planner | Known, b: Planner | Known) -> bool:
+    """Whether two sizes compute the same operations."""
+    if isinstance(a, Planner) and isinstance(b, Planner):
+        return captured.alike(a, b)
+    return isinstance(a, Known) and isinstance(b, Known) and followed.alike(a, b)
 
-    def __init__(self, model: torch.nn.Module, points: list[_Point], report: Report) -> None:
-        self.model, self.report = model, report
-        self.points = [p.measured for p in points]
-        self.last = points[-1].planner
-        self.first = points[0].planner
-        self._least: dict[int, int] = {}
+
+def _fitted(points: list[_Point], report: Report) -> Fitted:
+    """Steps at any size, from ``points``, which are alike."""
+    sizes = [size for size, _ in points]
+    planners = [found for _, found in points if isinstance(found, Planner)]
+    if planners:
+        return captured.FittedGraphs(sizes, planners, report)
+    return followed.FittedSteps(sizes, [found for _, found in points if isinstance(found, Known)])
+
+
+class _Sizes:
+    """Steps of any size, and the schedules that were found for some."""
+
+    def __init__(self, fitted: Fitted, report: Report) -> None:
+        self.fitted, self.report, self.measured = fitted, report, fitted.sizes
+        self._steps: dict[int, StepOfSize] = {}
         self._schedules: dict[int, Schedule] = {}  # of the smallest budgets
-        self._planners: dict[int, Planner] = {}
-        self._extrapolated: dict[int, Extrapolated] = {}
 
     @property
-    def measured(self) -> tuple[int, ...]:
-        return tuple(p.size for p in self.points)
+    def first(self) -> StepOfSize:
+        """The smallest that was measured."""
+        return self.at(self.measured[0])
 
     def rough(self, size: int) -> tuple[tuple[str, ...], int]:
         """Names of what has no function, in the order of the graph, and then of convolutions whose kernel did not run;
         the size from which on these take the kernels that they have at ``size``.
         """
-        wanted, others = self._kernels(size), dict[str, int]()  # the last measured size with another kernel
-        for point in self.points[-FEWEST:] if size > self.measured[-1] else ():
-            kernels = convolution_kernels(point.s.d)
-            others.update((name, point.size) for name in wanted if kernels[name] != wanted[name])
-        names = tuple(dict.fromkeys((*self._at(size).rough, *others)))
+        kernels = self.fitted.kernels
+        wanted, others = kernels(size), dict[str, int]()  # the last measured size with another kernel
+        for seen in self.measured[-FEWEST:] if size > self.measured[-1] else ():
+            there = kernels(seen)
+            others.update((name, seen) for name in wanted if there[name] != wanted[name])
+        names = tuple(dict.fromkeys((*self.fitted.rough(size), *others)))
         if not others:
             return names, 0
-        return names, 1 + (_largest(max(others.values()), size, lambda n: self._kernels(n) != wanted) or 0)
+        return names, 1 + (_largest(max(others.values()), size, lambda n: kernels(n) != wanted) or 0)
 
-    def _kernels(self, size: int) -> dict[str, str]:
-        return convolution_kernels(self._at(size).s.d)
-
-    def _at(self, size: int) -> Extrapolated:
-        if size not in self._extrapolated:
+    def at(self, size: int) -> StepOfSize:
+        """A step of ``size``, whose figures are fitted."""
+        if size not in self._steps:
             self.report(f"size {size}, fit", 0.0)
-            self._extrapolated[size] = extrapolated(self.points, size)
-        return self._extrapolated[size]
-
-    def planner(self, size: int) -> Planner:
-        """A planner for ``size``, whose figures are fitted."""
-        if size not in self._planners:
-            found = self._at(size)
-            graphs = dataclasses.replace(self.last.graphs, classes=found.classes)
-            like = dataclasses.replace(self.last, graphs=graphs, report=part_of(self.report, f"size {size}"))
-            self._planners[size] = like.at_other_sizes(found.s, Known(found.costs.__getitem__), self.model, [])
-        return self._planners[size]
+            self._steps[size] = self.fitted.at(size)
+        return self._steps[size]
 
     def least(self, size: int) -> int:
-        """The smallest budget of the solver's plans for ``size``: what planning such a call says, too."""
-        if size not in self._least:
-            planner = self.planner(size)
-            self._least[size] = least = planner.frontier().min_budget
-            self._schedules[size] = planner.solve(least).schedule
-        return self._least[size]
+        """The smallest budget of the plans for ``size``."""
+        if size not in self._schedules:
+            self.report(f"size {size}, solve", 0.0)
+        least, self._schedules[size] = self.at(size).least
+        return least
 
     def fits(self, size: int, available: int) -> bool:
         """Whether a plan that was found for some size is one for ``size``, too."""
-        planner = self.planner(size)
-        return any(walk(planner.problem, s).peak + planner.reserved <= available for s in self._schedules.values())
+        step = self.at(size)
+        return any(walk(step.problem, s).peak + step.reserved <= available for s in self._schedules.values())
 
 
 def _of_size(known: _Sizes, size: int, available: int | None) -> SizeEstimate:
-    planner = known.planner(size)
-    schedule = keep_everything(planner.problem)
-    peak = planner.predicted_peak(ChainPlan(schedule, walk(planner.problem, schedule), "keep everything"))
-    least, most = known.least(size), planner.eager_peak
-    fits = ""
+    step, least = known.at(size), known.least(size)
+    most, fits = step.eager_peak, ""
     if available is not None:
         fits = "yes" if most <= available else "recomputing" if least <= available else "no"
-    return SizeEstimate(size, peak, least, most, fits)
+    return SizeEstimate(size, step.peak, least, most, fits)
 
 
 def _largest(smallest: int, start: int, fits: Callable[[int], bool]) -> int | None:

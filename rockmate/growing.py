@@ -36,8 +36,10 @@ class Growing:
         return self.call.with_tensors(lambda t: self._larger(t, size, made))
 
     def _larger(self, leaf: torch.Tensor, size: int, made: dict[int, torch.Tensor]) -> torch.Tensor:
-        if size == self.size or not self.along.get(id(leaf)):
+        if not self.along.get(id(leaf)):
             return leaf
+        if id(leaf) not in made and size == self.size:
+            made[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
         if id(leaf) not in made:
             order = sorted(range(leaf.dim()), key=lambda k: (-leaf.stride()[k], k))
             larger = leaf.detach().permute(order)  # memory keeps its order, such as channels-last
@@ -46,6 +48,8 @@ class Growing:
                 larger = larger.index_select(order.index(d), rows)
             back = sorted(range(leaf.dim()), key=order.__getitem__)
             made[id(leaf)] = larger.permute(back).requires_grad_(leaf.requires_grad)
+        for d in self.along[id(leaf)]:
+            torch._dynamo.maybe_mark_dynamic(made[id(leaf)], d)
         return made[id(leaf)]
 
     def said(self) -> str:

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 
 from rkgb.sample import Sample
-from rkgb.trace.patches import TRACING
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
 from rockmate.calls.listed import PlannedCall
 from rockmate.calls.others import watch_layers
-from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetError, InputError
@@ -32,12 +30,9 @@ from rockmate.planning.artefact import read_plan
 from rockmate.planning.checks import checked_call, checked_module
 from rockmate.planning.options import PlanOptions, options_of
 from rockmate.planning.plan import Plan
-from rockmate.planning.prepare import make_planner
 from rockmate.planning.wrappers import NO_REPLICAS
-from rockmate.progress import Progress
 from rockmate.signed import signed
 from solvers import Frontier
-from solvers.interrupts import Heeded
 
 
 class _Forward:
@@ -344,5 +339,6 @@ def frontier(
         GraphError: The model cannot be traced.
     """
     call, options = checked_call(model, sample, sample_kwargs), PlanOptions(costs, loss_memory)
-    with TRACING, Heeded(), undisturbed(), Progress(progress) as report:
-        return make_planner(model, call, options, report).frontier()
+    probe = Attachment.probe(model, options, progress)
+    probe.plan_for(call)
+    return probe.frontier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,20 @@ os.environ["ROCKMATE_CACHE"] = "off"  # before anything plans; programs that tes
 def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said once in a process is said once in each test."""
     monkeypatch.setattr(rkgb.warn, "_said", set())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _the_collector_takes_all_back() -> Iterator[None]:
+    """What is left out while a file's tests run is collected behind them."""
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _the_collector_leaves_out_what_is_there(_the_collector_takes_all_back: None) -> None:
+    """Measuring calls Python's collector, which would go through all that imports and earlier tests have left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_an_error_leaves_the_terminal_clean(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_parts_rise_within_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, float]] = []
-    monkeypatch.setattr("rockmate.module.Progress", lambda show: _Recorder(told))
+    monkeypatch.setattr("rockmate.calls.made.Progress", lambda show: _Recorder(told))
     frontier(mlp(), SAMPLE, costs="flops", progress=True)
     phases = list(dict.fromkeys(phase for phase, _ in told))
     assert phases == ["trace", "simplify", "measure", "solve", "solve blocks", "solve chain", "solve blocks (tight)"]
@@ -358,7 +358,7 @@ def test_the_bar_of_an_estimate_says_at_which_size_the_work_is(monkeypatch: pyte
         return str(sys.stderr.getvalue())  # type: ignore[attr-defined]
 
     said = shown(True)
-    for phase in ("size 8, trace", "size 16, measure", "size 64, fit", "size 128, solve chain"):
+    for phase in ("measure, size 8", "measure, size 16", "size 64, fit", "size 128, solve chain"):
         assert f"Rockmate plans: {phase} " in said
     assert shown(False) == ""
 

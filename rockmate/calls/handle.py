@@ -6,6 +6,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Hashable
 from math import inf
+from typing import Self
 
 import torch
 
@@ -29,11 +30,17 @@ from rockmate.errors import (
     InputError,
 )
 from rockmate.follow.engine import Followed
+from rockmate.follow.known import Known
 from rockmate.follow.plan import FollowedPlan
 from rockmate.memory import StepBytes, step_of
 from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
+from rockmate.planning.planner import Planner
 from solvers import Frontier
+
+UNLIMITED = 2**60
+"""Bytes in which every step fits as it is."""
 
 
 class Handle(OnDevice):
@@ -81,6 +88,15 @@ class Handle(OnDevice):
         if self._followed is not None:
             return self._followed.plan
         return self.last.ran.plan if self.last is not None and self.last.ran is not None else None
+
+    @property
+    def planned(self) -> Planner | Known:
+        """What the plan of the last call was made of."""
+        if self._followed is not None:
+            assert self._followed.last is not None
+            return self._followed.last
+        assert self.variant is not None
+        return self.variant.planner
 
     @property
     def plans_made(self) -> int:
@@ -209,10 +225,14 @@ class Handle(OnDevice):
     def _frontier_of(self, call: Call) -> Frontier:
         """Time against memory for a call that ran without a plan, which is planned for that apart."""
         if self._probe is None:
-            terms = Terms(parse_budget("100%"), self.terms.options, self.terms.progress, always=True)
-            self._probe = type(self)(self.model, terms)
+            self._probe = self.probe(self.model, self.terms.options, self.terms.progress)
             self._probe.plan_for(call)
         return self._probe.frontier()
+
+    @classmethod
+    def probe(cls, model: torch.nn.Module, options: PlanOptions, progress: bool | None) -> Self:
+        """One whose plans run nothing again, apart from all else that is planned for ``model``."""
+        return cls(model, Terms(Budget(UNLIMITED), options, progress, always=True))
 
     def note_free_call(self) -> None:
         """As in ``Front``."""

@@ -32,9 +32,8 @@ def rehearse(step: Callable[[], Any], planned: Callable[[], bool], loss_memory: 
         roots = [t for t in dict.fromkeys(tensors_in(step())) if t.requires_grad]
         if not roots:
             return
-        loss = _loss(roots, loss_memory)
-        del roots  # a step that holds its outputs shows it
-        loss.backward()
+        _loss(roots, loss_memory).backward()  # as in loops that hold their outputs meanwhile
+        del roots
         if planned():
             return
 

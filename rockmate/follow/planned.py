@@ -15,7 +15,7 @@ from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Datum, OpForm, Slot, form_of_op
 from rockmate.follow.tape import Policy, Tape
-from solvers import Bwd, Del, Loss, Run, Schedule
+from solvers import Bwd, Del, Loss, Run, Schedule, Step
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,49 @@ def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen) -> Follow
             live.update(found.problem.nodes[step.node].makes)
         elif isinstance(step, Del):
             live.discard(step.data)
-    behind = schedule[at + 1 :]
-    wanted: set[int] = set()
-    for step in behind:
-        if isinstance(step, Run):
-            wanted.update(found.problem.nodes[step.node].reads)
-        elif isinstance(step, Bwd):
-            backward = found.problem.nodes[step.node].backward
-            wanted.update(backward.reads if backward is not None else ())
-    held = (frozenset(found.datum_of[d] for d in live & wanted) | found.kept) - {-1}
     slots_of: dict[int, list[int]] = {}
     for slot, node in found.step_of.items():
         slots_of.setdefault(node, []).append(slot)
+    reads = [_reads(found, step, slots_of, seen) for step in schedule[at + 1 :]]
+    behind = _let_go(found, schedule[at + 1 :], reads)
+    wanted = frozenset[int]().union(*reads)
+    held = (frozenset(found.datum_of[d] for d in live & wanted) | found.kept) - {-1}
     stages, stage_of = _stages(found, behind, slots_of, seen, live, held)
     within = {number: k for k, number in enumerate(seen.within)}
     return FollowedProgram(seen.forms, seen.sizes, seen.packs, held, within, stages, stage_of)
+
+
+def _reads(found: FollowedProblem, step: Step, slots_of: dict[int, list[int]], seen: Seen) -> frozenset[int]:
+    """The data that what runs again reads, or slots do at a moment of the backward. Others are held by the caller."""
+    if isinstance(step, Run):
+        return frozenset(found.problem.nodes[step.node].reads)
+    if not isinstance(step, Bwd) or (backward := found.problem.nodes[step.node].backward) is None:
+        return frozenset()
+    read = {seen.packs[slot][1] for slot in slots_of.get(step.node, ())}
+    return frozenset(d for d in backward.reads if found.datum_of[d] in read)
+
+
+def _let_go(found: FollowedProblem, behind: Schedule, reads: Sequence[frozenset[int]]) -> Schedule:
+    """``behind``, in which data go when they were read last. Where the caller held them longer in the step that was
+    observed, it may not do so in another one.
+    """
+    last: dict[int, int] = {}  # reads of data that are there
+    gone: dict[int, list[Del]] = {}
+
+    def let_go(data: int) -> bool:
+        if data not in last or found.datum_of[data] in found.kept:
+            return False
+        gone.setdefault(last.pop(data), []).append(Del(data))
+        return True
+
+    left: list[tuple[int, Step]] = []
+    for k, step in enumerate(behind):
+        if not (isinstance(step, Del) and let_go(step.data)):
+            left.append((k, step))
+        last.update(dict.fromkeys(reads[k], k))
+    for data in list(last):
+        let_go(data)
+    return tuple(x for k, step in left for x in (step, *gone.get(k, ())))
 
 
 def _stages(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rkgb.cost.measure import Known
+from rkgb.cost.measure import Cost, Known
 from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
 from rkgb.pipeline import Graphs, make_K
@@ -107,6 +107,16 @@ class Planner(PlanFinder):
             options_of_blocks=(options or {}).get(usage),
             solved={},
         )
+
+    def fitted(self, s: S_graph, costs: Mapping[Usage, list[Cost]], classes: tuple[int, ...]) -> Planner:
+        """A planner for ``s``, which has the skeleton of this planner's graph: its ``costs`` were fitted, and nothing
+        ran. The backward makes the gradients that it makes here.
+        """
+        known, k = Known(costs.__getitem__), self.graphs.K
+        k = make_K(s, torch.nn.Module(), [], self.options.costs, k.usage, known, k.missing)
+        graphs = dataclasses.replace(self.graphs, D=s.d, S=s, K=k, known=known, classes=classes)
+        room = usual_room(k, self.options.loss_memory)
+        return self._with(graphs, room, saved=None, scaled=False, options_of_blocks=None, solved={})
 
     def measured_anew(self, model: torch.nn.Module, inputs: list[torch.Tensor], known: Known) -> Planner:
         """This planner, whose costs were scaled, with those of its own sizes: the ``known`` ones, or measured.

@@ -22,9 +22,11 @@ from torch import nn
 
 import rockmate
 from rkgb.cost.extrapolate import fitted
+from rkgb.sample import Call as SampleCall
 from rockmate import BudgetError, InputError, Rockmate, estimate, measure_peak
 from rockmate.demo.gpt import GPT
 from rockmate.errors import CannotBeCalledError
+from rockmate.growing import Growing
 
 TIMES = 8
 """How many times larger than the sample the predicted size is."""
@@ -160,22 +162,73 @@ def _one(*shape: int) -> torch.Tensor:
 
 def test_the_layout_of_samples_is_kept() -> None:
     """Channels-last images stay so, where convolutions take other memory; a tensor given twice is one tensor."""
-    seen = []
-
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-            seen.append((x.is_contiguous(memory_format=torch.channels_last), x is y, scale.shape))
-            return self.conv(x + y) * scale
-
     x = randn(2, 3, 8, 8, seed=0).contiguous(memory_format=torch.channels_last)
-    found = estimate(Looks(), (x, x, torch.ones(3, 1, 1, 1)[:1]), 16)
-    assert found.sizes[0].size == 16
-    assert {shape for _, _, shape in seen} == {(1, 1, 1, 1)}
-    assert all(last for last, _, _ in seen)
+    growing = Growing(SampleCall((x, x, torch.ones(3, 1, 1, 1)[:1]), {}), (0,))
+    for size in (2, 4, 8):
+        first, second, scale = growing.at(size).args
+        assert first.shape == (size, 3, 8, 8)
+        assert first.is_contiguous(memory_format=torch.channels_last)
+        assert first is second
+        assert scale.shape == (1, 1, 1, 1)
+
+
+class Layers(nn.Module):
+    """Layers that count their calls."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.norm = nn.BatchNorm1d(32)
+        self.generator = torch.Generator()
+
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = self.beside(F.gelu(layer(x)))
+        return self.norm(x)
+
+
+class Draws(Layers):
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(1, generator=self.generator)
+
+
+class Prints(Layers):
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
+        sys.stdout.write("")
+        return x
+
+
+class Attends(Layers):
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
+        sys.stdout.write("")
+        return torch.softmax(x @ x.t(), -1) @ x
+
+
+@pytest.mark.parametrize("kind", [Layers, Draws, Prints, Attends])
+def test_what_attach_plans_is_estimated_and_left_as_it_was(kind: type[Layers]) -> None:
+    """A model that counts its calls, and models that are followed."""
+    torch.manual_seed(0)
+    model, x = kind(), randn(64, 32, seed=0)
+    before, state = list(snapshot(model, x)), model.generator.get_state()
+    found = estimate(model, x[:8], [64, 500], "200 KiB")
+    assert_same(snapshot(model, x), before)
+    assert torch.equal(model.generator.get_state(), state)
+    assert model.calls == 0
+    large = rockmate.frontier(model, x, costs="flops")
+    assert found.sizes[0].max_budget == large.max_budget
+    if not found.rough:
+        assert found.sizes[0].min_budget == large.min_budget
+    assert found.largest is not None
+    assert found.largest_plain is not None
+    assert 8 <= found.largest_plain <= found.largest < 500
+    plan = Rockmate(model, randn(found.largest, 32, seed=1), "200 KiB", costs="flops").plan
+    assert plan.predicted_peak <= 200 * 1024
 
 
 class Steps(nn.Module):

@@ -360,3 +360,22 @@ def test_eager_peak_is_predicted() -> None:
     handle = rockmate.attach(model, "60%", cache=False)
     list(train(model, model))
     assert measure_peak(lambda: loss_of(eager(X)).backward(), "cpu") == handle.plan.eager_peak
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, Item, CumulativeAverage])
+def test_the_frontier_of_a_model_is_that_of_its_rockmate_and_leaves_it_as_it_was(kind: type[Layers]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    states = [v.get_state() for v in vars(model).values() if isinstance(v, torch.Generator)]
+    found = rockmate.frontier(model, X, costs="flops")
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(
+        torch.equal(v.get_state(), state)
+        for v, state in zip((v for v in vars(model).values() if isinstance(v, torch.Generator)), states, strict=True)
+    )
+    assert model.calls == 0
+    assert all(p.grad is None for p in model.parameters())
+    rk = Rockmate(model, X, "100%", costs="flops")
+    assert (found.min_budget, found.max_budget) == (rk.frontier().min_budget, rk.frontier().max_budget)
+    assert 0 < found.min_budget < found.max_budget

@@ -33,15 +33,6 @@ from rockmate.follow.plan import FollowedPlan
 WIDTH = 32
 
 
-@pytest.fixture(autouse=True)
-def _the_collector_leaves_out_what_is_there() -> Iterator[None]:
-    """Measuring calls Python's collector, which would go through all that earlier tests and TorchDynamo have left."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Layer(nn.Module):
     """A residual layer with batch norm and dropout."""
 
