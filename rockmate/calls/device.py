@@ -70,10 +70,10 @@ class OnDevice(Front):
         return memory_of(self.terms.rest(device), step, device, with_margin=self.terms.is_auto)
 
     def device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
-        """Where the model lies, or the ``others`` if it has no tensors."""
+        """As in ``Front``."""
         model = self._model()
         own = () if model is None else itertools.chain(model.parameters(), model.buffers())
-        return next((t.device for t in itertools.chain(own, others)), torch.device("cpu"))
+        return super().device(itertools.chain(own, others))
 
     def explained(self, error: InfeasibleBudgetError, auto: bool) -> InfeasibleBudgetError:
         """``error``, without its frames. With the budget "auto", it says where the memory of the device goes."""

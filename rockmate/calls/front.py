@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
+
+import torch
 
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.families import Families
@@ -94,6 +96,10 @@ class Front:
     def bytes_of_missing_gradients(self) -> dict[str, int]:
         """Bytes of the gradients of the model's parameters that are not there, by name. No model: none."""
         return {}
+
+    def device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
+        """Where the model lies, or the ``others`` if it has no tensors."""
+        return next((t.device for t in others), torch.device("cpu"))
 
     @property
     def budget(self) -> int:

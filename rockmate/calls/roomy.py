@@ -22,7 +22,7 @@ from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.surroundings import modes_again
 from rockmate.errors import BudgetWarning
-from rockmate.follow.engine import device_of, names_of
+from rockmate.follow.engine import names_of
 from rockmate.follow.following import following, lasting_of
 from rockmate.follow.online import Online
 from rockmate.follow.tape import Tape
@@ -65,7 +65,7 @@ class RoomyCalls(FreeCalls):
 
     def kind(self, model: torch.nn.Module, call: Call) -> Hashable | None:
         """The kind of a call that may take far less than the budget; None for all others."""
-        terms, device = self.front.terms, device_of(model, call)
+        terms, device = self.front.terms, self.front.device(call.tensors)
         budget = None if terms.always or terms.options.compile else terms.bytes_known(device)
         if budget is None:
             return None
@@ -101,7 +101,7 @@ class RoomyCalls(FreeCalls):
                 return None
             if larger is None and not self.may_measure:
                 return None
-            said, device = self.front.described(names_of(call), call.leaves), device_of(model, call)
+            said, device = self.front.described(names_of(call), call.leaves), self.front.device(call.tensors)
             known = None if larger is None else (self.spacious[larger], self._seen[larger].nodes)
             self.suppose(kind, device, said, int(peak), made)
             self.spacious.pop(kind, None)
@@ -171,7 +171,7 @@ class RoomyCalls(FreeCalls):
 
     def _held(self, model: torch.nn.Module, call: Call) -> Any:
         """The same, within the budget as far as sizes tell."""
-        terms, device = self.front.terms, device_of(model, call)
+        terms, device = self.front.terms, self.front.device(call.tensors)
         made = sum(self.front.bytes_of_missing_gradients().values())
         limit = int(HELD * max(0, self.front.budget - terms.steps.held() - made))
         with following(Tape(device, Online(limit), lasting_of(model, call)), self.front.modes):

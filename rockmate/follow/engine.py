@@ -106,7 +106,7 @@ class Followed:
             alike = next((k for (other, _), k in self.kinds.items() if other == form), None)
             kind = CallKind(said, Watch(self.front.name)) if alike is None else alike.under_another_budget()
             self.kinds[key] = kind
-        device = device_of(model, call)
+        device = self.front.device(call.tensors)
         policy, turn = self._policy(key, kind, missing, device)
         tape = Tape(device, policy, lasting_of(model, call))
         look = policy.look if isinstance(policy, Observed) else None
@@ -337,9 +337,3 @@ def names_of(call: Call) -> list[str]:
         where = "kwargs" if getattr(kind, "idx", 0) else "args"
         names.append(".".join([where, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in rest)]))
     return names if len(names) == len(call.leaves) else [f"input {k}" for k in range(len(call.leaves))]
-
-
-def device_of(model: torch.nn.Module, call: Call) -> torch.device:
-    """Where a call runs."""
-    tensors = (t for source in (model.parameters(), call.tensors) for t in source)
-    return next((t.device for t in tensors), torch.device("cpu"))
