@@ -22,7 +22,7 @@ from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.parts import Function, Moment, device_of, versions_of
 from rockmate.rotor.probe import Probe
-from solvers.rotor.chain import Chain, Runs, Stage
+from solvers.rotor.chain import Chain, Stage
 
 __all__ = ["Chain", "measure_chain"]
 
@@ -88,7 +88,7 @@ def measure_chain(
     # The median of each time of equal stages, so that no stage seems faster than another by chance.
     medians = {key: [int(median(each)) for each in zip(*known, strict=True)] for key, known in times.items()}
     timed = [(stage, medians[key]) for stage, key in measured]
-    stages = tuple(replace(stage, runs=Runs(*runs), backward_time=backward) for stage, (*runs, backward) in timed)
+    stages = tuple(replace(stage, forward_time=f, tail=tail, backward_time=b) for stage, (f, tail, b) in timed)
     return Chain(stages, tuple(values), gradient, _LOSS_OUTPUTS * floats + copies + max(0, floats - gradient))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rkgb.cost.clock import Clock, Mark, read
+from rkgb.cost.clock import Clock, Mark
 from rkgb.cost.counted import counted_tail, modelled_times
 from rkgb.cost.memory import bytes_by_storage, measure_memory, storage_bytes
 from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, gradient, ignore
@@ -25,7 +25,6 @@ from rockmate.errors import InputError
 from rockmate.rotor.parts import Function, Moment, detached, device_of
 from rockmate.rotor.stages import Stage
 from solvers.rotor import chain as rotor_chain
-from solvers.rotor.chain import Runs
 
 # With costs="flops" operations decide; bytes decide between plans with equally many operations.
 _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
@@ -70,7 +69,8 @@ class Probe:
         self.touched = sum(t.nbytes for t in tensor_leaves((self.x, output))) + private + lasting
         found = rotor_chain.Stage(
             name,
-            runs=Runs.alike(0),
+            forward_time=0,
+            tail=0,
             backward_time=0,
             held=private + lasting,
             forward_peak=max(kept_peak, *peaks),
@@ -86,19 +86,19 @@ class Probe:
         return found, (replace(found, name=""), self._form()), output
 
     def times(self) -> tuple[int, ...]:
-        """The times of ``Runs``, then that of the backward, in nanoseconds. The figures are known."""
+        """Those of the forward, its tail and the backward, in nanoseconds. The figures are known."""
         with self._untouched():
-            if self.clock is None:
+            if self.clock is not None:
+                found = self.clock.times(self)
+                tail = self.clock.medians(self._run_to_its_end, self.device)[0]
+                forward, backward = found.forward, found.backward
+            else:
                 with _uncompiled():
-                    whole, backward = modelled_times(
+                    forward, backward = modelled_times(
                         self, self.touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
                     )
-                    tail = counted_tail(lambda: self.function(self.x)) // _FLOPS_PER_NS if self.saves else whole
-                return whole, whole, whole, whole - tail, backward
-            backward = self.clock.times(self).backward
-            whole, passing, filling, stopping = self.clock.medians(self._every_run, self.device)
-            filling = max(filling, whole)
-            return whole, max(passing, whole), filling, min(stopping, filling), backward
+                    tail = counted_tail(lambda: self.function(self.x)) // _FLOPS_PER_NS
+        return forward, min(tail, forward) if self.saves else forward, backward
 
     # ------------------------------------------------------------------------------------- as a piece
 
@@ -201,22 +201,14 @@ class Probe:
         forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
         return classes, moment.configuration(), forms
 
-    def _every_run(self, mark: Mark) -> list[tuple[Any, Any]]:
-        """Run the stage in each way in which a step may run it: the marks of each run's begin and end."""
-        stage, spans = self._stage(), []
-        for run in (
-            lambda: self._stage().first(self.x, None),
-            lambda: stage.first(self.x, _no_backward),
-            lambda: stage.fill(self.x, True),
-            lambda: stage.fill(self.x, False),
-        ):
-            read(tensor_leaves(self.x))  # which the stage before has just made
-            start = mark()
-            result = run()
-            spans.append((start, mark()))
-            del result
-            stage.clear()
-        return spans
+    def _run_to_its_end(self, mark: Mark) -> list[tuple[Any, Any]]:
+        """The marks of a run when autograd saves the last tensor, and at its end."""
+        marks = [mark()]
+        with each_saved(lambda _: marks.append(mark())):
+            results = self.forward()
+        marks.append(mark())
+        del results
+        return [(marks[-2], marks[-1])]
 
 
 def _uncompiled() -> AbstractContextManager[None]:

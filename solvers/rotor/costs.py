@@ -1,8 +1,7 @@
 """Chains of whole stages for the dynamic program of ``solvers.chain.table``, and the sequence of least memory.
 
 A stage is a block with two options. *Keep* (F_all of the paper) holds what its backward reads. *Stop* is the run right
-before the backward of the stage, which ends with the last tensor that this backward reads. Every stage that runs again
-was passed once in the forward phase; what that took longer than a run that keeps everything is added to its options.
+before the backward of the stage, which ends with the last tensor that this backward reads.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how to train
 deep neural networks with limited memory", Inria RR-9302 (2019), Theorem 1. Further than there, the last stage may run
@@ -50,7 +49,7 @@ def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
         ),
         interface_bytes=tuple((0,) * (i + 1) + tuple(of[i + 1 :]) for i, of in enumerate(beyond)),
         pass_peak=tuple(stage.pass_peak for stage in chain.stages),
-        pass_time=tuple(stage.runs.passing for stage in chain.stages),
+        pass_time=tuple(stage.forward_time for stage in chain.stages),
         first_base=(0,) * length,
         rerun_base=tuple(behind),
         backward_base=tuple(behind),
@@ -59,12 +58,10 @@ def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
 
 
 def _options(stage: Stage, output: int, inner: bool) -> tuple[Option, Option]:
-    runs, again = stage.runs, stage.held + stage.backward_peak + (output if stage.keeps_output else 0)
-    once = runs.passing - runs.whole
-    filling = runs.filling + once
+    time, again = stage.forward_time, stage.held + stage.backward_peak + (output if stage.keeps_output else 0)
     kept = again if inner else stage.held + stage.backward_peak  # the caller holds the last output
-    keep = Option((), stage.held, stage.forward_peak, kept, 0, filling, False, True, 0)
-    stop = Option((), _NEVER, 0, max(stage.stop_peak, again), runs.stopping + once, filling, True, True, 0)
+    keep = Option((), stage.held, stage.forward_peak, kept, 0, time, False, True, 0)
+    stop = Option((), _NEVER, 0, max(stage.stop_peak, again), time - stage.tail, time, True, True, 0)
     return keep, stop
 
 

@@ -51,7 +51,7 @@ def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
         walker.step(operation, operations[k + 1] if k + 1 < len(operations) else None)
     if walker.next_backward >= 0:
         raise ScheduleError(f"the sequence ends before B_{walker.next_backward}")
-    base = sum(s.runs.whole + s.backward_time for s in chain.stages)
+    base = sum(s.forward_time + s.backward_time for s in chain.stages)
     return Walked(max(m.peak for m in walker.moments), walker.time, base, tuple(walker.moments))
 
 
@@ -99,15 +99,14 @@ class _Walker:
         if i not in self.there:
             raise ScheduleError(f"{operation!r}: its input is not there")
         stage, stops = self.chain.stages[i], keeps and is_last
+        self.time += stage.forward_time - (stage.tail if stops else 0)
         if keeps:
             peak = self.level + (stage.stop_peak if stops else stage.forward_peak)
-            self.time += stage.runs.stopping if stops else stage.runs.whole if self.in_forward else stage.runs.filling
             self.enabled.add(i)
             self.level += stage.held
             self.hold(i, int(stage.keeps_input))
         else:  # the state is kept by the first run, and put aside by those that draw again
             peak = self.level + stage.pass_peak + stage.state
-            self.time += stage.runs.passing
         if keeps == (i in self.states):
             self.level += -stage.state if keeps else stage.state
             self.states ^= {i}
