@@ -76,7 +76,7 @@ class Call:
             versions = versions_of(x)
             output = self.stages[i].first(x, partial(self.prepare, i))
             if versions != versions_of(x):
-                raise ValueError(in_place_message(i, self._name(i)))
+                raise ValueError(in_place_message(f"layer {i} ({self._name(i)})"))
             x = output
             del output  # the next stage may be the last to read it
         if len(self.forward_part) < count:
