@@ -14,9 +14,9 @@ from solvers.tables import text_table
 class Stage:
     """One stage of a chain. Times have one unit, which the caller chooses; memory is in bytes. The paper's symbols:
 
-    ``forward_time`` (u_f), ``backward_time`` (u_b); ``tail``: the part of the forward's behind the last tensor that the
-    backward reads, where a run right before the backward stops. ``held``: bytes kept for the backward, without the stage's
-    input and output. ``forward_peak`` (o_f): the most that a run allocates that keeps these, the output included.
+    ``forward_time`` (u_f), ``backward_time`` (u_b). ``tail``: the part of the forward's behind the last tensor that the
+    backward reads, where a run right before the backward stops. ``held``: bytes kept for the backward, without the
+    stage's input and output. ``forward_peak`` (o_f): the most that a run allocates that keeps these, the output included.
     ``pass_peak``, ``stop_peak``: the same for a run that keeps nothing, and for one that stops with the last tensor
     that the backward reads. ``backward_peak`` (o_b): the most that the backward allocates beyond what was live before
     it. ``input_gradient`` (δ): bytes of the gradient of the input. ``parameter_gradients``: bytes of parameters'
@@ -66,7 +66,7 @@ class Chain:
         for i, stage in enumerate(self.stages):
             if not 0 <= stage.tail <= stage.forward_time:
                 raise ProblemError(
-                    f"stage {i} ({stage.name}): tail is {stage.tail} ns, no part of forward_time, {stage.forward_time} ns"
+                    f"stage {i} ({stage.name}): tail is {stage.tail}, no part of forward_time, {stage.forward_time}"
                 )
             if stage.stop_peak > stage.forward_peak:
                 raise ProblemError(

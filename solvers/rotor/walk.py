@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from solvers.errors import ScheduleError
-from solvers.rotor.chain import Chain
+from solvers.rotor.chain import Chain, Stage
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 
@@ -46,13 +47,17 @@ class Walked:
 def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
     """Walk ``sequence`` over ``chain``. Raises ``ScheduleError`` where an operation lacks what it reads."""
     walker = _Walker(chain)
-    operations = sequence.operations
-    for k, operation in enumerate(operations):
-        walker.step(operation, operations[k + 1] if k + 1 < len(operations) else None)
+    for operation, following in zip_longest(sequence, sequence[1:]):
+        walker.step(operation, following)
     if walker.next_backward >= 0:
         raise ScheduleError(f"the sequence ends before B_{walker.next_backward}")
     base = sum(s.forward_time + s.backward_time for s in chain.stages)
     return Walked(max(m.peak for m in walker.moments), walker.time, base, tuple(walker.moments))
+
+
+def check_order(length: int, sequence: Sequence) -> None:
+    """Raise ``ScheduleError`` where ``sequence`` cannot run over ``length`` stages."""
+    walk_sequence(Chain((Stage("", *[0] * 10),) * length, (((0, 0),),) * (length + 1), 0), sequence)
 
 
 class _Walker:
@@ -70,7 +75,7 @@ class _Walker:
         self.states: set[int] = set()
         self.moments: list[Moment] = []
         self.in_forward = True
-        self.next_backward = chain.length - 1
+        self.next_forward, self.next_backward = 0, chain.length - 1
         self.hold(0)
 
     def hold(self, i: int, times: int = 1) -> None:
@@ -94,6 +99,9 @@ class _Walker:
         i, keeps = operation.index, isinstance(operation, Fe)
         if not 0 <= i < self.chain.length:
             raise ScheduleError(f"{operation!r}: the chain has {self.chain.length} stages")
+        if self.in_forward and i != self.next_forward:
+            raise ScheduleError(f"{operation!r}: stage {self.next_forward} has to run")
+        self.next_forward += 1
         if keeps and i in self.enabled:
             raise ScheduleError(f"{operation!r}: what its backward reads is there already")
         if i not in self.there:
@@ -130,9 +138,9 @@ class _Walker:
 
     def _loss(self) -> int:
         if not self.in_forward:
-            raise ScheduleError("Loss: the forward phase is over")
+            raise ScheduleError("Loss: in the backward phase")
         if self.chain.length not in self.there:
-            raise ScheduleError("Loss: the last stage has not run")
+            raise ScheduleError(f"Loss: {self.next_forward} of {self.chain.length} stages have run")
         self.in_forward = False
         self.there.remove(self.chain.length)  # the caller holds the output to the end
         self.level += self.chain.output_gradient
@@ -141,7 +149,7 @@ class _Walker:
     def _backward(self, operation: B) -> int:
         i = operation.index
         if self.in_forward:
-            raise ScheduleError(f"{operation!r}: before Loss")
+            raise ScheduleError(f"{operation!r}: in the forward phase")
         if i != self.next_backward:
             raise ScheduleError(f"{operation!r}: the next backward is B_{self.next_backward}")
         if i not in self.enabled:
