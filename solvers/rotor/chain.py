@@ -16,7 +16,7 @@ class Stage:
 
     ``forward_time`` (u_f), ``backward_time`` (u_b). ``tail``: the part of the forward's behind the last tensor that the
     backward reads, where a run right before the backward stops. ``held``: bytes kept for the backward, without the
-    stage's input and output. ``forward_peak`` (o_f): the most that a run allocates that keeps these, the output included.
+    stage's input and output. ``forward_peak`` (o_f): the most that a run allocates that keeps these, with the output.
     ``pass_peak``, ``stop_peak``: the same for a run that keeps nothing, and for one that stops with the last tensor
     that the backward reads. ``backward_peak`` (o_b): the most that the backward allocates beyond what was live before
     it. ``input_gradient`` (δ): bytes of the gradient of the input. ``parameter_gradients``: bytes of parameters'

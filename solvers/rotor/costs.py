@@ -10,24 +10,16 @@ again as well. Known shortcoming: x_{i+1} counts behind stage i even if no backw
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from solvers.block.ilp import Option
 from solvers.chain.costs import ChainCosts
-from solvers.chain.table import ChainTable
+from solvers.chain.expand import Choose, choices
 from solvers.rotor.chain import Chain, Stage
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation
 
 _NEVER = 1 << 60
 """Bytes that no table has."""
-
-Choose = Callable[[int, int, int], tuple[int | None, int, int]]
-"""(i, j, m) -> (option, i+1), or (None, k) to keep x_i and go on from k, and what is left of m for stages from there.
-
-It is for stages i..j with m slots beyond x_i; in the first forward phase, which ends with the loss, j is their number.
-"""
 
 
 def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
@@ -66,32 +58,16 @@ def _options(stage: Stage, output: int, inner: bool) -> tuple[Option, Option]:
 
 
 def build(length: int, choose: Choose, m: int) -> tuple[Operation, ...]:
-    """The operations for ``m`` slots. It uses a stack, since chains may be too long for recursion."""
+    """The operations for ``m`` slots."""
     done: list[Operation] = []
-    todo: list[tuple[int, int, int] | Operation] = [(0, length, m)]
-    while todo:
-        item = todo.pop()
-        if not isinstance(item, tuple):
-            done.append(item)
-            continue
-        i, j, m = item
-        if i == length == j:
+    for c in choices(length, choose, m):
+        if c.i == length:
             done.append(Loss())
-        elif i <= j:
-            option, k, left = choose(i, j, m)
-            if option is None:
-                done += [Fck(i), *(Fn(n) for n in range(i + 1, k))]
-                todo += [(i, k - 1, m), (k, j, left)]
-            else:
-                done.append(Fe(i))
-                todo += [B(i), (k, j, left)]
+        elif c.option is None:
+            done += [Fck(c.i), *(Fn(n) for n in range(c.i + 1, c.k))]
+        else:
+            done.append(B(c.i) if c.backward else Fe(c.i))
     return tuple(done)
-
-
-def from_table(table: ChainTable, m: int) -> tuple[Operation, ...]:
-    """The operations that take least time with ``m`` slots."""
-    length = table.costs.blocks
-    return build(length, lambda i, j, m: table.top_choice(i, m) if j == length else table.inner_choice(i, j, m), m)
 
 
 def of_least_memory(costs: ChainCosts) -> tuple[Operation, ...]:

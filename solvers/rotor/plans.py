@@ -19,7 +19,7 @@ from solvers.chain.revolve import Splits, binomial_splits
 from solvers.chain.table import ChainTable
 from solvers.errors import InfeasibleError
 from solvers.rotor.chain import Chain
-from solvers.rotor.costs import build, costs_of, from_table, of_least_memory
+from solvers.rotor.costs import build, costs_of, of_least_memory
 from solvers.rotor.ops import Loss, Sequence
 from solvers.rotor.walk import walk_sequence
 
@@ -46,7 +46,7 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
     low, high = 0, len(steps)
     while low < high:  # except for rounding, walked peaks grow with the nominal memory, so bisection finds it
         middle = (low + high) // 2
-        sequence = Sequence(from_table(table, steps[middle]), name)
+        sequence = Sequence(build(chain.length, table.choice, steps[middle]), name)
         if walk_sequence(chain, sequence).peak <= limit:
             fitting.append(sequence)
             low = middle + 1
