@@ -50,20 +50,19 @@ class Call:
         self.names = names
         self.stages = [Stage(f, preserve_rng_state) for f in functions]
         self.stored: dict[int, Held] = {}
-        self.start: Held | None = None
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
         self.caches = bool(self.mode.autocast) and torch.is_autocast_cache_enabled()
 
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history."""
-        self.start = Held.of(x)
+        self.start = Held(x)
         for i, (operation, stage) in enumerate(zip(self.forward_part, self.stages, strict=True)):
             self._announce(operation)
             if isinstance(operation, Fe):
                 x = stage.first(x, None)
                 continue
             if isinstance(operation, Fck):
-                self.stored[i] = Held.of(x)
+                self.stored[i] = Held(x)
             versions = versions_of(x)
             output = stage.first(x, partial(self.prepare, i))
             if versions != versions_of(x):
@@ -103,7 +102,7 @@ class Call:
         if isinstance(operation, Fe):
             self.stages[k].release_states()
         if x is not None:
-            self.stored[k + 1] = Held.of(x)
+            self.stored[k + 1] = Held(x)
 
     def _drop_unread(self) -> None:
         """Release the inputs of the next stages whose backward reads no saved tensor: no slot will ask for them."""
@@ -118,12 +117,10 @@ class Call:
         """Fill the slots of stage ``i`` from the chain's input, for a backward that the sequence does not provide for:
         a second one, or one in another order.
         """
-        assert self.start is not None
         x = self.start.read(self.stages[0].name)
-        for stage in self.stages[:i]:
-            with self._caching():
-                x = stage.again(x)
         with self._caching():
+            for stage in self.stages[:i]:
+                x = stage.again(x)
             self.stages[i].fill(x, False)
 
     @contextmanager

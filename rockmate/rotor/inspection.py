@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from rkgb.cost.clock import Clock, Mark
 from rkgb.cost.counted import counted_tail, modelled_times
 from rkgb.cost.memory import bytes_by_storage, measure_memory, storage_bytes
-from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, gradient, ignore
+from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, ignore
 from rkgb.cost.saved import each_saved
 from rkgb.device import kind_of, one_device
 from rkgb.program import same
@@ -25,14 +25,14 @@ from rkgb.trace.capture import preserved
 from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.parts import Function, Moment, detached, device_of, versions_of
+from rockmate.rotor.parts import Function, Moment, detached, versions_of
 from rockmate.rotor.stages import Stage
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Chain
 
 __all__ = ["Chain", "measure_chain"]
 
-Figures = tuple[int, ...]
+Figures = tuple[int, int, int, int, int, int, int, bool, bool, int]
 """The fields of a ``Stage`` of a chain behind its times."""
 
 TIMED = 5
@@ -52,13 +52,12 @@ def measure_chain(
     names: Sequence[str],
     sample: Any,
     costs: str = "measured",
-    repeat: int = 3,
     preserve_rng_state: bool = True,
 ) -> Chain:
     """The chain of ``functions``, measured on ``sample`` (a tensor, or what the first function takes).
 
-    Times are in nanoseconds, memory is in bytes of the allocator. ``costs``: "measured" takes medians of ``repeat``
-    timed runs, and of equal stages; "flops" computes times from counted operations and bytes, the same on every run and
+    Times are in nanoseconds, memory is in bytes of the allocator. ``costs``: "measured" takes medians of timed
+    runs, and of equal stages; "flops" computes times from counted operations and bytes, the same on every run and
     machine. ``preserve_rng_state``: whether a stage that runs again must draw the same numbers. Buffers, generators and
     gradients stay as they are.
     Raises ``InputError`` for a stage that changes its input in place, draws from Python's or NumPy's generators,
@@ -73,7 +72,7 @@ def measure_chain(
     inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensor_leaves(sample)))
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
-    clock = None if costs == "flops" else Clock(repeat=repeat)
+    clock = None if costs == "flops" else Clock(repeat=3)
     with Moment(modules).kept(), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             probe = Probe(function, x, f"layer {i} ({name})", clock, preserve_rng_state)
@@ -104,11 +103,11 @@ def measure_chain(
     copies = sum(4 * t.numel() for t in outputs if t.itemsize < 4)
     floats = copies + sum(t.nbytes for t in outputs if t.itemsize >= 4)
     # The median of each time of equal stages, so that no stage seems faster than another by chance.
-    stages = tuple(
-        rotor_chain.Stage(name, *(int(median(each)) for each in zip(*known, strict=True)), *figures)
-        for name, (figures, known) in zip(names, measured, strict=True)
-    )
-    return Chain(stages, tuple(values), of_output, _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output))
+    stages = []
+    for name, (figures, known) in zip(names, measured, strict=True):
+        forward, tail, backward = (int(median(each)) for each in zip(*known, strict=True))
+        stages.append(rotor_chain.Stage(name, forward, tail, backward, *figures))
+    return Chain(tuple(stages), tuple(values), of_output, _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output))
 
 
 class Probe:
@@ -123,7 +122,7 @@ class Probe:
 
     def __init__(self, function: Function, x: Any, layer: str, clock: Clock | None, preserve_rng_state: bool) -> None:
         self.function, self.clock, self.preserve_rng_state = function, clock, preserve_rng_state
-        self.x, self.device = detached(x), device_of(x)
+        self.x, self.device = detached(x), next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
         self._first_use(layer)
         self.moment = Moment(function)
         self.module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
@@ -167,7 +166,7 @@ class Probe:
         self._check_second_run(name)
         made, private, keeps_input, keeps_output = self._saved()
         stage = self._stage()
-        output, pass_peak, state = self._memory(lambda: stage.first(self.x, _no_backward))
+        output, pass_peak, state = self._memory(lambda: stage.first(self.x, ignore))
         output, state = detached(output), max(0, state - made)  # what stays, and no slot can hold
         kept_peak, stays = self._memory(lambda: self.function(self.x))[1:]
         lasting = max(0, stays - made - private)  # no saved tensors, so they may stay as long as the graph
@@ -215,10 +214,6 @@ class Probe:
         """The results that require grad."""
         return [t for t in results if t.requires_grad]
 
-    def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """New gradients of ones for ``ends(results)``."""
-        return [gradient(t.shape, None, t.dtype, t.device) for t in self.ends(results)]
-
     def drop_gradients(self) -> None:
         """Remove the ``.grad`` of all parameters of the piece."""
         for leaf in self.leaves.values():
@@ -239,7 +234,7 @@ class Probe:
         """Raise ``InputError`` if a second run gives another output. Learns what buffers and attributes runs change."""
         with self._untouched():
             stage = self._stage()
-            first = tensor_leaves(stage.first(self.x, _no_backward))
+            first = tensor_leaves(stage.first(self.x, ignore))
             assert stage.moment is not None
             stage.moment.learn_attributes()
             again = tensor_leaves(stage.fill(self.x, True))
@@ -333,7 +328,3 @@ def _uncompiled() -> AbstractContextManager[None]:
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two outputs are equal, up to the rounding of kernels that add in any order."""
     return same(a, b) or torch.allclose(a, b, rtol=1e-5, atol=1e-8, equal_nan=True)
-
-
-def _no_backward(_: int) -> None:
-    raise AssertionError("a measured stage has no backward")

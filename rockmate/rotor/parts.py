@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import is_
 from typing import Any
 
@@ -183,17 +183,11 @@ def _put(d: Dict, then: Dict) -> None:
         d.update(then)
 
 
-@dataclass(frozen=True)
 class Held:
-    """A value from which a stage is recomputed, and the version counters of its tensors."""
+    """A value from which a stage is recomputed, as it is now and without its history."""
 
-    value: Any
-    versions: list[int]
-
-    @classmethod
-    def of(cls, x: Any) -> Held:
-        """``x`` without its history, as it is now."""
-        return cls(detached(x), versions_of(x))
+    def __init__(self, x: Any) -> None:
+        self.value, self.versions = detached(x), versions_of(x)
 
     def read(self, name: str) -> Any:
         """The value; ``name`` is the stage's. Raises ``RuntimeError`` if it was changed in place since."""
@@ -217,44 +211,31 @@ def detached(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, detached, value)
 
 
-def device_of(x: Any) -> torch.device:
-    """The device of the first tensor in ``x``; the CPU where there is none."""
-    return next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
-
-
-@dataclass(frozen=True)
 class Situation:
-    """What must be equal in a call that a plan for this one is to fit, and what must be no more there.
+    """A call of ``functions`` with ``x``: what must be equal in a call that a plan for it is to fit, and what must not
+    be more there.
 
     ``fixed``: layers and their modes, autocast, torch's settings, plain attributes of layers, kinds of parameters and
     inputs, and how inputs lie. ``most``: whether each parameter and input requires grad, the buffers of each layer that
     runs are known to change in place, of which copies are kept for a recompute, and the sizes of inputs.
     """
 
-    fixed: tuple[Hashable, ...]
-    most: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, functions: Sequence[nn.Module], x: Any) -> Situation:
-        """The situation of a call of ``functions`` with ``x``."""
+    def __init__(self, functions: Sequence[nn.Module], x: Any) -> None:
         layers, inputs = [*map(Moment, functions)], tensor_leaves(x)
         parameters = [p for of in layers for p in of.parameters.values()]
-        fixed = (
+        self.fixed = (
             *((m, m.training) for of in layers for _, m in of.modules),
             *(replace(current_mode(), grad=True), settings()),
             *(of.configuration() for of in layers),
             *((p.dtype, p.device, p.shape) for p in parameters),
-            *map(_kind, inputs),
+            *(
+                (t.dtype, t.device, t.dim(), t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride())
+                for t in inputs
+            ),
         )
         wants = (t.requires_grad for t in (*parameters, *inputs))
-        return cls(fixed, (*wants, *map(changing, functions), *(size for t in inputs for size in t.shape)))
+        self.most: tuple[Any, ...] = (*wants, *map(changing, functions), *(size for t in inputs for size in t.shape))
 
     def covers(self, other: Situation) -> bool:
         """Whether a call in ``other`` needs at most the memory of one in this situation."""
         return self.fixed == other.fixed and all(a >= b for a, b in zip(self.most, other.most, strict=True))
-
-
-def _kind(t: torch.Tensor) -> tuple[Hashable, ...]:
-    """Of an input."""
-    lies = t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride()
-    return t.dtype, t.device, t.dim(), lies

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from solvers.errors import ProblemError
 from solvers.tables import text_table
@@ -88,12 +87,6 @@ class Chain:
     def gradient_bytes(self) -> tuple[int, ...]:
         """Bytes of the gradients of x_0..x_L."""
         return (*(stage.input_gradient for stage in self.stages), self.output_gradient)
-
-    @cached_property
-    def parameter_gradients_after(self) -> tuple[int, ...]:
-        """For each stage, the bytes of parameters' gradients that are live before its backward."""
-        behind = [stage.parameter_gradients for stage in reversed(self.stages[1:])]
-        return tuple(accumulate(behind, initial=0))[::-1]
 
     def __str__(self) -> str:
         """A table with a line for each stage; bytes are in slots of ``unit``, rounded up."""

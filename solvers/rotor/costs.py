@@ -10,6 +10,8 @@ again as well. Known shortcoming: x_{i+1} counts behind stage i even if no backw
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 
 from solvers.block.ilp import Option
@@ -30,9 +32,10 @@ def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
     """
     values = [dict(value) for value in chain.values]
     beyond = [[sum(size for x, size in b.items() if x not in a) - unit // 2 for b in values] for a in values[:-1]]
+    of_parameters = [*accumulate((s.parameter_gradients for s in chain.stages[:0:-1]), initial=0)][::-1]
     behind = [
-        chain.value_bytes[-1] + chain.gradient_bytes[i + 1] + after
-        for i, after in enumerate(chain.parameter_gradients_after)
+        chain.value_bytes[-1] + of_output + more
+        for of_output, more in zip(chain.gradient_bytes[1:], of_parameters, strict=True)
     ]
     length = chain.length
     return ChainCosts(

@@ -114,7 +114,7 @@ def _fastest(chain: Chain, limit: int, sequences: Iterable[Sequence]) -> Sequenc
     if fitting:
         return min(fitting, key=lambda pair: pair[0])[1]
     least = min((found for found, _ in walked), key=lambda found: found.peak)
-    at = least.tightest.operation
+    at = next(moment.operation for moment in least.moments if moment.peak == least.peak)
     where = repr(at) if isinstance(at, Loss) else f"{at!r} ({chain.stages[at.index].name})"
     message = f"no sequence fits {limit} bytes; the smallest limit that one fits is {least.peak} bytes, set by {where}"
     raise InfeasibleError(message, least.peak, where)

@@ -38,11 +38,6 @@ class Walked:
         """Recompute time as a fraction of the time without recomputation."""
         return (self.time - self.base) / self.base if self.base else 0.0
 
-    @property
-    def tightest(self) -> Moment:
-        """The first operation that reaches the peak."""
-        return next(m for m in self.moments if m.peak == self.peak)
-
 
 def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
     """Walk ``sequence`` over ``chain``. Raises ``ScheduleError`` where an operation lacks what it reads."""
@@ -57,7 +52,7 @@ def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
 
 def check_order(length: int, sequence: Sequence) -> None:
     """Raise ``ScheduleError`` where ``sequence`` cannot run over ``length`` stages."""
-    walk_sequence(Chain((Stage("", *[0] * 10),) * length, (((0, 0),),) * (length + 1), 0), sequence)
+    walk_sequence(Chain((Stage("", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),) * length, (((0, 0),),) * (length + 1), 0), sequence)
 
 
 class _Walker:
@@ -67,9 +62,11 @@ class _Walker:
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self.values = [dict(value) for value in chain.values]
+        again = ((-2, chain.value_bytes[-1]),)  # a last output beside that of the first run, which the caller holds
+        self.values = [dict(value) for value in (*chain.values, again)]
+        self.output = chain.length
         self.held: Counter[int] = Counter()
-        self.level = self.time = self.output_again = 0
+        self.level = self.time = 0
         self.there = {0}
         self.enabled: set[int] = set()
         self.states: set[int] = set()
@@ -120,10 +117,8 @@ class _Walker:
             self.states ^= {i}
         if keeps and stage.keeps_output:
             if i == self.chain.length - 1 and not self.in_forward:
-                self.output_again = self.chain.value_bytes[-1]  # the caller holds that of the first run
-                self.level += self.output_again
-            else:
-                self.hold(i + 1)
+                self.output += 1
+            self.hold(self.output if i == self.chain.length - 1 else i + 1)
         if not stops:
             self.there.add(i + 1)
             self.hold(i + 1)
@@ -159,9 +154,8 @@ class _Walker:
         self.enabled.remove(i)
         self.time += stage.backward_time
         peak = self.level + stage.backward_peak
-        self.level += gradients[i] - gradients[i + 1] + stage.parameter_gradients - stage.held - self.output_again
+        self.level += gradients[i] - gradients[i + 1] + stage.parameter_gradients - stage.held
         self.hold(i, -int(stage.keeps_input))
-        self.hold(i + 1, -int(stage.keeps_output and not self.output_again))
-        self.output_again = 0
+        self.hold(self.output if i == self.chain.length - 1 else i + 1, -int(stage.keeps_output))
         self.next_backward -= 1
         return peak
