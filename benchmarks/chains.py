@@ -111,9 +111,8 @@ def overhead_of_segments(chain: RotorChain, segments: int) -> float:
     """
     extra, length = 0, chain.length // segments
     for i, stage in enumerate(chain.stages[: (segments - 1) * length]):
-        runs = stage.runs
-        extra += runs.passing - runs.whole + (runs.stopping if i % length == length - 1 else runs.filling)
-    return extra / sum(stage.runs.whole + stage.backward_time for stage in chain.stages)
+        extra += stage.forward_time - (stage.tail if i % length == length - 1 else 0)
+    return extra / sum(stage.forward_time + stage.backward_time for stage in chain.stages)
 
 
 def in_one_process(case: Chain, rounds: int) -> list[dict[str, Any]]:

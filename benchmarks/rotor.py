@@ -38,7 +38,7 @@ import rkgb.device
 from rkgb.device.roofline import Roofline
 from rockmate import InfeasibleBudgetError, Rockmate, measure_peak, rotor
 from rockmate.demo.gpt import Layer
-from solvers.rotor.chain import Chain, Runs, Stage
+from solvers.rotor.chain import Chain, Stage
 from solvers.rotor.plans import no_checkpoint_sequence, persistent
 from solvers.rotor.walk import walk_sequence
 
@@ -225,7 +225,7 @@ def dynamic_program(length: int, slots: int, fraction: float) -> dict[str, Any]:
         out, held, time_ = rng.randint(1, 1000), rng.randint(0, 3000), rng.randint(1, 100)
         before = values[-1][0][1]
         peaks = held + out, out + 100, held + out, before
-        stages.append(Stage(str(i), Runs.alike(time_), 2 * time_, held, *peaks, before, 50))
+        stages.append(Stage(str(i), time_, 0, 2 * time_, held, *peaks, before, 50))
         values.append(((i + 1, out),))
     chain = Chain(tuple(stages), tuple(values), values[-1][0][1])
     full = walk_sequence(chain, no_checkpoint_sequence(chain)).peak

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rkgb.cost.piece import Gradients, Layouts, Tap, gradient, ignore
+from rkgb.cost.piece import Gradients, Layouts, Tap, ignore
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
 from rkgb.graphs import D_graph, S_node
 from rkgb.program import run_node, same
@@ -63,10 +63,6 @@ class NodeRun:
     def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results that get gradients."""
         return [results[k] for k in self.fed]
-
-    def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """New gradients of ones for ``ends(results)``, with the strides ``layouts``."""
-        return [gradient(t.shape, x, t.dtype, t.device) for t, x in zip(self.ends(results), self.layouts, strict=True)]
 
 
 @contextlib.contextmanager

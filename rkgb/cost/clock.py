@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rkgb.cost.costs import Times
-from rkgb.cost.piece import Piece, randomized, run_backward
+from rkgb.cost.piece import Piece, gradients, randomized, run_backward
 from rkgb.device import kind_of
 
 Mark = Callable[[], Any]
@@ -84,7 +84,7 @@ class Clock:
         The second is the backward's, and that of the first forward where it takes longer or shorter than one that runs
         again; it is 0 where no result gets a gradient.
         """
-        grads = [randomized(g) for g in piece.gradients(piece.forward())]
+        grads = [randomized(g) for g in gradients(piece, piece.forward())]
 
         def run(mark: Mark) -> Sequence[tuple[Any, Any]]:
             start = mark()

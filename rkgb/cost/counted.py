@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rkgb.cost.piece import Piece, run_backward
+from rkgb.cost.piece import Piece, gradients, run_backward
 from rkgb.cost.saved import each_saved
 
 Model = Callable[[int, int], int]
@@ -48,5 +48,5 @@ def modelled_times(piece: Piece, touched: int, time: Model) -> tuple[int, int]:
     ends = piece.ends(results)
     if not ends:
         return forward, 0
-    _, operations = counted(lambda: run_backward(ends, piece.gradients(results)))
+    _, operations = counted(lambda: run_backward(ends, gradients(piece, results)))
     return forward, time(operations, 2 * touched)

@@ -49,10 +49,6 @@ class Piece(Protocol):
         """The results that get gradients."""
         ...
 
-    def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """New gradients of ones for ``ends(results)``."""
-        ...
-
     def drop_gradients(self) -> None:
         """Remove the ``.grad`` of parameters that an earlier backward made."""
         ...
@@ -130,6 +126,13 @@ def gradient(
     return torch.ones(dense.untyped_storage().nbytes() // dtype.itemsize, dtype=dtype, device=device).as_strided(
         shape, stride
     )
+
+
+def gradients(piece: Piece, results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """New gradients of ones for the ``ends`` of ``results``, with the strides ``layouts`` of the piece."""
+    ends = piece.ends(results)
+    layouts = piece.layouts or (None,) * len(ends)
+    return [gradient(t.shape, x, t.dtype, t.device) for t, x in zip(ends, layouts, strict=True)]
 
 
 def randomized(gradient: torch.Tensor) -> torch.Tensor:

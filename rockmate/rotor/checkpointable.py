@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -143,7 +143,7 @@ class Checkpointable(nn.Module):
                 functions, names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
             )
         self.chain, self.sequence = replace(chain, loss=chain.loss + self.loss_tmp_memory_usage), None
-        self._situation, self._earlier = Situation.of(functions, custom_input), []
+        self._situation, self._earlier = Situation(functions, custom_input), []
 
     def build_chain(self, mem_limit: int | float | str) -> None:
         """Let ``chain``, which was measured, have slots of ``mem_limit / mem_slots`` bytes."""
@@ -221,7 +221,7 @@ class Checkpointable(nn.Module):
         functions = self.functions
         if self._situation is None:
             self.measure(x)
-        elif not self._situation.covers(now := Situation.of(functions, x)):
+        elif not self._situation.covers(now := Situation(functions, x)):
             self._turn_to(now, x)
         if self.sequence is None:
             self._compute(self.mem_limit, self.algo)
@@ -272,7 +272,7 @@ def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module
     One that is an ``AtomicSequential``, has hooks, or overrides ``forward`` counts as one layer. Raises ``InputError``
     if the model is no ``nn.Sequential``, has hooks, or has no layers.
     """
-    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+    if not _is_sequence(model):
         raise InputError(f"the model is of type {type(model).__name__}: rotor works on an nn.Sequential")
     if not prefix and _has_hooks(model):
         raise InputError("the model has hooks, which would not run: register them on a layer or on the Checkpointable")
@@ -280,7 +280,7 @@ def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module
     for name, child in model._modules.items():  # a layer that stands in two places is two stages
         if child is None:
             continue
-        if isinstance(child, nn.Sequential) and not _is_atomic(child):
+        if _is_sequence(child) and not isinstance(child, AtomicSequential) and not _has_hooks(child):
             layers += flatten(child, f"{prefix}{name}.") if len(child) else []
         else:
             layers.append((prefix + name, child))
@@ -289,9 +289,8 @@ def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module
     return layers
 
 
-def _is_atomic(module: nn.Sequential) -> bool:
-    computes = type(module).forward is not nn.Sequential.forward
-    return isinstance(module, AtomicSequential) or computes or _has_hooks(module)
+def _is_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 
@@ -24,7 +25,10 @@ from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.rotor.inspection import in_place_message
 from rockmate.rotor.parts import Function, Held, versions_of
 from rockmate.rotor.stages import Stage
-from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
+from solvers.rotor.ops import B, Fck, Fe, Loss, OnStage, Operation, Sequence
+from solvers.rotor.walk import check_order
+
+Ops = tuple[OnStage, ...]
 
 
 class Call:
@@ -37,50 +41,34 @@ class Call:
     def __init__(
         self,
         functions: Many[Function],
-        sequence: Sequence | Many[Operation],
+        sequence: Sequence,
         names: Many[str] | None = None,
         preserve_rng_state: bool = True,
     ) -> None:
-        operations = tuple(sequence)
-        end = next((k for k, op in enumerate(operations) if isinstance(op, Loss)), len(operations))
-        self.forward_part, self.backward_part = operations[:end], operations[end + 1 :]
-        self.names, self.position = names, 0
+        end = sequence.index(Loss())
+        self.forward_part, self.todo = cast(tuple[Ops, Ops], (sequence[:end], sequence[end + 1 :]))
+        self.names = names
         self.stages = [Stage(f, preserve_rng_state) for f in functions]
         self.stored: dict[int, Held] = {}
-        self.start: Held | None = None
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
         self.caches = bool(self.mode.autocast) and torch.is_autocast_cache_enabled()
 
     def forward(self, x: Any) -> Any:
-        """Run the forward phase on ``x``; the output of the last stage, with history.
-
-        Raises ``ValueError`` for operations in an order that cannot run, ``AttributeError`` for an object that is no
-        operation.
-        """
-        self.start = Held.of(x)
-        count = len(self.stages)
-        for done, operation in enumerate(self.forward_part):
-            if isinstance(operation, B):
-                raise ValueError(f"{operation!r} stands in the forward phase, at position {done}")
-            if not isinstance(operation, (Fn, Fck, Fe)):
-                raise AttributeError(f"{operation!r} is no operation of a sequence (Fn, Fck, Fe, B, Loss)")
-            i = operation.index
-            if i != done or i >= count:
-                raise ValueError(f"{operation!r} stands where stage {done} of {count} has to run")
+        """Run the forward phase on ``x``; the output of the last stage, with history."""
+        self.start = Held(x)
+        for i, (operation, stage) in enumerate(zip(self.forward_part, self.stages, strict=True)):
             self._announce(operation)
             if isinstance(operation, Fe):
-                x = self.stages[i].first(x, None)
+                x = stage.first(x, None)
                 continue
             if isinstance(operation, Fck):
-                self.stored[i] = Held.of(x)
+                self.stored[i] = Held(x)
             versions = versions_of(x)
-            output = self.stages[i].first(x, partial(self.prepare, i))
+            output = stage.first(x, partial(self.prepare, i))
             if versions != versions_of(x):
-                raise ValueError(in_place_message(i, self._name(i)))
+                raise ValueError(in_place_message(f"layer {i} ({stage.name})"))
             x = output
             del output  # the next stage may be the last to read it
-        if len(self.forward_part) < count:
-            raise ValueError(f"the sequence runs {len(self.forward_part)} of {count} stages before Loss")
         return x
 
     def prepare(self, i: int, index: int) -> None:
@@ -89,18 +77,16 @@ class Call:
         Autocast, grad mode and settings of torch are those of the forward meanwhile.
         """
         with in_mode(self.mode) if runs_plainly(self.settings) else running_in(self.mode, self.settings):
-            todo = self.backward_part
-            while B(i) in todo[self.position :] and todo[self.position] != B(i):
-                self._take(i, todo[self.position], todo[self.position + 1])
+            end = self.todo.index(B(i)) if B(i) in self.todo else 0
+            now, self.todo = self.todo[: end + 1], self.todo[end:]
+            for operation, following in pairwise(now):
+                self._take(i, operation, following)
             if self.stages[i].slots[index] is None:
                 self._from_start(i)
             self._drop_unread()
 
-    def _take(self, i: int, operation: Operation, following: Operation) -> None:
-        """The next operation of the backward phase, before that of stage ``i``."""
-        self.position += 1
-        if isinstance(operation, Loss):
-            raise ValueError(f"{operation!r} stands in the backward phase")
+    def _take(self, i: int, operation: OnStage, following: OnStage) -> None:
+        """An operation of the backward phase, before that of stage ``i``."""
         k = operation.index
         if not isinstance(operation, B) and k > i:  # the backward of that stage was not needed, or read no saved tensor
             self.stored.pop(k, None)
@@ -110,20 +96,17 @@ class Call:
             self.stages[k].clear()
             self.stored.pop(k + 1, None)
             return
-        if k not in self.stored:
-            raise ValueError(f"{operation!r} stands where its input is not there")
-        x = (self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)).read(self._name(k))
+        x = (self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)).read(self.stages[k].name)
         with self._caching():
             x = self.stages[k].fill(x, following != B(k)) if isinstance(operation, Fe) else self.stages[k].again(x)
         if isinstance(operation, Fe):
             self.stages[k].release_states()
         if x is not None:
-            self.stored[k + 1] = Held.of(x)
+            self.stored[k + 1] = Held(x)
 
     def _drop_unread(self) -> None:
         """Release the inputs of the next stages whose backward reads no saved tensor: no slot will ask for them."""
-        todo = self.backward_part[self.position :]
-        for backward, run, following in zip(todo[0::2], todo[1::2], todo[2::2], strict=False):
+        for backward, run, following in zip(self.todo[0::2], self.todo[1::2], self.todo[2::2], strict=False):
             if not isinstance(backward, B) or not isinstance(run, Fe) or following != B(run.index):
                 break
             if self.stages[run.index].slots:
@@ -134,12 +117,10 @@ class Call:
         """Fill the slots of stage ``i`` from the chain's input, for a backward that the sequence does not provide for:
         a second one, or one in another order.
         """
-        assert self.start is not None
-        x = self.start.read(self._name(0))
-        for stage in self.stages[:i]:
-            with self._caching():
-                x = stage.again(x)
+        x = self.start.read(self.stages[0].name)
         with self._caching():
+            for stage in self.stages[:i]:
+                x = stage.again(x)
             self.stages[i].fill(x, False)
 
     @contextmanager
@@ -157,10 +138,7 @@ class Call:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
 
-    def _name(self, i: int) -> str:
-        return self.names[i] if self.names else self.stages[i].name
-
-    def _announce(self, operation: Fn | Fck | Fe | B) -> None:
+    def _announce(self, operation: OnStage) -> None:
         if self.names:
             sys.stderr.write(f"{operation!r} {self.names[operation.index]}\n")
 
@@ -173,8 +151,8 @@ class CheckpointOptim(torch.autograd.Function):
     draws the same random numbers. ``arg``: one tensor, or several, which the first stage gets as a tuple.
 
     It returns the output of the last stage in the autograd graph of eager mode, for programs that bring their own
-    sequence. Raises ``ValueError`` for a backward operation in the forward phase or ``Loss`` in the backward phase,
-    ``AttributeError`` for an object that is no operation.
+    sequence. Raises ``ValueError`` for operations in an order that cannot run, such as a backward operation in the
+    forward phase or ``Loss`` in the backward phase, ``AttributeError`` for an object that is no operation.
     """
 
     @classmethod
@@ -187,4 +165,9 @@ class CheckpointOptim(torch.autograd.Function):
         *arg: Any,
     ) -> Any:
         """The output of the last function."""
-        return Call(functions, sequence, names, preserve_rng_state).forward(arg[0] if len(arg) == 1 else arg)
+        operations = Sequence(sequence)
+        for operation in operations:
+            if not isinstance(operation, Operation):
+                raise AttributeError(f"{operation!r} is no operation of a sequence (Fn, Fck, Fe, B, Loss)")
+        check_order(len(functions), operations)
+        return Call(functions, operations, names, preserve_rng_state).forward(arg[0] if len(arg) == 1 else arg)

@@ -1,30 +1,39 @@
-"""Measures a chain on the sample's values, stage by stage; ``rockmate/rotor/probe.py`` measures one stage."""
+"""Measures a chain on the sample's values, stage by stage, each through the code that will run it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from rkgb.cost.clock import Clock
-from rkgb.cost.memory import storage_bytes
+from rkgb.cost.clock import Clock, Mark
+from rkgb.cost.counted import counted_tail, modelled_times
+from rkgb.cost.memory import bytes_by_storage, measure_memory, storage_bytes
+from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, ignore
+from rkgb.cost.saved import each_saved
 from rkgb.device import kind_of, one_device
-from rkgb.randomness import refuse_unseen_draws
+from rkgb.program import same
+from rkgb.randomness import refuse_unseen_draws, set_random_state
 from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.parts import Function, Moment, device_of, versions_of
-from rockmate.rotor.probe import Probe
-from solvers.rotor.chain import Chain, Runs, Stage
+from rockmate.rotor.parts import Function, Moment, detached, versions_of
+from rockmate.rotor.stages import Stage
+from solvers.rotor import chain as rotor_chain
+from solvers.rotor.chain import Chain
 
 __all__ = ["Chain", "measure_chain"]
+
+Figures = tuple[int, int, int, int, int, int, int, bool, bool, int]
+"""The fields of a ``Stage`` of a chain behind its times."""
 
 TIMED = 5
 """Equal stages that are timed, at most; all have the medians of their times."""
@@ -34,26 +43,28 @@ _LOSS_OUTPUTS = 3
 losses compute. Cross entropy takes one, a mean square three; beside copies of outputs of lower precision.
 """
 
+# With costs="flops" operations decide; bytes decide between plans with equally many operations.
+_BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
+
 
 def measure_chain(
     functions: Sequence[Function],
     names: Sequence[str],
     sample: Any,
     costs: str = "measured",
-    repeat: int = 3,
     preserve_rng_state: bool = True,
 ) -> Chain:
     """The chain of ``functions``, measured on ``sample`` (a tensor, or what the first function takes).
 
-    Times are in nanoseconds, memory is in bytes of the allocator. ``costs``: "measured" takes medians of ``repeat``
-    timed runs, and of equal stages; "flops" computes times from counted operations and bytes, the same on every run and
+    Times are in nanoseconds, memory is in bytes of the allocator. ``costs``: "measured" takes medians of timed
+    runs, and of equal stages; "flops" computes times from counted operations and bytes, the same on every run and
     machine. ``preserve_rng_state``: whether a stage that runs again must draw the same numbers. Buffers, generators and
     gradients stay as they are.
     Raises ``InputError`` for a stage that changes its input in place, draws from Python's or NumPy's generators,
     returns tensors whose memory cannot be measured, or cannot run again (TorchScript, a transform of torch.func in it).
     """
-    measured: list[tuple[Stage, Hashable]] = []
     times: dict[Hashable, list[tuple[int, ...]]] = {}
+    measured: list[tuple[Figures, list[tuple[int, ...]]]] = []
     storages: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensor_leaves(sample))}
     values = [tuple(storages.values())]
     x = sample
@@ -61,18 +72,24 @@ def measure_chain(
     inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensor_leaves(sample)))
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
-    clock = None if costs == "flops" else Clock(repeat=repeat)
+    clock = None if costs == "flops" else Clock(repeat=3)
     with Moment(modules).kept(), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
-            warm_up(function, x, (i, name), preserve_rng_state)
-            probe = Probe(function, x, clock, preserve_rng_state)
-            with _named(i, name):
-                stage, key, x = probe.figures(name)
-                known = times.setdefault(key, [])
+            probe = Probe(function, x, f"layer {i} ({name})", clock, preserve_rng_state)
+            try:
+                figures, x = probe.figures(name)
+                known = times.setdefault((figures, probe.form()), [])
                 if len(known) < TIMED:
                     known.append(probe.times())
+            except (InputError, MemoryError):
+                raise
+            except Exception as error:
+                raise InputError(
+                    f"layer {i} ({name}) runs, but not as rotor has to run it, several times, with other tensors in "
+                    f"the place of parameters and of what autograd saves: {error}. Leave it out of the Checkpointable"
+                ) from error
             del probe
-            measured.append((stage, key))
+            measured.append((figures, known))
             # Those of parameters and buffers have no bytes, those of the input are known.
             before = {storage_key(t): (-1, 0) for t in Moment(function).owned.values()} | storages
             new = (
@@ -82,67 +99,214 @@ def measure_chain(
             storages = {storage: before.get(storage, found) for storage, found in new}
             values.append(tuple(storages.values()))
     outputs = [t for t in tensor_leaves(x) if t.requires_grad]
-    gradient = sum(map(storage_bytes, outputs))
+    of_output = sum(map(storage_bytes, outputs))
     copies = sum(4 * t.numel() for t in outputs if t.itemsize < 4)
     floats = copies + sum(t.nbytes for t in outputs if t.itemsize >= 4)
     # The median of each time of equal stages, so that no stage seems faster than another by chance.
-    medians = {key: [int(median(each)) for each in zip(*known, strict=True)] for key, known in times.items()}
-    timed = [(stage, medians[key]) for stage, key in measured]
-    stages = tuple(replace(stage, runs=Runs(*runs), backward_time=backward) for stage, (*runs, backward) in timed)
-    return Chain(stages, tuple(values), gradient, _LOSS_OUTPUTS * floats + copies + max(0, floats - gradient))
+    stages = []
+    for name, (figures, known) in zip(names, measured, strict=True):
+        forward, tail, backward = (int(median(each)) for each in zip(*known, strict=True))
+        stages.append(rotor_chain.Stage(name, forward, tail, backward, *figures))
+    return Chain(tuple(stages), tuple(values), of_output, _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output))
 
 
-@contextmanager
-def _named(i: int, name: str) -> Iterator[None]:
-    """Errors say which layer cannot be measured."""
-    try:
-        yield
-    except (InputError, MemoryError):
-        raise
-    except Exception as error:
-        raise InputError(
-            f"layer {i} ({name}) runs, but not as rotor has to run it, several times, with other tensors in the place "
-            f"of parameters and of what autograd saves: {error}. Leave it out of the Checkpointable"
-        ) from error
+class Probe:
+    """One stage on its real input ``x``: a ``Piece`` of ``rkgb/cost/piece.py``. Without a ``clock`` its times are
+    computed from counted operations.
 
-
-def warm_up(function: Function, x: Any, where: tuple[int, str], preserve_rng_state: bool) -> None:
-    """Run a stage for the first time, on ``x``, and check that it can run again with the same result.
-
-    ``where``: the layer's number and name. ``preserve_rng_state``: whether it must draw the same numbers again. Raises
-    ``InputError`` if it changes its input in place, draws from generators that are not torch's, or returns what
-    ``check_tensors`` refuses.
+    As a piece it has other parameters, in the same memory, with a ``.grad`` of their own, so that the model's stay as
+    they are. They are parameters, too, as a compiled layer is compiled again for other kinds of tensors.
     """
-    device = device_of(x)
-    kind = kind_of(device)
-    x = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, x)
-    versions = versions_of(x)
-    layer, outputs = f"layer {where[0]} ({where[1]})", list[Any]()
 
-    def run() -> None:
-        with torch.no_grad():
-            outputs.append(function(x))
+    layouts: Layouts | None = None
 
-    with other_draws() as drawn:
-        run()
-    if kind.keeps_workspaces and not drawn:
-        kind.first_use(run, device)
-    if versions != versions_of(x):
-        raise InputError(in_place_message(*where))
-    if drawn and preserve_rng_state:
-        raise InputError(
-            f"{layer} draws from {drawn[0]}, where it would draw other numbers when it runs again: draw with "
-            "torch instead (torch.rand(()) < p)"
-        )
-    if preserve_rng_state and isinstance(function, torch.nn.Module):
-        refuse_unseen_draws(function, device, layer)
-    check_tensors(outputs[0], f"{layer} returns")
+    def __init__(self, function: Function, x: Any, layer: str, clock: Clock | None, preserve_rng_state: bool) -> None:
+        self.function, self.clock, self.preserve_rng_state = function, clock, preserve_rng_state
+        self.x, self.device = detached(x), next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
+        self._first_use(layer)
+        self.moment = Moment(function)
+        self.module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
+        self.states = self.moment.generator_states(x)
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.leaves: dict[str, torch.Tensor] = {
+            n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in self.moment.parameters.items()
+        }
+        self.saves = False
+        self.touched = 0
+
+    def _first_use(self, layer: str) -> None:
+        """Run the stage for the first time. Raise ``InputError`` if it changes its input in place, draws from
+        generators that are not torch's, or returns what ``check_tensors`` refuses.
+        """
+        kind, outputs = kind_of(self.device), list[Any]()
+        x = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.x)
+        versions = versions_of(x)
+
+        def run() -> None:
+            with torch.no_grad():
+                outputs.append(self.function(x))
+
+        with other_draws() as drawn:
+            run()
+        if kind.keeps_workspaces and not drawn:
+            kind.first_use(run, self.device)
+        if versions != versions_of(x):
+            raise InputError(in_place_message(layer))
+        if drawn and self.preserve_rng_state:
+            raise InputError(
+                f"{layer} draws from {drawn[0]}, where it would draw other numbers when it runs again: draw with "
+                "torch instead (torch.rand(()) < p)"
+            )
+        if self.preserve_rng_state and isinstance(self.function, torch.nn.Module):
+            refuse_unseen_draws(self.function, self.device, layer)
+        check_tensors(outputs[0], f"{layer} returns")
+
+    def figures(self, name: str) -> tuple[Figures, Any]:
+        """The fields of the stage behind its times, and its output."""
+        self._check_second_run(name)
+        made, private, keeps_input, keeps_output = self._saved()
+        stage = self._stage()
+        output, pass_peak, state = self._memory(lambda: stage.first(self.x, ignore))
+        output, state = detached(output), max(0, state - made)  # what stays, and no slot can hold
+        kept_peak, stays = self._memory(lambda: self.function(self.x))[1:]
+        lasting = max(0, stays - made - private)  # no saved tensors, so they may stay as long as the graph
+        peaks = []
+        for wanted in (False, True):
+            peaks.append(self._memory(partial(stage.fill, self.x, wanted))[1])
+            stage.clear()
+        backward_peak, input_gradient, parameter_gradients = self._backward(output)
+        self.touched = sum(t.nbytes for t in tensor_leaves((self.x, output))) + private + lasting
+        forward_peaks = max(kept_peak, *peaks), pass_peak - state, peaks[0]
+        gradients = input_gradient, parameter_gradients + lasting
+        return (private + lasting, *forward_peaks, backward_peak, *gradients, keeps_input, keeps_output, state), output
+
+    def times(self) -> tuple[int, ...]:
+        """Those of the forward, its tail and the backward, in nanoseconds. The figures are known."""
+        with self._untouched():
+            if self.clock is not None:
+                found = self.clock.times(self)
+                tail = self.clock.medians(self._run_to_its_end, self.device)[0]
+                forward, backward = found.forward, found.backward
+            else:
+                with _uncompiled():
+                    forward, backward = modelled_times(
+                        self, self.touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
+                    )
+                    tail = counted_tail(lambda: self.function(self.x)) // _FLOPS_PER_NS
+        return forward, min(tail, forward) if self.saves else forward, backward
+
+    # ------------------------------------------------------------------------------------- as a piece
+
+    def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
+        """The tensors of the output, with history. ``collect`` gets the gradients of ``x`` from the backward."""
+        self.drop_gradients()
+        for source, state in self.states.items():
+            set_random_state(source, state)  # all runs take one path
+        x = self.x
+        tapped = [t for t in tensor_leaves(x) if t.requires_grad]
+        if tapped:
+            taps = iter(Tap.apply(collect, self.anchor, *tapped))
+            x = pytree.tree_map_only(torch.Tensor, lambda t: next(taps) if t.requires_grad else t, x)
+        with self.moment.again(self.leaves):
+            return tensor_leaves(self.function(x))
+
+    def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results that require grad."""
+        return [t for t in results if t.requires_grad]
+
+    def drop_gradients(self) -> None:
+        """Remove the ``.grad`` of all parameters of the piece."""
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def _stage(self) -> Stage:
+        return Stage(self.function, self.preserve_rng_state)
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Afterwards buffers, attributes and generators are as before, so that all runs are alike."""
+        with self.moment.kept(), preserved(self.module, []):
+            yield
+
+    def _check_second_run(self, name: str) -> None:
+        """Raise ``InputError`` if a second run gives another output. Learns what buffers and attributes runs change."""
+        with self._untouched():
+            stage = self._stage()
+            first = tensor_leaves(stage.first(self.x, ignore))
+            assert stage.moment is not None
+            stage.moment.learn_attributes()
+            again = tensor_leaves(stage.fill(self.x, True))
+        if self.preserve_rng_state and not all(map(_alike, first, again)):
+            raise InputError(
+                f"layer {name} ({type(self.function).__name__}) gives another output when it runs again: it reads what "
+                "its own run changes, and that is neither a buffer, a number among its attributes, nor a random state "
+                "of torch's that it holds (a tensor or a list as an attribute, a torch.Generator elsewhere). Make it "
+                "one of these, or leave the layer out of the Checkpointable"
+            )
+
+    def _memory(self, function: Callable[[], Any]) -> tuple[Any, int, int]:
+        """(result, peak, net) of ``function`` in bytes.
+
+        The net includes the low-precision copies of weights that autocast caches, and tensors that a custom
+        ``autograd.Function`` keeps in its ``ctx``: both stay, and neither is a saved tensor that can be dropped.
+        """
+        with self._untouched():
+            torch.clear_autocast_cache()
+            return measure_memory(function, self.device)
+
+    def _saved(self) -> tuple[int, int, bool, bool]:
+        """Bytes of the output that a run allocates, and of what autograd saves besides; whether it saves the input, and
+        such an output.
+        """
+        tensors: list[torch.Tensor] = []
+        with self._untouched(), each_saved(tensors.append):
+            output = tensor_leaves(self.function(self.x))
+        saved, owned = bytes_by_storage(tensors), bytes_by_storage(self.moment.owned.values())
+        inputs = bytes_by_storage(tensor_leaves(self.x))
+        made = {key: size for key, size in bytes_by_storage(output).items() if key not in inputs.keys() | owned.keys()}
+        private = sum(size for key, size in saved.items() if key not in inputs | made | owned)
+        self.saves = bool(saved.keys() - owned.keys())
+        return sum(made.values()), private, bool(inputs.keys() & saved.keys()), bool(made.keys() & saved.keys())
+
+    def _backward(self, output: Any) -> tuple[int, ...]:
+        """Bytes of the backward's peak beside the incoming gradient, and of the gradients of input and parameters."""
+        own = tuple(None if t.is_contiguous() else t.stride() for t in self.ends(tensor_leaves(output)))
+        found = [(0, 0, 0)]
+        for self.layouts in (None, own) if any(own) else (None,) if own else ():  # the gradient may come in either
+            with self._untouched():
+                memory = backward_memory(self)
+            passed = bytes_by_storage(g for g in memory.inputs if g is not None)
+            gradients = sum(storage_bytes(leaf.grad) for leaf in self.leaves.values() if leaf.grad is not None)
+            found.append((memory.peak - memory.incoming, sum(passed.values()), gradients))
+            self.drop_gradients()
+        return tuple(map(max, zip(*found, strict=True)))
+
+    # ------------------------------------------------------------------------------------------- times
+
+    def form(self) -> Hashable:
+        """What is equal, beside the figures, for stages that take equally long."""
+        moment = self.moment
+        classes = tuple(type(m) for _, m in moment.modules) or (id(self.function),)
+        tensors = (*moment.owned.values(), *tensor_leaves(self.x))
+        forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+        return classes, moment.configuration(), forms
+
+    def _run_to_its_end(self, mark: Mark) -> list[tuple[Any, Any]]:
+        """The marks of a run when autograd saves the last tensor, and at its end."""
+        marks = [mark()]
+        with each_saved(lambda _: marks.append(mark())):
+            results = self.forward()
+        marks.append(mark())
+        del results
+        return [(marks[-2], marks[-1])]
 
 
-def in_place_message(i: int, name: str) -> str:
-    """The error of layer ``i``, called ``name``, that changes its input in place, and what to do."""
+def in_place_message(layer: str) -> str:
+    """The error of a layer that changes its input in place, and what to do."""
     return (
-        f"layer {i} ({name}) changes its input in place, so it cannot run again from it. Make it out of place, or "
+        f"{layer} changes its input in place, so it cannot run again from it. Make it out of place, or "
         "join it with the layer before: rotor.models.utils.ReLUAtEnd(layer) is layer and an in-place ReLU in one"
     )
 
@@ -153,3 +317,14 @@ def check_tensors(value: Any, where: str) -> None:
         if t.is_meta or t.layout != torch.strided:
             kind = "a tensor on the meta device" if t.is_meta else f"a tensor of the layout {t.layout}"
             raise InputError(f"{where} {kind}, whose memory cannot be measured: use dense tensors with values")
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Operations are counted one by one, and what torch.compile sees meanwhile it would never compile again."""
+    loaded = "torch._dynamo" in sys.modules  # it takes a second, and without it nothing is compiled
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two outputs are equal, up to the rounding of kernels that add in any order."""
+    return same(a, b) or torch.allclose(a, b, rtol=1e-5, atol=1e-8, equal_nan=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import is_
 from typing import Any
 
@@ -33,7 +33,6 @@ Function = Callable[[Any], Any]
 
 Dict = dict[str, Any]
 _Learned = weakref.WeakKeyDictionary[Any, frozenset[str]]
-_NONE: frozenset[str] = frozenset()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _OF_ALL = frozenset(vars(nn.Module())) - {"training"}
 _NORMS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
@@ -45,7 +44,7 @@ _changed_attributes: _Learned = weakref.WeakKeyDictionary()
 
 def changing(function: Function) -> frozenset[str]:
     """The names of the buffers that any run of the layer ``function`` has changed in place so far."""
-    return _changed_buffers.get(function, _NONE) if isinstance(function, nn.Module) else _NONE
+    return _changed_buffers.get(function, frozenset()) if isinstance(function, nn.Module) else frozenset()
 
 
 class Moment:
@@ -67,12 +66,13 @@ class Moment:
         self.held: list[tuple[Dict, Dict]] = []
         seen: set[int] = set()
         for prefix, module in self.modules:
-            for owned, tensors in ((self.parameters, module._parameters), (self.buffers, module._buffers)):
+            parts = module._modules, module._parameters, module._buffers
+            for owned, tensors in zip((self.parameters, self.buffers), parts[1:], strict=True):
                 for k, t in tensors.items():
                     if t is not None and id(t) not in seen:
                         seen.add(id(t))
                         owned[prefix + k] = t
-            self.held += [(d, dict(d)) for d in (module._modules, module._parameters, module._buffers)]
+            self.held += [(d, d.copy()) for d in parts]
         self.owned = self.parameters | self.buffers
         self.versions = [version_of(t) for t in self.owned.values()]
         norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
@@ -81,9 +81,11 @@ class Moment:
         self.plain: list[tuple[nn.Module, list[str], Dict]] = []
         self.generators: list[torch.Generator] = []
         for _, module in self.modules:
-            own = {k: vars(module)[k] for k in sorted(vars(module).keys() - _OF_ALL)}
-            self.plain.append((module, [*vars(module)], {k: v for k, v in own.items() if _is_plain(v)}))
-            self.generators += generators_in(own.values())
+            own = {k: v for k, v in vars(module).items() if k not in _OF_ALL}
+            plain = {k: v for k, v in own.items() if type(v) in _PLAIN or _is_plain_tuple(v)}
+            self.plain.append((module, [*vars(module)], plain))
+            if len(plain) < len(own):
+                self.generators += generators_in(own.values())
 
     def configuration(self) -> tuple[tuple[str, Hashable], ...]:
         """The plain attributes that no run was seen to change, by which people set what layers do.
@@ -92,7 +94,7 @@ class Moment:
         """
         found: list[tuple[str, Hashable]] = []
         for module, _, plain in self.plain:
-            changed = _changed_attributes.get(module, _NONE)
+            changed = _changed_attributes.get(module, frozenset())
             found += [(k, v != 0 if type(v) is float else v) for k, v in plain.items() if k not in changed]
         return tuple(found)
 
@@ -129,7 +131,7 @@ class Moment:
         """After the run: note which plain attributes it changed."""
         for module, _, plain in self.plain:
             if names := {k for k, v in plain.items() if vars(module).get(k) != v}:
-                _changed_attributes[module] = _changed_attributes.get(module, _NONE) | names
+                _changed_attributes[module] = _changed_attributes.get(module, frozenset()) | names
 
     def check(self, name: str, scratch: dict[str, torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a parameter or buffer of the layer called ``name`` was changed in place since.
@@ -172,8 +174,8 @@ class Moment:
                 _put(d, then)
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
+def _is_plain_tuple(value: Any) -> bool:
+    return type(value) is tuple and _PLAIN.issuperset(map(type, value))
 
 
 def _put(d: Dict, then: Dict) -> None:
@@ -183,17 +185,11 @@ def _put(d: Dict, then: Dict) -> None:
         d.update(then)
 
 
-@dataclass(frozen=True)
 class Held:
-    """A value from which a stage is recomputed, and the version counters of its tensors."""
+    """A value from which a stage is recomputed, as it is now and without its history."""
 
-    value: Any
-    versions: list[int]
-
-    @classmethod
-    def of(cls, x: Any) -> Held:
-        """``x`` without its history, as it is now."""
-        return cls(detached(x), versions_of(x))
+    def __init__(self, x: Any) -> None:
+        self.value, self.versions = detached(x), versions_of(x)
 
     def read(self, name: str) -> Any:
         """The value; ``name`` is the stage's. Raises ``RuntimeError`` if it was changed in place since."""
@@ -217,44 +213,31 @@ def detached(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, detached, value)
 
 
-def device_of(x: Any) -> torch.device:
-    """The device of the first tensor in ``x``; the CPU where there is none."""
-    return next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
-
-
-@dataclass(frozen=True)
 class Situation:
-    """What must be equal in a call that a plan for this one is to fit, and what must be no more there.
+    """A call of ``functions`` with ``x``: what must be equal in a call that a plan for it is to fit, and what must not
+    be more there.
 
     ``fixed``: layers and their modes, autocast, torch's settings, plain attributes of layers, kinds of parameters and
     inputs, and how inputs lie. ``most``: whether each parameter and input requires grad, the buffers of each layer that
     runs are known to change in place, of which copies are kept for a recompute, and the sizes of inputs.
     """
 
-    fixed: tuple[Hashable, ...]
-    most: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, functions: Sequence[nn.Module], x: Any) -> Situation:
-        """The situation of a call of ``functions`` with ``x``."""
+    def __init__(self, functions: Sequence[nn.Module], x: Any) -> None:
         layers, inputs = [*map(Moment, functions)], tensor_leaves(x)
         parameters = [p for of in layers for p in of.parameters.values()]
-        fixed = (
+        self.fixed = (
             *((m, m.training) for of in layers for _, m in of.modules),
             *(replace(current_mode(), grad=True), settings()),
             *(of.configuration() for of in layers),
             *((p.dtype, p.device, p.shape) for p in parameters),
-            *map(_kind, inputs),
+            *(
+                (t.dtype, t.device, t.dim(), t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride())
+                for t in inputs
+            ),
         )
         wants = (t.requires_grad for t in (*parameters, *inputs))
-        return cls(fixed, (*wants, *map(changing, functions), *(size for t in inputs for size in t.shape)))
+        self.most: tuple[Any, ...] = (*wants, *map(changing, functions), *(size for t in inputs for size in t.shape))
 
     def covers(self, other: Situation) -> bool:
         """Whether a call in ``other`` needs at most the memory of one in this situation."""
         return self.fixed == other.fixed and all(a >= b for a, b in zip(self.most, other.most, strict=True))
-
-
-def _kind(t: torch.Tensor) -> tuple[Hashable, ...]:
-    """Of an input."""
-    lies = t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride()
-    return t.dtype, t.device, t.dim(), lies

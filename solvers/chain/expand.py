@@ -5,53 +5,70 @@ Nodes without counted data do not run again with their block: their data are alw
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
 from solvers.block.block import counted
 from solvers.block.ilp import Option
 from solvers.chain.table import ChainTable
 from solvers.problem import Problem
 from solvers.schedule import Bwd, Loss, Run, Step
 
+Choose = Callable[[int, int, int], tuple[int | None, int, int]]
+"""(i, j, m) -> (option, i+1), or (None, k) to keep the input of i and go on from k, and what is left of m from there.
+
+It is for blocks i..j with m slots beyond that input; in the first forward phase, which ends with the loss, j is their
+number.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """For blocks i..j: ``option`` of block i = k-1, or None to pass blocks i..k-1. ``backward``: it is the turn of this
+    block's backward, otherwise that of a forward. Where i is the number of blocks, the loss.
+    """
+
+    i: int
+    j: int
+    k: int
+    option: int | None
+    backward: bool = False
+
+
+def choices(length: int, choose: Choose, m: int) -> Iterator[Choice]:
+    """The choices for ``m`` slots, in the order of a step. Without recursion, since chains may be long."""
+    todo: list[Choice | tuple[int, int, int]] = [(0, length, m)]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Choice):
+            yield item
+            continue
+        i, j, m = item
+        if i == length == j:
+            yield Choice(i, j, i, None)
+        elif i <= j:
+            option, k, left = choose(i, j, m)
+            yield Choice(i, j, k, option)
+            todo += [(i, k - 1, m) if option is None else Choice(i, j, k, option, backward=True), (k, j, left)]
+
 
 def expand(problem: Problem, table: ChainTable, m: int) -> list[Step]:
     """The order of steps that the table chooses for ``m`` slots."""
     out: list[Step] = []
-    _expand_top(problem, table, m, out)
-    return out
-
-
-def _expand_top(problem: Problem, table: ChainTable, m: int, out: list[Step]) -> None:
-    later: list[tuple[int, int, int, int | None]] = []
-    i = 0
-    while i < table.costs.blocks:
-        option, k, left = table.top_choice(i, m)
-        out += [Run(n) for n in range(problem.blocks[i].start, problem.blocks[k - 1].stop)]
-        later.append((i, k - 1, m, option))
-        i, m = k, left
-    out.append(Loss())
-    for first, last, memory, option in reversed(later):
-        if option is None:
-            _expand_inner(problem, table, first, last, memory, out)
-        else:
-            _expand_backward(problem, first, table.costs.options[first][option], out)
-
-
-def _expand_inner(problem: Problem, table: ChainTable, first: int, last: int, memory: int, out: list[Step]) -> None:
-    """Append reruns and backwards of blocks ``first`` to ``last``. Without recursion, since chains may be long."""
-    todo: list[tuple[int, int, int] | tuple[int, Option]] = [(first, last, memory)]
-    while todo:
-        item = todo.pop()
-        if len(item) == 2:
-            _expand_backward(problem, *item, out)
+    count = table.costs.blocks
+    for c in choices(count, table.choice, m):
+        if c.i == count:
+            out.append(Loss())
             continue
-        i, j, m = item
-        choice, k, left = table.inner_choice(i, j, m)
-        option = None if choice is None else table.costs.options[i][choice]
-        if not (option and option.fresh and i == j):
-            span = range(problem.blocks[i].start, problem.blocks[k - 1].stop)
+        option = None if c.option is None else table.costs.options[c.i][c.option]
+        span = range(problem.blocks[c.i].start, problem.blocks[c.k - 1].stop)
+        if c.backward and option:
+            _expand_backward(problem, c.i, option, out)
+        elif c.j == count:
+            out += [Run(n) for n in span]
+        elif not (option and option.fresh and c.i == c.j):
             out += [Run(n) for n in span if any(counted(problem, d) for d in problem.nodes[n].makes)]
-        todo.append((i, option) if option else (i, k - 1, m))
-        if k <= j:
-            todo.append((k, j, left))
+    return out
 
 
 def _expand_backward(problem: Problem, block: int, option: Option, out: list[Step]) -> None:

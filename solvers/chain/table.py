@@ -185,13 +185,11 @@ class ChainTable:
         before = np.concatenate([np.full(1, np.inf, np.float32), times[:-1]])
         return [int(m) for m in np.flatnonzero(times < before * np.float32(1 - 1e-6))]
 
-    def top_choice(self, i: int, m: int) -> tuple[int | None, int, int]:
-        """The choice that gives ``top[i](m)``: (option, i+1) or (None, k), and the slots left for what follows."""
-        return _cheapest(self._top_offers(i, m))
-
-    def inner_choice(self, i: int, j: int, m: int) -> tuple[int | None, int, int]:
-        """The same for ``inner[i,j](m)``."""
-        return _cheapest(self._inner_offers(i, j, m))
+    def choice(self, i: int, j: int, m: int) -> tuple[int | None, int, int]:
+        """The choice that gives ``inner[i,j](m)``, or ``top[i](m)`` where j is the number of blocks: (option, i+1) or
+        (None, k), and the slots left for what follows.
+        """
+        return _cheapest(self._top_offers(i, m) if j == self.costs.blocks else self._inner_offers(i, j, m))
 
     def _top_offers(self, i: int, m: int) -> Iterable[tuple[float, int | None, int, int]]:
         for o, option in enumerate(self.costs.options[i]):

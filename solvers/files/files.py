@@ -12,8 +12,8 @@ The kinds:
   ``within`` (null, or [node, node]);
   ``data`` with ``name``, ``size`` and ``owner``; ``held``; ``returned``; ``loss``; ``blocks`` with ``start``, ``stop``
   and ``kind``;
-- ``"chain"`` (``solvers.rotor.chain.Chain``): ``stages`` with the fields of ``Stage``, their ``runs`` with those of
-  ``Runs``; ``values``, a list of [storage, bytes] for each; ``output_gradient``; ``loss``; ``unit``.
+- ``"chain"`` (``solvers.rotor.chain.Chain``): ``stages`` with the fields of ``Stage``; ``values``, a list of [storage,
+  bytes] for each; ``output_gradient``; ``loss``; ``unit``.
 
 ``solvers.files.node_link`` reads the public graphs.
 """

@@ -1,8 +1,7 @@
 """Chains of whole stages for the dynamic program of ``solvers.chain.table``, and the sequence of least memory.
 
 A stage is a block with two options. *Keep* (F_all of the paper) holds what its backward reads. *Stop* is the run right
-before the backward of the stage, which ends with the last tensor that this backward reads. Every stage that runs again
-was passed once in the forward phase; what that took longer than a run that keeps everything is added to its options.
+before the backward of the stage, which ends with the last tensor that this backward reads.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how to train
 deep neural networks with limited memory", Inria RR-9302 (2019), Theorem 1. Further than there, the last stage may run
@@ -11,24 +10,18 @@ again as well. Known shortcoming: x_{i+1} counts behind stage i even if no backw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 
 from solvers.block.ilp import Option
 from solvers.chain.costs import ChainCosts
-from solvers.chain.table import ChainTable
+from solvers.chain.expand import Choose, choices
 from solvers.rotor.chain import Chain, Stage
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation
 
 _NEVER = 1 << 60
 """Bytes that no table has."""
-
-Choose = Callable[[int, int, int], tuple[int | None, int, int]]
-"""(i, j, m) -> (option, i+1), or (None, k) to keep x_i and go on from k, and what is left of m for stages from there.
-
-It is for stages i..j with m slots beyond x_i; in the first forward phase, which ends with the loss, j is their number.
-"""
 
 
 def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
@@ -39,9 +32,10 @@ def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
     """
     values = [dict(value) for value in chain.values]
     beyond = [[sum(size for x, size in b.items() if x not in a) - unit // 2 for b in values] for a in values[:-1]]
+    of_parameters = [*accumulate((s.parameter_gradients for s in chain.stages[:0:-1]), initial=0)][::-1]
     behind = [
-        chain.value_bytes[-1] + chain.gradient_bytes[i + 1] + after
-        for i, after in enumerate(chain.parameter_gradients_after)
+        chain.value_bytes[-1] + of_output + more
+        for of_output, more in zip(chain.gradient_bytes[1:], of_parameters, strict=True)
     ]
     length = chain.length
     return ChainCosts(
@@ -50,7 +44,7 @@ def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
         ),
         interface_bytes=tuple((0,) * (i + 1) + tuple(of[i + 1 :]) for i, of in enumerate(beyond)),
         pass_peak=tuple(stage.pass_peak for stage in chain.stages),
-        pass_time=tuple(stage.runs.passing for stage in chain.stages),
+        pass_time=tuple(stage.forward_time for stage in chain.stages),
         first_base=(0,) * length,
         rerun_base=tuple(behind),
         backward_base=tuple(behind),
@@ -59,42 +53,24 @@ def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
 
 
 def _options(stage: Stage, output: int, inner: bool) -> tuple[Option, Option]:
-    runs, again = stage.runs, stage.held + stage.backward_peak + (output if stage.keeps_output else 0)
-    once = runs.passing - runs.whole
-    filling = runs.filling + once
+    time, again = stage.forward_time, stage.held + stage.backward_peak + (output if stage.keeps_output else 0)
     kept = again if inner else stage.held + stage.backward_peak  # the caller holds the last output
-    keep = Option((), stage.held, stage.forward_peak, kept, 0, filling, False, True, 0)
-    stop = Option((), _NEVER, 0, max(stage.stop_peak, again), runs.stopping + once, filling, True, True, 0)
+    keep = Option((), stage.held, stage.forward_peak, kept, 0, time, False, True, 0)
+    stop = Option((), _NEVER, 0, max(stage.stop_peak, again), time - stage.tail, time, True, True, 0)
     return keep, stop
 
 
 def build(length: int, choose: Choose, m: int) -> tuple[Operation, ...]:
-    """The operations for ``m`` slots. It uses a stack, since chains may be too long for recursion."""
+    """The operations for ``m`` slots."""
     done: list[Operation] = []
-    todo: list[tuple[int, int, int] | Operation] = [(0, length, m)]
-    while todo:
-        item = todo.pop()
-        if not isinstance(item, tuple):
-            done.append(item)
-            continue
-        i, j, m = item
-        if i == length == j:
+    for c in choices(length, choose, m):
+        if c.i == length:
             done.append(Loss())
-        elif i <= j:
-            option, k, left = choose(i, j, m)
-            if option is None:
-                done += [Fck(i), *(Fn(n) for n in range(i + 1, k))]
-                todo += [(i, k - 1, m), (k, j, left)]
-            else:
-                done.append(Fe(i))
-                todo += [B(i), (k, j, left)]
+        elif c.option is None:
+            done += [Fck(c.i), *(Fn(n) for n in range(c.i + 1, c.k))]
+        else:
+            done.append(B(c.i) if c.backward else Fe(c.i))
     return tuple(done)
-
-
-def from_table(table: ChainTable, m: int) -> tuple[Operation, ...]:
-    """The operations that take least time with ``m`` slots."""
-    length = table.costs.blocks
-    return build(length, lambda i, j, m: table.top_choice(i, m) if j == length else table.inner_choice(i, j, m), m)
 
 
 def of_least_memory(costs: ChainCosts) -> tuple[Operation, ...]:

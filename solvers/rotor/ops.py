@@ -15,9 +15,9 @@ heterogeneous chains: how to train deep neural networks with limited memory", In
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Self
 
 from solvers.errors import ScheduleError
 
@@ -77,12 +77,15 @@ _PATTERN = re.compile(r"(Fn|Fck|Fe|B)_(\d+)")
 _KINDS: dict[str, type[Fn | Fck | Fe | B]] = {"Fn": Fn, "Fck": Fck, "Fe": Fe, "B": B}
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
+class Sequence(tuple[Operation, ...]):
     """An immutable list of operations; ``algorithm`` is the name of the algorithm that made it."""
 
-    operations: tuple[Operation, ...]
-    algorithm: str = ""
+    algorithm: str
+
+    def __new__(cls, operations: Iterable[Operation], algorithm: str = "") -> Self:
+        made = super().__new__(cls, operations)
+        made.algorithm = algorithm
+        return made
 
     @classmethod
     def parse(cls, text: str) -> Sequence:
@@ -93,19 +96,10 @@ class Sequence:
             if not match and word != "Loss":
                 raise ScheduleError(f"{word!r} is no operation: Fn_i, Fck_i, Fe_i, B_i or Loss")
             operations.append(_KINDS[match[1]](int(match[2])) if match else Loss())
-        return cls(tuple(operations))
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.operations[index]
-
-    def __len__(self) -> int:
-        return len(self.operations)
-
-    def __iter__(self) -> Iterator[Operation]:
-        return iter(self.operations)
+        return cls(operations)
 
     def __repr__(self) -> str:
-        return "[" + ", ".join(map(repr, self.operations)) + "]"
+        return "[" + ", ".join(map(repr, self)) + "]"
 
     def __str__(self) -> str:
-        return " ".join(map(str, self.operations))
+        return " ".join(map(str, self))

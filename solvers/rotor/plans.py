@@ -14,15 +14,14 @@ Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from solvers.chain.revolve import Splits, binomial_splits
 from solvers.chain.table import ChainTable
 from solvers.errors import InfeasibleError
 from solvers.rotor.chain import Chain
-from solvers.rotor.costs import build, costs_of, from_table, of_least_memory
+from solvers.rotor.costs import build, costs_of, of_least_memory
 from solvers.rotor.ops import Loss, Sequence
-from solvers.rotor.walk import Walked, walk_sequence
+from solvers.rotor.walk import walk_sequence
 
 _NOMINAL = 1.6
 """Of the limit: the table rounds to slots, so sequences for a larger nominal limit may fit the real one."""
@@ -47,7 +46,7 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
     low, high = 0, len(steps)
     while low < high:  # except for rounding, walked peaks grow with the nominal memory, so bisection finds it
         middle = (low + high) // 2
-        sequence = Sequence(from_table(table, steps[middle]), name)
+        sequence = Sequence(build(chain.length, table.choice, steps[middle]), name)
         if walk_sequence(chain, sequence).peak <= limit:
             fitting.append(sequence)
             low = middle + 1
@@ -73,7 +72,7 @@ def simplest(chain: Chain, limit: int, slots: int) -> Sequence:
 
 def no_checkpoint_sequence(chain: Chain) -> Sequence:
     """Keep everything, recompute nothing."""
-    return replace(segments_sequence(chain, 1), algorithm="no_checkpoint")
+    return Sequence(segments_sequence(chain, 1), "no_checkpoint")
 
 
 def segments_sequence(chain: Chain, segments: int) -> Sequence:
@@ -112,21 +111,13 @@ def revolve_sequence(chain: Chain, checkpoints: int, splits: Splits | None = Non
 def _fastest(chain: Chain, limit: int, sequences: Iterable[Sequence]) -> Sequence:
     walked = [(walk_sequence(chain, sequence), sequence) for sequence in sequences]
     fitting = [(found.time, sequence) for found, sequence in walked if found.peak <= limit]
-    if not fitting:
-        raise infeasible(chain, limit, [found for found, _ in walked])
-    return min(fitting, key=lambda pair: pair[0])[1]
-
-
-def infeasible(chain: Chain, limit: int, tried: Iterable[Walked]) -> InfeasibleError:
-    """The error for a limit that none of the sequences ``tried`` fits."""
-    least = min(tried, key=lambda walked: walked.peak)
-    operation = least.tightest.operation
-    where = repr(operation) if isinstance(operation, Loss) else f"{operation!r} ({chain.stages[operation.index].name})"
-    return InfeasibleError(
-        f"no sequence fits {limit} bytes; the smallest limit that one fits is {least.peak} bytes, set by {where}",
-        least.peak,
-        where,
-    )
+    if fitting:
+        return min(fitting, key=lambda pair: pair[0])[1]
+    least = min((found for found, _ in walked), key=lambda found: found.peak)
+    at = next(moment.operation for moment in least.moments if moment.peak == least.peak)
+    where = repr(at) if isinstance(at, Loss) else f"{at!r} ({chain.stages[at.index].name})"
+    message = f"no sequence fits {limit} bytes; the smallest limit that one fits is {least.peak} bytes, set by {where}"
+    raise InfeasibleError(message, least.peak, where)
 
 
 ALGORITHMS: dict[str, Callable[[Chain, int, int], Sequence]] = {

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from solvers.errors import ScheduleError
-from solvers.rotor.chain import Chain
+from solvers.rotor.chain import Chain, Stage
 from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
 
 
@@ -37,22 +38,21 @@ class Walked:
         """Recompute time as a fraction of the time without recomputation."""
         return (self.time - self.base) / self.base if self.base else 0.0
 
-    @property
-    def tightest(self) -> Moment:
-        """The first operation that reaches the peak."""
-        return next(m for m in self.moments if m.peak == self.peak)
-
 
 def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
     """Walk ``sequence`` over ``chain``. Raises ``ScheduleError`` where an operation lacks what it reads."""
     walker = _Walker(chain)
-    operations = sequence.operations
-    for k, operation in enumerate(operations):
-        walker.step(operation, operations[k + 1] if k + 1 < len(operations) else None)
+    for operation, following in zip_longest(sequence, sequence[1:]):
+        walker.step(operation, following)
     if walker.next_backward >= 0:
         raise ScheduleError(f"the sequence ends before B_{walker.next_backward}")
-    base = sum(s.runs.whole + s.backward_time for s in chain.stages)
+    base = sum(s.forward_time + s.backward_time for s in chain.stages)
     return Walked(max(m.peak for m in walker.moments), walker.time, base, tuple(walker.moments))
+
+
+def check_order(length: int, sequence: Sequence) -> None:
+    """Raise ``ScheduleError`` where ``sequence`` cannot run over ``length`` stages."""
+    walk_sequence(Chain((Stage("", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),) * length, (((0, 0),),) * (length + 1), 0), sequence)
 
 
 class _Walker:
@@ -62,15 +62,17 @@ class _Walker:
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self.values = [dict(value) for value in chain.values]
+        again = ((-2, chain.value_bytes[-1]),)  # a last output beside that of the first run, which the caller holds
+        self.values = [dict(value) for value in (*chain.values, again)]
+        self.output = chain.length
         self.held: Counter[int] = Counter()
-        self.level = self.time = self.output_again = 0
+        self.level = self.time = 0
         self.there = {0}
         self.enabled: set[int] = set()
         self.states: set[int] = set()
         self.moments: list[Moment] = []
         self.in_forward = True
-        self.next_backward = chain.length - 1
+        self.next_forward, self.next_backward = 0, chain.length - 1
         self.hold(0)
 
     def hold(self, i: int, times: int = 1) -> None:
@@ -94,29 +96,29 @@ class _Walker:
         i, keeps = operation.index, isinstance(operation, Fe)
         if not 0 <= i < self.chain.length:
             raise ScheduleError(f"{operation!r}: the chain has {self.chain.length} stages")
+        if self.in_forward and i != self.next_forward:
+            raise ScheduleError(f"{operation!r}: stage {self.next_forward} has to run")
+        self.next_forward += 1
         if keeps and i in self.enabled:
             raise ScheduleError(f"{operation!r}: what its backward reads is there already")
         if i not in self.there:
             raise ScheduleError(f"{operation!r}: its input is not there")
         stage, stops = self.chain.stages[i], keeps and is_last
+        self.time += stage.forward_time - (stage.tail if stops else 0)
         if keeps:
             peak = self.level + (stage.stop_peak if stops else stage.forward_peak)
-            self.time += stage.runs.stopping if stops else stage.runs.whole if self.in_forward else stage.runs.filling
             self.enabled.add(i)
             self.level += stage.held
             self.hold(i, int(stage.keeps_input))
         else:  # the state is kept by the first run, and put aside by those that draw again
             peak = self.level + stage.pass_peak + stage.state
-            self.time += stage.runs.passing
         if keeps == (i in self.states):
             self.level += -stage.state if keeps else stage.state
             self.states ^= {i}
         if keeps and stage.keeps_output:
             if i == self.chain.length - 1 and not self.in_forward:
-                self.output_again = self.chain.value_bytes[-1]  # the caller holds that of the first run
-                self.level += self.output_again
-            else:
-                self.hold(i + 1)
+                self.output += 1
+            self.hold(self.output if i == self.chain.length - 1 else i + 1)
         if not stops:
             self.there.add(i + 1)
             self.hold(i + 1)
@@ -131,9 +133,9 @@ class _Walker:
 
     def _loss(self) -> int:
         if not self.in_forward:
-            raise ScheduleError("Loss: the forward phase is over")
+            raise ScheduleError("Loss: in the backward phase")
         if self.chain.length not in self.there:
-            raise ScheduleError("Loss: the last stage has not run")
+            raise ScheduleError(f"Loss: {self.next_forward} of {self.chain.length} stages have run")
         self.in_forward = False
         self.there.remove(self.chain.length)  # the caller holds the output to the end
         self.level += self.chain.output_gradient
@@ -142,7 +144,7 @@ class _Walker:
     def _backward(self, operation: B) -> int:
         i = operation.index
         if self.in_forward:
-            raise ScheduleError(f"{operation!r}: before Loss")
+            raise ScheduleError(f"{operation!r}: in the forward phase")
         if i != self.next_backward:
             raise ScheduleError(f"{operation!r}: the next backward is B_{self.next_backward}")
         if i not in self.enabled:
@@ -152,9 +154,8 @@ class _Walker:
         self.enabled.remove(i)
         self.time += stage.backward_time
         peak = self.level + stage.backward_peak
-        self.level += gradients[i] - gradients[i + 1] + stage.parameter_gradients - stage.held - self.output_again
+        self.level += gradients[i] - gradients[i + 1] + stage.parameter_gradients - stage.held
         self.hold(i, -int(stage.keeps_input))
-        self.hold(i + 1, -int(stage.keeps_output and not self.output_again))
-        self.output_again = 0
+        self.hold(self.output if i == self.chain.length - 1 else i + 1, -int(stage.keeps_output))
         self.next_backward -= 1
         return peak
