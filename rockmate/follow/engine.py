@@ -325,8 +325,8 @@ class Followed:
         """Time against memory for the last kind of call."""
         if self.last is None:
             raise InputError("no step was planned yet: run a forward and its backward before you ask for the frontier")
-        with Heeded(), Progress(self.front.terms.progress):
-            return frontier_of(self.last.found.problem, self.front.terms.options)
+        with Heeded(), Progress(self.front.terms.progress) as report:
+            return frontier_of(self.last.found.problem, self.front.terms.options, report)
 
 
 def names_of(call: Call) -> list[str]:

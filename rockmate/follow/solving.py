@@ -10,7 +10,7 @@ from rockmate.calls.front import Front
 from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.follow.known import CallKind, Known
-from rockmate.follow.plan import FollowedPlan, Found, find, find_least
+from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least
 from rockmate.follow.planned import program_of
 from rockmate.planning.least import least_and_share, saves_nothing
 from rockmate.progress import Progress
@@ -50,15 +50,16 @@ class Solving:
             report("solve", 0.0)
             try:
                 carried = None if known.uses else self._carried(known, every, budget)
-                found = carried or find(problem, budget, terms.options)
+                found = carried or find(problem, budget, terms.options, report)
                 known.carried = carried is not None
             except InfeasibleError as error:
                 least = error.min_budget
                 message = self._infeasible(budget, least, known)
-                found = find_least(problem)
                 if terms.least:
+                    found = fastest_of_least(problem, terms.options, report)
                     least_instead(InfeasibleBudgetError(message, least))
                 else:
+                    found = find_least(problem, report)
                     known.problem = message, least
         known.budget = budget
         known.plan = self._plan(known, kind, found, budget, time.perf_counter() - began)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import rockmate
 from rockmate import Rockmate, measure_peak
+from rockmate.follow.plan import FollowedPlan
 
 X = randn(512, 64, seed=0)
 STEPS = 7
@@ -360,3 +361,17 @@ def test_eager_peak_is_predicted() -> None:
     handle = rockmate.attach(model, "60%", cache=False)
     list(train(model, model))
     assert measure_peak(lambda: loss_of(eager(X)).backward(), "cpu") == handle.plan.eager_peak
+
+
+def test_the_least_memory_takes_no_longer_than_a_plan_for_that_budget_does() -> None:
+    model = made(Item)
+    with pytest.warns(rockmate.BudgetWarning, match="The plan of least memory runs instead"):
+        handle = rockmate.attach(model, "1%", cache=False, on_infeasible="least")
+        for _ in range(2):
+            loss_of(model(X)).backward()
+    least, curve = handle.plan, handle.frontier()
+    assert isinstance(least, FollowedPlan)
+    handle.budget = least.predicted_peak
+    assert isinstance(handle.plan, FollowedPlan)
+    assert handle.plan.predicted_peak <= least.predicted_peak == curve.min_budget
+    assert max(least.predicted_overhead, curve.overhead(curve.min_budget)) <= handle.plan.predicted_overhead
