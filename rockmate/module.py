@@ -36,6 +36,7 @@ from rockmate.planning.prepare import make_planner
 from rockmate.planning.wrappers import NO_REPLICAS
 from rockmate.progress import Progress
 from rockmate.signed import signed
+from rockmate.tell import be_heard
 from solvers import Frontier
 from solvers.interrupts import Heeded
 
@@ -148,6 +149,7 @@ class Rockmate(torch.nn.Module):
                 options = options_of(saved.costs, saved.loss_memory, *asked[2:])
         terms = Terms(saved.budget if saved else parse_budget(budget), options, progress, always=True)
         OPTIMIZERS.watch()
+        be_heard()
         if options.compile:
             prepare_for_pieces(model)
         _become(self, model, Attachment(model, terms))

@@ -20,7 +20,7 @@ from rkgb.device.kind import Moment
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rockmate.budget import Budget, show_bytes
-from rockmate.calls.front import Front
+from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, abandoned
 from rockmate.calls.turns import Rough, Turn
@@ -302,9 +302,13 @@ class Followed:
 
     def _solve(self, known: Known, kind: CallKind) -> None:
         """Plan ``known``, which is of ``kind``. Raises ``InfeasibleBudgetError`` where no plan fits."""
+        before, began = known.plan, time.perf_counter()
         self.solving.solve(known, kind, self.kinds.values())
         if known.problem is not None:
             raise InfeasibleBudgetError(*known.problem)
+        if before is not None and known.plan is not None and known.plan is not before:
+            why = ANOTHER_BUDGET if known.plan.budget != before.budget else "its size, which came often"
+            self.front.tell_anew(known.plan, time.perf_counter() - began, why)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan for another budget. Raises ``InfeasibleBudgetError`` where no plan of the last kind of step fits it."""
