@@ -41,7 +41,7 @@ from rockmate.follow.watch import Watch
 from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
 from rockmate.progress import Progress
-from rockmate.tell import LOG, costly
+from rockmate.tell import LOG, MANY, costly
 from solvers import Frontier
 from solvers.calls import Way
 from solvers.interrupts import Heeded
@@ -56,6 +56,12 @@ FIRST = 0.6
 """Part of the budget that the data of a step may take of which nothing is known yet."""
 
 
+_FEWER = (
+    "steps that call the same operations on the same shapes share one. Pad inputs to a few shapes, and mask them "
+    "rather than pack them (pack_padded_sequence), which takes other operations for each batch"
+)
+
+
 class Followed:
     """See the file's text. ``why`` the calls are no one graph that can be planned. ``last``: of the last call."""
 
@@ -65,6 +71,7 @@ class Followed:
         self.last: Known | None = None
         self.solving = Solving(front, why)
         self._rehearsed = False  # what was learned last came of no training
+        self._made = 0  # plans that were told of
         self._said: set[str] = set()
         self._left = False  # the last call computed what no plan is known for
         self._shared: FollowedPlan | None = None  # of the last call, for its share of the step's budget
@@ -104,7 +111,7 @@ class Followed:
         if kind is None:
             said = self.front.described(names_of(call), call.leaves)
             alike = next((k for (other, _), k in self.kinds.items() if other == form), None)
-            kind = CallKind(said, Watch(self.front.name)) if alike is None else alike.under_another_budget()
+            kind = CallKind(said, Watch(self.front.name, said)) if alike is None else alike.under_another_budget()
             self.kinds[key] = kind
         device = device_of(model, call)
         policy, turn = self._policy(key, kind, missing, device)
@@ -288,10 +295,12 @@ class Followed:
             self._say_plan(known.plan)
 
     def _say_plan(self, plan: FollowedPlan) -> None:
+        self._made += 1
         self._say(
             f"planned a followed step for {', '.join(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
             f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
+            + (f". This is plan {self._made}: {_FEWER}" if self._made >= MANY else "")
         )
 
     def _say(self, line: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.plan import text_of_facts
+from rockmate.planning.plan import facts_of_call, text_of_facts
 from rockmate.progress import Report, silent
 from solvers import (
+    Bwd,
     Frontier,
     InfeasibleError,
     Problem,
     Run,
     Schedule,
+    Step,
     Walk,
     format_schedule,
     keep_everything,
@@ -126,12 +128,16 @@ class FollowedPlan:
         save_memory_html(self.problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
 
     def _facts(self) -> list[tuple[str, str]]:
+        at = moment_of(self.problem, self.places, self.schedule[self.walk.peak_step])
+        seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         return [
+            *facts_of_call(self.call),
             ("eager's peak", show_bytes(self.eager_peak)),
             ("budget", show_bytes(self.budget)),
-            ("predicted peak", show_bytes(self.predicted_peak)),
+            ("predicted peak", f"{show_bytes(self.predicted_peak)}, in {at}"),
             ("predicted overhead", f"{100 * self.predicted_overhead:.1f} % more time"),
             ("operations", f"{len(self.problem.nodes)}; that run again: {self.recomputed}"),
+            ("set-up", f"{sum(self.setup_seconds.values()):.1f} s: {seconds}"),
             ("followed, since", self.why or "asked for"),
         ]
 
@@ -151,6 +157,25 @@ class FollowedPlan:
     def _repr_html_(self) -> str:
         """A notebook shows the summary as a table."""
         return html_facts(self._facts())
+
+
+def moment_of(problem: Problem, places: Sequence[str], step: Step) -> str:
+    """When a step runs, in the user's words; ``places``: the source line of each node.
+
+    Which operation a part of the backward is of is not known: it is told by what it reads.
+    """
+    if not isinstance(step, (Run, Bwd)):
+        return "the loss, between forward and backward"
+    index, what = step.node, "the forward of"
+    if isinstance(step, Bwd):
+        backward = problem.nodes[step.node].backward
+        reads = () if backward is None else backward.reads
+        makers = [k for k, node in enumerate(problem.nodes) if not {*node.makes}.isdisjoint(reads)]
+        if not makers:
+            return "the backward"
+        index, what = makers[-1], "the backward that reads what is kept of"
+    name = problem.nodes[index].name.rpartition("_")[0] or problem.nodes[index].name
+    return f"{what} {name}" + (f" at {places[index]}" if places[index] else "")
 
 
 @dataclass(frozen=True)
