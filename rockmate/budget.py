@@ -117,6 +117,8 @@ def _amount(given: object, what: str, how: str) -> tuple[Decimal, str]:
 
 
 def _whole(given: object, size: Decimal, what: str, how: str) -> int:
-    if not 1 <= size < 2**63:
+    if size >= 2**63:
+        raise BudgetError(f"the {what} {given!r} is more than any device has: {how}")
+    if size < 1:
         raise BudgetError(f"the {what} is {given} bytes, which no step can be run in: {how}")
     return int(size)

@@ -32,6 +32,7 @@ from rockmate.planning.options import PlanOptions, options_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.wrappers import NO_REPLICAS
 from rockmate.signed import signed
+from rockmate.tell import be_heard
 from solvers import Frontier
 
 
@@ -143,6 +144,7 @@ class Rockmate(torch.nn.Module):
                 options = options_of(saved.costs, saved.loss_memory, *asked[2:])
         terms = Terms(saved.budget if saved else parse_budget(budget), options, progress, always=True)
         OPTIMIZERS.watch()
+        be_heard()
         if options.compile:
             prepare_for_pieces(model)
         _become(self, model, Attachment(model, terms))

@@ -6,8 +6,10 @@ import builtins
 import io
 import json
 import re
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -397,6 +399,45 @@ def test_a_plan_that_is_made_again_after_the_first_step_is_told(
         model(SAMPLE).sum().backward()
     (line,) = [m for m in caplog.messages if "planned again in" in m]
     assert f"{100 * handle.plan.predicted_overhead:.1f} % more time" in line
+
+
+@pytest.mark.parametrize("make", [lambda: mlp(4), Decides])
+def test_a_plan_that_is_made_for_a_budget_that_was_set_is_told(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rockmate.calls.front.LONG", 0.0)
+    model = make()
+    handle = attach(model, "100%", costs="flops")
+    for _ in range(2):
+        model(SAMPLE).sum().backward()
+    with caplog.at_level("INFO", "rockmate"):
+        caplog.clear()
+        handle.budget = "70%"
+    (line,) = [m for m in caplog.messages if "planned again in" in m]
+    assert f"budget {show_bytes(handle.budget)}, {100 * handle.plan.predicted_overhead:.1f} % more time" in line
+
+
+def test_the_search_for_a_followed_step_and_its_frontier_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, float]] = []
+    for where in ("solving", "engine"):
+        monkeypatch.setattr(f"rockmate.follow.{where}.Progress", lambda show: _Recorder(told))
+    model = Decides()
+    handle = attach(model, "60%", costs="flops")
+    for _ in range(2):
+        model(SAMPLE).sum().backward()
+    assert any(part > 0 for phase, part in told if phase == "solve")
+    handle.frontier()
+    points = [part for phase, part in told if phase == "frontier"]
+    assert {int(8 * part) for part in points} >= {0, 1, 2, 3}
+
+
+def test_a_rockmate_says_what_it_has_planned() -> None:
+    code = (
+        "import torch, rockmate; net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()); "
+        "rockmate.Rockmate(net, torch.ones(64, 8), '100%', costs='flops', cache=False)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.match(r"rockmate: planned Sequential in [\d.]+ s for input float32\[64, 8\], train: ", done.stderr)
 
 
 # ------------------------------------------------------------------------------------------------ plots

@@ -68,10 +68,6 @@ MOST_BEGINNINGS = 4
 class Attachment(Handle, OwnCall):
     """What ``attach`` returns: the plans of a model, and its calls."""
 
-    def __reduce__(self) -> Any:
-        """Copies and pickles plan again at their first call."""
-        return Attachment, (self.model, self.terms)
-
     # -------------------------------------------------------------------------- calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

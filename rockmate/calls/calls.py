@@ -171,7 +171,8 @@ class Calls(PlansOfCalls):
         if self.last is variant:
             self.last = new
         if new is not variant:
-            self.front.tell_learned(new, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self.front.tell_anew(new.plan, seconds, "what its loss was seen to take")
 
 
 def _returned(structure: Structure, outputs: list[torch.Tensor]) -> Any:

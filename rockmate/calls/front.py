@@ -16,11 +16,12 @@ from rockmate.calls.look import Look
 from rockmate.calls.terms import Terms
 from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import InputError
+from rockmate.follow.plan import FollowedPlan
 from rockmate.pieces.piece import Piece
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.finder import CARRIED
 from rockmate.planning.plan import Plan
-from rockmate.tell import LOG, described, planned_line
+from rockmate.tell import LOG, costly, described, planned_line
 from solvers import Frontier
 
 
@@ -46,6 +47,9 @@ _MANY = (2, 32, 128, 512)
 
 TIMED = 20
 """Planned steps after which one is timed."""
+
+ANOTHER_BUDGET = "the budget of now"
+"""Why calls that had a plan are planned again."""
 
 LONG = 1.0
 """Seconds of a step from which on it is said what took them."""
@@ -192,14 +196,13 @@ class Front:
 
         return told
 
-    def tell_learned(self, new: Variant, seconds: float) -> None:
-        """Say that ``new`` was planned in ``seconds`` when a step was over, for what that has shown."""
+    def tell_anew(self, plan: Plan | FollowedPlan, seconds: float, why: str) -> None:
+        """Say that calls which had a plan got ``plan`` in ``seconds``, and ``why``."""
         LOG.log(
             logging.INFO if seconds > LONG else logging.DEBUG,
-            "%s: planned again in %.1f s, for what its loss was seen to take: predicted peak %s, budget %s, "
-            "%.1f %% more time",
-            *(self.name, seconds, show_bytes(new.plan.predicted_peak), show_bytes(new.plan.budget)),
-            100 * new.plan.predicted_overhead,
+            "%s: planned again in %.1f s, for %s: predicted peak %s, budget %s, %.1f %% more time%s",
+            *(self.name, seconds, why, show_bytes(plan.predicted_peak), show_bytes(plan.budget)),
+            *(100 * plan.predicted_overhead, costly(plan.predicted_overhead)),
         )
 
     def tell_needs_data(self) -> None:

@@ -81,8 +81,8 @@ class Handle(OnDevice):
 
     @property
     def plan(self) -> Plan | FollowedPlan | None:
-        """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far, or
-        none fits the budget.
+        """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far, if
+        none fits the budget, or if the call was followed and computed something new.
         """
         self._check_place()
         if self._followed is not None:

@@ -17,7 +17,7 @@ from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rockmate.budget import Budget
 from rockmate.calls.families import Family, resized_in
-from rockmate.calls.front import Front
+from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.graph import CapturedGraph
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import check_no_look, end_look
@@ -214,11 +214,13 @@ class PlansOfCalls(CapturedGraph):
             size = self.terms.bytes_of(budget, last.planner)
             if size == last.plan.budget == self.terms.budget:
                 return
+            began = time.perf_counter()
             with Heeded(), self._progress_of(last.planner):
                 made = make_variant(last.planner, size, last.observer)
                 variant = replace(made, number=last.number, family=last.family)
             self.cache.replace(last, variant)
             self.last, self.terms.budget, self.terms.settled = variant, size, (budget, last.planner.eager_peak)
+            self.front.tell_anew(variant.plan, time.perf_counter() - began, ANOTHER_BUDGET)
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call."""

@@ -14,13 +14,16 @@ _BY_VALUES = "Python decides, or counts, by values in a tensor"
 
 _MOVE = "move it out of forward, in front of the layers or behind them"
 
+_STAY = "leave it there: such a step is planned, and one that takes the derivative outside of forward is not"
+
 _INSTEAD = (
     ("SymNodeVariable() is not a constant", "decide with a number that changes by an if, and give a constant there"),
     ("Data-dependent branching", "compute both ways and choose with torch.where, or decide outside of forward"),
     ("`torch.compiler.disable()`d", "remove torch.compiler.disable"),
     ("(functools.lru_cache) at", "draw outside of it, and give it the numbers"),
     ("draws from a random.Random", "draw from torch's generators, or outside of forward"),
-    ("derivatives are computed inside", _MOVE),
+    ("derivatives are computed inside", _STAY),
+    ("torch.autograd.grad", _STAY),
     ("hooks of saved tensors are disabled", _MOVE),
     ("a tensor is given other memory", _MOVE),
     ("Tensor.tolist()", "compute with the tensor, or return it and read it behind the step"),

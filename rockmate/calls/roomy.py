@@ -2,7 +2,8 @@
 
 How much a call takes is not known before it has run. Where the budget is many times what is there before (parameters,
 gradients, inputs), the first call of a kind runs as it is and is measured. Meanwhile it is followed, so that it is held
-within the budget if it takes more. Where it does, and where it comes near the budget, later calls are captured.
+within the budget if it takes more. Where it does, and where it comes near the budget, later calls are captured, as are
+those of sizes that are no smaller.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ class Seen(NamedTuple):
     nodes: int = 0
 
 
+def _seen(model: torch.nn.Module, call: Call, trained: tuple[int, ...]) -> Seen:
+    """A ``call`` before it runs. ``trained``: bytes of the parameters that get gradients."""
+    leaves = [float if type(x) is float else x for x in call.leaves]  # a number that changes in each call
+    form = call_key(leaves, call.spec, sized=False), model.training, trained
+    return Seen(form, tuple(t.numel() for t in call.tensors))
+
+
 class RoomyCalls(FreeCalls):
     """See the file's text."""
 
@@ -66,10 +74,15 @@ class RoomyCalls(FreeCalls):
     def kind(self, model: torch.nn.Module, call: Call) -> Hashable | None:
         """The kind of a call that may take far less than the budget; None for all others."""
         terms, device = self.front.terms, self.front.device(call.tensors)
-        budget = None if terms.always or terms.options.compile else terms.bytes_known(device)
-        if budget is None:
+        if terms.always or terms.options.compile:
             return None
         called = call_key(call.leaves, call.spec), model.training
+        budget = terms.bytes_known(device)
+        if budget is None:  # it is to be a share of what this call takes
+            trained = tuple(p.nbytes for p in model.parameters() if p.requires_grad)
+            self._seen[called, trained] = _seen(model, call, trained)
+            self.binding.add((called, trained))
+            return None
         if called in self._planned:
             return None
         kind = self._kind(model, call, called, FAR * budget)
@@ -90,9 +103,10 @@ class RoomyCalls(FreeCalls):
         else:
             if not (trained or any(t.requires_grad for t in call.tensors)):
                 return None
-            leaves = [float if type(x) is float else x for x in call.leaves]  # a number that changes in each call
-            form = call_key(leaves, call.spec, sized=False), model.training, trained
-            seen = Seen(form, tuple(t.numel() for t in call.tensors))
+            seen = _seen(model, call, trained)
+            if self._smaller_binds(seen):
+                self._are_planned(called)
+                return None
             there = made + sum(t.nbytes for t in (*parameters, *call.tensors))
             larger = self._larger(seen, made)
             peak = self._supposed(seen, AT_FIRST * there) if larger is None else self.spacious[larger].peak
@@ -116,6 +130,11 @@ class RoomyCalls(FreeCalls):
         if len(self._planned) >= MOST_KINDS:
             self._planned.clear()
         self._planned.add(called)
+
+    def _smaller_binds(self, call: Seen) -> bool:
+        """Whether a kind comes near the budget in which no tensor has more elements than in ``call``."""
+        found = (seen for kind, seen in self._seen.items() if kind in self.binding and seen.form == call.form)
+        return any(all(x <= y for x, y in zip(seen.elements, call.elements, strict=True)) for seen in found)
 
     def _larger(self, call: Seen, made: int) -> Hashable | None:
         """A kind of which a step was measured, and in which no tensor has fewer elements than in ``call``."""

@@ -99,13 +99,15 @@ def graph_is_retained() -> bool:
 
 def warn_unplanned(why: str) -> None:
     """Say that the budget is not promised for this call."""
+    instead = _PENALTY if why == RETAINED else ""
     warn(
-        f"{why}: results are right, but what is kept or computed again for it may exceed the memory budget",
+        f"{why}: results are right, but what is kept or computed again for it may exceed the memory budget{instead}",
         BudgetWarning,
     )
 
 
 RETAINED = "backward was called with retain_graph=True (or create_graph=True)"
+_PENALTY = ". A gradient penalty is planned where forward itself takes the derivative, and returns the loss"
 ANOTHER = "a backward of a part of the graph, or a second one, computes again what the plan dropped"
 
 

@@ -54,7 +54,7 @@ def check(given: Given, options: Options) -> Answer:
         said = {"type": refused.kind, "message": refused.message}
         values = {**_values(given), "supported": False, "error": said}
         return Answer(f"{text}\n\n{refused.kind}: {refused.message}", values, UNSUPPORTED)
-    facts = [*_subject(given), *_call(found.plan), ("supported", _supported(found))]
+    facts = [*_subject(given), *facts_of_call(found.plan.call), ("supported", _supported(found))]
     eager, room = show_bytes(found.plan.eager_peak), show_bytes(curve.max_budget)
     facts.append(("eager's peak", eager if eager == room else f"{eager}; with room for a larger loss {room}"))
     facts.append(("smallest budget", _share(curve.min_budget, curve)))
@@ -215,10 +215,6 @@ def _values(given: Given) -> dict[str, Any]:
         "parameter_bytes": sum(p.nbytes for p in parameters),
         "devices": sorted({str(p.device) for p in parameters}),
     }
-
-
-def _call(made: Plan | FollowedPlan) -> list[tuple[str, str]]:
-    return facts_of_call(made.call) if isinstance(made, Plan) else []
 
 
 def _values_of_call(made: Plan | FollowedPlan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from rockmate import Plan, Rockmate
 from rockmate.cli.load import Given
 from rockmate.follow.plan import FollowedPlan
+from rockmate.tell import LOG
 from solvers import Frontier
 
 
@@ -69,6 +71,7 @@ class Planned:
 
 def planned(given: Given, budget: str, options: Options) -> Planned:
     """The plan for ``budget``. Raises what ``Rockmate`` raises."""
+    LOG.addHandler(logging.NullHandler())  # a command prints what it has found
     with options.precision(given.model):
         front = Rockmate(given.model, given.sample, budget, sample_kwargs=given.sample_kwargs, **options.arguments)
     return Planned(front, front.reason)

@@ -20,7 +20,7 @@ from rkgb.device.kind import Moment
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rockmate.budget import Budget, show_bytes
-from rockmate.calls.front import Front
+from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, abandoned
 from rockmate.calls.turns import Rough, Turn
@@ -41,7 +41,7 @@ from rockmate.follow.watch import Watch
 from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
 from rockmate.progress import Progress
-from rockmate.tell import LOG, costly
+from rockmate.tell import LOG, MANY, costly
 from solvers import Frontier
 from solvers.calls import Way
 from solvers.interrupts import Heeded
@@ -56,6 +56,12 @@ FIRST = 0.6
 """Part of the budget that the data of a step may take of which nothing is known yet."""
 
 
+_FEWER = (
+    "steps that call the same operations on the same shapes share one. Pad inputs to a few shapes, and mask them "
+    "rather than pack them (pack_padded_sequence), which takes other operations for each batch"
+)
+
+
 class Followed:
     """See the file's text. ``why`` the calls are no one graph that can be planned. ``last``: of the last call."""
 
@@ -65,6 +71,7 @@ class Followed:
         self.last: Known | None = None
         self.solving = Solving(front, why)
         self._rehearsed = False  # what was learned last came of no training
+        self._made = 0  # plans that were told of
         self._said: set[str] = set()
         self._left = False  # the last call computed what no plan is known for
         self._shared: FollowedPlan | None = None  # of the last call, for its share of the step's budget
@@ -104,7 +111,7 @@ class Followed:
         if kind is None:
             said = self.front.described(names_of(call), call.leaves)
             alike = next((k for (other, _), k in self.kinds.items() if other == form), None)
-            kind = CallKind(said, Watch(self.front.name)) if alike is None else alike.under_another_budget()
+            kind = CallKind(said, Watch(self.front.name, said)) if alike is None else alike.under_another_budget()
             self.kinds[key] = kind
         device = self.front.device(call.tensors)
         policy, turn = self._policy(key, kind, missing, device)
@@ -288,10 +295,12 @@ class Followed:
             self._say_plan(known.plan)
 
     def _say_plan(self, plan: FollowedPlan) -> None:
+        self._made += 1
         self._say(
             f"planned a followed step for {', '.join(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
             f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
+            + (f". This is plan {self._made}: {_FEWER}" if self._made >= MANY else "")
         )
 
     def _say(self, line: str) -> None:
@@ -302,9 +311,13 @@ class Followed:
 
     def _solve(self, known: Known, kind: CallKind) -> None:
         """Plan ``known``, which is of ``kind``. Raises ``InfeasibleBudgetError`` where no plan fits."""
+        before, began = known.plan, time.perf_counter()
         self.solving.solve(known, kind, self.kinds.values())
         if known.problem is not None:
             raise InfeasibleBudgetError(*known.problem)
+        if before is not None and known.plan is not None and known.plan is not before:
+            why = ANOTHER_BUDGET if known.plan.budget != before.budget else "its size, which came often"
+            self.front.tell_anew(known.plan, time.perf_counter() - began, why)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan for another budget. Raises ``InfeasibleBudgetError`` where no plan of the last kind of step fits it."""
@@ -325,8 +338,8 @@ class Followed:
         """Time against memory for the last kind of call."""
         if self.last is None:
             raise InputError("no step was planned yet: run a forward and its backward before you ask for the frontier")
-        with Heeded(), Progress(self.front.terms.progress):
-            return frontier_of(self.last.found.problem, self.front.terms.options)
+        with Heeded(), Progress(self.front.terms.progress) as report:
+            return frontier_of(self.last.found.problem, self.front.terms.options, report)
 
 
 def names_of(call: Call) -> list[str]:

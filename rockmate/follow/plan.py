@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.plan import text_of_facts
+from rockmate.planning.plan import facts_of_call, text_of_facts
+from rockmate.progress import Report, silent
 from solvers import (
+    Bwd,
     Frontier,
     InfeasibleError,
     Problem,
     Run,
     Schedule,
+    Step,
     Walk,
     format_schedule,
     keep_everything,
@@ -124,12 +128,16 @@ class FollowedPlan:
         save_memory_html(self.problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
 
     def _facts(self) -> list[tuple[str, str]]:
+        at = moment_of(self.problem, self.places, self.schedule[self.walk.peak_step])
+        seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         return [
+            *facts_of_call(self.call),
             ("eager's peak", show_bytes(self.eager_peak)),
             ("budget", show_bytes(self.budget)),
-            ("predicted peak", show_bytes(self.predicted_peak)),
+            ("predicted peak", f"{show_bytes(self.predicted_peak)}, in {at}"),
             ("predicted overhead", f"{100 * self.predicted_overhead:.1f} % more time"),
             ("operations", f"{len(self.problem.nodes)}; that run again: {self.recomputed}"),
+            ("set-up", f"{sum(self.setup_seconds.values()):.1f} s: {seconds}"),
             ("followed, since", self.why or "asked for"),
         ]
 
@@ -151,6 +159,25 @@ class FollowedPlan:
         return html_facts(self._facts())
 
 
+def moment_of(problem: Problem, places: Sequence[str], step: Step) -> str:
+    """When a step runs, in the user's words; ``places``: the source line of each node.
+
+    Which operation a part of the backward is of is not known: it is told by what it reads.
+    """
+    if not isinstance(step, (Run, Bwd)):
+        return "the loss, between forward and backward"
+    index, what = step.node, "the forward of"
+    if isinstance(step, Bwd):
+        backward = problem.nodes[step.node].backward
+        reads = () if backward is None else backward.reads
+        makers = [k for k, node in enumerate(problem.nodes) if not {*node.makes}.isdisjoint(reads)]
+        if not makers:
+            return "the backward"
+        index, what = makers[-1], "the backward that reads what is kept of"
+    name = problem.nodes[index].name.rpartition("_")[0] or problem.nodes[index].name
+    return f"{what} {name}" + (f" at {places[index]}" if places[index] else "")
+
+
 @dataclass(frozen=True)
 class Found:
     """A schedule within a budget. ``bound``: nanoseconds that a step takes at least."""
@@ -165,7 +192,7 @@ def eager_peak_of(problem: Problem) -> int:
     return walk(problem, keep_everything(problem)).peak
 
 
-def find(problem: Problem, budget: int, options: PlanOptions) -> Found:
+def find(problem: Problem, budget: int, options: PlanOptions, report: Report = silent) -> Found:
     """A schedule for ``budget`` bytes. Raises ``InfeasibleError``, which has the least budget, where none fits."""
     keep = keep_everything(problem)
     kept = walk(problem, keep)
@@ -176,20 +203,20 @@ def find(problem: Problem, budget: int, options: PlanOptions) -> Found:
         solution = solve(_unlimited(problem), budget, options.solver, time_limit=seconds)
         start, schedule, bound = None, solution.schedule, solution.bound
     else:
-        start = _segmented(problem, budget, options.time_limit)
+        start = _segmented(problem, budget, options.time_limit, report)
         refined = refine(problem, start, Request(budget, seconds))
         schedule, bound = refined.schedule, refined.bound
     for found in (schedule, start):
         if found is not None and (walked := walk(problem, found)).peak <= budget:
             return Found(found, walked, bound)
-    least = find_least(problem)
+    least = find_least(problem, report)
     if least.walk.peak <= budget:
         return least
     at = least.schedule[least.walk.peak_step]
     raise InfeasibleError("no schedule fits", least.walk.peak, str(at), at)
 
 
-def _segmented(problem: Problem, budget: int, time_limit: float) -> Schedule | None:
+def _segmented(problem: Problem, budget: int, time_limit: float, report: Report) -> Schedule | None:
     """The fastest cut of the forward into segments that fits, without useless reruns; if none fits, the one of least
     memory, mended; None if that does not fit, either.
     """
@@ -197,16 +224,14 @@ def _segmented(problem: Problem, budget: int, time_limit: float) -> Schedule | N
     from solvers.whole.stages import schedule_step, staged_step
     from solvers.whole.whole_graph import least_step
 
-    staged, began = staged_step(problem), time.perf_counter()
+    staged = staged_step(problem)
     cuts = _cuts(problem)
     if fitting := [(cost, runs) for peak, cost, runs in cuts if peak <= budget]:
         best = min(fitting, key=lambda x: x[0])[1]
-        limit = min(SECONDS / 4, time_limit)
-        found: Reruns | None = trim(staged, budget, best, lambda: began + limit - time.perf_counter())
+        found: Reruns | None = trim(staged, budget, best, _remaining(min(SECONDS / 4, time_limit), report))
     elif cuts and least_step(staged)[0] <= budget:
-        limit = min(PATIENCE, time_limit)
         least = min(cuts, key=lambda x: x[:2])[2]
-        found = repair(staged, budget, least, lambda: began + limit - time.perf_counter())
+        found = repair(staged, budget, least, _remaining(min(PATIENCE, time_limit), report))
     else:
         found = None
     return None if found is None else schedule_step(problem, found)
@@ -236,23 +261,37 @@ def _unlimited(problem: Problem) -> Problem:
     return replace(problem, nodes=nodes)
 
 
-def find_least(problem: Problem) -> Found:
-    """The schedule of least memory that is found by bisection, with the fast heuristic."""
+def _remaining(seconds: float, report: Report) -> Callable[[], float]:
+    """What says how many seconds are left from now on; each time it is asked, ``report`` is told how far that is."""
+    began = time.perf_counter()
+
+    def remaining() -> float:
+        passed = time.perf_counter() - began
+        report("solve", min(1.0, passed / max(seconds, 1e-9)))
+        return seconds - passed
+
+    return remaining
+
+
+def find_least(problem: Problem, report: Report = silent) -> Found:
+    """The schedule of least memory that is found by bisection, with the fast heuristic. It may take very long: see
+    ``fastest_of_least``.
+    """
     from solvers.whole.baselines import recompute_all
     from solvers.whole.repair import repair
     from solvers.whole.stages import schedule_step, staged_step, timeline
     from solvers.whole.whole_graph import least_step
 
     staged: Staged = staged_step(problem)
-    end = time.perf_counter() + SECONDS
+    remaining = _remaining(SECONDS, report)
     ways = [(timeline(staged, runs).peak, runs) for runs in (staged.none(), recompute_all(staged))]
     high, best = min((*ways, *((peak, runs) for peak, _, runs in _cuts(problem))), key=lambda way: way[0])
     low = least_step(staged)[0]
     for _ in range(ROUNDS):
-        if low >= high or time.perf_counter() > end:
+        if low >= high or remaining() < 0:
             break
         guess = (low + high) // 2
-        runs = repair(staged, guess, staged.none(), lambda: end - time.perf_counter())
+        runs = repair(staged, guess, staged.none(), remaining)
         if runs is None:
             low = guess + 1
         else:
@@ -262,17 +301,31 @@ def find_least(problem: Problem) -> Found:
     return Found(schedule, walked, problem.eager_time)
 
 
-def frontier_of(problem: Problem, options: PlanOptions) -> Frontier:
+def fastest_of_least(problem: Problem, options: PlanOptions, report: Report = silent) -> Found:
+    """The fastest schedule that is found for the least memory, which ``find_least`` finds."""
+    least = find_least(problem, report)
+    try:
+        found = find(problem, least.walk.peak, options, report)
+    except InfeasibleError:  # the bisection ended later the first time
+        return least
+    return min(found, least, key=lambda f: f.walk.time)
+
+
+def frontier_of(problem: Problem, options: PlanOptions, report: Report = silent) -> Frontier:
     """Time against memory."""
-    least = find_least(problem)
-    kept = walk(problem, keep_everything(problem))
-    low, high = least.walk.peak, kept.peak
-    points: list[tuple[int, float]] = []
-    for k in range(POINTS):
+    least = fastest_of_least(problem, options, _within(report, 0))
+    low, high = least.walk.peak, eager_peak_of(problem)
+    points = [(low, least.walk.overhead)]
+    for k in range(1, POINTS):
         budget = low + (high - low) * k // (POINTS - 1)
-        found = least if k == 0 else find(problem, budget, options)
-        points.append((budget, min([found.walk.overhead, *(overhead for _, overhead in points)])))
+        found = find(problem, budget, options, _within(report, k))
+        points.append((budget, min(found.walk.overhead, points[-1][1])))
     return Frontier(low, high, tuple(points))
+
+
+def _within(report: Report, k: int) -> Report:
+    """What is told of the search for point ``k`` of a frontier, and tells ``report`` how far the whole is."""
+    return lambda phase, part: report("frontier", (k + part) / POINTS)
 
 
 POINTS = 8

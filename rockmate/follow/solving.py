@@ -10,11 +10,11 @@ from rockmate.calls.front import Front
 from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.follow.known import CallKind, Known
-from rockmate.follow.plan import FollowedPlan, Found, find, find_least
+from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least, moment_of
 from rockmate.follow.planned import program_of
 from rockmate.planning.least import least_and_share, saves_nothing
 from rockmate.progress import Progress
-from solvers import InfeasibleError, walk
+from solvers import InfeasibleError, Step, walk
 from solvers.interrupts import Heeded
 
 
@@ -50,15 +50,16 @@ class Solving:
             report("solve", 0.0)
             try:
                 carried = None if known.uses else self._carried(known, every, budget)
-                found = carried or find(problem, budget, terms.options)
+                found = carried or find(problem, budget, terms.options, report)
                 known.carried = carried is not None
             except InfeasibleError as error:
                 least = error.min_budget
-                message = self._infeasible(budget, least, known)
-                found = find_least(problem)
+                message = self._infeasible(budget, least, error.at, known)
                 if terms.least:
+                    found = fastest_of_least(problem, terms.options, report)
                     least_instead(InfeasibleBudgetError(message, least))
                 else:
+                    found = find_least(problem, report)
                     known.problem = message, least
         known.budget = budget
         known.plan = self._plan(known, kind, found, budget, time.perf_counter() - began)
@@ -79,22 +80,35 @@ class Solving:
         return Found(schedule, figures, 0)
 
     def _plan(self, known: Known, kind: CallKind, found: Found, budget: int, seconds: float) -> FollowedPlan:
-        places = tuple(known.observed.places[ops[-1]] if ops else "" for ops in known.found.ops_of)
         setup = {**self.spent, "observe": known.seconds, "solve": seconds}
         self.spent = {}
         bound = None if found.bound <= 0 else found.bound
         return FollowedPlan(
-            budget, kind.call, known.found.problem, found.schedule, found.walk, places, self.why, setup, bound
+            budget,
+            kind.call,
+            known.found.problem,
+            found.schedule,
+            found.walk,
+            _places_of(known),
+            self.why,
+            setup,
+            bound,
         )
 
-    def _infeasible(self, budget: int, least: int, known: Known) -> str:
+    def _infeasible(self, budget: int, least: int, at: Step | None, known: Known) -> str:
+        sets = "" if at is None else f"What sets it is {moment_of(known.found.problem, _places_of(known), at)}. "
         nothing = _NOTHING if saves_nothing(least, known.eager_peak) else ""
         return (
             f"no plan fits a budget of {show_at_most(budget)}: the forward of {self.front.name} is followed operation "
             f"by operation ({self.why.rstrip('.')}), and the smallest that can be planned is "
             f"{least_and_share(least, known.eager_peak)}; without recomputation the step takes "
-            f"{show_at_least(known.eager_peak)}. {nothing}Raise the budget or make the batch smaller."
+            f"{show_at_least(known.eager_peak)}. {sets}{nothing}Raise the budget or make the batch smaller."
         )
+
+
+def _places_of(known: Known) -> tuple[str, ...]:
+    """The user's source line of each node."""
+    return tuple(known.observed.places[ops[-1]] if ops else "" for ops in known.found.ops_of)
 
 
 _NOTHING = (

@@ -26,11 +26,12 @@ _NO_RECORD = "the memory of the process cannot be recorded now"
 
 @dataclass(eq=False)
 class Watch:
-    """``name`` of the model. ``looks``: steps that were observed. ``unseen``: those in a row that were to be, and could
-    not be to their end; ``why``: the reasons.
+    """``name`` of the model, and the ``call`` in a few words. ``looks``: steps that were observed. ``unseen``: those in
+    a row that were to be, and could not be to their end; ``why``: the reasons.
     """
 
     name: str
+    call: tuple[str, ...]
     looks: int = 0
     unseen: int = 0
     why: dict[str, None] = field(default_factory=dict)
@@ -54,9 +55,9 @@ class Watch:
             self.why[self._last.why_not] = None
         if self.unseen >= MOST_UNSEEN and not planned:
             self._say(
-                f"{self.name} has no plan: {MOST_UNSEEN} steps could not be observed from their forward to the end of "
-                f"one backward ({'; '.join(self.why)}). What they keep is decided as they run, and the budget does "
-                "not hold"
+                f"{self.name} has no plan for calls with {', '.join(self.call)}: {MOST_UNSEEN} steps could not be "
+                f"observed from their forward to the end of one backward ({'; '.join(self.why)}). What they keep is "
+                "decided as they run, and the budget does not hold"
             )
         self.unseen += 1
         self._last = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rockmate.errors import InputError
@@ -14,6 +16,13 @@ NO_REPLICAS = (
 
 class OwnCall:
     """What stands in the place of a module's calls, and is no compiled code."""
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles of the module are plain: they have nothing in the place of their calls.
+
+        Modules whose ``__getstate__`` is their own (``nn.LSTM``) copy this, too.
+        """
+        return type(None), ()
 
 
 _PARALLEL = {

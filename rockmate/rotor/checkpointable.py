@@ -97,14 +97,13 @@ class Checkpointable(nn.Module):
         flatten(model)  # refuses what is no sequence of layers
         self.mem_limit = None if mem_limit is None else parse_bytes(mem_limit)
         self.mem_slots = _whole("mem_slots", mem_slots, *_SLOTS)
-        self.verbosity = verbosity
-        self.preserve_rng_state = preserve_rng_state
+        self.verbosity, self.preserve_rng_state = verbosity, preserve_rng_state
         loss_bytes = _whole("loss_tmp_memory_usage", loss_tmp_memory_usage, 0, "bytes cannot be negative")
         self.loss_tmp_memory_usage = loss_bytes
-        self.costs = costs
-        self.algo = "persistent"
+        self.costs, self.algo = costs, "persistent"
         self.chain: Chain | None = None
         self.sequence: Sequence | None = None
+        self._judged: Sequence | None = None  # runs as it is
         self._situation: Situation | None = None
         self._earlier: list[tuple[Situation | None, Chain | None, Sequence | None]] = []
         self.training = model.training  # of the layers, some may be in another mode
@@ -226,6 +225,9 @@ class Checkpointable(nn.Module):
         if self.sequence is None:
             self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
+        if self.sequence is not self._judged:  # it may be the user's
+            self.walked()
+            self._judged = self.sequence
         names = self.names if self.verbosity > 1 else None
         return Call(functions, self.sequence, names, self.preserve_rng_state).forward(x)
 
@@ -278,18 +280,16 @@ def flatten(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module
         raise InputError("the model has hooks, which would not run: register them on a layer or on the Checkpointable")
     layers: list[tuple[str, nn.Module]] = []
     for name, child in model._modules.items():  # a layer that stands in two places is two stages
-        if child is None:
-            continue
         if _is_sequence(child) and not isinstance(child, AtomicSequential) and not _has_hooks(child):
             layers += flatten(child, f"{prefix}{name}.") if len(child) else []
-        else:
+        elif child is not None:
             layers.append((prefix + name, child))
     if not layers and not prefix:
         raise InputError("the model has no layers: give it at least one")
     return layers
 
 
-def _is_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
+def _is_sequence(module: nn.Module | None) -> TypeGuard[nn.Sequential]:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 

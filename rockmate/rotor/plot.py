@@ -30,9 +30,8 @@ def plot_memory(model: Checkpointable) -> Figure:
     axes.step(edges, levels, where="post", color="black", linewidth=1, label="after each operation")
     if model.mem_limit is not None:
         axes.axhline(model.mem_limit / MIB, color="tab:red", linestyle="--", label="limit")
-    axes.set_xlabel("predicted time (ms)")
-    axes.set_ylabel("memory (MiB)")
-    axes.set_title(f"{len(walked.moments)} operations, {100 * walked.overhead:.1f} % longer than without recomputation")
+    title = f"{len(walked.moments)} operations, {100 * walked.overhead:.1f} % longer than without recomputation"
+    top = 1.3 * max(walked.peak, model.mem_limit or 0) / MIB
+    axes.set(xlabel="predicted time (ms)", ylabel="memory (MiB)", title=title, ylim=(0, top))
     axes.legend(loc="upper left", fontsize="small", ncols=3)
-    axes.set_ylim(0, 1.3 * max(walked.peak, model.mem_limit or 0) / MIB)
     return figure

@@ -39,6 +39,7 @@ from rockmate import (
     measure_peak,
 )
 from rockmate.planning.plan import Plan
+from rockmate.planning.wrappers import OwnCall
 
 Train = Callable[[nn.Module], Iterator[Any]]
 
@@ -527,6 +528,20 @@ def test_copies_and_pickles_are_plain() -> None:
     buffer.seek(0)
     assert attached(torch.load(buffer, weights_only=False)) is None
     assert list(model.state_dict()) == list(made(Net).state_dict())
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_copies_and_pickles_of_modules_with_a_state_of_their_own_are_plain(within: bool) -> None:
+    """``nn.LSTM`` has a ``__getstate__`` that takes all of its attributes."""
+    lstm = torch.nn.LSTM(8, 8)
+    model = torch.nn.Sequential(lstm) if within else lstm
+    attach(model, TIGHT, costs="flops")
+    x = torch.randn(3, 2, 8)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert attached(other) is None
+        assert not any(isinstance(m.__dict__.get("_compiled_call_impl"), OwnCall) for m in other.modules())
+        with torch.no_grad():
+            assert torch.equal(other(x)[0], model(x)[0])
 
 
 def test_frozen_and_released_in_mid_training() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import rockmate
 from rockmate import Rockmate, measure_peak
+from rockmate.follow.plan import FollowedPlan
 
 X = randn(512, 64, seed=0)
 STEPS = 7
@@ -379,3 +380,17 @@ def test_the_frontier_of_a_model_is_that_of_its_rockmate_and_leaves_it_as_it_was
     rk = Rockmate(model, X, "100%", costs="flops")
     assert (found.min_budget, found.max_budget) == (rk.frontier().min_budget, rk.frontier().max_budget)
     assert 0 < found.min_budget < found.max_budget
+
+
+def test_the_least_memory_takes_no_longer_than_a_plan_for_that_budget_does() -> None:
+    model = made(Item)
+    with pytest.warns(rockmate.BudgetWarning, match="The plan of least memory runs instead"):
+        handle = rockmate.attach(model, "1%", cache=False, on_infeasible="least")
+        for _ in range(2):
+            loss_of(model(X)).backward()
+    least, curve = handle.plan, handle.frontier()
+    assert isinstance(least, FollowedPlan)
+    handle.budget = least.predicted_peak
+    assert isinstance(handle.plan, FollowedPlan)
+    assert handle.plan.predicted_peak <= least.predicted_peak == curve.min_budget
+    assert max(least.predicted_overhead, curve.overhead(curve.min_budget)) <= handle.plan.predicted_overhead

@@ -312,3 +312,16 @@ def test_a_backward_of_a_backward_is_said_where_the_budget_may_not_hold() -> Non
     with pytest.warns(BudgetWarning, match="create_graph=True"):
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     gradient.square().mean().backward()
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_calls_that_are_no_smaller_than_one_that_comes_near_the_budget_are_planned_at_once(share: bool) -> None:
+    model, x = Net(times=40), randn(1024, 64, seed=0)
+    peak = measure_peak(lambda: step(copy.deepcopy(model), x))
+    handle = attach(model, "60%" if share else int(0.6 * peak), costs="flops", cache=False)
+    first = 1 if share else 2  # bytes: the first step is measured, which shows that they bind
+    for rows in [1024] * first + [1026, 1028, 1030]:
+        step(model, randn(rows, 64, seed=0))
+        model.zero_grad()
+    found = [kind.call[0] for kind in handle.plans if kind.plan is not None]
+    assert sorted(found) == [f"x float32[{rows}, 64]" for rows in (1024, 1026, 1028, 1030)]
