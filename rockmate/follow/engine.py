@@ -187,7 +187,7 @@ class Followed:
                 known.ways = FollowedWays(known, kind, self.front, known.made(made), self.front.terms.options)
             turn = took(ways=known.ways)
             self._shared, program = known.ways.placed(turn.way)
-            policy = Planned(program, partial(self._otherwise, kind, known))
+            policy = Planned(program, partial(self._otherwise, kind, known), among=len(kind.known))
         look = kind.watch.look(device, bool(kind.known)) if known is None or kind.news else None
         return policy if look is None else Observed(look, policy), turn
 
@@ -227,7 +227,8 @@ class Followed:
             if same and other.program.is_for(tape, index):
                 kind.known = [other, *(k for k in kind.known if k is not other)]  # the next call may be like this one
                 self.last, self._shared = other, None
-                return Planned(other.program, partial(self._otherwise, kind, other)).take_over(tape)
+                planned = Planned(other.program, partial(self._otherwise, kind, other), among=len(kind.known))
+                return planned.take_over(tape)
         kind.news = len(kind.known) < MOST_KNOWN
         self._left = True
         self._say(

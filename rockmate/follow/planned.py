@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rkgb.storages import alias_of
+from rkgb.storages import alias_of, counter_of
 from rockmate.calls.surroundings import ANOTHER, RETAINED, graph_is_retained, warn_unplanned
 from rockmate.errors import GoneError
 from rockmate.follow.observed import Seen, pack_of, sizes_of
@@ -157,7 +157,7 @@ def _order(slots_of: dict[int, list[int]], stage_of: dict[int, int]) -> Callable
 class Planned:
     """Follows ``program``; not ``exactly``: at other sizes. ``otherwise``: called where the forward does something
     else, with the number of operations that were the same, and the slot that is another one; returns what decides from
-    then on.
+    then on. ``among``: how many ways of computing it is one of, another of which may take over.
     """
 
     def __init__(
@@ -165,8 +165,9 @@ class Planned:
         program: FollowedProgram,
         otherwise: Callable[[Tape, int, Slot | None], Policy],
         exactly: bool = True,
+        among: int = 1,
     ) -> None:
-        self.program, self.otherwise, self.exactly = program, otherwise, exactly
+        self.program, self.otherwise, self.exactly, self.among = program, otherwise, exactly, among
         self.next_stage = 0
         self.keeps_all = False  # the graph is retained: nothing goes any more
         self.keeps_pinned = False  # the backward leaves out parts, which another one may read
@@ -201,6 +202,8 @@ class Planned:
         for position, number in op.makes:
             if program.holds(tape, number):
                 tape.data[number].base = alias_of(results[position])
+            elif self.among > 1 and not results[position].is_inference():
+                tape.data[number].counter = counter_of(results[position])  # another way may hold it, as it lives
 
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
         """As in ``Policy``."""
