@@ -161,7 +161,7 @@ class Followed:
 
         Raises ``InfeasibleBudgetError`` where no plan fits.
         """
-        known = next((k for k in kind.known if missing <= k.missing), None)
+        known = kind.next(missing)
         policy: Policy
         self._left = False
         self._shared = None
@@ -182,6 +182,7 @@ class Followed:
             if known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
                 known.carried, known.budget = False, -1
             self._solve(known, kind)
+            kind.came(known)
             self.last = known
             if known.ways is None or known.ways.plan is not known.plan:
                 known.ways = FollowedWays(known, kind, self.front, known.made(made), self.front.terms.options)
@@ -225,7 +226,7 @@ class Followed:
                 continue
             same = other.forms[: len(forms)] == forms and other.program.packs[: len(packs)] == packs
             if same and other.program.is_for(tape, index):
-                kind.known = [other, *(k for k in kind.known if k is not other)]  # the next call may be like this one
+                kind.came(other)
                 self.last, self._shared = other, None
                 planned = Planned(other.program, partial(self._otherwise, kind, other), among=len(kind.known))
                 return planned.take_over(tape)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from rkgb.storages import alias_of, counter_of
-from rockmate.calls.surroundings import ANOTHER, RETAINED, graph_is_retained, warn_unplanned
-from rockmate.errors import GoneError
+from rockmate.calls.surroundings import ANOTHER, INSTEAD, RETAINED, graph_is_retained, warn_unplanned
 from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Datum, OpForm, Slot, form_of_op
@@ -169,22 +168,23 @@ class Planned:
     ) -> None:
         self.program, self.otherwise, self.exactly, self.among = program, otherwise, exactly, among
         self.next_stage = 0
-        self.keeps_all = False  # the graph is retained: nothing goes any more
+        self.keeps_all = False  # nothing goes any more: the graph is retained, or another plan's data have to do
         self.keeps_pinned = False  # the backward leaves out parts, which another one may read
 
     def take_over(self, tape: Tape) -> Planned:
         """Another policy has decided so far: hold what this plan holds, and nothing else if that is possible."""
         held = frozenset(datum.number for datum in tape.data if self.program.holds(tape, datum.number))
+        if not tape.reruns.can_make(held):  # random numbers that the other plan let go: what it holds makes up for them
+            self.keeps_all = True
+            warn_unplanned(INSTEAD)
+            return self
         others = [datum for datum in tape.data if datum.number not in held]
         for datum in others:  # first: what is made again needs the room
             if not datum.pinned:
                 datum.base = None
-        try:
-            for datum in tape.data:
-                if datum.number in held and datum.base is None:
-                    tape.hold(datum, held)
-        except GoneError:  # what the other policy holds makes up for it
-            return self
+        for datum in tape.data:
+            if datum.number in held and datum.base is None:
+                tape.hold(datum, held)
         for datum in others:
             datum.base = None
         return self
