@@ -1,6 +1,7 @@
 """Random small modules under random budgets: results are eager mode's and peaks are within budgets, or it is a find.
 
     OMP_NUM_THREADS=1 python benchmarks/random_modules.py [--examples 1000] [--seed 0] [--jobs 2] [--out FILE]
+    python benchmarks/random_modules.py --join FILE FILE … --out FILE
     python benchmarks/random_modules.py --number NUMBER [--way WAY]
 
 ``tests/random_modules.py`` makes the modules: tens of kinds of operations, in any order, on tiny tensors. Each is
@@ -9,7 +10,7 @@ by a ``Rockmate`` if it is one graph. Budgets are between the least that can be 
 losses, gradients, parameters, buffers, attributes and states of generators are compared after each step, bit for bit;
 the peak of the last one is measured. Prints a table of verdicts with their reasons, and one of the kinds of operations.
 A find is made smaller and printed as a program. Exit status 1 if there is one. ``--number`` shows one module and what
-came of it.
+came of it. ``--join`` makes one of the results of several runs, of other seeds each.
 """
 
 from __future__ import annotations
@@ -95,6 +96,24 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summaries of several runs as one."""
+
+    def total(counts: list[dict[str, int]]) -> dict[str, int]:
+        return dict(sum(map(Counter, counts), Counter[str]()).most_common())
+
+    return {
+        "modules": sum(p["modules"] for p in parts),
+        "verdicts": {way: total([p["verdicts"][way] for p in parts]) for way in WAYS},
+        "examples": {sort: number for p in parts for sort, number in p["examples"].items()},
+        "kinds": total([p["kinds"] for p in parts]),
+        "measured": sum(p["measured"] for p in parts),
+        "exact": sum(p["exact"] for p in parts),
+        "most below": max(p["most below"] for p in parts),
+        "finds": [find for p in parts for find in p["finds"]],
+    }
+
+
 def tables(found: dict[str, Any]) -> str:
     """The summary for people."""
     sorts = sorted({sort for counts in found["verdicts"].values() for sort in counts})
@@ -120,21 +139,29 @@ def show(number: int, ways: list[str]) -> int:
     return int(any(o.verdict == "failed" for o in found))
 
 
+def searched(numbers: range, jobs: int) -> dict[str, Any]:
+    """What came of the modules of these numbers."""
+    parts = [numbers[k : k + RENEWED] for k in range(0, len(numbers), RENEWED)]
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
+        return summary([row for part in pool.imap(rows, parts) for row in part])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=1000, help="how many modules")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out", type=Path, help="the results as JSON")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="results of earlier runs: train nothing")
     parser.add_argument("--number", type=int, help="show this module alone, as finds and tables name it")
     parser.add_argument("--way", choices=WAYS, action="append", help="with --number: train it in this way alone")
     options = parser.parse_args()
     if options.number is not None:
         return show(options.number, options.way)
-    numbers = range(options.seed * NUMBERS, options.seed * NUMBERS + options.examples)
-    parts = [numbers[k : k + RENEWED] for k in range(0, len(numbers), RENEWED)]
-    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
-        found = summary([row for part in pool.imap(rows, parts) for row in part])
+    if options.join:
+        found = joined([json.loads(file.read_text()) for file in options.join])
+    else:
+        found = searched(range(options.seed * NUMBERS, options.seed * NUMBERS + options.examples), options.jobs)
     print(tables(found))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

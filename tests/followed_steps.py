@@ -48,11 +48,11 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b is None or (a is not None and b is not None and torch.equal(a, b))
 
 
-def check_planned(make: Callable[[], nn.Module], x: torch.Tensor, share: float) -> None:
+def check_planned(make: Callable[[], nn.Module], x: torch.Tensor, share: float, steps: type[Steps] = Steps) -> None:
     """Under a plan whose budget is at ``share`` of the way from the least to the most: eager mode's bits, and a peak
     within the prediction.
     """
-    eager, ours = Steps(make, x), Steps(make, x)
+    eager, ours = steps(make, x), steps(make, x)
     handle = rockmate.attach(ours.model, "100%", costs="flops", cache=False)
     for _ in range(3):
         ours.step()

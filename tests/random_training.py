@@ -25,7 +25,7 @@ import rkgb.warn
 import rockmate
 from rkgb.cost.memory import measure_peak
 from rkgb.device import kind_of
-from rockmate import BudgetWarning, GraphError, InfeasibleBudgetError, MeasureError
+from rockmate import BudgetWarning, GraphError, InfeasibleBudgetError, InputError, MeasureError
 from rockmate.errors import RockmateError
 from rockmate.follow.plan import FollowedPlan
 
@@ -273,7 +273,15 @@ def _run(eager: Eager, outcome: Outcome) -> None:
         outcome.be("failed", f"not eager mode's: {', '.join(different[:4])}")
     elif outcome.verdict == "planned":
         free = isinstance(planned, rockmate.Attachment) and planned.ran_freely  # no plan is of this step
-        _judge(outcome, None if free else planned.plan)
+        _judge(outcome, None if free else _plan_of(planned))
+
+
+def _plan_of(planned: Any) -> Any:
+    """The plan of the last call; None where that computed something new, which was observed."""
+    try:
+        return planned.plan
+    except InputError:
+        return None
 
 
 def _judge(outcome: Outcome, plan: Any) -> None:

@@ -28,7 +28,7 @@ from rockmate.calls.dynamo import (
     new_entry,
     settings,
 )
-from rockmate.calls.effects import check_checkpoints, check_effects
+from rockmate.calls.effects import check_checkpoints, check_effects, graphs_within
 from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.surroundings import (
@@ -208,6 +208,8 @@ def check_capture(program: fx.GraphModule) -> None:
         raise UnsupportedError(f"a tensor is given other memory (.data = …){line_of(given)}")
     if spread := next((n for n in program.graph.find_nodes(op="placeholder") if _is_spread(n)), None):
         raise UnsupportedError(f"{spread.name} is a tensor that is spread over processes (DTensor)")
+    if recurrent := next(_recurrent_in_autocast(program), None):
+        raise UnsupportedError(f"a recurrent layer runs within forward's own autocast{line_of(recurrent)}")
     for node in program.graph.find_nodes(op="call_function", target=torch._C._autograd._saved_tensors_hooks_disable):
         raise UnsupportedError(
             f"hooks of saved tensors are disabled inside forward (disable_saved_tensors_hooks){line_of(node)}"
@@ -219,6 +221,28 @@ def check_capture(program: fx.GraphModule) -> None:
 
 def _is_spread(node: fx.Node) -> bool:
     return any(c.__name__ == "DTensor" for c in type(node.meta.get("example_value")).__mro__)
+
+
+def _recurrent_in_autocast(program: fx.GraphModule) -> Iterator[fx.Node]:
+    """The recurrent operations within an autocast that forward enters. In eager mode their weights are cast once, for
+    all steps and until the autocast ends, and the gradients of all steps are added before they are cast. The operation
+    alone casts them in each step.
+    """
+    entered: list[bool] = []
+    for graph in graphs_within(program):  # that of forward comes first
+        casts = [] if graph is program else entered[:1]  # where in it another one runs is not looked up
+        for node in graph.graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            if name == "_enter_autocast":
+                casts.append(node.args[2])
+                entered += [True] if node.args[2] else []
+            elif name == "_exit_autocast":
+                casts.pop()
+            elif name in _RECURRENT and casts and casts[-1]:
+                yield node
+
+
+_RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 
 
 def check_values(program: fx.GraphModule) -> None:

@@ -56,15 +56,17 @@ def _again(x: Any) -> Callable[[], Any]:
     """What makes something like the input ``x``."""
     if not isinstance(x, torch.Tensor):
         return lambda: x
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or not has_memory(x):
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or not has_memory(x) or x.is_quantized:
         return _refused
     shape, strides, dtype, device, wanted = x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-    exact = None if x.dim() and (dtype.is_floating_point or dtype.is_complex) else x.detach().to("cpu", copy=True)
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if x.numel() else 0
+    exact: bytes | None = None  # in Python's memory, which is none of the step's
+    if not (wanted or dtype.is_complex or (x.dim() and dtype.is_floating_point)):
+        exact = x.detach().as_strided((size,), (1,)).to("cpu").view(torch.uint8).numpy().tobytes()
 
     def make() -> torch.Tensor:
-        if exact is not None and not wanted:
-            return exact.to(device, copy=True)
+        if exact:
+            return torch.frombuffer(bytearray(exact), dtype=dtype).to(device).as_strided(shape, strides)
         numbers = torch.rand(size, generator=torch.Generator().manual_seed(0))
         return numbers.to(device, dtype).as_strided(shape, strides).requires_grad_(wanted)
 

@@ -168,7 +168,7 @@ class Followed:
 
         Raises ``InfeasibleBudgetError`` where no plan fits.
         """
-        known = next((k for k in kind.known if missing <= k.missing), None)
+        known = kind.next(missing)
         policy: Policy
         self._left = False
         self._shared = None
@@ -189,12 +189,13 @@ class Followed:
             if known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
                 known.carried, known.budget = False, -1
             self._solve(known, kind)
+            kind.came(known)
             self.last = known
             if known.ways is None or known.ways.plan is not known.plan:
                 known.ways = FollowedWays(known, kind, self.front, known.made(made), self.front.terms.options)
             turn = took(ways=known.ways)
             self._shared, program = known.ways.placed(turn.way)
-            policy = Planned(program, partial(self._otherwise, kind, known))
+            policy = Planned(program, partial(self._otherwise, kind, known), among=len(kind.known))
         look = kind.watch.look(device, bool(kind.known)) if known is None or kind.news else None
         return policy if look is None else Observed(look, policy), turn
 
@@ -232,9 +233,10 @@ class Followed:
                 continue
             same = other.forms[: len(forms)] == forms and other.program.packs[: len(packs)] == packs
             if same and other.program.is_for(tape, index):
-                kind.known = [other, *(k for k in kind.known if k is not other)]  # the next call may be like this one
+                kind.came(other)
                 self.last, self._shared = other, None
-                return Planned(other.program, partial(self._otherwise, kind, other)).take_over(tape)
+                planned = Planned(other.program, partial(self._otherwise, kind, other), among=len(kind.known))
+                return planned.take_over(tape)
         kind.news = len(kind.known) < MOST_KNOWN
         self._left = True
         self._say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ class Known:
     bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
     fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways
     in which outputs were used that ``found`` is for. ``waits``: bytes that the step holds beside its data while others
-    of its calls run, for the loss.
+    of its calls run, for the loss. ``then``: the way that came after it.
     """
 
     found: FollowedProblem
@@ -47,6 +48,7 @@ class Known:
     used: set[Use] = field(default_factory=set)
     waits: int = 0
     ways: Any = None  # see rockmate.follow.ways
+    then: weakref.ref[Known] | None = None
 
     def made(self, sizes: dict[str, int]) -> int:
         """Bytes of gradients that the step makes, of parameters of such ``sizes``."""
@@ -59,16 +61,36 @@ class Known:
 
 @dataclass(eq=False)
 class CallKind:
-    """Calls with arguments of one form. ``known``: the way that came last first. ``news``: another one came. ``parts``:
-    that are checkpointed. ``unsure``: ways in which outputs were used that no plan is for.
+    """Calls with arguments of one form. ``known``: the way that came last first; ``before``: the one before it, or the
+    same. ``news``: another one came. ``parts``: that are checkpointed. ``unsure``: ways in which outputs were used that
+    no plan is for.
     """
 
     call: tuple[str, ...]
     watch: Watch
     known: list[Known] = field(default_factory=list)
+    before: Known | None = None
     parts: CheckpointedParts = field(default_factory=CheckpointedParts)
     unsure: set[Use] = field(default_factory=set)
     news: bool = True
+
+    def next(self, missing: frozenset[str]) -> Known | None:
+        """The way in which a call may compute that begins now: the one that came after the last one when that came
+        before, as ways often alternate. ``missing``: parameters whose gradients are not there.
+        """
+        fitting = [k for k in self.known if missing <= k.missing]
+        if not fitting:
+            return None
+        last = self.known[0]
+        if self.before is not None:
+            self.before.then = weakref.ref(last)
+        self.before = last
+        then = None if last.then is None else last.then()
+        return then if then in fitting else fitting[0]
+
+    def came(self, known: Known) -> None:
+        """A call computes as ``known``."""
+        self.known = [known, *(k for k in self.known if k is not known)]
 
     def under_another_budget(self) -> CallKind:
         """The same calls, which are planned anew."""

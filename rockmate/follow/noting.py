@@ -84,7 +84,7 @@ def kernels() -> tuple[object, ...]:
 
 
 class Noting:
-    """One operation, as it is noted. ``reads``, ``writes``: data.
+    """One operation, as it is noted. ``reads``, ``writes``: data, the latter with the storage that is written.
     ``outside``, ``writes_outside``: storages of other memory. ``pure``: it may give the same again.
     """
 
@@ -96,7 +96,7 @@ class Noting:
         self.schema = schema = Schema.of(func)
         self.reads: dict[int, None] = {}
         self.outside: dict[int, None] = {}
-        self.writes: dict[int, None] = {}
+        self.writes: dict[int, int] = {}
         self.writes_outside: dict[int, None] = {}
         self.pure, self.rates, self.trains = schema.pure, [], False  # type: ignore[var-annotated]
         if schema.trains:
@@ -150,7 +150,7 @@ class Noting:
         if notes.lasting is not None:
             notes.hand_on(notes.data[number], t)
         if writes:
-            self.writes[number] = None
+            self.writes[number] = key
             datum = notes.data[number]
             if datum.counter is None and not t.is_inference():
                 datum.counter = counter_of(t)  # it may be held from now on

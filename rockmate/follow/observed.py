@@ -43,7 +43,7 @@ class Seen:
     held a datum any more; those that were always held are not there. ``reads``: for each mark "asked", the data that
     autograd has in use from then on. ``gathered``: for each of these, the storages that come and go which are there.
     ``discarded``: data whose slots all went before the forward returned. ``within``: the data that backwards within the
-    forward read, in order.
+    forward read, in order. ``freed``: data whose memory went between the forward's end and the first mark "asked".
     """
 
     forms: list[OpForm] = field(default_factory=list)
@@ -58,6 +58,7 @@ class Seen:
     gathered: dict[int, frozenset[int]] = field(default_factory=dict)
     discarded: set[int] = field(default_factory=set)
     within: list[int] = field(default_factory=list)
+    freed: set[int] = field(default_factory=set)
 
     def unread(self) -> set[int]:
         """Data of slots that no backward read, and some other one may."""
@@ -194,6 +195,8 @@ class Observed:
         deaths = tape.ledger.deaths
         for number in deaths[self._deaths :]:
             self._in_use.pop(number, None)
+        if self.seen.marks and self.seen.marks[-1].what == "end":
+            self.seen.freed.update(n for n in deaths[self._deaths :] if not tape.ledger.copies[n])
         self._deaths = len(deaths)
         for number in [n for n in self._outside if not tape.ledger.is_held_outside(tape.data[n])]:
             del self._outside[number]

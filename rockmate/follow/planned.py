@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from rkgb.storages import alias_of
-from rockmate.calls.surroundings import ANOTHER, RETAINED, graph_is_retained, warn_unplanned
-from rockmate.errors import GoneError
+from rkgb.storages import alias_of, counter_of
+from rockmate.calls.surroundings import ANOTHER, INSTEAD, RETAINED, graph_is_retained, warn_unplanned
 from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Datum, OpForm, Slot, form_of_op
@@ -185,7 +184,7 @@ def _order(slots_of: dict[int, list[int]], stage_of: dict[int, int]) -> Callable
 class Planned:
     """Follows ``program``; not ``exactly``: at other sizes. ``otherwise``: called where the forward does something
     else, with the number of operations that were the same, and the slot that is another one; returns what decides from
-    then on.
+    then on. ``among``: how many ways of computing it is one of, another of which may take over.
     """
 
     def __init__(
@@ -193,25 +192,27 @@ class Planned:
         program: FollowedProgram,
         otherwise: Callable[[Tape, int, Slot | None], Policy],
         exactly: bool = True,
+        among: int = 1,
     ) -> None:
-        self.program, self.otherwise, self.exactly = program, otherwise, exactly
+        self.program, self.otherwise, self.exactly, self.among = program, otherwise, exactly, among
         self.next_stage = 0
-        self.keeps_all = False  # the graph is retained: nothing goes any more
+        self.keeps_all = False  # nothing goes any more: the graph is retained, or another plan's data have to do
         self.keeps_pinned = False  # the backward leaves out parts, which another one may read
 
     def take_over(self, tape: Tape) -> Planned:
         """Another policy has decided so far: hold what this plan holds, and nothing else if that is possible."""
         held = frozenset(datum.number for datum in tape.data if self.program.holds(tape, datum.number))
+        if not tape.reruns.can_make(held):  # random numbers that the other plan let go: what it holds makes up for them
+            self.keeps_all = True
+            warn_unplanned(INSTEAD)
+            return self
         others = [datum for datum in tape.data if datum.number not in held]
         for datum in others:  # first: what is made again needs the room
             if not datum.pinned:
                 datum.base = None
-        try:
-            for datum in tape.data:
-                if datum.number in held and datum.base is None:
-                    tape.hold(datum, held)
-        except GoneError:  # what the other policy holds makes up for it
-            return self
+        for datum in tape.data:
+            if datum.number in held and datum.base is None:
+                tape.hold(datum, held)
         for datum in others:
             datum.base = None
         return self
@@ -229,6 +230,8 @@ class Planned:
         for position, number in op.makes:
             if program.holds(tape, number):
                 tape.data[number].base = alias_of(results[position])
+            elif self.among > 1 and not results[position].is_inference():
+                tape.data[number].counter = counter_of(results[position])  # another way may hold it, as it lives
 
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
         """As in ``Policy``."""

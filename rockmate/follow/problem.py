@@ -242,7 +242,8 @@ def _add_group(building: _Building, tape: Forward, seen: Seen, marks: dict[int, 
 
 def _ends(tape: Forward, seen: Seen) -> dict[int, int]:
     """The operation after which nobody outside holds a datum that nothing reads so late; the number of operations, and
-    the number of the mark beyond, for what is held after the forward; -1 for what is always held.
+    the number of the mark beyond, for what is held after the forward; -1 for what is always held. What goes before the
+    backward, as what autocast has cast, counts to the last operation: the loss has the room that it leaves.
     """
     count = len(tape.ops)
     last_read = {d.number: max((d.maker, *d.writers)) for d in tape.data}
@@ -259,7 +260,7 @@ def _ends(tape: Forward, seen: Seen) -> dict[int, int]:
         if mark.what == "op":
             if mark.number - 1 > last_read[datum.number]:
                 ends[datum.number] = mark.number - 1
-        elif mark.what == "end":
+        elif mark.what == "end" or datum.number in seen.freed:
             if count - 1 > last_read[datum.number]:
                 ends[datum.number] = count - 1
         else:
@@ -320,7 +321,7 @@ def _with_backwards(
         backward = Backward(step.time, reads, step.before, step.peak, step.after)
         building.node(Node(f"backward{len(building.nodes)}", 0, (), (), 0, backward, rerun=False))
     end = next(k for k, mark in enumerate(seen.marks) if mark.what == "end")
-    loss = max(0, seen.moments[end].peak - seen.marks[end].live)
+    loss = max(0, seen.moments[end].peak - min(mark.live for mark in seen.marks[end : end + 2]))
     always = len(seen.marks) + count
     held = frozenset(building.at[n] for n, at in ends.items() if at == always and n in building.at)
     returned = frozenset(building.at[n] for n, at in ends.items() if count <= at < always and n in building.at)

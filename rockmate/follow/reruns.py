@@ -56,6 +56,22 @@ class Reruns:
         assert datum.base is not None
         return datum.base
 
+    def can_make(self, numbers: Collection[int]) -> bool:
+        """Whether all these data can be held, where the others go that can be made again."""
+        left, seen = list(numbers), set(numbers)
+        while left:
+            datum = self.data[left.pop()]
+            if datum.base is not None and (datum.pinned or datum.number in numbers):
+                continue
+            if datum.number in numbers and self.ledger.storage_of(datum.number) is not None:
+                continue
+            if datum.pinned:
+                return False
+            found = {n for index in (datum.maker, *datum.writers) for n in self.ops[index].reads} - seen
+            left += found
+            seen |= found
+        return True
+
     def _needed(self, datum: Datum) -> tuple[set[int], set[int]]:
         """The operations that make the datum from what is held, and the data that they make for it."""
         found: set[int] = set()

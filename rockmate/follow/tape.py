@@ -131,6 +131,11 @@ class Tape(TorchDispatchMode):
         for number in op.writes:
             self.data[number].writers.append(index)
             self.data[number].readers.clear()
+        for number, key in noting.writes.items():
+            datum = self.data[number]
+            if datum.base is not None and datum.base.untyped_storage()._cdata != key:  # a copy of what was there before
+                datum.base = None
+                self.hold(datum)
         self.policy.after(self, index, results)
         return result
 

@@ -38,6 +38,7 @@ from rockmate import (
     detach,
     measure_peak,
 )
+from rockmate.calls.remembered import RememberedCall
 from rockmate.planning.plan import Plan
 from rockmate.planning.wrappers import OwnCall
 
@@ -860,6 +861,11 @@ def test_the_frontier_of_a_step_that_needed_no_plan_is_for_its_values_and_modes(
     del model.rows
     with pytest.raises(InputError, match=r"the model cannot be called .*no attribute 'rows'"):
         handle.frontier()
+
+
+def test_what_is_remembered_of_a_call_takes_no_memory_of_its_step() -> None:
+    model, ids = made(Picks), tokens(64, 4, high=50, seed=1)
+    assert measure_peak(lambda: RememberedCall(model, Call((ids,), {})), "cpu") == 0
 
 
 def test_without_gradients_the_model_itself_runs() -> None:

@@ -1,4 +1,4 @@
-"""Operations of a followed forward with several results, one of which is written into later, as norms before a ReLU."""
+"""Operations of a followed forward whose results are written into later, one of several, as of norms before a ReLU."""
 
 from __future__ import annotations
 
@@ -83,6 +83,15 @@ def several(m: Any, x: torch.Tensor) -> torch.Tensor:
     a.sin_()
     b.mul_(2)
     return a.exp() * b.cos()
+
+
+@operation
+def held(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * 1.5
+    z = y.square().detach()
+    y[:, :16].add_(0.5)  # from here on z cannot be made again, and is held
+    z.mul_(0.1)
+    return m.inner(z).tanh() + y
 
 
 class Twice(nn.Module):

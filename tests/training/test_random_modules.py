@@ -145,3 +145,8 @@ def test_short_version_of_the_benchmark(tmp_path: Path) -> None:
     for kind in random_module(0).kinds:
         assert found["kinds"][kind] >= 1
         assert kind in done.stdout
+    both = tmp_path / "both.json"
+    subprocess.run([*command[:2], "--join", out, out, "--out", both], cwd=ROOT, env=environment, check=True)
+    joined = json.loads(both.read_text())
+    assert (joined["modules"], joined["measured"]) == (4, 2 * found["measured"])
+    assert joined["verdicts"]["attach"] == {sort: 2 * n for sort, n in found["verdicts"]["attach"].items()}

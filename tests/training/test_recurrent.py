@@ -242,3 +242,29 @@ def test_a_budget_that_is_too_small_for_a_chain_names_the_least() -> None:
     for _ in range(3):
         step(model, x)
     assert again.plan is not None and again.plan.predicted_peak <= told.value.min_budget
+
+
+class Within(nn.Module):
+    """A recurrent layer, which runs twice, within an autocast of forward's own."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.last = kind(24, 24, batch_first=True), nn.Linear(24, 64)  # type: ignore[call-arg]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.layer(x)[0]
+            return self.last(self.layer(y.sin())[0])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_of_weights_that_autocast_casts_once_for_all_steps(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    eager = Within(kind)
+    model = copy.deepcopy(eager)
+    attach(model, "100%", costs="flops", cache=False)
+    for seed in range(3):
+        for m in (eager, model):
+            m.zero_grad()
+            m(randn(6, 12, 24, seed=seed)).float().square().mean().backward()
+        assert_same(snapshot(model), snapshot(eager))

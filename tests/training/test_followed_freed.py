@@ -1,0 +1,98 @@
+"""What a followed forward leaves to others who let it go before the backward begins: what autocast around the step has
+cast, and results that the loss does not need. A plan keeps some of it for what runs again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from followed_steps import Steps, check_planned
+from models import randn
+from torch import nn
+from torch.nn import functional as F
+
+X = randn(64, 32, seed=0)
+
+
+class Layers(nn.Module):
+    """Layers, every other one without autocast if ``apart``. A generator of its own is what no capture carries."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        self.apart, self.generator = apart, torch.Generator()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        torch.rand(1, generator=self.generator)
+        for k, layer in enumerate(self.layers):
+            if self.apart and k % 2:
+                with torch.autocast("cpu", enabled=False):
+                    x = F.gelu(layer(x.float()))
+            else:
+                x = F.gelu(layer(x))
+        return x
+
+
+class WithFirst(Layers):
+    """Its second result is saved for no backward; what it is read for is."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.layers[0](x) + 1
+        x = torch.stack([(first * k).sin() for k in range(2, 8)]).sum(0)
+        return super().forward(x), {"first": first}
+
+
+class Cast(Steps):
+    """Autocast around forward and loss."""
+
+    def run(self) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            self.loss = self.model(self.x).float().square().mean()
+        self.loss.backward()
+
+
+class CastTwice(Steps):
+    """Two autocasts, the inner one around the forward alone."""
+
+    def run(self) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.model(self.x)
+            self.loss = y.float().square().mean()
+        self.loss.backward()
+
+
+class CastForward(Steps):
+    """Autocast around the forward alone: what it has cast goes before the loss."""
+
+    def run(self) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.model(self.x)
+        self.loss = y.float().square().mean()
+        self.loss.backward()
+
+
+class LetsGo(Steps):
+    """One of two results goes before the loss."""
+
+    def run(self) -> None:
+        y, others = self.model(self.x)
+        others.clear()
+        self.loss = torch.cat([y * k for k in range(8)]).square().mean()
+        self.loss.backward()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("steps", [Cast, CastTwice, CastForward])
+def test_what_autocast_has_cast_is_planned_to_be_there_where_it_is_read(
+    steps: type[Steps], apart: bool, share: float
+) -> None:
+    check_planned(lambda: Layers(apart), X, share, steps)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+def test_a_result_that_goes_before_the_loss_is_planned_to_be_there_where_it_is_read(share: float) -> None:
+    check_planned(WithFirst, X, share, LetsGo)

@@ -1,0 +1,96 @@
+"""Ways of a followed forward that alternate, or change: each step takes what its own plan says."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from followed_steps import Steps
+from models import randn
+from torch import nn
+from torch.nn import functional as F
+
+import rockmate
+from rkgb.device import kind_of
+
+X = randn(48, 8, seed=0)
+NUMBERS = kind_of(torch.device("cpu")).scalars
+"""Bytes of the numbers of the loss itself, which a prediction leaves out."""
+
+
+class Ways(nn.Module):
+    """Computes in one of two ways. A generator of its own is what no capture carries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.way, self.generator = 0, torch.Generator()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.zeros(8))
+
+
+class Noise(Ways):
+    """Only one of its ways reads a layer's result, which is made of random numbers, in the backward."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.inner(F.gelu(self.inner(x + torch.randn(8, generator=self.generator))))
+        z = y * self.scale
+        if self.way:
+            z = z * z
+        return (torch.lerp(z, y, 0.25),)
+
+
+class Lives(Ways):
+    """One of its ways saves what lives, and the other does not; they part before it is saved."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.rand(1, generator=self.generator)
+        y = self.inner(x)
+        z = x.cos() if self.way else x.sin()
+        z += y.sin() if self.way else y * 2
+        return (torch.cat([z + y] * 8),)
+
+
+class Sums(Steps):
+    """The loss reads the first result."""
+
+    def run(self) -> None:
+        self.loss = self.model(self.x)[0].sum()
+        self.loss.backward()
+
+
+def over(make: type[Ways], ways: list[int], budget: int | str) -> list[int]:
+    """Steps that compute in these ways, with eager mode's results: by how much the last four are above their plans."""
+    eager, ours = Sums(make, X), Sums(make, X)
+    torch.manual_seed(1)
+    for way in ways:
+        eager.model.way = way  # type: ignore[assignment]
+        eager.step()
+    handle = rockmate.attach(ours.model, budget, costs="flops", cache=False)
+    torch.manual_seed(1)
+    found = []
+    for k, way in enumerate(ways):
+        ours.model.way = way  # type: ignore[assignment]
+        peak = ours.step(measured=k >= len(ways) - 4)
+        if peak:
+            assert handle.plan is not None
+            found.append(peak - handle.plan.predicted_peak)
+    assert not ours.differ(eager)
+    return found
+
+
+@pytest.mark.parametrize("budget", [7720, 9000, 10500, 12000])
+def test_ways_that_alternate_begin_under_their_own_plans(budget: int) -> None:
+    assert max(over(Noise, [0, 1] * 6, budget)) <= NUMBERS
+
+
+@pytest.mark.parametrize("budget", [9000, 10500, 12000])
+def test_a_way_computes_with_what_another_one_holds_which_let_random_numbers_go(budget: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rockmate.BudgetWarning)
+        over(Noise, [0, 1] * 4 + [0, 0, 0, 0, 1, 1, 1, 0], budget)
+
+
+@pytest.mark.parametrize("last", [[0, 0, 0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0, 1]])
+def test_a_way_that_takes_over_holds_what_lives_and_no_copy(last: list[int]) -> None:
+    assert max(over(Lives, [0, 1] * 4 + last, "100%")) <= NUMBERS
