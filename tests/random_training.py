@@ -266,7 +266,8 @@ def _run(eager: Eager, outcome: Outcome) -> None:
         outcome.least = max(error.min_budget, outcome.least + 1)
         outcome.be("infeasible", str(error))
     except (RockmateError, GraphError) as error:
-        outcome.be("refused", f"{type(error).__name__}: {error}")
+        gone = isinstance(error, rockmate.GoneError)  # eager mode has it
+        outcome.be("failed" if gone else "refused", f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 - whatever is raised where eager mode raises nothing is a find
         outcome.be("failed", f"{type(error).__name__}: {error}")
     if different := differences(training.states, eager.states):

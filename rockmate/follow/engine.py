@@ -244,7 +244,7 @@ class Followed:
             "The rest of such a step is decided as it takes place, within the budget as far as sizes tell, until one "
             "was observed"
         )
-        return Online(*self._limits(kind, tape.device))
+        return Online(*self._limits(kind, tape.device), left=True)
 
     # ------------------------------------------------------------------------- plans
 

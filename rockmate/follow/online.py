@@ -22,10 +22,12 @@ SLACK = 16
 
 
 class Online:
-    """``limit``: bytes that may live, or a ``share`` of what autograd would keep."""
+    """``limit``: bytes that may live, or a ``share`` of what autograd would keep. ``left``: it takes over from a plan,
+    which may have let go what others cannot be made again without.
+    """
 
-    def __init__(self, limit: int | None, share: float = 1.0) -> None:
-        self.limit, self.share = limit, share
+    def __init__(self, limit: int | None, share: float = 1.0, left: bool = False) -> None:
+        self.limit, self.share, self.left = limit, share, left
         self.saved = 0  # bytes of data that autograd would keep
         self.held = 0  # bytes of data that are held, at most
 
@@ -60,14 +62,18 @@ class Online:
     def answered(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``."""
         datum = slot.datum
-        if datum is not None and datum.slots == 1 and not datum.pinned and not graph_is_retained():
+        if datum is not None and datum.slots == 1 and self._may_go(tape, datum) and not graph_is_retained():
             datum.base = None  # autograd alone has it from now on
         self._make_room(tape)
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
         """As in ``Policy``."""
-        if not datum.slots and not datum.pinned:
+        if not datum.slots and self._may_go(tape, datum):
             datum.base = None
+
+    def _may_go(self, tape: Tape, datum: Datum) -> bool:
+        """Whether the datum can be made again, if others are to be made of it."""
+        return not datum.pinned and (not self.left or _Costs(tape).again(datum) is not None)
 
     def keeps(self, tape: Tape, datum: Datum) -> bool:
         """As in ``Policy``."""
@@ -134,10 +140,10 @@ class _Costs:
         tape = self.tape
         if datum.pinned or not datum.slots or not tape.ledger.is_held_here_alone(datum):
             return None
-        again = self._again(datum)
+        again = self.again(datum)
         return None if again is None else (1 + again) / datum.size
 
-    def _again(self, datum: Datum) -> float | None:
+    def again(self, datum: Datum) -> float | None:
         """Nanoseconds that it takes to make ``datum`` if it is not held; None if that cannot be done."""
         tape, total, left, seen = self.tape, 0.0, [datum], set()
         while left:
