@@ -7,7 +7,9 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten_with_path
 
+from rkgb.sample import Call
 from rkgb.trace.capture import current_mode
 from rockmate.budget import show_bytes
 from rockmate.calls.masks import without_padding
@@ -52,6 +54,16 @@ def described(names: list[str], values: list[Any], training: bool | None) -> tup
     found += [] if (full := without_padding()) is None else ["padding none" if full else "padding some"]
     found += (f"autocast {_short(dtype)}" for _, dtype in current_mode().autocast)
     return tuple(found)
+
+
+def names_of(call: Call) -> list[str]:
+    """What the arguments are called, as ``Attachment.described`` reads it."""
+    names = []
+    for path, _ in tree_flatten_with_path((call.args, call.kwargs))[0]:
+        kind, *rest = path
+        where = "kwargs" if getattr(kind, "idx", 0) else "args"
+        names.append(".".join([where, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in rest)]))
+    return names if len(names) == len(call.leaves) else [f"input {k}" for k in range(len(call.leaves))]
 
 
 def _form(value: Any) -> str:

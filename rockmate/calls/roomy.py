@@ -23,11 +23,11 @@ from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.surroundings import modes_again
 from rockmate.errors import BudgetWarning
-from rockmate.follow.engine import names_of
 from rockmate.follow.following import following, lasting_of
 from rockmate.follow.online import Online
 from rockmate.follow.tape import Tape
 from rockmate.planning.planner import lacks_gradient
+from rockmate.tell import names_of
 
 FAR = 0.25
 """Part of the budget that such calls may take: Python may do more in later ones, of which no guard tells."""

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path
 
 from rkgb.device.kind import Moment
 from rkgb.sample import Call
@@ -41,7 +40,7 @@ from rockmate.follow.watch import Watch
 from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
 from rockmate.progress import Progress
-from rockmate.tell import LOG, MANY, costly
+from rockmate.tell import LOG, MANY, costly, names_of
 from solvers import Frontier
 from solvers.calls import Way
 from solvers.interrupts import Heeded
@@ -342,13 +341,3 @@ class Followed:
             raise InputError("no step was planned yet: run a forward and its backward before you ask for the frontier")
         with Heeded(), Progress(self.front.terms.progress) as report:
             return frontier_of(self.last.found.problem, self.front.terms.options, report)
-
-
-def names_of(call: Call) -> list[str]:
-    """What the arguments are called, as ``Attachment.described`` reads it."""
-    names = []
-    for path, _ in tree_flatten_with_path((call.args, call.kwargs))[0]:
-        kind, *rest = path
-        where = "kwargs" if getattr(kind, "idx", 0) else "args"
-        names.append(".".join([where, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in rest)]))
-    return names if len(names) == len(call.leaves) else [f"input {k}" for k in range(len(call.leaves))]
