@@ -84,7 +84,7 @@ class Guard:
 class Kernels:
     """Stands for a node's run: so many kernels forward, each of so many ns; no backward."""
 
-    device = GPU
+    device, layouts = GPU, ()
 
     def __init__(self, queue: Queue, duration: int, count: int = 1) -> None:
         self.queue, self.duration, self.count = queue, duration, count
@@ -94,8 +94,8 @@ class Kernels:
             self.queue.launch(self.duration)
         return []
 
-    def gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        return []
+    def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        return results
 
 
 @pytest.mark.parametrize(("duration", "count"), [(2_000, 1), (5_000, 1), (400_000, 1), (2_000, 300)])
@@ -133,7 +133,7 @@ def test_timed_backwards_get_random_gradients(monkeypatch: pytest.MonkeyPatch) -
     given: list[torch.Tensor] = []
     monkeypatch.setattr("rkgb.cost.clock.run_backward", lambda ends, grads: given.extend(grads))
     run: Any = SimpleNamespace(
-        device=torch.device("cpu"), forward=list, ends=lambda r: r, gradients=lambda r: [torch.ones(8)]
+        device=torch.device("cpu"), forward=lambda: [torch.ones(8)], ends=lambda r: r, layouts=()
     )
     Clock(repeat=1).times(run)
     assert len(set(given[0].tolist())) == 8
@@ -147,9 +147,9 @@ def test_a_forward_that_runs_again_is_timed_from_memory_and_the_step_s_time_stay
     caches, done = (torch.ones(4),), []
     piece: Any = SimpleNamespace(
         device=torch.device("cpu"),
-        forward=lambda: done.append("forward") or [],
+        forward=lambda: done.append("forward") or [torch.ones(1)],
         ends=lambda results: results,
-        gradients=lambda results: [torch.ones(1)],
+        layouts=(),
     )
     again = iter(took)
 

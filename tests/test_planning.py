@@ -185,10 +185,12 @@ def test_reserved_memory_is_predicted_with_the_allocator_of_cuda() -> None:
 
 
 QUIET = """
+import logging
 import torch
 from torch import nn
 from rockmate import InputError, Rockmate, UnsupportedError, frontier, rotor
 
+logging.getLogger("rockmate").setLevel("WARNING")
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 x = torch.randn(64, 16)

@@ -109,7 +109,7 @@ def warn_unplanned(why: str) -> None:
 RETAINED = "backward was called with retain_graph=True (or create_graph=True)"
 _PENALTY = ". A gradient penalty is planned where forward itself takes the derivative, and returns the loss"
 ANOTHER = "a backward of a part of the graph, or a second one, computes again what the plan dropped"
-INSTEAD = "forward computed otherwise than in the call before, after random numbers were let go that its plan keeps"
+INSTEAD = "forward computed otherwise than in the call before, after what its plan keeps was let go"
 
 
 def witnesses() -> tuple[Hashable, ...]:

@@ -202,7 +202,7 @@ class Planned:
     def take_over(self, tape: Tape) -> Planned:
         """Another policy has decided so far: hold what this plan holds, and nothing else if that is possible."""
         held = frozenset(datum.number for datum in tape.data if self.program.holds(tape, datum.number))
-        if not tape.reruns.can_make(held):  # random numbers that the other plan let go: what it holds makes up for them
+        if not tape.reruns.can_make(held):  # what the other plan let go is gone: what it holds makes up for it
             self.keeps_all = True
             warn_unplanned(INSTEAD)
             return self

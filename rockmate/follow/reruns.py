@@ -19,10 +19,10 @@ from rockmate.run.slots import changed, formed
 
 
 class Reruns:
-    """Makes ``data`` of one forward again by its ``ops``, under the settings of now."""
+    """Makes ``data`` of one forward again by its ``ops``, under the settings of now. ``gathered``: see ``Tape``."""
 
-    def __init__(self, ops: list[Op], data: list[Datum], ledger: Ledger) -> None:
-        self.ops, self.data, self.ledger, self.settings = ops, data, ledger, settings()
+    def __init__(self, ops: list[Op], data: list[Datum], ledger: Ledger, gathered: dict[int, Outside]) -> None:
+        self.ops, self.data, self.ledger, self.gathered, self.settings = ops, data, ledger, gathered, settings()
         self.limit: int | None = None  # bytes of data above which nothing is held that is made on the way
 
     def make(self, datum: Datum, among: frozenset[int] | None = None) -> torch.Tensor:
@@ -67,7 +67,10 @@ class Reruns:
                 continue
             if datum.pinned:
                 return False
-            found = {n for index in (datum.maker, *datum.writers) for n in self.ops[index].reads} - seen
+            ops = [self.ops[index] for index in (datum.maker, *datum.writers)]
+            if not all(self.gathered[key].is_there for op in ops for key in op.gathered):
+                return False
+            found = {n for op in ops for n in op.reads} - seen
             left += found
             seen |= found
         return True

@@ -83,7 +83,7 @@ class Tape(TorchDispatchMode):
         self.slots = self.asks = 0
         self.open = self.waits = True
         self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes to the first slot
-        self.reruns, self._kernels = Reruns(self.ops, self.data, self.ledger), kernels()
+        self.reruns, self._kernels = Reruns(self.ops, self.data, self.ledger, self.gathered), kernels()
         self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
         self._given: dict[int, torch.Tensor] = {}  # leaves that got other memory, by identity
         self._readers: dict[int, list[int]] = {}  # operations that have read memory from outside, by storage
