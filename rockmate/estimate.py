@@ -131,7 +131,7 @@ def estimate(
     call = Growing(given, checked_dims(dim))
     wanted = checked_sizes(sizes, call)
     with Heeded(), Progress(progress) as report:
-        known = _Sizes(_fitted(_measured(model, call, options, report), report), report)
+        known = _Sizes(_measured(model, call, options, report), report)
         available = (
             None if limit is None else limit.bytes(known.first, lambda device: rest_of([model], device).room(device))
         )
@@ -147,11 +147,17 @@ def estimate(
 class StepOfSize(Protocol):
     """A step of one size; memory in bytes. ``reserved``: taken off each budget. ``eager_peak``: the budget from which
     nothing runs again. ``peak``: what the step takes then. ``least``: the smallest budget of a plan, and its schedule.
+    ``rough``: names of what follows no function of the size. ``kernels``: of convolutions, by name.
     """
 
-    problem: Problem
-    reserved: int
-
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def reserved(self) -> int: ...
+    @property
+    def rough(self) -> tuple[str, ...]: ...
+    @property
+    def kernels(self) -> dict[str, str]: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -160,18 +166,6 @@ class StepOfSize(Protocol):
     def peak(self) -> int: ...
     @property
     def least(self) -> tuple[int, Schedule]: ...
-
-
-class Fitted(Protocol):
-    """Steps at any size, of which ``sizes`` ran. ``rough``: names of what follows no function of the size; ``kernels``
-    of convolutions, by name.
-    """
-
-    sizes: tuple[int, ...]
-
-    def at(self, size: int) -> StepOfSize: ...
-    def rough(self, size: int) -> tuple[str, ...]: ...
-    def kernels(self, size: int) -> dict[str, str]: ...
 
 
 _Point = tuple[int, Planner | Known]
@@ -241,20 +235,20 @@ def _alike(a: Planner | Known, b: Planner | Known) -> bool:
     return isinstance(a, Known) and isinstance(b, Known) and followed.alike(a, b)
 
 
-def _fitted(points: list[_Point], report: Report) -> Fitted:
+def _fitted(points: list[_Point], report: Report) -> Callable[[int], StepOfSize]:
     """Steps at any size, from ``points``, which are alike."""
     sizes = [size for size, _ in points]
     planners = [found for _, found in points if isinstance(found, Planner)]
     if planners:
-        return captured.FittedGraphs(sizes, planners, report)
-    return followed.FittedSteps(sizes, [found for _, found in points if isinstance(found, Known)])
+        return captured.fitted_steps(sizes, planners, report)
+    return followed.fitted_steps(sizes, [found for _, found in points if isinstance(found, Known)])
 
 
 class _Sizes:
-    """Steps of any size, and the schedules that were found for some."""
+    """Steps of any size, fitted to the ``points`` that were measured, and the schedules that were found for some."""
 
-    def __init__(self, fitted: Fitted, report: Report) -> None:
-        self.fitted, self.report, self.measured = fitted, report, fitted.sizes
+    def __init__(self, points: list[_Point], report: Report) -> None:
+        self.measured, self.report, self._fitted = tuple(size for size, _ in points), report, _fitted(points, report)
         self._steps: dict[int, StepOfSize] = {}
         self._schedules: dict[int, Schedule] = {}  # of the smallest budgets
 
@@ -267,21 +261,20 @@ class _Sizes:
         """Names of what has no function, in the order of the graph, and then of convolutions whose kernel did not run;
         the size from which on these take the kernels that they have at ``size``.
         """
-        kernels = self.fitted.kernels
-        wanted, others = kernels(size), dict[str, int]()  # the last measured size with another kernel
+        wanted, others = self.at(size).kernels, dict[str, int]()  # the last measured size with another kernel
         for seen in self.measured[-FEWEST:] if size > self.measured[-1] else ():
-            there = kernels(seen)
+            there = self.at(seen).kernels
             others.update((name, seen) for name in wanted if there[name] != wanted[name])
-        names = tuple(dict.fromkeys((*self.fitted.rough(size), *others)))
+        names = tuple(dict.fromkeys((*self.at(size).rough, *others)))
         if not others:
             return names, 0
-        return names, 1 + (_largest(max(others.values()), size, lambda n: kernels(n) != wanted) or 0)
+        return names, 1 + (_largest(max(others.values()), size, lambda n: self.at(n).kernels != wanted) or 0)
 
     def at(self, size: int) -> StepOfSize:
         """A step of ``size``, whose figures are fitted."""
         if size not in self._steps:
             self.report(f"size {size}, fit", 0.0)
-            self._steps[size] = self.fitted.at(size)
+            self._steps[size] = self._fitted(size)
         return self._steps[size]
 
     def least(self, size: int) -> int:

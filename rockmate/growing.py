@@ -38,19 +38,20 @@ class Growing:
     def _larger(self, leaf: torch.Tensor, size: int, made: dict[int, torch.Tensor]) -> torch.Tensor:
         if not self.along.get(id(leaf)):
             return leaf
-        if id(leaf) not in made and size == self.size:
-            made[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
         if id(leaf) not in made:
-            order = sorted(range(leaf.dim()), key=lambda k: (-leaf.stride()[k], k))
-            larger = leaf.detach().permute(order)  # memory keeps its order, such as channels-last
-            rows = torch.arange(size, device=leaf.device) % self.size
+            found = leaf.detach() if size == self.size else self._repeated(leaf, size)
+            made[id(leaf)] = found.requires_grad_(leaf.requires_grad)
             for d in self.along[id(leaf)]:
-                larger = larger.index_select(order.index(d), rows)
-            back = sorted(range(leaf.dim()), key=order.__getitem__)
-            made[id(leaf)] = larger.permute(back).requires_grad_(leaf.requires_grad)
-        for d in self.along[id(leaf)]:
-            torch._dynamo.maybe_mark_dynamic(made[id(leaf)], d)
+                torch._dynamo.maybe_mark_dynamic(found, d)
         return made[id(leaf)]
+
+    def _repeated(self, leaf: torch.Tensor, size: int) -> torch.Tensor:
+        order = sorted(range(leaf.dim()), key=lambda k: (-leaf.stride()[k], k))
+        larger = leaf.detach().permute(order)  # memory keeps its order, such as channels-last
+        rows = torch.arange(size, device=leaf.device) % self.size
+        for d in self.along[id(leaf)]:
+            larger = larger.index_select(order.index(d), rows)
+        return larger.permute(sorted(range(leaf.dim()), key=order.__getitem__))
 
     def said(self) -> str:
         """Which tensors grow, and which do not."""

@@ -11,17 +11,17 @@ import torch
 
 from rkgb.cost.extrapolate import fitted
 from rockmate.follow.known import Known
-from rockmate.follow.plan import eager_peak_of, find_least
-from solvers import Node, Problem, Schedule
+from rockmate.follow.plan import eager_peak_of, find_least, moment_of
+from solvers import Bwd, Loss, Node, Problem, Run, Schedule, Step
 
 
 class FittedStep:
-    """A step of one size, as ``rockmate.estimate.StepOfSize``."""
+    """A step of one size, as ``rockmate.estimate.StepOfSize``; the kernels of what is followed are not known."""
 
-    reserved = 0
+    reserved, kernels = 0, dict[str, str]()
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
-        self.problem, self.device = problem, device
+    def __init__(self, problem: Problem, rough: tuple[str, ...], device: torch.device) -> None:
+        self.problem, self.rough, self.device = problem, rough, device
 
     @cached_property
     def eager_peak(self) -> int:
@@ -38,30 +38,16 @@ class FittedStep:
         return found.walk.peak, found.schedule
 
 
-class FittedSteps:
-    """Steps of one forward at any size, as ``rockmate.estimate.Fitted``."""
+def fitted_steps(sizes: Sequence[int], known: Sequence[Known]) -> Callable[[int], FittedStep]:
+    """Steps of any size; ``known``: of the rising ``sizes`` that were observed; they are ``alike``."""
+    problems, last = [k.found.problem for k in known], known[-1]
 
-    def __init__(self, sizes: Sequence[int], known: Sequence[Known]) -> None:
-        """``known``: of the rising ``sizes`` that were observed; their steps are ``alike``."""
-        self.sizes, self.device = tuple(sizes), known[-1].device
-        self._problems = [k.found.problem for k in known]
-        self._names = _names_of(known[-1])
-        self._found: dict[int, tuple[Problem, tuple[str, ...]]] = {}
+    def at(size: int) -> FittedStep:
+        problem, rough = problem_at(size, sizes, problems)
+        names = dict.fromkeys(moment_of(last.found.problem, last.places, step) for step in rough)
+        return FittedStep(problem, tuple(names), last.device)
 
-    def at(self, size: int) -> FittedStep:
-        return FittedStep(self._at(size)[0], self.device)
-
-    def rough(self, size: int) -> tuple[str, ...]:
-        return self._at(size)[1]
-
-    def kernels(self, size: int) -> dict[str, str]:
-        """Not known of what is followed."""
-        return {}
-
-    def _at(self, size: int) -> tuple[Problem, tuple[str, ...]]:
-        if size not in self._found:
-            self._found[size] = problem_at(size, self.sizes, self._problems, self._names)
-        return self._found[size]
+    return at
 
 
 def alike(a: Known, b: Known) -> bool:
@@ -69,41 +55,22 @@ def alike(a: Known, b: Known) -> bool:
     return a.found.is_like(b.found)
 
 
-def _names_of(known: Known) -> list[str]:
-    """What each node computes, and at which of the user's lines; a backward is that of what it reads first."""
-    problem, ops_of = known.found.problem, known.found.ops_of
-    names: list[str] = []
-    for i, node in enumerate(problem.nodes):
-        if node.backward is None:
-            op, _, number = node.name.rpartition("_")
-            line = known.observed.places[ops_of[i][-1]] if ops_of[i] else ""
-            names.append(f"{op if number.isdigit() else node.name} at {line}" if line else node.name)
-        else:
-            read = min((problem.data[d].owner for d in node.backward.reads), default=0)
-            names.append(f"the backward of {names[read]}")
-    return names
+def problem_at(size: int, sizes: Sequence[int], problems: Sequence[Problem]) -> tuple[Problem, tuple[Step, ...]]:
+    """The problem of a step of ``size``, and the moments that follow no function of the size (see ``fitted``)."""
+    last, rough, one = problems[-1], dict[Step, None](), Fraction(1)
 
-
-def problem_at(
-    size: int, sizes: Sequence[int], problems: Sequence[Problem], names: Sequence[str]
-) -> tuple[Problem, tuple[str, ...]]:
-    """The problem of a step of ``size``, and the ``names`` of nodes that follow no function of the size (see
-    ``fitted``).
-    """
-    last, rough, one = problems[-1], dict[str, None](), Fraction(1)
-
-    def at(name: str, growth: Fraction, figure: Callable[[Problem], int]) -> int:
+    def at(step: Step, growth: Fraction, figure: Callable[[Problem], int]) -> int:
         found, exact = fitted(sizes, [figure(p) for p in problems], size, growth)
         if not exact:
-            rough[name] = None
+            rough[step] = None
         return found
 
     def most_at(i: int, least: int, growth: Fraction) -> int:
         """What gradients take at most in a backward: ``least`` at least. It is fitted, or what is beside ``least``."""
         found, exact = fitted(sizes, [_of_gradients(i, 2, p) for p in problems], size, growth)
-        return max(least, found) if exact else least + at(names[i], growth, partial(_of_gradients, i, 3))
+        return max(least, found) if exact else least + at(Bwd(i), growth, partial(_of_gradients, i, 3))
 
-    data = tuple(replace(d, size=at(names[d.owner], one, partial(_bytes_of, k))) for k, d in enumerate(last.data))
+    data = tuple(replace(d, size=at(Run(d.owner), one, partial(_bytes_of, k))) for k, d in enumerate(last.data))
     ratios = [Fraction(now.size, max(1, was.size)) for now, was in zip(data, last.data, strict=True)]
 
     def node_at(i: int, node: Node) -> Node:
@@ -113,16 +80,16 @@ def problem_at(
         own = replace(
             node,
             time=int(node.time * growth),
-            peak=max(made, at(names[i], growth, lambda p: p.nodes[i].peak)),
+            peak=max(made, at(Run(i), growth, lambda p: p.nodes[i].peak)),
         )
         if back is None:
             return own
-        before, after = (at(names[i], growth, partial(_of_gradients, i, k)) for k in range(2))
+        before, after = (at(Bwd(i), growth, partial(_of_gradients, i, k)) for k in range(2))
         peak, time = most_at(i, max(before, after), growth), int(back.time * growth)
         return replace(own, backward=replace(back, time=time, before=before, peak=peak, after=after))
 
     nodes = tuple(node_at(i, node) for i, node in enumerate(last.nodes))
-    loss = at("the loss", max(ratios, default=one), lambda p: p.loss)
+    loss = at(Loss(), max(ratios, default=one), lambda p: p.loss)
     found = replace(last, nodes=nodes, data=data, loss=loss)
     found.verify()
     return found, tuple(rough)

@@ -50,6 +50,11 @@ class Known:
     ways: Any = None  # see rockmate.follow.ways
     then: weakref.ref[Known] | None = None
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The user's source line of each node of ``found.problem``."""
+        return tuple(self.observed.places[ops[-1]] if ops else "" for ops in self.found.ops_of)
+
     def made(self, sizes: dict[str, int]) -> int:
         """Bytes of gradients that the step makes, of parameters of such ``sizes``."""
         return sum(sizes[name] for name in self.missing & sizes.keys())

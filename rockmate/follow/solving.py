@@ -89,14 +89,14 @@ class Solving:
             known.found.problem,
             found.schedule,
             found.walk,
-            _places_of(known),
+            known.places,
             self.why,
             setup,
             bound,
         )
 
     def _infeasible(self, budget: int, least: int, at: Step | None, known: Known) -> str:
-        sets = "" if at is None else f"What sets it is {moment_of(known.found.problem, _places_of(known), at)}. "
+        sets = "" if at is None else f"What sets it is {moment_of(known.found.problem, known.places, at)}. "
         nothing = _NOTHING if saves_nothing(least, known.eager_peak) else ""
         return (
             f"no plan fits a budget of {show_at_most(budget)}: the forward of {self.front.name} is followed operation "
@@ -104,11 +104,6 @@ class Solving:
             f"{least_and_share(least, known.eager_peak)}; without recomputation the step takes "
             f"{show_at_least(known.eager_peak)}. {sets}{nothing}Raise the budget or make the batch smaller."
         )
-
-
-def _places_of(known: Known) -> tuple[str, ...]:
-    """The user's source line of each node."""
-    return tuple(known.observed.places[ops[-1]] if ops else "" for ops in known.found.ops_of)
 
 
 _NOTHING = (

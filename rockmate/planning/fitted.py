@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -16,12 +16,22 @@ from solvers import ChainPlan, Problem, Schedule, keep_everything, walk
 
 
 class FittedStep:
-    """A step of one size, as ``rockmate.estimate.StepOfSize``."""
+    """A step of one size, as ``rockmate.estimate.StepOfSize``. ``like``: the planner of a size that was measured."""
 
-    def __init__(self, planner: Planner) -> None:
-        self.planner = planner
-        self.problem: Problem = planner.problem
-        self.reserved = planner.reserved
+    def __init__(self, like: Planner, found: Extrapolated) -> None:
+        self.like, self.found, self.rough = like, found, found.rough
+
+    @cached_property
+    def planner(self) -> Planner:
+        return self.like.fitted(self.found.s, self.found.costs, self.found.classes)
+
+    @property
+    def problem(self) -> Problem:
+        return self.planner.problem
+
+    @property
+    def reserved(self) -> int:
+        return self.planner.reserved
 
     @property
     def device(self) -> torch.device:
@@ -42,38 +52,27 @@ class FittedStep:
         budget = self.planner.frontier().min_budget
         return budget, self.planner.solve(budget).schedule
 
-
-class FittedGraphs:
-    """One graph at any size, as ``rockmate.estimate.Fitted``."""
-
-    def __init__(self, sizes: Sequence[int], planners: Sequence[Planner], report: Report) -> None:
-        """``planners``: of the rising ``sizes`` that were measured; their graphs are ``alike``."""
-        self.sizes, self.last, self.report = tuple(sizes), planners[-1], report
-        self._points = [measured(size, planner) for size, planner in zip(sizes, planners, strict=True)]
-        self._found: dict[int, Extrapolated] = {}
-
-    def at(self, size: int) -> FittedStep:
-        found = self._at(size)
-        last = dataclasses.replace(self.last, report=part_of(self.report, f"size {size}"))
-        return FittedStep(last.fitted(found.s, found.costs, found.classes))
-
-    def rough(self, size: int) -> tuple[str, ...]:
-        return self._at(size).rough
-
-    def kernels(self, size: int) -> dict[str, str]:
-        return convolution_kernels(self._at(size).s.d)
-
-    def _at(self, size: int) -> Extrapolated:
-        if size not in self._found:
-            self._found[size] = extrapolated(self._points, size)
-        return self._found[size]
+    @cached_property
+    def kernels(self) -> dict[str, str]:
+        return convolution_kernels(self.found.s.d)
 
 
-def measured(size: int, planner: Planner) -> Measured:
+def fitted_steps(sizes: Sequence[int], planners: Sequence[Planner], report: Report) -> Callable[[int], FittedStep]:
+    """Steps of any size; ``planners``: of the rising ``sizes`` that were measured; their graphs are ``alike``."""
+    points = [_measured(size, planner) for size, planner in zip(sizes, planners, strict=True)]
+
+    def at(size: int) -> FittedStep:
+        like = dataclasses.replace(planners[-1], report=part_of(report, f"size {size}"))
+        return FittedStep(like, extrapolated(points, size))
+
+    return at
+
+
+def _measured(size: int, planner: Planner) -> Measured:
     graphs = planner.graphs
     return Measured(size, graphs.S, graphs.known.of, graphs.classes)
 
 
 def alike(a: Planner, b: Planner) -> bool:
     """Whether two sizes are of one graph."""
-    return form(measured(0, a)) == form(measured(0, b))
+    return form(_measured(0, a)) == form(_measured(0, b))
