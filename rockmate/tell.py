@@ -44,6 +44,14 @@ def be_heard() -> None:
             LOG.setLevel(logging.INFO)
 
 
+_NOBODY = logging.NullHandler()
+
+
+def be_silent() -> None:
+    """A command prints itself what it has found: lines of ``rockmate`` are seen only where logging is set up."""
+    LOG.addHandler(_NOBODY)
+
+
 def described(names: list[str], values: list[Any], training: bool | None) -> tuple[str, ...]:
     """A call in a few words: its tensors, numbers, and what else a plan depends on."""
     found = [

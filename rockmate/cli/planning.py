@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from rockmate import Plan, Rockmate
 from rockmate.cli.load import Given
 from rockmate.follow.plan import FollowedPlan
-from rockmate.tell import LOG
+from rockmate.tell import be_silent
 from solvers import Frontier
 
 
@@ -71,7 +70,7 @@ class Planned:
 
 def planned(given: Given, budget: str, options: Options) -> Planned:
     """The plan for ``budget``. Raises what ``Rockmate`` raises."""
-    LOG.addHandler(logging.NullHandler())  # a command prints what it has found
+    be_silent()
     with options.precision(given.model):
         front = Rockmate(given.model, given.sample, budget, sample_kwargs=given.sample_kwargs, **options.arguments)
     return Planned(front, front.reason)
