@@ -28,6 +28,7 @@ from rkgb.trace.capture import (
     outside_vmap,
     preserved,
 )
+from rkgb.trace.distinct import DistinctCalls
 from rkgb.trace.guards import Guard
 from rkgb.trace.meta import OnMeta
 from rkgb.trace.other_draws import other_draws
@@ -74,12 +75,14 @@ def trace(model: torch.nn.Module, call: Call) -> tuple[B_graph, list[torch.Tenso
     return _traced(model, call)
 
 
-def trace_without_data(model: torch.nn.Module, call: Call, device: torch.device) -> B_graph:
+def trace_without_data(
+    model: torch.nn.Module, call: Call, device: torch.device, calls: DistinctCalls | None = None
+) -> B_graph:
     """The B graph of ``call`` of a program ``model``, both on the meta device, which stands for ``device`` everywhere.
 
-    Nothing is computed. Raises what ``trace`` raises, and what torch raises for operations that need data.
+    Nothing is computed. ``calls``: where to note what is called. Raises what ``trace`` raises, and what torch raises for operations that need data.
     """
-    return _traced(model, call, OnMeta(device))[0]
+    return _traced(model, call, OnMeta(device, calls))[0]
 
 
 def _traced(model: torch.nn.Module, call: Call, on_meta: OnMeta | None = None) -> tuple[B_graph, list[torch.Tensor]]:
@@ -207,6 +210,7 @@ class _Reader:
         self.env: dict[str, Any] = {}  # jit value -> constant, Ref, or list of these
         self.nodes: list[Node] = []
         self.shapes: dict[int, tuple[int, ...]] = {}
+        self.strides: dict[int, tuple[int, ...]] = {}
         self.sources: dict[int, Source] = {}
         for value, source in zip(graph.inputs(), sources, strict=True):
             self.sources[self._define(value, _source_name(source))] = source
@@ -220,7 +224,8 @@ class _Reader:
         used = set(flat[:count]).union(*(n.reads() for n in self.nodes))
         sources = {v: s for v, s in self.sources.items() if v in used or s.kind == "input"}
         b = B_graph(
-            tuple(self.names), sources, tuple(self.nodes), tuple(flat[:count]), structure, tuple(notes), self.shapes
+            *(tuple(self.names), sources, tuple(self.nodes), tuple(flat[:count]), structure),
+            *(tuple(notes), self.shapes, self.strides),
         )
         b.verify()
         return b
@@ -237,7 +242,7 @@ class _Reader:
         v = self._define(value, name)
         kind = value.type()
         if isinstance(kind, torch._C.TensorType) and (shape := kind.sizes()) is not None:
-            self.shapes[v] = tuple(shape)
+            self.shapes[v], self.strides[v] = tuple(shape), tuple(kind.strides() or ())
         return v
 
     def _node(self, node: Any) -> None:

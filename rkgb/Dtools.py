@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from rkgb.sample import Sample, call_of
 from rkgb.storages import counter_of, memory_of, storage_key, version_of
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
-from rkgb.trace.meta import node_on, run_on_meta, stood_for
+from rkgb.trace.meta import Draws, node_on, run_on_meta, stood_for
 from rkgb.trace.operators import STATISTICS, written_arguments
 
 _DRAW_BY_VALUES = frozenset("poisson binomial rrelu rrelu_ rrelu_with_noise rrelu_with_noise_".split())
@@ -64,10 +65,8 @@ def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Pro
 def probe_again(
     b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor], device: torch.device | None = None
 ) -> D_graph:
-    """D of ``b``, whose nodes were named at other sizes: without names. ``device``: all is on the meta device, which
-    stands for this one, and shows no random draws: what may draw stays, though nobody reads its results.
-    """
-    return _without_dead(_run(b, model, inputs, device)[0].graph(), may_draw)
+    """D of ``b``, whose nodes are named elsewhere. ``device``: all is on the meta device, which stands for this one."""
+    return _without_dead(_run(b, model, inputs, device)[0].graph())
 
 
 def _run(
@@ -263,10 +262,13 @@ class _Probe:
         contents = {v: self.env[v].detach().clone() for v in self._uncounted(node) if self._has_contents(v)}
         self.packed.clear()
         first = next_number()
-        results = computed(self._runs(node), self.env.__getitem__)
+        with nullcontext() if self.device is None else Draws() as draws:
+            results = computed(self._runs(node), self.env.__getitem__)
         _check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
         moved = self.generators.moved(drawn) or self._may_draw(node, reads)
+        if draws is not None and draws.came:
+            moved = tuple(node_generators(node)) or tuple(dict.fromkeys(map(self._device_of, results)))
         counted = {v for v in reads if version_of(self.env[v]) != versions[v]}
         changed = announced_writes(node) | counted
         changed |= {v for v, content in contents.items() if not same(content, self.env[v])}
@@ -395,16 +397,10 @@ def _refuse(_: None) -> torch.Tensor:
     raise RuntimeError("backward ran inside forward")
 
 
-def may_draw(node: Node) -> bool:
-    """Whether an operation may draw random numbers; those that torch does not describe may."""
-    tags = getattr(node.op, "tags", None)
-    return tags is None or torch.Tag.nondeterministic_seeded in tags
-
-
-def _without_dead(d: D_graph, stays: Callable[[Node], bool] = is_guard) -> D_graph:
+def _without_dead(d: D_graph) -> D_graph:
     """Remove the nodes that neither make a needed value, nor change a buffer or an input, nor draw random numbers.
 
-    Guards are not removed, nor are those that ``stays``.
+    Guards are not removed.
     """
     needed = set(d.outputs)
     written: set[int] = {d.values[v].storage for v in d.outputs} | {
@@ -413,7 +409,7 @@ def _without_dead(d: D_graph, stays: Callable[[Node], bool] = is_guard) -> D_gra
     keep = []
     for k in reversed(range(len(d.nodes))):
         node, facts = d.nodes[k], d.facts[k]
-        effective = is_guard(node) or stays(node) or facts.random or written & set(facts.writes)
+        effective = is_guard(node) or facts.random or written & set(facts.writes)
         if effective or needed & set(node.outputs):
             keep.append(k)
             needed.update(node.reads())

@@ -78,8 +78,8 @@ class B_graph(Displayed):
     Invariants: its nodes, run in order, give the module's outputs; each value is defined once, by a source or by one
     node before its first use; ``outputs`` lists the values that the module returns.
 
-    ``notes``: sentences for the user about how the module was traced. ``shapes``: of the tensors that nodes make on the
-    sample.
+    ``notes``: sentences for the user about how the module was traced. ``shapes`` and
+    ``strides``: of the tensors that nodes make on the sample.
     """
 
     names: tuple[str, ...]
@@ -89,6 +89,7 @@ class B_graph(Displayed):
     structure: Structure
     notes: tuple[str, ...] = ()
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    strides: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     made_by: tuple[str, ...] = field(default=(), compare=False)
 
     def verify(self) -> None:

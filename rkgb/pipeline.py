@@ -22,11 +22,13 @@ from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph, S_to_K, with_extra
 from rkgb.notebook import Displayed
 from rkgb.probe.check import checked
-from rkgb.sample import Sample, call_of, check_module
+from rkgb.sample import Call, Sample, call_of, check_module
 from rkgb.trace.capture import attributes_preserved
 from rkgb.trace.patches import TRACING
 
 Graph = B_graph | D_graph | S_graph | K_graph
+
+Shows = Callable[[], tuple[B_graph, D_graph] | None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,6 +58,7 @@ def make_S(
     sample: Sample,
     sample_kwargs: dict[str, Any] | None = None,
     report: Callable[[str, float], None] = lambda phase, part: None,
+    shown: Shows = lambda: None,
 ) -> tuple[B_graph, D_graph, S_graph]:
     """The graphs that need no costs: B, D, and S cut into blocks. Arguments as for ``make_all_graphs``."""
     check_module(model)
@@ -65,14 +68,19 @@ def make_S(
     device = one_device(((name, t.device) for name, t in model.named_parameters()), (*buffers, *inputs))
     kind_of(device).warm_up(device)
     report("trace", 0.0)
-    with attributes_preserved(model):
-        with torch.enable_grad():
-            b, expected = trace(model, call)
-        d = checked(b, model, call, expected)
+    b, d = shown() or _run(model, call)
     one_device([("the model", device)], ((d.names[v], value.device) for v, value in d.values.items()))
     report("simplify", 0.0)
     s = cut(D_to_S(d))
     return b, s.d, s
+
+
+def _run(model: torch.nn.Module, call: Call) -> tuple[B_graph, D_graph]:
+    """B and D, from runs on the sample."""
+    with attributes_preserved(model):
+        with torch.enable_grad():
+            b, expected = trace(model, call)
+        return b, checked(b, model, call, expected)
 
 
 def make_K(
@@ -116,6 +124,7 @@ def make_all_graphs(
     report: Callable[[str, float], None] = lambda phase, part: None,
     known_of: Callable[[S_graph], Known] = lambda _: Known(),
     usage_of: Callable[[D_graph], Usage] = supposed,
+    shown: Shows = lambda: None,
 ) -> Graphs:
     """Trace ``model`` on ``sample`` and build all graphs.
 
@@ -127,6 +136,7 @@ def make_all_graphs(
         report: Called with a phase, when it starts and now and then later, and how much of it is done (0 to 1).
         known_of: Returns the known costs of an S graph.
         usage_of: Returns what the caller does with the outputs of a D graph.
+        shown: Returns B and D as far as they show without running the model; None if they do not.
 
     Raises:
         TraceError: the module cannot be traced.
@@ -135,7 +145,7 @@ def make_all_graphs(
     check_costs(costs)
     with TRACING:  # counting operations sets hooks of all modules, which another thread's trace would meet
         call = call_of(sample, sample_kwargs)
-        b, d, s = make_S(model, call, report=report)
+        b, d, s = make_S(model, call, report=report, shown=shown)
         report("measure", 0.0)
         known = known_of(s)
         k = make_K(s, model, call.tensors, costs, usage_of(d), known, report=partial(report, "measure"))

@@ -49,10 +49,11 @@ def graph_without_data(b: B_graph, model: torch.nn.Module, call: Call, device: t
 
 def graph_of_a_run(b: B_graph, model: torch.nn.Module, call: Call, device: torch.device) -> D_graph:
     """D of ``b``, which ``program_without_data`` returned, from a run on ``call`` on ``device``."""
-    return probe_again(_on_device(b, device), model, call.tensors)
+    return probe_again(on_device(b, device), model, call.tensors)
 
 
-def _on_device(b: B_graph, device: torch.device) -> B_graph:
+def on_device(b: B_graph, device: torch.device) -> B_graph:
+    """``b``, a trace on the meta device, with ``device`` in its place."""
     return dataclasses.replace(b, nodes=tuple(node_on(n, device) for n in b.nodes))
 
 
@@ -61,7 +62,7 @@ def is_same_program(meta: B_graph, b: B_graph, device: torch.device) -> bool:
     if len(meta.nodes) != len(b.nodes) or len(meta.sources) != len(b.sources):
         return False
     value = dict(zip(sorted(meta.sources), sorted(b.sources), strict=True))
-    for m, n in zip(_on_device(meta, device).nodes, b.nodes, strict=True):
+    for m, n in zip(on_device(meta, device).nodes, b.nodes, strict=True):
         if (m.name, m.several, len(m.outputs), m.mode) != (n.name, n.several, len(n.outputs), n.mode):
             return False
         if _given(m, value) != _given(n, {v: v for v in n.reads()}):

@@ -43,23 +43,23 @@ def attention_on_cpu(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
     **named: Any,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` of tensors without data by the kernel that a CPU chooses for them."""
-    own = None if mask is None else _like(mask)
-    kernel = torch._fused_sdp_choice(_like(q), _like(k), _like(v), own, dropout, causal, **named)
+    own = None if attn_mask is None else _like(attn_mask)
+    kernel = torch._fused_sdp_choice(_like(q), _like(k), _like(v), own, dropout_p, is_causal, **named)
     aten = torch.ops.aten
     result: torch.Tensor
     if kernel != torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
-        result = aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, **named)[0]
+        result = aten._scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal, **named)[0]
         return result
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.empty_like(mask, dtype=q.dtype)  # what it is made of
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=q.dtype)  # what it is made of
     flash = aten._scaled_dot_product_flash_attention_for_cpu
-    result = flash(q, k, v, dropout, causal, attn_mask=mask, scale=named.get("scale"))[0]
+    result = flash(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=named.get("scale"))[0]
     return result
 
 

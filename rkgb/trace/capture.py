@@ -245,6 +245,8 @@ class Recorder(TorchFunctionMode):
         generator = self._generator(name, (*args, *kwargs.values()))
         before = self._states(tracing, generator)
         with untraced(tracing):
+            if self.on_meta is not None and self.on_meta.calls is not None:
+                self.on_meta.calls.note(func, args, kwargs, current_mode())
             copies = self.written.before(name, (args, kwargs))
         numbers = [t for t in tensors_in((args, kwargs)) if not t.dim() and has_memory(t)]
         traced = [_C._get_value_trace(t) for t in numbers]

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch._prims_common import suggest_memory_format
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.nodes import Node
 from rkgb.storages import storage_key
 from rkgb.trace.attention import attention_on_cpu
+from rkgb.trace.distinct import DistinctCalls
 from rkgb.trace.written import has_memory
 from rkgb.trees import map_tensors, tensors_in
 
@@ -72,30 +76,35 @@ def _is_number(t: torch.Tensor) -> bool:
     return not t.dim() and t.device.type == "cpu" and not t.requires_grad
 
 
-class _Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):
     """Sees whether an operation would draw random numbers. ``came``: one did."""
 
     came = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.came |= torch.Tag.nondeterministic_seeded in func.tags
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            arguments = func._schema.arguments
+            given = dict(zip((x.name for x in arguments), args, strict=False)) | (kwargs or {})
+            rate = next((given.get(x.name, x.default_value) for x in arguments if x.name == "dropout_p"), None)
+            self.came |= rate != 0.0
         return func(*args, **(kwargs or {}))
 
 
 class OnMeta:
     """Calls functions of a program: what it makes on ``device`` is made on the meta device. ``draws``: the last call
-    would have drawn random numbers there.
+    would have drawn random numbers there. ``calls``: where a trace is to note what it calls.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, calls: DistinctCalls | None = None) -> None:
         self.usual = device.type == torch.get_default_device().type
-        self.draws = False
+        self.on_cpu = device.type == "cpu"
+        self.draws, self.calls = False, calls
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(t.is_meta and not t.dim() for t in tensors_in((args, kwargs))):
             # What reads a number raises here. In a trace, the tracer would keep the argument for a call of a later one.
             _untraced(lambda: self._call(func, args, kwargs))
-        with _Draws() as draws:
+        with Draws() as draws:
             result = self._call(func, args, kwargs)
         self.draws = draws.came
         return result
@@ -105,6 +114,8 @@ class OnMeta:
             return _constant(func(*args, **kwargs))
         if func in _CONVOLUTIONS:
             return _convolution(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention and self.on_cpu:
+            return _lying_as(func(*args, **kwargs), partial(attention_on_cpu, *args, **kwargs))
         if func is torch.Tensor.__setitem__ and type(args[2]) in (int, float, bool):
             args = (*args[:2], _untraced(lambda: torch.tensor(args[2], dtype=args[0].dtype)))
         if kwargs.get("device") is not None or (self.usual and func in _device_constructors()):
@@ -154,12 +165,33 @@ def _convolution(
         sizes = [x] if isinstance(x, int) else list(x)
         return sizes * dims if len(sizes) == 1 else sizes
 
-    cudnn = torch.backends.cudnn
-    return torch._convolution(
+    arguments = (
         *(input, weight, bias, each(stride), each(padding), each(given.get("dilation", 1)), transposed),
-        *(each(given.get("output_padding", 0)), given.get("groups", 1), cudnn.benchmark),
-        *(cudnn.deterministic or torch.are_deterministic_algorithms_enabled(), cudnn.enabled, cudnn.allow_tf32),
+        *(each(given.get("output_padding", 0)), given.get("groups", 1)),
     )
+    cudnn = torch.backends.cudnn
+    deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    made = torch._convolution(*arguments, cudnn.benchmark, deterministic, cudnn.enabled, cudnn.allow_tf32)
+    return _lying_as(made, partial(_convolution_there, *arguments))
+
+
+def _convolution_there(*arguments: Any) -> torch.Tensor:
+    """What ``_convolution`` makes of tensors without data. On a device channels come last if they do in one of these."""
+    result: torch.Tensor = torch.ops.aten.convolution(*arguments[:9])
+    formats = [suggest_memory_format(t) for t in arguments[:2]]
+    last = next((form for form in formats if form is not torch.contiguous_format), torch.contiguous_format)
+    return result.contiguous(memory_format=last)
+
+
+def _lying_as(made: torch.Tensor, there: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """``made``, as it lies where ``there`` makes it, under the name that a trace has for it."""
+    if _C._get_tracing_state() is None:
+        return there()
+    value = _C._get_value_trace(made)
+    result: torch.Tensor = _untraced(there)
+    value.inferTypeFrom(result)
+    _C._set_value_trace(result, value)
+    return result
 
 
 def stood_for(argument: Any, device: torch.device) -> Any:
@@ -191,4 +223,6 @@ def run_on_meta(node: Node, device: torch.device) -> Node:
         node = dataclasses.replace(node, args=map_tensors(node.args, _constant_on_meta), kwargs=kwargs)
     if node.op is torch.ops.aten.scaled_dot_product_attention.default and device.type == "cpu":
         node = dataclasses.replace(node, op=attention_on_cpu)
+    elif node.op is torch.ops.aten._convolution.default:
+        node = dataclasses.replace(node, op=_convolution_there)
     return node

@@ -71,9 +71,12 @@ class Captured(torch.nn.Module):
 
     @contextlib.contextmanager
     def holding(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """The parameters and buffers are those among ``inputs``. Several threads may run one model."""
+        """The parameters and buffers are those among ``inputs``, and then those of before. Several threads may run one
+        model.
+        """
         with self._lock:
             self._holders += 1
+            before = [held[name] for held, name, _ in self._own]
             for held, name, k in self._own:
                 held[name] = inputs[k]
         try:
@@ -81,6 +84,9 @@ class Captured(torch.nn.Module):
         finally:
             with self._lock:
                 self._holders -= 1
+                for (held, name, _), value in zip(self._own, before, strict=True):
+                    if value is not None:
+                        held[name] = value
                 if not self._holders:
                     self._let_go()
 

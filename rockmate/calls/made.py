@@ -115,11 +115,14 @@ class PlansOfCalls(CapturedGraph):
         def known_of(s: S_graph) -> Known:
             return self._known_of(s, families.of(s))
 
+        shown = self.shown()
         with undisturbed(), self.module_ready():
-            planner = make_planner(self.module, self.traced_on(call), options, report, saved, known_of)
+            planner = make_planner(
+                self.module, self.traced_on(call), options, report, saved, known_of, lambda: shown.graphs
+            )
         family = families.of(planner.graphs.S)
         if family is None:
-            family = families.new(planner, self.shown())
+            family = families.new(planner, shown)
         return planner, family
 
     def _resized_planner(self, call: Call, report: Report) -> tuple[Planner, Variant] | None:

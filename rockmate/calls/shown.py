@@ -11,6 +11,7 @@ import torch
 
 from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.pipeline import Graphs
+from rkgb.probe.alike import graphs_without_data
 from rkgb.probe.resize import (
     graph_of_a_run,
     graph_without_data,
@@ -39,6 +40,14 @@ class Shown:
             yield Call(tuple(self.inputs[k] for k in self.module.given), {})
 
     @cached_property
+    def graphs(self) -> tuple[B_graph, D_graph] | None:
+        """B and D of the call, as they are on the device; None where the call has to run for that."""
+        if self.inputs is None:
+            return None
+        with self._call() as call:
+            return graphs_without_data(self.module, call, self.device)
+
+    @cached_property
     def program(self) -> B_graph | None:
         """The trace of the program; None where that takes data."""
         if self.inputs is None:
@@ -63,6 +72,8 @@ class Shown:
         return self.program is not None and is_same_program(self.program, graphs.B, self.device)
 
     def graph_is(self, s: S_graph) -> bool:
-        """Whether the graph is ``s``, which ran on these sizes."""
+        """Whether the graph is ``s``, which ran on these sizes, or did not have to."""
+        if self.graphs is not None:
+            return True
         found = None if self.graph is None else resized(s, skeleton(s), self.graph)
         return found is not None and is_same(found, s)

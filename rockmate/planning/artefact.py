@@ -22,7 +22,7 @@ from rkgb.cost.usage import Usage
 from rkgb.cost.warm import warm
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_data, K_graph, K_node
-from rkgb.pipeline import Graphs, make_S
+from rkgb.pipeline import Graphs, Shows, make_S
 from rkgb.sample import Call
 from rockmate.errors import InputError, PlanError
 from rockmate.planning.fields import PlanFields
@@ -57,9 +57,12 @@ class SavedPlan(PlanFields):
     usage: Usage
     idle: frozenset[int]
 
-    def graphs(self, model: torch.nn.Module, call: Call) -> Graphs:
-        """The graphs of ``model``, with the figures of the file. Raises ``PlanError`` if it is for another graph."""
-        b, d, s = make_S(model, call)
+    def graphs(self, model: torch.nn.Module, call: Call, shown: Shows = lambda: None) -> Graphs:
+        """The graphs of ``model``, with the figures of the file. Raises ``PlanError`` if it is for another graph.
+
+        ``shown``: see ``rkgb.make_all_graphs``.
+        """
+        b, d, s = make_S(model, call, shown=shown)
         found = fingerprint(s)
         if found != self.fingerprint:
             raise PlanError(

@@ -12,7 +12,7 @@ import torch
 from rkgb.cost.measure import Known
 from rkgb.errors import GraphError, UnsupportedError
 from rkgb.graphs import S_graph
-from rkgb.pipeline import make_all_graphs
+from rkgb.pipeline import Shows, make_all_graphs
 from rkgb.sample import Call, Sample, call_of
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.operators import WritesSeen
@@ -59,21 +59,22 @@ def make_planner(
     report: Report = silent,
     saved: SavedPlan | None = None,
     known_of: Callable[[S_graph], Known] = lambda _: Known(),
+    shown: Shows = lambda: None,
 ) -> Planner:
     """Trace and measure ``model`` on ``sample``; with a ``saved`` plan, the figures are those of its file.
 
     ``report``: who is told of the progress, then and when it solves. ``known_of``: what is known of the costs of a
-    graph.
+    graph. ``shown``: see ``rkgb.make_all_graphs``.
     Raises what ``rkgb.make_all_graphs`` raises, ``InputError`` where the model cannot be called with the sample or
     computes nothing, and ``PlanError`` where ``saved`` is not for this model.
     """
     call, clock = call_of(sample), _Clock(report)
     with _told_in_terms_of(model, call):
         if saved is None:
-            graphs = make_all_graphs(model, call, costs=options.costs, report=clock, known_of=known_of)
+            graphs = make_all_graphs(model, call, costs=options.costs, report=clock, known_of=known_of, shown=shown)
         else:
             clock("load", 0.0)
-            graphs = saved.graphs(model, call)
+            graphs = saved.graphs(model, call, shown)
     if not graphs.S.nodes:
         raise InputError(NOTHING_COMPUTED)
     clock("solve", 0.0)

@@ -1,0 +1,137 @@
+"""Whether what a trace without data shows holds on a device.
+
+Torch may spell, save and allocate otherwise where there are no data. So each distinct call of a program is made once on
+the device, on zeros, and what is traced and seen there is compared with what is without data. A call sees of others
+only what it is given. So where all distinct calls are alike, the graphs of the program are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._prims_common import make_contiguous_strides_for
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rkgb.blocks.simplify import D_to_S
+from rkgb.Btools import trace, trace_without_data
+from rkgb.Dtools import is_python, probe, probe_again
+from rkgb.graphs import B_graph, D_graph
+from rkgb.probe.names import with_display_names
+from rkgb.probe.resize import graph_without_data, is_same, is_same_program, on_device, program_without_data
+from rkgb.probe.skeleton import skeleton
+from rkgb.program import in_mode
+from rkgb.sample import Call
+from rkgb.trace.distinct import Distinct, DistinctCalls, Like
+from rkgb.trace.quick import QuickRules
+from rkgb.trees import tensors_in, tensors_of
+
+
+def graphs_without_data(
+    model: torch.nn.Module, call: Call, device: torch.device
+) -> tuple[B_graph, D_graph] | None:
+    """B and D of ``call`` of a program ``model``, both on the meta device, as they are on ``device``.
+
+    None where what shows without data differs there, or where it takes data; and where the program runs Python of the
+    user's, of which nothing tells what else it does.
+    """
+    calls = DistinctCalls()
+    try:
+        with QuickRules():
+            b = trace_without_data(model, call, device, calls)
+            if any(is_python(node) for node in b.nodes):
+                return None
+            d = probe_again(b, model, call.tensors, device)
+    except Exception:  # noqa: BLE001 - torch's rules for sizes may raise anything
+        return None
+    if any(d.values[v].stride != lies for v, lies in b.strides.items() if v in d.values):
+        return None  # calls were noted with tensors that lie otherwise
+    if not _are_alike(calls.calls(), device):
+        return None
+    structure = dataclasses.replace(b.structure, written=_written_parameters(d))
+    d = with_display_names(dataclasses.replace(d, structure=structure))
+    d.verify()
+    return dataclasses.replace(on_device(b, device), structure=structure), d
+
+
+def _written_parameters(d: D_graph) -> tuple[str, ...]:
+    """The names of parameters that the program changes."""
+    written = {x for facts in d.facts for x in facts.writes}
+    parameters = {v: x.key for v, x in d.sources.items() if x.kind == "parameter"}
+    return tuple(name for v, name in parameters.items() if d.values[v].storage in written)
+
+
+class _Calls(torch.nn.Module):
+    """A program that makes ``calls``, each on zeros of its own."""
+
+    pure = True  # see ``rkgb.Btools.is_pure``
+
+    def __init__(self, calls: Sequence[Distinct], device: torch.device, where: str | torch.device) -> None:
+        """``where``: the parameter is; what is made is on ``device``."""
+        super().__init__()
+        self.calls, self.device = calls, device
+        self.one = torch.nn.Parameter(torch.ones(1, device=where))
+
+    def forward(self) -> list[torch.Tensor]:
+        """An empty tensor of each result, so that none counts as unread."""
+        marks: list[torch.Tensor] = []
+        for call in self.calls:
+            args, kwargs = self._given(call)
+            with in_mode(call.mode):
+                found = tensors_of(call.func(*args, **kwargs)) or list(tensors_in(args))
+            marks += [t.new_empty(0) for t in found if t.layout == torch.strided]
+        return marks
+
+    def _given(self, call: Distinct) -> Any:
+        given, memory, lie = (call.args, call.kwargs), [], [[] for _ in call.memory]
+        for like in (x for x in tree_leaves(given) if isinstance(x, Like)):
+            lie[like.memory].append(like)
+        for size, likes in zip(call.memory, lie, strict=True):
+            memory.append(self._zeros(size, likes))
+
+        def tensor(like: Like) -> torch.Tensor:
+            t = memory[like.memory]
+            if not like.requires_grad and any(x.requires_grad for x in lie[like.memory]):
+                t = t.detach()
+            if _is_whole(like, call.memory[like.memory], lie[like.memory]):
+                return t
+            return t.as_strided(like.shape, like.stride, like.offset)
+
+        return tree_map_only(Like, cache(tensor), given)
+
+    def _zeros(self, size: int, likes: Sequence[Like]) -> torch.Tensor:
+        """Memory of ``size`` bytes, in which tensors ``likes`` lie."""
+        first = likes[0]
+        shape = first.shape if _is_whole(first, size, likes) else (size // first.dtype.itemsize,)
+        made = torch.zeros(shape, dtype=first.dtype, device=self.device)
+        return made * self.one.to(first.dtype) if any(like.requires_grad for like in likes) else made
+
+
+def _is_whole(like: Like, size: int, others: Sequence[Like]) -> bool:
+    """Whether a tensor ``like`` this is all that lies in its memory of ``size`` bytes, without gaps."""
+    dense = like.stride == make_contiguous_strides_for(like.shape)
+    return bool(like.shape) and dense and size == math.prod(like.shape) * like.dtype.itemsize and {*others} == {like}
+
+
+def _are_alike(calls: Sequence[Distinct], device: torch.device) -> bool:
+    """Whether ``calls`` do on ``device`` what they do without data."""
+    there, here = _Calls(calls, device, device), _Calls(calls, device, "meta")
+    nothing = Call((), {})
+    try:
+        with torch.enable_grad():
+            b = trace(there, nothing)[0]
+            bare = program_without_data(here, nothing, device)
+        if bare is None or not is_same_program(bare, b, device):
+            return False
+        a, d = probe(b, there, []).graph, graph_without_data(bare, here, nothing, device)
+        if d is None:
+            return False
+        of_data, shown = D_to_S(a), D_to_S(with_display_names(d))
+    except Exception:  # noqa: BLE001 - operations refuse zeros, each in its own way
+        return False
+    same = skeleton(of_data) == skeleton(shown) and is_same(of_data, shown)
+    return same and [facts.drawn for facts in a.facts] == [facts.drawn for facts in d.facts]
