@@ -80,7 +80,8 @@ def trace_without_data(
 ) -> B_graph:
     """The B graph of ``call`` of a program ``model``, both on the meta device, which stands for ``device`` everywhere.
 
-    Nothing is computed. ``calls``: where to note what is called. Raises what ``trace`` raises, and what torch raises for operations that need data.
+    Nothing is computed. ``calls``: where to note what is called. Raises what ``trace`` raises, and what torch raises
+    for operations that need data.
     """
     return _traced(model, call, OnMeta(device, calls))[0]
 

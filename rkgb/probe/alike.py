@@ -31,9 +31,7 @@ from rkgb.trace.quick import QuickRules
 from rkgb.trees import tensors_in, tensors_of
 
 
-def graphs_without_data(
-    model: torch.nn.Module, call: Call, device: torch.device
-) -> tuple[B_graph, D_graph] | None:
+def graphs_without_data(model: torch.nn.Module, call: Call, device: torch.device) -> tuple[B_graph, D_graph] | None:
     """B and D of ``call`` of a program ``model``, both on the meta device, as they are on ``device``.
 
     None where what shows without data differs there, or where it takes data; and where the program runs Python of the
@@ -87,11 +85,11 @@ class _Calls(torch.nn.Module):
         return marks
 
     def _given(self, call: Distinct) -> Any:
-        given, memory, lie = (call.args, call.kwargs), [], [[] for _ in call.memory]
-        for like in (x for x in tree_leaves(given) if isinstance(x, Like)):
-            lie[like.memory].append(like)
-        for size, likes in zip(call.memory, lie, strict=True):
-            memory.append(self._zeros(size, likes))
+        """Positional arguments and keywords for ``call``, with tensors."""
+        given = call.args, call.kwargs
+        found = [x for x in tree_leaves(given) if isinstance(x, Like)]
+        lie = [[like for like in found if like.memory == k] for k in range(len(call.memory))]
+        memory = [self._zeros(size, likes) for size, likes in zip(call.memory, lie, strict=True)]
 
         def tensor(like: Like) -> torch.Tensor:
             t = memory[like.memory]

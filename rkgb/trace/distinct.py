@@ -56,7 +56,7 @@ class DistinctCalls:
             if key not in numbers:
                 numbers[key] = len(memory)
                 memory.append(t.untyped_storage().nbytes())
-            return Like(numbers[key], t.storage_offset(), tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
+            return Like(numbers[key], int(t.storage_offset()), tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
 
         args, kwargs = map_tensors((args, kwargs), like)
         key = func, repr((args, kwargs)), tuple(memory), mode

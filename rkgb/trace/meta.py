@@ -176,7 +176,7 @@ def _convolution(
 
 
 def _convolution_there(*arguments: Any) -> torch.Tensor:
-    """What ``_convolution`` makes of tensors without data. On a device channels come last if they do in one of these."""
+    """What ``_convolution`` makes of tensors without data. On a device channels come last if they do in one of two."""
     result: torch.Tensor = torch.ops.aten.convolution(*arguments[:9])
     formats = [suggest_memory_format(t) for t in arguments[:2]]
     last = next((form for form in formats if form is not torch.contiguous_format), torch.contiguous_format)
