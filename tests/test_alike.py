@@ -158,6 +158,7 @@ RUN: dict[str, Callable[..., Any]] = {
     "lies otherwise": lambda x: F.conv2d(images(x), torch.ones(3, 12, 3, 3), padding="same"),
     "casts of autocast": mixed,
     "sizes by values": lambda x: x[x[:, 0] > 0],
+    "transforms": lambda x: torch.vmap(torch.dot)(x, x),
     "Python": lambda x: x.detach().view(torch.int32).bitwise_and(3) * x,
 }
 

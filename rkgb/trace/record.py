@@ -153,13 +153,18 @@ def _traceable_run(model: torch.nn.Module, seen: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mode_put_back() -> Iterator[None]:
-    """Captured programs switch gradients and autocast by calls, of which an error leaves out those that switch back."""
+    """Captured programs switch gradients and autocast, and begin ``vmap``, by calls, of which an error leaves out those
+    that switch back.
+    """
     grad, nesting = torch.is_grad_enabled(), _autocast_nesting()
+    transforms: Any = torch._C._functorch
+    depth = transforms.get_dynamic_layer_stack_depth()
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in KINDS]
     try:
         with attention_by(attention_kernels()):
             yield
     finally:
+        transforms.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         torch.set_grad_enabled(grad)
         for kind, enabled, dtype in casts:
             torch.set_autocast_enabled(kind, enabled)
