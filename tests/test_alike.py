@@ -155,6 +155,7 @@ def test_a_rule_that_says_otherwise_is_found_out(kernel: Callable[..., Any]) -> 
 
 RUN: dict[str, Callable[..., Any]] = {
     "refuses zeros": lambda x: torch.linalg.cholesky(x.t() @ x + torch.eye(16)),
+    "would end a GPU's work": lambda x: x * torch.multinomial(x.detach().abs(), 1),
     "lies otherwise": lambda x: F.conv2d(images(x), torch.ones(3, 12, 3, 3), padding="same"),
     "casts of autocast": mixed,
     "sizes by values": lambda x: x[x[:, 0] > 0],
