@@ -93,6 +93,7 @@ ALIKE: dict[str, Callable[..., Any]] = {
     "a parameter written": averaged,
     "convolution": lambda x: F.conv2d(x.reshape(2, 12, 4, 4), torch.ones(3, 12, 3, 3), padding=1).relu_(),
     "channels last": lambda x: F.max_pool2d(F.conv2d(images(x), torch.ones(3, 12, 3, 3), padding=1), 2),
+    "group norm": lambda x: F.group_norm(images(x), 3).mean() + F.group_norm(x.reshape(2, 12, 16), 4),
     "batch norm": lambda x, mean, var: F.relu(F.batch_norm(x.reshape(2, 12, 4, 4), mean, var, None, None, True)),
     "embedding": lambda x, weight: F.embedding((x > 0).long().sum(1), weight[:, None] * x[0]),
     "several results": lambda x: x.sort(-1)[0] + torch.cat(x.chunk(2, 1)[::-1], 1) + x.topk(1)[0],
@@ -171,7 +172,7 @@ def test_what_does_not_show_is_run(name: str) -> None:
 
 def test_another_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention saves otherwise where there are no data, if nobody sees to it."""
-    monkeypatch.setattr("rkgb.trace.meta.attention_on_cpu", torch.ops.aten.scaled_dot_product_attention.default)
+    monkeypatch.setattr("rkgb.trace.meta._ON_CPU", {})
     assert shown_and_run(ALIKE["attention"])[0] is None
 
 

@@ -7,6 +7,7 @@ they are on a device.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -114,8 +115,8 @@ class OnMeta:
             return _constant(func(*args, **kwargs))
         if func in _CONVOLUTIONS:
             return _convolution(func, *args, **kwargs)
-        if func is F.scaled_dot_product_attention and self.on_cpu:
-            return _lying_as(func(*args, **kwargs), partial(attention_on_cpu, *args, **kwargs))
+        if func in _ON_CPU and self.on_cpu:
+            return _lying_as(func(*args, **kwargs), partial(_ON_CPU[func], *args, **kwargs))
         if func is torch.Tensor.__setitem__ and type(args[2]) in (int, float, bool):
             args = (*args[:2], _untraced(lambda: torch.tensor(args[2], dtype=args[0].dtype)))
         if kwargs.get("device") is not None or (self.usual and func in _device_constructors()):
@@ -183,6 +184,30 @@ def _convolution_there(*arguments: Any) -> torch.Tensor:
     return result.contiguous(memory_format=last)
 
 
+def _group_norm_on_cpu(
+    input: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> torch.Tensor:
+    """What ``group_norm`` makes of tensors without data; where channels come last, they do so in it and its result."""
+    input = input.contiguous(memory_format=suggest_memory_format(input))
+    size = *input.shape[:2], math.prod(input.shape[2:])
+    result: torch.Tensor = torch.ops.aten.native_group_norm(input, weight, bias, *size, groups, eps)[0]
+    return result
+
+
+_ON_CPU: dict[Any, Callable[..., torch.Tensor]] = {
+    F.scaled_dot_product_attention: attention_on_cpu,
+    torch.ops.aten.scaled_dot_product_attention.default: attention_on_cpu,
+    torch.group_norm: _group_norm_on_cpu,
+    torch.ops.aten.group_norm.default: _group_norm_on_cpu,
+}
+"""What stands for functions, and for the operators that they are recorded as, where tensors are on a CPU."""
+
+
 def _lying_as(made: torch.Tensor, there: Callable[[], torch.Tensor]) -> torch.Tensor:
     """``made``, as it lies where ``there`` makes it, under the name that a trace has for it."""
     if _C._get_tracing_state() is None:
@@ -221,8 +246,8 @@ def run_on_meta(node: Node, device: torch.device) -> Node:
     if next(tensors_in((node.args, [a for _, a in node.kwargs])), None) is not None:
         kwargs = tuple((k, map_tensors(a, _constant_on_meta)) for k, a in node.kwargs)
         node = dataclasses.replace(node, args=map_tensors(node.args, _constant_on_meta), kwargs=kwargs)
-    if node.op is torch.ops.aten.scaled_dot_product_attention.default and device.type == "cpu":
-        node = dataclasses.replace(node, op=attention_on_cpu)
+    if device.type == "cpu" and node.op in _ON_CPU:
+        node = dataclasses.replace(node, op=_ON_CPU[node.op])
     elif node.op is torch.ops.aten._convolution.default:
         node = dataclasses.replace(node, op=_convolution_there)
     return node
