@@ -1,8 +1,8 @@
 """Whether what a trace without data shows holds on a device.
 
 Torch may spell, save and allocate otherwise where there are no data. So each distinct call of a program is made once on
-the device, on zeros, and what is traced and seen there is compared with what is without data. A call sees of others
-only what it is given. So where all distinct calls are alike, the graphs of the program are.
+the device, on zeros, and what is traced and seen there is compared with what is without data. A call sees
+of others only what it is given. So where all distinct calls are alike, the graphs of the program are.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from rkgb.trees import tensors_in, tensors_of
 def graphs_without_data(model: torch.nn.Module, call: Call, device: torch.device) -> tuple[B_graph, D_graph] | None:
     """B and D of ``call`` of a program ``model``, both on the meta device, as they are on ``device``.
 
-    None where what shows without data differs there, or where it takes data; and where the program runs Python of the
-    user's, of which nothing tells what else it does.
+    None where what shows without data differs there, or where it takes data; where the program runs Python of the
+    user's, of which nothing tells what else it does; and where what is given to one call takes more memory
+    than a step.
     """
     calls = DistinctCalls()
     try:
@@ -48,6 +49,8 @@ def graphs_without_data(model: torch.nn.Module, call: Call, device: torch.device
         return None
     if any(d.values[v].stride != lies for v, lies in b.strides.items() if v in d.values):
         return None  # calls were noted with tensors that lie otherwise
+    if any(sum(call.memory) > _memory_of_a_step(d) for call in calls.calls()):
+        return None
     if not _are_alike(calls.calls(), device):
         return None
     structure = dataclasses.replace(b.structure, written=_written_parameters(d))
@@ -63,6 +66,16 @@ def _written_parameters(d: D_graph) -> tuple[str, ...]:
     return tuple(name for v, name in parameters.items() if d.values[v].storage in written)
 
 
+def _memory_of_a_step(d: D_graph) -> int:
+    """Bytes that a step takes at least: what forward computes and saves, gradients of what the program starts from, and
+    while forward runs, its largest value.
+    """
+    saved = {x for facts in d.facts for x in facts.saved.storages if d.storages[x].owner is not None}
+    kept = sum(d.storages[x].bytes for x in saved) + sum(sum(facts.saved.private) for facts in d.facts)
+    made = (value.bytes for v, value in d.values.items() if v not in d.sources)
+    return kept + sum(d.values[v].bytes for v in d.sources if d.values[v].requires_grad) + max(made, default=0)
+
+
 class _Calls(torch.nn.Module):
     """A program that makes ``calls``, each on zeros of its own."""
 
@@ -72,7 +85,7 @@ class _Calls(torch.nn.Module):
         """``where``: the parameter is; what is made is on ``device``."""
         super().__init__()
         self.calls, self.device = calls, device
-        self.one = torch.nn.Parameter(torch.ones(1, device=where))
+        self.zero = torch.nn.Parameter(torch.zeros(1, device=where))
 
     def forward(self) -> list[torch.Tensor]:
         """An empty tensor of each result, so that none counts as unread."""
@@ -105,8 +118,9 @@ class _Calls(torch.nn.Module):
         """Memory of ``size`` bytes, in which tensors ``likes`` lie."""
         first = likes[0]
         shape = first.shape if _is_whole(first, size, likes) else (size // first.dtype.itemsize,)
-        made = torch.zeros(shape, dtype=first.dtype, device=self.device)
-        return made * self.one.to(first.dtype) if any(like.requires_grad for like in likes) else made
+        if any(like.requires_grad for like in likes):
+            return self.zero.to(first.dtype).expand(shape).clone(memory_format=torch.contiguous_format)
+        return torch.zeros(shape, dtype=first.dtype, device=self.device)
 
 
 def _is_whole(like: Like, size: int, others: Sequence[Like]) -> bool:
