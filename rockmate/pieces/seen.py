@@ -11,9 +11,12 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rkgb.nodes import Mode
 from rkgb.storages import storage_key, version_of
+from rkgb.trace.capture import current_mode
 from rkgb.trace.written import has_memory
 from rkgb.trees import tensors_in
+from rockmate.pieces.kernels import form_of
 
 
 @dataclass
@@ -25,6 +28,8 @@ class Seen:
     gradient. ``writes``: the bases of what it changes in place. ``draws``: whether it draws random numbers.
     ``number``: whether it is a number. ``switches``: whether it is called for what it does to torch (its grad mode).
     ``one_type``: whether all its tensors are of one type. ``form``: sizes, strides and type of its result.
+    ``argument``: the result as pieces are compiled for it (see ``form_of``), if it is a tensor or a number.
+    ``mode``: in which it ran.
     """
 
     light: bool
@@ -37,6 +42,8 @@ class Seen:
     switches: bool = False
     one_type: bool = True
     form: Hashable = None
+    argument: Hashable = None
+    mode: Mode = field(default_factory=Mode)
 
 
 def watch(program: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Seen]:
@@ -80,6 +87,8 @@ class _Watched(fx.Interpreter):
             number=isinstance(result, (int, float)),
             one_type=len({t.dtype for t in tensors}) == 1,
             form=tuple((t.shape, t.stride(), t.dtype) for t in made) if _is_plain(made) else None,
+            argument=form_of(result) if isinstance(result, (torch.Tensor, int, float)) and _is_plain(made) else None,
+            mode=current_mode(),
             switches=n.op == "call_function" and not tensors and not isinstance(result, (int, float, tuple, list)),
         )
 
