@@ -92,7 +92,7 @@ def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) 
     from torch._functorch.aot_autograd import aot_function
     from torch._guards import TracingContext, tracing
     from torch._inductor.decomposition import select_decomp_table
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     start = time.perf_counter()
@@ -122,7 +122,8 @@ def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) 
     def backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         strides.extend(tuple(t.stride()) for t in example_inputs[len(example_inputs) - flowing :])
         found = standing_in(gm)
-        made["backward"] = inner_compiled(gm, example_inputs, is_backward=True)
+        with unset_fake_temporarily():
+            made["backward"] = inner_compiled(gm, example_inputs, is_backward=True)
         return make_boxed_func(found)
 
     with mode:
@@ -144,8 +145,9 @@ def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) 
         results = function(*tensors)
         flows = [r for r in results if r.requires_grad]
         flowing = len(flows)
-        torch.autograd.grad(flows, [t for t in tensors if t.requires_grad], [torch.zeros_like(r) for r in flows],
-                            allow_unused=True)  # fmt: skip
+        with mode:  # gradients that lie in another way than is expected are copied before the backward is compiled
+            torch.autograd.grad(flows, [t for t in tensors if t.requires_grad], [torch.zeros_like(r) for r in flows],
+                                allow_unused=True)  # fmt: skip
     are_tensors = tuple(isinstance(f, Form) for f in forms)
     seconds = time.perf_counter() - start
     return Kernel(made["forward"], made["backward"], count, tuple(strides), are_tensors, seconds)

@@ -279,6 +279,15 @@ def test_tied_frozen_and_adapted_weights() -> None:
     assert_bits_of_any_budget(planned(Adapted(), ids), (ids,))
 
 
+def test_gradients_may_lie_in_another_way_than_results() -> None:
+    """A cache of keys is a result, whose gradient the piece that makes it is to get in another layout."""
+    model = llama()
+    model.config.use_cache = True
+    rk = planned(model, tokens(2, 16), budget="85%")
+    rk(tokens(2, 16)).logits.float().square().mean().backward()
+    assert "of them compiled: 0" not in str(rk.plan)
+
+
 def test_other_sizes() -> None:
     """A batch of another size has kernels of its own, the same under every budget."""
     results = []
