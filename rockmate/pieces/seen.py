@@ -51,7 +51,7 @@ class Seen:
 
 def takes_one(n: fx.Node, seen: Mapping[fx.Node, Seen]) -> bool:
     """Whether ``n`` takes one of several results; ``getitem`` of a tensor is a view, or takes numbers from places."""
-    return n.target is getitem and seen[n.args[0]].several
+    return n.target is getitem and isinstance(n.args[0], fx.Node) and seen[n.args[0]].several
 
 
 def watch(program: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Seen]:
