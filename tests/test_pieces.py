@@ -124,6 +124,32 @@ def test_views_vanish_within_and_stay_across_the_border() -> None:
     )
 
 
+def test_a_tensor_that_is_indexed() -> None:
+    """A slice of what a piece makes is taken again outside; numbers from places stay outside."""
+
+    def function(x, w):  # type: ignore[no-untyped-def]
+        h = torch.tanh(x * 2)
+        places = (h @ w).argmax(-1)
+        return h[:, 0] @ w, torch.sin(h[places]).cos()
+
+    check(
+        function,
+        (tensor(4, 4), tensor(4, 4)),
+        [
+            "piece_0 = self.piece_0(x)",
+            "matmul = piece_0 @ w",
+            "argmax = matmul.argmax(-1)",
+            "getitem = piece_0[(slice(None, None, None), 0)]",
+            "matmul_1 = getitem @ w",
+            "getitem_1 = piece_0[argmax]",
+            "piece_1 = self.piece_1(getitem_1)",
+            "return (matmul_1, piece_1)",
+        ],
+        "mul_tanh",
+        "sin_cos",
+    )
+
+
 def test_several_results() -> None:
     """A residual and its norm; parts of a tensor, and results that come as a tuple."""
 

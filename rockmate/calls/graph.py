@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from rockmate.calls.shown import Shown
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.variants import Variant
-from rockmate.pieces.choice import runs_compiled
+from rockmate.pieces.choice import Choices
 from rockmate.pieces.program import Pieces, with_compiled_pieces
 
 
@@ -55,8 +55,8 @@ class CapturedGraph:
             without_wrappers(self.tensors)
             start = time.perf_counter()
             with undisturbed():
-                chosen = partial(runs_compiled, options=self.terms.options)
-                self.pieces = with_compiled_pieces(self.tensors, inputs, self.front.pieces, chosen)
+                choices = Choices(self.terms.options)
+                self.pieces = with_compiled_pieces(self.tensors, inputs, self.front.pieces, choices)
             self.front.inside.compiled = time.perf_counter() - start
             self.tensors = self.pieces.program
         self.module = Captured(self.tensors, inputs)

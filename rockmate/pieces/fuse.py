@@ -15,7 +15,7 @@ from rockmate.calls.captured import line_of
 from rockmate.pieces.functional import put_back
 from rockmate.pieces.groups import Grouping
 from rockmate.pieces.piece import Piece
-from rockmate.pieces.seen import Seen
+from rockmate.pieces.seen import Seen, takes_one
 
 MOST_WORDS = 4
 """Operations that the name of a piece has at most."""
@@ -81,7 +81,7 @@ def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict
 
 def _allocates(n: fx.Node, seen: Mapping[fx.Node, Seen]) -> bool:
     """Whether the result is memory that the node makes, or takes out of several results that are."""
-    return seen[n].base is n or (n.target is getitem and _allocates(n.all_input_nodes[0], seen))
+    return seen[n].base is n or (takes_one(n, seen) and _allocates(n.all_input_nodes[0], seen))
 
 
 def _needed(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:

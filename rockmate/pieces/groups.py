@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import getitem
 
 from torch import fx
 
-from rockmate.pieces.seen import Seen
+from rockmate.pieces.seen import Seen, takes_one
 
 LEAST_WORK = 2
 """Operators, views not counted, that a piece has at least: one alone is a kernel already."""
@@ -33,7 +32,7 @@ def grouped(program: fx.GraphModule, seen: Mapping[fx.Node, Seen]) -> Grouping:
     together = _fusible(nodes, seen)
     graph = _Contracted(nodes, before)
     for n in nodes:
-        if n.target is getitem and n in together:
+        if n in together and takes_one(n, seen):
             graph.merge(n, n.args[0])
     for n in nodes:
         for i in n.all_input_nodes:
@@ -52,7 +51,7 @@ def _fusible(nodes: list[fx.Node], seen: Mapping[fx.Node, Seen]) -> set[fx.Node]
     written = {base for n in nodes for base in seen[n].writes}
     found: set[fx.Node] = set()
     for n in nodes:
-        if n.target is getitem:
+        if takes_one(n, seen):
             if n.args[0] in found:
                 found.add(n)
         elif seen[n].light and seen[n].grad and seen[n].base not in written:

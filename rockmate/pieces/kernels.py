@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,8 +15,22 @@ from torch import fx
 
 from rkgb.program import in_mode
 from rkgb.trace.capture import current_mode
+from rockmate.pieces.inductor import Code, inner_compiled
 
-Code = Callable[[list[Any]], Sequence[torch.Tensor]]
+
+@dataclass(frozen=True)
+class Form:
+    """All of a tensor that code is made for."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def form_of(a: Any) -> Hashable:
+    """The ``Form`` of a tensor; anything else is what it is."""
+    return Form(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a
 
 
 @dataclass(frozen=True)
@@ -71,14 +85,14 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
-def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[bool]) -> Kernel:
-    """Compile ``body`` for such ``arguments``, tensors and numbers; ``wants``: which of them need a gradient."""
+def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) -> Kernel:
+    """Compile ``body`` for arguments of such ``forms``; ``wants``: which of them need a gradient. Nothing runs."""
     from torch._functorch import config as of_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.aot_autograd import aot_function
     from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     start = time.perf_counter()
@@ -86,27 +100,43 @@ def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[boo
     strides: list[tuple[int, ...]] = []
     *_, returned = body.graph.nodes
     count = len(returned.args[0])
+    mode = FakeTensorMode(static_shapes=True, shape_env=ShapeEnv())  # without one Inductor's disk cache is left out
+
+    def like(t: Any) -> torch.Tensor:
+        with mode:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+
+    def standing_in(gm: fx.GraphModule) -> Code:
+        """What is called in place of the code of ``gm``."""
+        *_, output = gm.graph.nodes
+        values = [o.meta["val"] if isinstance(o, fx.Node) else o for o in output.args[0]]
+        return lambda *_: [like(v) if isinstance(v, torch.Tensor) else v for v in values]
 
     def forward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         *_, output = gm.graph.nodes
         output.meta["user_visible_output_idxs"] = list(range(count))  # these lie as in eager mode
-        made["forward"] = compile_fx_inner(gm, example_inputs)
-        return made["forward"]
+        found = standing_in(gm)
+        made["forward"] = inner_compiled(gm, example_inputs)
+        return make_boxed_func(found)
 
     def backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         strides.extend(tuple(t.stride()) for t in example_inputs[len(example_inputs) - flowing :])
-        made["backward"] = compile_fx_inner(gm, example_inputs, is_backward=True)
-        return made["backward"]
+        found = standing_in(gm)
+        with unset_fake_temporarily():
+            made["backward"] = inner_compiled(gm, example_inputs, is_backward=True)
+        return make_boxed_func(found)
 
-    tensors = [
-        a.detach().requires_grad_(w) for a, w in zip(arguments, wants, strict=True) if isinstance(a, torch.Tensor)
-    ]
+    with mode:
+        tensors = [
+            torch.empty_strided(f.shape, f.strides, dtype=f.dtype, device=f.device).requires_grad_(w)
+            for f, w in zip(forms, wants, strict=True)
+            if isinstance(f, Form)
+        ]
 
     def call(*given: torch.Tensor) -> Any:
         feed = iter(given)
-        return body(*(next(feed) if isinstance(a, torch.Tensor) else a for a in arguments))
+        return body(*(next(feed) if isinstance(f, Form) else f for f in forms))
 
-    mode = FakeTensorMode(static_shapes=True, shape_env=ShapeEnv())  # without one Inductor's disk cache is left out
     with tracing(TracingContext(mode)), of_autograd.patch(donated_buffer=False):  # what is saved may be read again
         function = aot_function(
             call, forward, backward, partition_fn=_partitioned, decompositions=select_decomp_table(),
@@ -115,11 +145,12 @@ def compiled(body: fx.GraphModule, arguments: Sequence[Any], wants: Sequence[boo
         results = function(*tensors)
         flows = [r for r in results if r.requires_grad]
         flowing = len(flows)
-        torch.autograd.grad(flows, [t for t in tensors if t.requires_grad], [torch.zeros_like(r) for r in flows],
-                            allow_unused=True)  # fmt: skip
-    forward_code, backward_code = (_below_wrappers(made[which]) for which in ("forward", "backward"))
-    are_tensors = tuple(isinstance(a, torch.Tensor) for a in arguments)
-    return Kernel(forward_code, backward_code, count, tuple(strides), are_tensors, time.perf_counter() - start)
+        with mode:  # gradients that lie in another way than is expected are copied before the backward is compiled
+            torch.autograd.grad(flows, [t for t in tensors if t.requires_grad], [torch.zeros_like(r) for r in flows],
+                                allow_unused=True)  # fmt: skip
+    are_tensors = tuple(isinstance(f, Form) for f in forms)
+    seconds = time.perf_counter() - start
+    return Kernel(made["forward"], made["backward"], count, tuple(strides), are_tensors, seconds)
 
 
 def without_data(
@@ -147,12 +178,6 @@ def without_data(
     results = forward([a for a in arguments if isinstance(a, torch.Tensor)])[: len(flows)]
     strides = tuple(r.stride() for r, has_one in zip(results, flows, strict=True) if has_one)
     return Kernel(forward, backward, len(flows), strides, are_tensors, 0.0)
-
-
-def _below_wrappers(made: Any) -> Code:
-    """The function of a compiled graph, without what is for finding out how long the first call takes."""
-    found: Code = getattr(made, "current_callable", None) or made
-    return found
 
 
 def _partitioned(program: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from rkgb.device import KINDS
 from rockmate.pieces.dropout import seeded_dropout
 from rockmate.pieces.judged import Runner, check
-from rockmate.pieces.kernels import Kernel, compiled, isolated, without_data
+from rockmate.pieces.kernels import Kernel, compiled, form_of, isolated, without_data
 
 
 class Piece(torch.nn.Module):
@@ -32,6 +32,7 @@ class Piece(torch.nn.Module):
         self.__dict__["body"] = body
         self.wants, self.flows, self.words, self.where = wants, flows, words, where
         self.kernels: dict[Hashable, Kernel] = {}
+        self.ahead: dict[Hashable, Kernel] = {}  # compiled, and not yet called
 
     @cached_property
     def identity(self) -> Hashable:
@@ -46,7 +47,7 @@ class Piece(torch.nn.Module):
     @property
     def seconds(self) -> float:
         """That compiling took."""
-        return sum(k.seconds for k in self.kernels.values())
+        return sum(k.seconds for k in (*self.kernels.values(), *self.ahead.values()))
 
     def __repr__(self) -> str:
         """Nodes that call pieces count as equal where these print alike."""
@@ -54,18 +55,25 @@ class Piece(torch.nn.Module):
 
     def kernel(self, arguments: Sequence[Any]) -> Kernel:
         """The code for such arguments; compiled and compared with eager kernels if they are new."""
-        key = (*map(_form, arguments), *(torch.get_autocast_dtype(k) for k in KINDS if torch.is_autocast_enabled(k)))
+        forms = tuple(map(form_of, arguments))
+        key = _key(forms)
         found = self.kernels.get(key)
         if found is None:
             if any(isinstance(a, torch.Tensor) and a.is_meta for a in arguments):
                 found = without_data(self.__dict__["body"], arguments, self.wants, self.flows)
             else:
-                found = isolated(lambda: self._made(key, arguments))
+                found = isolated(lambda: self._compared(key, forms, arguments))
             self.kernels[key] = found
         return found
 
-    def _made(self, key: Hashable, arguments: Sequence[Any]) -> Kernel:
-        found = self.kernels[key] = compiled(self.__dict__["body"], arguments, self.wants)
+    def compile_for(self, forms: tuple[Any, ...]) -> None:
+        """Compile it for arguments of such ``forms`` (see ``form_of``), ahead of the first call."""
+        self.ahead[_key(forms)] = compiled(self.__dict__["body"], forms, self.wants)
+
+    def _compared(self, key: Hashable, forms: tuple[Any, ...], arguments: Sequence[Any]) -> Kernel:
+        if key not in self.ahead:
+            self.compile_for(forms)
+        found = self.kernels[key] = self.ahead.pop(key)
         try:
             check(Runner(self, arguments))
         except BaseException:
@@ -83,8 +91,8 @@ class Piece(torch.nn.Module):
         return results if len(results) > 1 else results[0]
 
 
-def _form(a: Any) -> Hashable:
-    return (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a
+def _key(forms: tuple[Any, ...]) -> Hashable:
+    return (*forms, *(torch.get_autocast_dtype(k) for k in KINDS if torch.is_autocast_enabled(k)))
 
 
 class _Applied(torch.autograd.Function):

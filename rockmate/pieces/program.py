@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx
 
+from rkgb.program import in_mode
 from rkgb.trace.capture import drop_saved, preserved
 from rockmate.calls.captured import Checkpointed
+from rockmate.pieces.choice import Choices
 from rockmate.pieces.dropout import with_seeds
 from rockmate.pieces.functional import without_writes
 from rockmate.pieces.fuse import Group, pieces_of, with_pieces
 from rockmate.pieces.groups import grouped
+from rockmate.pieces.inductor import at_once
+from rockmate.pieces.kernels import isolated
 from rockmate.pieces.norms import without_statistics
 from rockmate.pieces.piece import Piece
-from rockmate.pieces.seen import watch
+from rockmate.pieces.seen import Seen, watch
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """``program``: with pieces. ``pieces``: how often each is called. ``eager``: groups that run by eager kernels."""
+    """``program``: with pieces. ``pieces``: how often each is called. ``eager``: groups that run by eager kernels.
+    ``waited``: seconds for which compilers worked on after the code of all pieces was there.
+    """
 
     program: fx.GraphModule
     pieces: dict[Piece, int]
     eager: int
+    waited: float
 
     @property
     def seconds(self) -> float:
         """That compiling took so far."""
-        return sum(piece.seconds for piece in self.pieces)
+        return self.waited + sum(piece.seconds for piece in self.pieces)
 
     def __str__(self) -> str:
         count = sum(self.pieces.values())
@@ -46,9 +55,9 @@ def with_compiled_pieces(
     program: fx.GraphModule,
     inputs: Sequence[Any],
     known: dict[Hashable, Piece],
-    choices: Callable[[Piece, Sequence[Any]], bool],
+    choices: Choices,
 ) -> Pieces:
-    """``program`` with those of its light operations compiled that ``choices`` says for a piece and its arguments.
+    """``program`` with those of its light operations compiled that ``choices`` says.
 
     ``inputs``: of a call, on which pieces are looked at; buffers and generators are put back. ``known``: pieces by
     their identity, those of other programs of the model. Raises ``PieceError`` for a piece whose numbers are wrong.
@@ -66,6 +75,7 @@ def with_compiled_pieces(
             seen = watch(program, inputs)
     grouping = grouped(program, seen)
     groups = pieces_of(grouping, seen, known)
+    waited = isolated(partial(compile_ahead, groups, seen, choices))
     with preserved(torch.nn.Module(), changed):
         kept = _Judge(program, grouping.order, groups, choices).kept(inputs)
     chosen = [g for g in groups if g.piece in kept]
@@ -73,7 +83,23 @@ def with_compiled_pieces(
         with_pieces(program, grouping.order, chosen),
         dict(Counter(g.piece for g in chosen)),
         len(groups) - len(chosen),
+        waited,
     )
+
+
+def compile_ahead(groups: Sequence[Group], seen: Mapping[fx.Node, Seen], choices: Choices) -> float:
+    """Compile the pieces of ``groups`` that run compiled or are to be timed, each for the arguments of its first call;
+    returns for how many seconds it was waited for compilers at the end.
+    """
+    first = {group.piece: group for group in reversed(groups) if not group.piece.kernels}
+    with at_once():
+        for piece, group in first.items():
+            forms = tuple(seen[i].argument for i in group.inputs)
+            with in_mode(seen[group.members[0]].mode):
+                if None not in forms and choices.known(piece, forms) is not False:
+                    piece.compile_for(forms)
+        start = time.perf_counter()
+    return time.perf_counter() - start
 
 
 class _Judge(fx.Interpreter):
@@ -84,7 +110,7 @@ class _Judge(fx.Interpreter):
         program: fx.GraphModule,
         order: Sequence[fx.Node],
         groups: Sequence[Group],
-        choices: Callable[[Piece, Sequence[Any]], bool],
+        choices: Choices,
     ) -> None:
         super().__init__(with_pieces(program, order, groups))
         self.extra_traceback = False  # an error says where it is from
@@ -103,7 +129,7 @@ class _Judge(fx.Interpreter):
         if not isinstance(piece, Piece):
             return super().call_module(target, args, kwargs)
         if piece not in self.judged:
-            self.judged[piece] = self.choices(piece, args)
+            self.judged[piece] = self.choices.made(piece, args)
         return piece(*args) if self.judged[piece] else piece.eager(*args)
 
 

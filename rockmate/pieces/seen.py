@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rkgb.nodes import Mode
 from rkgb.storages import storage_key, version_of
+from rkgb.trace.capture import current_mode
 from rkgb.trace.written import has_memory
 from rkgb.trees import tensors_in
+from rockmate.pieces.kernels import form_of
 
 
 @dataclass
@@ -25,6 +29,9 @@ class Seen:
     gradient. ``writes``: the bases of what it changes in place. ``draws``: whether it draws random numbers.
     ``number``: whether it is a number. ``switches``: whether it is called for what it does to torch (its grad mode).
     ``one_type``: whether all its tensors are of one type. ``form``: sizes, strides and type of its result.
+    ``several``: whether the result is several tensors, of which other nodes take single ones.
+    ``argument``: the result as pieces are compiled for it (see ``form_of``), if it is a tensor or a number.
+    ``mode``: in which it ran.
     """
 
     light: bool
@@ -37,6 +44,14 @@ class Seen:
     switches: bool = False
     one_type: bool = True
     form: Hashable = None
+    several: bool = False
+    argument: Hashable = None
+    mode: Mode = field(default_factory=Mode)
+
+
+def takes_one(n: fx.Node, seen: Mapping[fx.Node, Seen]) -> bool:
+    """Whether ``n`` takes one of several results; ``getitem`` of a tensor is a view, or takes numbers from places."""
+    return n.target is getitem and isinstance(n.args[0], fx.Node) and seen[n.args[0]].several
 
 
 def watch(program: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Seen]:
@@ -80,6 +95,9 @@ class _Watched(fx.Interpreter):
             number=isinstance(result, (int, float)),
             one_type=len({t.dtype for t in tensors}) == 1,
             form=tuple((t.shape, t.stride(), t.dtype) for t in made) if _is_plain(made) else None,
+            several=isinstance(result, (tuple, list)),
+            argument=form_of(result) if isinstance(result, (torch.Tensor, int, float)) and _is_plain(made) else None,
+            mode=current_mode(),
             switches=n.op == "call_function" and not tensors and not isinstance(result, (int, float, tuple, list)),
         )
 

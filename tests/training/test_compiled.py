@@ -25,7 +25,8 @@ import rockmate
 from rockmate import InputError, Rockmate, measure_peak
 from rockmate.demo.gpt import GPT
 from rockmate.errors import PieceError
-from rockmate.pieces import judged
+from rockmate.pieces import inductor, judged
+from rockmate.pieces.kernels import no_warnings
 from rockmate.planning.finder import SCALARS
 
 vision.import_can_go_on()  # before transformers looks for torchvision
@@ -278,6 +279,15 @@ def test_tied_frozen_and_adapted_weights() -> None:
     assert_bits_of_any_budget(planned(Adapted(), ids), (ids,))
 
 
+def test_gradients_may_lie_in_another_way_than_results() -> None:
+    """A cache of keys is a result, whose gradient the piece that makes it is to get in another layout."""
+    model = llama()
+    model.config.use_cache = True
+    rk = planned(model, tokens(2, 16), budget="85%")
+    rk(tokens(2, 16)).logits.float().square().mean().backward()
+    assert "of them compiled: 0" not in str(rk.plan)
+
+
 def test_other_sizes() -> None:
     """A batch of another size has kernels of its own, the same under every budget."""
     results = []
@@ -380,6 +390,32 @@ def test_where_compiling_does_not_pay_eager_kernels_run(monkeypatch: pytest.Monk
     rk = Rockmate(model, rows(), "85%", compile=True, cache=False)
     assert "of them compiled: 0" in str(rk.plan)
     assert_same(trained(model, rk, (rows(),)), trained(eager, eager, (rows(),)))
+
+
+def test_compilers_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of all pieces is there before it is waited for the compilers of one."""
+    with no_warnings():
+        from torch._inductor import compile_fx
+        from torch._inductor.async_compile import AsyncCompile
+    events: list[str] = []
+    made, wait = compile_fx.compile_fx_inner, AsyncCompile.wait
+
+    def noted(word: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: (events.append(word), call(*args, **options))[1]
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", noted("code", made))
+    monkeypatch.setattr(AsyncCompile, "wait", noted("wait", wait))
+    planned(blocks(), rows())
+    assert events.count("code") > 2
+    assert "code" not in events[events.index("wait") :]
+
+
+def test_the_vector_unit_is_the_one_that_inductor_takes() -> None:
+    with no_warnings():
+        from torch._inductor import cpu_vec_isa
+    with inductor._vector_unit():
+        found = cpu_vec_isa.pick_vec_isa()
+    assert found == cpu_vec_isa.pick_vec_isa()
 
 
 @pytest.mark.parametrize("pays", [True, False])
