@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeGuard
 
 import torch
@@ -26,7 +27,7 @@ from rockmate.planning.checks import gets_sizes, refuse_lazy
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
-from rockmate.rotor.parts import Situation
+from rockmate.rotor.parts import Moment, Situation
 from solvers.errors import InfeasibleError
 from solvers.interrupts import Heeded
 from solvers.rotor.chain import Chain
@@ -105,6 +106,7 @@ class Checkpointable(nn.Module):
         self.sequence: Sequence | None = None
         self._judged: Sequence | None = None  # runs as it is
         self._situation: Situation | None = None
+        self._moments: list[Moment] = []  # of the last call
         self._earlier: list[tuple[Situation | None, Chain | None, Sequence | None]] = []
         self.training = model.training  # of the layers, some may be in another mode
         self._lazy = True  # whether layers may have no sizes yet
@@ -142,7 +144,8 @@ class Checkpointable(nn.Module):
                 functions, names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
             )
         self.chain, self.sequence = replace(chain, loss=chain.loss + self.loss_tmp_memory_usage), None
-        self._situation, self._earlier = Situation(functions, custom_input), []
+        self._moments = [*map(Moment, functions)]
+        self._situation, self._earlier = Situation(self._moments, custom_input), []
 
     def build_chain(self, mem_limit: int | float | str) -> None:
         """Let ``chain``, which was measured, have slots of ``mem_limit / mem_slots`` bytes."""
@@ -220,8 +223,10 @@ class Checkpointable(nn.Module):
         functions = self.functions
         if self._situation is None:
             self.measure(x)
-        elif not self._situation.covers(now := Situation(functions, x)):
-            self._turn_to(now, x)
+        else:
+            self._moments = [Moment(f, known) for f, known in zip_longest(functions, self._moments[: len(functions)])]
+            if not self._situation.covers(now := Situation(self._moments, x)):
+                self._turn_to(now, x)
         if self.sequence is None:
             self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
@@ -229,7 +234,7 @@ class Checkpointable(nn.Module):
             self.walked()
             self._judged = self.sequence
         names = self.names if self.verbosity > 1 else None
-        return Call(functions, self.sequence, names, self.preserve_rng_state).forward(x)
+        return Call(self._moments, self.sequence, names, self.preserve_rng_state).forward(x)
 
     def _turn_to(self, situation: Situation, x: Any) -> None:
         """Use the chain and sequence of an earlier situation that covers this one, or measure ``x``."""

@@ -19,12 +19,14 @@ from typing import Any, cast
 import torch
 
 from rkgb.program import in_mode
+from rkgb.randomness import watched_devices
 from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
+from rkgb.trees import tensor_leaves
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.rotor.inspection import in_place_message
-from rockmate.rotor.parts import Function, Held, versions_of
-from rockmate.rotor.stages import Stage
+from rockmate.rotor.parts import Function, Held, Moment, versions_of
+from rockmate.rotor.stages import Stage, drawn_since, states_of
 from solvers.rotor.ops import B, Fck, Fe, Loss, OnStage, Operation, Sequence
 from solvers.rotor.walk import check_order
 
@@ -34,13 +36,16 @@ Ops = tuple[OnStage, ...]
 class Call:
     """One forward and its backward, by the operations of ``sequence``.
 
-    ``names``: of the stages; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a
-    recompute draws the same random numbers.
+    ``layers``: earlier moments of the stages. ``names``: of the stages; if given, every operation is announced on
+    stderr. ``preserve_rng_state``: whether a recompute draws the same random numbers.
+
+    A checkpoint is a value with the states that torch's default generators had then. Stages that run again from it draw
+    one after another, as they first did, and what they leave goes with their output.
     """
 
     def __init__(
         self,
-        functions: Many[Function],
+        layers: Many[Moment],
         sequence: Sequence,
         names: Many[str] | None = None,
         preserve_rng_state: bool = True,
@@ -48,27 +53,39 @@ class Call:
         end = sequence.index(Loss())
         self.forward_part, self.todo = cast(tuple[Ops, Ops], (sequence[:end], sequence[end + 1 :]))
         self.names = names
-        self.stages = [Stage(f, preserve_rng_state) for f in functions]
+        self.layers, self.preserve_rng_state = layers, preserve_rng_state
+        self.stages = [Stage(layer, preserve_rng_state) for layer in layers]
         self.stored: dict[int, Held] = {}
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
         self.caches = bool(self.mode.autocast) and torch.is_autocast_cache_enabled()
 
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history."""
-        self.start = Held(x)
+        parameters = (p for layer in self.layers for p in layer.parameters.values())
+        self.devices = watched_devices((*tensor_leaves(x), *parameters)) if self.preserve_rng_state else ()
+        stopping = {a.index for a, b in pairwise(self.todo) if isinstance(a, Fe) and b == B(a.index)}
+        self.start = Held(x, {})
+        checkpoint = self.start
         for i, (operation, stage) in enumerate(zip(self.forward_part, self.stages, strict=True)):
             self._announce(operation)
             if isinstance(operation, Fe):
                 x = stage.first(x, None)
                 continue
             if isinstance(operation, Fck):
-                self.stored[i] = Held(x)
+                self.stored[i] = Held(x, {}) if i else self.start
             versions = versions_of(x)
-            output = stage.first(x, partial(self.prepare, i))
+            output = stage.first(x, partial(self.prepare, i), self.devices, i in stopping)
+            if isinstance(operation, Fck):
+                if checkpoint.states == stage.states:
+                    checkpoint.states = {}
+                checkpoint = self.stored[i]
+                checkpoint.states = stage.states
             if versions != versions_of(x):
                 raise ValueError(in_place_message(f"layer {i} ({stage.name})"))
             x = output
             del output  # the next stage may be the last to read it
+        if not drawn_since(checkpoint.states):
+            checkpoint.states = {}
         return x
 
     def prepare(self, i: int, index: int) -> None:
@@ -82,7 +99,7 @@ class Call:
             for operation, following in pairwise(now):
                 self._take(i, operation, following)
             if self.stages[i].slots[index] is None:
-                self._from_start(i)
+                self._from_before(i)
             self._drop_unread()
 
     def _take(self, i: int, operation: OnStage, following: OnStage) -> None:
@@ -96,13 +113,17 @@ class Call:
             self.stages[k].clear()
             self.stored.pop(k + 1, None)
             return
-        x = (self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)).read(self.stages[k].name)
+        held = self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)
+        stage = self.stages[k]
+        x, states = held.read(stage.name), held.states
         with self._caching():
-            x = self.stages[k].fill(x, following != B(k)) if isinstance(operation, Fe) else self.stages[k].again(x)
+            x = stage.fill(x, following != B(k), states) if isinstance(operation, Fe) else stage.again(x, states)
+        if not isinstance(operation, Fck):
+            held.states = {}
         if isinstance(operation, Fe):
-            self.stages[k].release_states()
+            stage.release_states()
         if x is not None:
-            self.stored[k + 1] = Held(x)
+            self.stored[k + 1] = Held(x, stage.states)
 
     def _drop_unread(self) -> None:
         """Release the inputs of the next stages whose backward reads no saved tensor: no slot will ask for them."""
@@ -113,15 +134,19 @@ class Call:
                 break
             self.stored.pop(run.index, None)
 
-    def _from_start(self, i: int) -> None:
-        """Fill the slots of stage ``i`` from the chain's input, for a backward that the sequence does not provide for:
+    def _from_before(self, i: int) -> None:
+        """Fill the slots of stage ``i`` from a value before it, for a backward that the sequence does not provide for:
         a second one, or one in another order.
         """
-        x = self.start.read(self.stages[0].name)
+        k = max((k for k in self.stored if k <= i), default=0)
+        held = self.stored.get(k, self.start)
+        x, states = held.read(self.stages[k].name), held.states or states_of(self.devices)
         with self._caching():
-            for stage in self.stages[:i]:
-                x = stage.again(x)
-            self.stages[i].fill(x, False)
+            for stage in self.stages[k : i + 1]:
+                x = stage.again(x, states) if stage is not self.stages[i] else stage.fill(x, False, states)
+                if not held.states and stage.states != states:
+                    raise RuntimeError(stage.gone())
+                states = stage.states
 
     @contextmanager
     def _caching(self) -> Iterator[None]:
@@ -170,4 +195,5 @@ class CheckpointOptim(torch.autograd.Function):
             if not isinstance(operation, Operation):
                 raise AttributeError(f"{operation!r} is no operation of a sequence (Fn, Fck, Fe, B, Loss)")
         check_order(len(functions), operations)
-        return Call(functions, operations, names, preserve_rng_state).forward(arg[0] if len(arg) == 1 else arg)
+        layers = [*map(Moment, functions)]
+        return Call(layers, operations, names, preserve_rng_state).forward(arg[0] if len(arg) == 1 else arg)

@@ -19,14 +19,14 @@ from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, ignore
 from rkgb.cost.saved import each_saved
 from rkgb.device import kind_of, one_device
 from rkgb.program import same
-from rkgb.randomness import refuse_unseen_draws, set_random_state
+from rkgb.randomness import refuse_unseen_draws, watched_devices
 from rkgb.storages import storage_key
 from rkgb.trace.capture import preserved
 from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.parts import Function, Moment, detached, versions_of
-from rockmate.rotor.stages import Stage
+from rockmate.rotor.stages import Stage, set_states, states_of
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Chain
 
@@ -126,7 +126,9 @@ class Probe:
         self._first_use(layer)
         self.moment = Moment(function)
         self.module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
-        self.states = self.moment.generator_states(x)
+        devices = watched_devices((*tensor_leaves(x), *self.moment.parameters.values()))
+        self.devices = devices if preserve_rng_state else ()
+        self.states = states_of([*devices, *self.moment.generators])
         self.anchor = torch.zeros((), requires_grad=True)
         self.leaves: dict[str, torch.Tensor] = {
             n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in self.moment.parameters.items()
@@ -166,13 +168,13 @@ class Probe:
         self._check_second_run(name)
         made, private, keeps_input, keeps_output = self._saved()
         stage = self._stage()
-        output, pass_peak, state = self._memory(lambda: stage.first(self.x, ignore))
+        output, pass_peak, state = self._memory(lambda: stage.first(self.x, ignore, self.devices))
         output, state = detached(output), max(0, state - made)  # what stays, and no slot can hold
         kept_peak, stays = self._memory(lambda: self.function(self.x))[1:]
         lasting = max(0, stays - made - private)  # no saved tensors, so they may stay as long as the graph
         peaks = []
         for wanted in (False, True):
-            peaks.append(self._memory(partial(stage.fill, self.x, wanted))[1])
+            peaks.append(self._memory(partial(stage.fill, self.x, wanted, stage.states))[1])
             stage.clear()
         backward_peak, input_gradient, parameter_gradients = self._backward(output)
         self.touched = sum(t.nbytes for t in tensor_leaves((self.x, output))) + private + lasting
@@ -200,8 +202,7 @@ class Probe:
     def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
         """The tensors of the output, with history. ``collect`` gets the gradients of ``x`` from the backward."""
         self.drop_gradients()
-        for source, state in self.states.items():
-            set_random_state(source, state)  # all runs take one path
+        set_states(self.states)  # all runs take one path
         x = self.x
         tapped = [t for t in tensor_leaves(x) if t.requires_grad]
         if tapped:
@@ -222,7 +223,7 @@ class Probe:
     # ------------------------------------------------------------------------------------------ memory
 
     def _stage(self) -> Stage:
-        return Stage(self.function, self.preserve_rng_state)
+        return Stage(self.moment, self.preserve_rng_state)
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
@@ -234,10 +235,10 @@ class Probe:
         """Raise ``InputError`` if a second run gives another output. Learns what buffers and attributes runs change."""
         with self._untouched():
             stage = self._stage()
-            first = tensor_leaves(stage.first(self.x, ignore))
+            first = tensor_leaves(stage.first(self.x, ignore, self.devices))
             assert stage.moment is not None
             stage.moment.learn_attributes()
-            again = tensor_leaves(stage.fill(self.x, True))
+            again = tensor_leaves(stage.fill(self.x, True, stage.states))
         if self.preserve_rng_state and not all(map(_alike, first, again)):
             raise InputError(
                 f"layer {name} ({type(self.function).__name__}) gives another output when it runs again: it reads what "
@@ -291,7 +292,7 @@ class Probe:
         classes = tuple(type(m) for _, m in moment.modules) or (id(self.function),)
         tensors = (*moment.owned.values(), *tensor_leaves(self.x))
         forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        return classes, moment.configuration(), forms
+        return classes, moment.configuration, forms
 
     def _run_to_its_end(self, mark: Mark) -> list[tuple[Any, Any]]:
         """The marks of a run when autograd saves the last tensor, and at its end."""
