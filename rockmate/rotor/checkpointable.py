@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from dataclasses import replace
 from itertools import zip_longest
+from numbers import Integral
 from typing import Any, TypeGuard
 
 import torch
@@ -47,13 +47,10 @@ class Checkpointable(nn.Module):
 
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
     then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
-    that may need more is measured and planned anew: with larger inputs than those measured, under another autocast or
-    other settings of torch, with other layers or other numbers as their attributes, with more that requires grad, or
-    after a call in which a layer changed a buffer in place for the first time; a few such situations are remembered.
-    That call itself may exceed the limit by copies of these buffers, and by tables that a layer makes for a longer
-    input. In ``eval()`` mode, without gradients, and under ``torch.func``'s transforms or with cached parametrizations
-    (with a ``BudgetWarning``) the model itself runs. The limit holds for the path that layers took when they were
-    measured: for one that branches on data or on random numbers, not for the other paths.
+    that may need more is measured and planned anew (docs/rotor.md), also after one in which a layer changed a buffer in
+    place for the first time; a few such situations are remembered. That call itself may exceed the limit by copies of
+    these buffers, and by tables that a layer makes for a longer input. In ``eval()`` mode, without gradients, and under
+    ``torch.func``'s transforms or with cached parametrizations (with a ``BudgetWarning``) the model itself runs.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
     https://hiepacs.gitlabpages.inria.fr/rotor).
@@ -97,10 +94,9 @@ class Checkpointable(nn.Module):
         self.model = model
         flatten(model)  # refuses what is no sequence of layers
         self.mem_limit = None if mem_limit is None else parse_bytes(mem_limit)
-        self.mem_slots = _whole("mem_slots", mem_slots, *_SLOTS)
+        self.mem_slots = _int("mem_slots", mem_slots, *_SLOTS)
         self.verbosity, self.preserve_rng_state = verbosity, preserve_rng_state
-        loss_bytes = _whole("loss_tmp_memory_usage", loss_tmp_memory_usage, 0, "bytes cannot be negative")
-        self.loss_tmp_memory_usage = loss_bytes
+        self.loss_tmp_memory_usage = _int("loss_tmp_memory_usage", loss_tmp_memory_usage, 0, "bytes cannot be negative")
         self.costs, self.algo = costs, "persistent"
         self.chain: Chain | None = None
         self.sequence: Sequence | None = None
@@ -172,7 +168,7 @@ class Checkpointable(nn.Module):
             raise InputError(f"there is no algorithm {algo!r}: use one of {', '.join(ALGORITHMS)}")
         if custom_mem_limit_bytes is not None and mem_limit is not None:
             raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
-        self.mem_slots = self.mem_slots if mem_slots is None else _whole("mem_slots", mem_slots, *_SLOTS)
+        self.mem_slots = self.mem_slots if mem_slots is None else _int("mem_slots", mem_slots, *_SLOTS)
         self._earlier = []
         given = (custom_mem_limit_bytes, mem_limit, self.mem_limit)
         self._compute(next((limit for limit in given if limit is not None), None), algo)
@@ -302,11 +298,9 @@ def _has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _whole(name: str, number: Any, least: int, why: str) -> int:
-    try:
-        number = operator.index(number)
-    except TypeError as error:
-        raise InputError(f"{name} is {number!r}: give a whole number") from error
+def _int(name: str, number: Any, least: int, why: str) -> int:
+    if not isinstance(number, Integral):
+        raise InputError(f"{name} is {number!r}: give a whole number")
     if number < least:
         raise InputError(f"{name} is {number}: {why}")
     return int(number)

@@ -19,14 +19,14 @@ from typing import Any, cast
 import torch
 
 from rkgb.program import in_mode
-from rkgb.randomness import watched_devices
 from rkgb.settings import settings
+from rkgb.storages import versions_of
 from rkgb.trace.capture import current_mode
 from rkgb.trees import tensor_leaves
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.rotor.inspection import in_place_message
-from rockmate.rotor.parts import Function, Held, Moment, versions_of
-from rockmate.rotor.stages import Stage, drawn_since, states_of
+from rockmate.rotor.parts import Function, Held, Moment
+from rockmate.rotor.stages import Stage
 from solvers.rotor.ops import B, Fck, Fe, Loss, OnStage, Operation, Sequence
 from solvers.rotor.walk import check_order
 
@@ -38,22 +38,14 @@ class Call:
 
     ``layers``: earlier moments of the stages. ``names``: of the stages; if given, every operation is announced on
     stderr. ``preserve_rng_state``: whether a recompute draws the same random numbers.
-
-    A checkpoint is a value with the states that torch's default generators had then. Stages that run again from it draw
-    one after another, as they first did, and what they leave goes with their output.
     """
 
     def __init__(
-        self,
-        layers: Many[Moment],
-        sequence: Sequence,
-        names: Many[str] | None = None,
-        preserve_rng_state: bool = True,
+        self, layers: Many[Moment], sequence: Sequence, names: Many[str] | None, preserve_rng_state: bool
     ) -> None:
         end = sequence.index(Loss())
         self.forward_part, self.todo = cast(tuple[Ops, Ops], (sequence[:end], sequence[end + 1 :]))
         self.names = names
-        self.layers, self.preserve_rng_state = layers, preserve_rng_state
         self.stages = [Stage(layer, preserve_rng_state) for layer in layers]
         self.stored: dict[int, Held] = {}
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
@@ -61,31 +53,21 @@ class Call:
 
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history."""
-        parameters = (p for layer in self.layers for p in layer.parameters.values())
-        self.devices = watched_devices((*tensor_leaves(x), *parameters)) if self.preserve_rng_state else ()
         stopping = {a.index for a, b in pairwise(self.todo) if isinstance(a, Fe) and b == B(a.index)}
-        self.start = Held(x, {})
-        checkpoint = self.start
+        self.start = Held(x)
         for i, (operation, stage) in enumerate(zip(self.forward_part, self.stages, strict=True)):
             self._announce(operation)
             if isinstance(operation, Fe):
                 x = stage.first(x, None)
                 continue
             if isinstance(operation, Fck):
-                self.stored[i] = Held(x, {}) if i else self.start
-            versions = versions_of(x)
-            output = stage.first(x, partial(self.prepare, i), self.devices, i in stopping)
-            if isinstance(operation, Fck):
-                if checkpoint.states == stage.states:
-                    checkpoint.states = {}
-                checkpoint = self.stored[i]
-                checkpoint.states = stage.states
-            if versions != versions_of(x):
+                self.stored[i] = Held(x)
+            versions = versions_of(before := tensor_leaves(x))
+            output = stage.first(x, partial(self.prepare, i), i in stopping)
+            if versions != versions_of(before):
                 raise ValueError(in_place_message(f"layer {i} ({stage.name})"))
             x = output
-            del output  # the next stage may be the last to read it
-        if not drawn_since(checkpoint.states):
-            checkpoint.states = {}
+            del output, before  # the next stage may be the last to read it
         return x
 
     def prepare(self, i: int, index: int) -> None:
@@ -99,7 +81,7 @@ class Call:
             for operation, following in pairwise(now):
                 self._take(i, operation, following)
             if self.stages[i].slots[index] is None:
-                self._from_before(i)
+                self._from_start(i)
             self._drop_unread()
 
     def _take(self, i: int, operation: OnStage, following: OnStage) -> None:
@@ -113,17 +95,13 @@ class Call:
             self.stages[k].clear()
             self.stored.pop(k + 1, None)
             return
-        held = self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)
-        stage = self.stages[k]
-        x, states = held.read(stage.name), held.states
+        x = (self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)).read(self.stages[k].name)
         with self._caching():
-            x = stage.fill(x, following != B(k), states) if isinstance(operation, Fe) else stage.again(x, states)
-        if not isinstance(operation, Fck):
-            held.states = {}
+            x = self.stages[k].fill(x, following != B(k)) if isinstance(operation, Fe) else self.stages[k].again(x)
         if isinstance(operation, Fe):
-            stage.release_states()
+            self.stages[k].release_states()
         if x is not None:
-            self.stored[k + 1] = Held(x, stage.states)
+            self.stored[k + 1] = Held(x)
 
     def _drop_unread(self) -> None:
         """Release the inputs of the next stages whose backward reads no saved tensor: no slot will ask for them."""
@@ -134,19 +112,15 @@ class Call:
                 break
             self.stored.pop(run.index, None)
 
-    def _from_before(self, i: int) -> None:
-        """Fill the slots of stage ``i`` from a value before it, for a backward that the sequence does not provide for:
+    def _from_start(self, i: int) -> None:
+        """Fill the slots of stage ``i`` from the chain's input, for a backward that the sequence does not provide for:
         a second one, or one in another order.
         """
-        k = max((k for k in self.stored if k <= i), default=0)
-        held = self.stored.get(k, self.start)
-        x, states = held.read(self.stages[k].name), held.states or states_of(self.devices)
+        x = self.start.read(self.stages[0].name)
         with self._caching():
-            for stage in self.stages[k : i + 1]:
-                x = stage.again(x, states) if stage is not self.stages[i] else stage.fill(x, False, states)
-                if not held.states and stage.states != states:
-                    raise RuntimeError(stage.gone())
-                states = stage.states
+            for stage in self.stages[:i]:
+                x = stage.again(x)
+            self.stages[i].fill(x, False)
 
     @contextmanager
     def _caching(self) -> Iterator[None]:
@@ -176,8 +150,7 @@ class CheckpointOptim(torch.autograd.Function):
     draws the same random numbers. ``arg``: one tensor, or several, which the first stage gets as a tuple.
 
     It returns the output of the last stage in the autograd graph of eager mode, for programs that bring their own
-    sequence. Raises ``ValueError`` for operations in an order that cannot run, such as a backward operation in the
-    forward phase or ``Loss`` in the backward phase, ``AttributeError`` for an object that is no operation.
+    sequence. Raises ``ValueError`` for operations in an order that cannot run, ``AttributeError`` for what is none.
     """
 
     @classmethod

@@ -9,7 +9,7 @@ dicts is not put back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -23,9 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
-from rkgb.randomness import RandomSource, generators_in
+from rkgb.randomness import RandomSource, generators_in, random_bytes, watched_devices
 from rkgb.settings import settings
-from rkgb.storages import version_of
+from rkgb.storages import versions_of
 from rkgb.trace.capture import current_mode
 from rkgb.trees import tensor_leaves
 
@@ -49,16 +49,15 @@ def changing(function: Function) -> frozenset[str]:
 
 
 class Moment:
-    """A layer when a run of it begins. A plain function has no modules.
+    """A layer (a plain function has no modules) when a run of it begins.
 
     ``modules``: each once, with names that end with a dot. ``parameters``, ``buffers``: each once, by name; ``owned``:
     both, with their ``versions``. ``statistics``: the buffers that batch and instance norms update in training; a class
     with a forward of its own may read its statistics, which are then buffers like others. ``held``: the dictionaries of
     modules, parameters and buffers, and what they held; ``places``: where in them each of ``owned`` is. ``plain``: each
-    module, the names and classes of its attributes, those of its own that are plain, and its ``held`` dictionaries and
-    generators. ``generators``: what modules hold of them.
-
-    ``known``: an earlier moment of the layer. Where only versions differ from it, the two share all else.
+    module, the names and classes of its attributes, those of its own that are plain, and with these its ``held``
+    dictionaries and generators. ``generators``: what modules hold of them. ``known``: an earlier moment; where nothing
+    but versions differs, the two have all else in common.
     """
 
     def __init__(self, function: Function, known: Moment | None = None) -> None:
@@ -66,7 +65,7 @@ class Moment:
             vars(self).update(vars(known))
         else:
             self._look(function)
-        self.versions = _versions(self.owned.values())
+        self.versions = versions_of(self.owned.values())
 
     def _look(self, function: Function) -> None:
         self.function = function
@@ -90,30 +89,26 @@ class Moment:
         norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
         names = [p + k for p in norms for k in ("running_mean", "running_var", "num_batches_tracked")]
         self.statistics = {name: self.buffers[name] for name in names if name in self.buffers}
-        self.plain: list[tuple[nn.Module, list[str], list[type], Dict, Dict]] = []
+        self.plain: list[tuple[nn.Module, list[str], list[type | None], Dict, Dict]] = []
         self.generators: list[torch.Generator] = []
         for _, module in self.modules:
             attributes = vars(module)
             own = {k: v for k, v in attributes.items() if k not in _OF_ALL}
             plain = {k: v for k, v in own.items() if _is_plain(v)}
             generators = {k: v for k, v in own.items() if k not in plain and generators_in([v])}
-            classes = [*map(type, attributes.values())]
-            if any(type(v) is tuple and k not in plain for k, v in own.items()):
-                classes = []  # it may be plain later: to be looked at each time
-            others = {k: attributes[k] for k in ("_modules", "_parameters", "_buffers")} | generators
-            self.plain.append((module, [*attributes], classes, plain, others))
+            # A tuple may be plain later: it is no class, so that it is looked at each time.
+            classes = [None if type(v) is tuple and k not in plain else type(v) for k, v in attributes.items()]
+            same = {k: attributes[k] for k in ("_modules", "_parameters", "_buffers")} | plain | generators
+            self.plain.append((module, [*attributes], classes, plain, same))
             self.generators += generators.values()
 
     def is_still_so(self) -> bool:
         """Whether the layer has the same modules, parameters, buffers, plain attributes and generators now."""
-        for module, names, classes, *of_module in self.plain:
+        for module, names, classes, _, same in self.plain:
             attributes = vars(module)
-            if [*map(type, attributes.values())] != classes or [*attributes] != names:
+            alike = [*map(type, attributes.values())] == classes and [*attributes] == names
+            if not (alike and all(map(is_, map(attributes.get, same), same.values()))):
                 return False
-            for values in of_module:
-                for k, v in values.items():
-                    if attributes[k] is not v:
-                        return False
         return not _differing(self.held)
 
     @cached_property
@@ -128,20 +123,24 @@ class Moment:
             found += [(k, v != 0 if type(v) is float else v) for k, v in plain.items() if k not in changed]
         return tuple(found)
 
-    def copies(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers, to see later which of them the run changed: some operations leave version counters
-        alone. A buffer may change in some runs only (a codebook at every third step), so all are copied.
+    def generator_states(self, x: Any) -> dict[RandomSource, bytes]:
+        """The states, in Python's memory, of the generators that a run on the input ``x`` may draw from: those of the
+        modules, and the default ones of the CPU and of the devices of ``x`` and the parameters.
         """
+        devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
+        sources: list[RandomSource] = [*devices, *self.generators]
+        return {source: random_bytes(source) for source in sources}
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """Copies of the buffers, to see later which the run changed: some operations leave version counters alone."""
         return {n: b.clone() for n, b in self.buffers.items() if n not in self.statistics}
 
     def learn_buffers(self, copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """After the run: note which buffers it changed in place, statistics of norms left out.
-
-        Returns of the ``copies`` those of buffers that this run, or an earlier one, changed: a plan counts them. What
-        fake quantizations observe always counts as changed.
+        """After the run: note which buffers it changed in place, statistics of norms left out, but all that fake
+        quantizations observe. Returns the ``copies`` of buffers that any run so far changed, which a plan counts.
         """
         if len(self.buffers) > len(self.statistics):
-            versions = zip(self.owned, _versions(self.owned.values()), self.versions, strict=True)
+            versions = zip(self.owned, versions_of(self.owned.values()), self.versions, strict=True)
             names = {n for n, now, then in versions if n in self.buffers and now != then}
             names |= {n for n, copy in copies.items() if not torch.equal(self.buffers[n], copy)}
             quantizers = [(prefix, m) for prefix, m in self.modules if isinstance(m, FakeQuantizeBase)]
@@ -156,11 +155,8 @@ class Moment:
                 _changed_attributes[module] = _changed_attributes.get(module, frozenset()) | names
 
     def check(self, name: str, scratch: dict[str, torch.Tensor]) -> None:
-        """Raise ``RuntimeError`` if a parameter or buffer of the layer called ``name`` was changed in place since.
-
-        ``scratch``: those of which there is a copy.
-        """
-        for k, now, then in zip(self.owned, _versions(self.owned.values()), self.versions, strict=True):
+        """Raise ``RuntimeError`` if layer ``name`` has a tensor that was changed in place since, but ``scratch``."""
+        for k, now, then in zip(self.owned, versions_of(self.owned.values()), self.versions, strict=True):
             if now != then and k not in scratch:
                 parameter = isinstance(self.owned[k], nn.Parameter)
                 before = "optimizer.step()" if parameter else "the next forward, or what else changes it"
@@ -179,25 +175,16 @@ class Moment:
         try:
             if not so:
                 _restore(self.held)
-                for module, names, _, plain, others in self.plain:
+                for module, names, _, _, same in self.plain:
                     for name in vars(module).keys() - names:
                         del vars(module)[name]
-                    vars(module).update(plain | others)
+                    vars(module).update(same)
             for name, t in instead.items():
                 for d, k in self.places[name]:
                     d[k] = t
             yield
         finally:
             _restore([*held, *attributes])
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Afterwards the modules have the same attributes, parameters and buffers as now."""
-        now = [(d, d.copy()) for d in (*(d for d, _ in self.held), *(vars(m) for _, m in self.modules))]
-        try:
-            yield
-        finally:
-            _restore(now)
 
 
 def _is_plain(value: Any) -> bool:
@@ -216,35 +203,20 @@ def _restore(held: list[tuple[Dict, Dict]]) -> None:
         d.update(then)
 
 
-def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    try:
-        return [t._version for t in tensors]
-    except RuntimeError:  # those of inference mode count none
-        return [version_of(t) for t in tensors]
-
-
 class Held:
-    """A value from which a stage is recomputed, as it is now and without its history.
+    """A value from which a stage is recomputed, as it is now and without its history."""
 
-    ``states``: those that torch's default generators had then; none, where no stage draws that runs again from it.
-    """
-
-    def __init__(self, x: Any, states: Mapping[RandomSource, bytes]) -> None:
-        self.value, self.versions, self.states = detached(x), versions_of(x), states
+    def __init__(self, x: Any) -> None:
+        self.value, self.versions = detached(x), versions_of(tensor_leaves(x))
 
     def read(self, name: str) -> Any:
         """The value; ``name`` is the stage's. Raises ``RuntimeError`` if it was changed in place since."""
-        if versions_of(self.value) != self.versions:
+        if versions_of(tensor_leaves(self.value)) != self.versions:
             raise RuntimeError(
                 f"the input of {name} was changed in place between forward and backward, and the layer has to run "
                 "again from it: change a copy of it, or call backward first"
             )
         return self.value
-
-
-def versions_of(value: Any) -> list[int]:
-    """The version counters of the tensors in ``value``."""
-    return _versions(tensor_leaves(value))
 
 
 def detached(value: Any) -> Any:

@@ -8,17 +8,16 @@ saved tensor unless its output is wanted. Gradients, hooks and accumulation are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.cost.piece import ignore
 from rkgb.probe.contexts import functions_of, next_number
-from rkgb.randomness import RandomSource, random_bytes, set_random_state
+from rkgb.randomness import RandomSource, drawing_again, random_bytes
 from rkgb.storages import storage_key
 from rkgb.trace.code import not_compiled
 from rkgb.trees import tensor_leaves
@@ -26,8 +25,6 @@ from rockmate.rotor.parts import Moment, detached
 from rockmate.run.slots import changed
 
 Prepare = Callable[[int], None]
-States = Mapping[RandomSource, bytes]
-"""States of generators. Python has these bytes, not torch's allocator, which a limit is for."""
 
 
 class Stop(Exception):
@@ -55,8 +52,8 @@ class Slot:
         What was taken before is given again while it is alive: a custom function may read a saved tensor twice.
         """
         stage, index = self.stage, self.index
-        t, taken = stage.slots[index], stage.taken[index]
-        if t is None and taken is not None:
+        t = stage.slots[index]
+        if t is None and (taken := stage.taken[index]) is not None:
             t = taken()
         if t is None:
             self.prepare(index)
@@ -75,10 +72,9 @@ class Stage:
     for each tensor that the first run saved, in order, the number of its slot; None for a parameter or buffer.
     ``taken``: those that were read from slots. ``saves_early``: whether an operation saves a tensor that it fills
     afterwards, so that a recompute must not stop there. ``stopped``: whether the last recompute did. ``moment``: when
-    the first run began, before it an earlier one; None when what later runs need of it was released. ``states``: of
-    torch's default generators, when the first run began, and after a recompute when that ended. ``generators``,
-    ``buffers``: states of the layer's own generators, and contents of buffers, from before the first run, as far as it
-    changed them; ``generators`` is None if that is not known, as autograd keeps what was saved.
+    the first run began, an earlier one before it; None when what later runs need of it was released. ``generators``,
+    ``buffers``: random states, and contents of buffers, from before it, as far as it changed them; ``generators`` is
+    None if that is not known, as autograd keeps what was saved.
     """
 
     moment: Moment | None
@@ -87,21 +83,18 @@ class Stage:
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     saved: list[int | None] = field(default_factory=list)
     taken: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
-    states: States = field(default_factory=dict)
-    generators: States | None = None
+    generators: dict[RandomSource, bytes] | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     saves_early: bool = False
     stopped: bool = False
 
     def __post_init__(self) -> None:
-        assert self.moment is not None
-        self.function = self.moment.function
+        self.function = cast(Moment, self.moment).function
         self.name = type(self.function).__name__
 
-    def first(self, x: Any, prepare: Prepare | None, devices: Sequence[torch.device] = (), stops: bool = True) -> Any:
+    def first(self, x: Any, prepare: Prepare | None, stops: bool = True) -> Any:
         """Run for the first time; the output, with history. Slots stand for saved tensors; ``prepare`` fills them. If
-        it is None, autograd keeps the saved tensors. ``devices``: whose default generators are watched. ``stops``:
-        whether a recompute is planned that ends before its output.
+        it is None, autograd keeps the saved tensors. ``stops``: whether it is planned that a recompute stops.
         """
         self.moment = moment = Moment(self.function, self.moment)
         if prepare is None:
@@ -109,7 +102,7 @@ class Stage:
             output = self.function(x)
             moment.learn_buffers({})
             return output
-        self.states, own = states_of(devices), states_of(moment.generators if self.preserve_rng_state else ())
+        states = moment.generator_states(x) if self.preserve_rng_state else {}
         copies, begin = moment.copies(), next_number()
         fixed = {storage_key(t) for t in moment.owned.values()}
         slots, saved, kinds = self.slots, self.saved, self.kinds
@@ -126,16 +119,16 @@ class Stage:
 
         with saved_tensors_hooks(not_compiled(pack), _unpack):
             output = self.function(x)
-        self.generators = drawn_since(own)
+        self.generators = {d: s for d, s in states.items() if s != random_bytes(d)}
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
-        if self.generators or drawn_since(self.states) or not devices:  # else there is no such operation
+        if self.generators or not self.preserve_rng_state:  # such an operation draws
             made = functions_of(tensor_leaves(output), begin) if stops else ()
             self.saves_early = not stops or any(f.name().startswith(_EARLY) for f in made)
         return output
 
-    def fill(self, x: Any, wanted: bool, states: States) -> Any:
-        """Recompute the saved tensors from the detached input ``x``, into the slots. ``states``: as for ``again``.
+    def fill(self, x: Any, wanted: bool) -> Any:
+        """Recompute the saved tensors from the detached input ``x``, into the slots.
 
         Returns the detached output if ``wanted``; else None, and the run stops at the last saved tensor if it can.
         """
@@ -156,33 +149,31 @@ class Stage:
                     self.stopped = True
                     raise Stop
 
-        output = self.again(x, states, pack)
+        output = self.again(x, pack)
         return output if wanted else None
 
-    def again(self, x: Any, states: States, pack: Callable[[torch.Tensor], None] = ignore) -> Any:
+    def again(self, x: Any, pack: Callable[[torch.Tensor], None] = ignore) -> Any:
         """Recompute the detached output from the detached input ``x``; None if ``pack`` has stopped the run.
 
-        ``states``: of the default generators from which it draws. ``pack`` gets the saved tensors. The caller sets grad
-        mode, autocast and settings.
+        ``pack`` gets the saved tensors. The caller sets grad mode, autocast and settings.
         """
         moment = self.moment
         if moment is None:
-            raise RuntimeError(self.gone())
+            raise RuntimeError(self._gone())
         scratch = {name: t.clone() for name, t in (moment.statistics | self.buffers).items()}  # eager mode runs once
         moment.check(self.name, scratch)
         x = detached(x)  # autograd may hold the input of this run, and must not hold ours
         self.stopped = False
-        own = states_of(moment.generators) if self.generators is None else self.generators
+        states = moment.generator_states(x) if self.generators is None else self.generators
         hooks = saved_tensors_hooks(not_compiled(pack), _lost)
-        with moment.again(scratch), drawing({**states, **own}), hooks:
+        with moment.again(scratch), drawing_again([*states], [*states.values()]), hooks:
             try:
                 output = self.function(x)
             except Exception:  # an interpreter between, as TorchScript's, makes another error of a Stop
                 if not self.stopped:
                     raise
-            self.states = states_of(states)
-            if self.generators is None and drawn_since(own):
-                raise RuntimeError(self.gone())
+            if self.generators is None and any(s != random_bytes(d) for d, s in states.items()):
+                raise RuntimeError(self._gone())
         return None if self.stopped else detached(output)
 
     def clear(self) -> None:
@@ -194,39 +185,11 @@ class Stage:
         if self.generators or self.buffers:
             self.moment, self.generators, self.buffers = None, {}, {}
 
-    def gone(self) -> str:
-        """The error where it cannot run again."""
+    def _gone(self) -> str:
         return (
             f"a second backward needs {self.name} to run again, but the random state (or buffers) of its first run "
             "are gone: they go with the first backward. Call forward again instead of using retain_graph"
         )
-
-
-def states_of(sources: Iterable[RandomSource]) -> States:
-    """The states of generators."""
-    return {source: random_bytes(source) for source in sources}
-
-
-def drawn_since(states: States) -> States:
-    """Those of ``states``, of some time ago, that the generators have no more."""
-    return {source: state for source, state in states.items() if random_bytes(source) != state}
-
-
-@contextmanager
-def drawing(states: States) -> Iterator[None]:
-    """Generators have these ``states``, and their own again afterwards."""
-    outer = states_of(states)
-    try:
-        set_states(states)
-        yield
-    finally:
-        set_states(outer)
-
-
-def set_states(states: States) -> None:
-    """Give generators these states."""
-    for source, state in states.items():
-        set_random_state(source, torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 _EARLY = "RreluWithNoiseBackward"
