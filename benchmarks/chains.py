@@ -241,7 +241,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
             continue
         if options.flops:
             for row in counted(chains[name]):
-                print(name, ", ".join(f"{who} {of:.3f}" for who, of in row.items()), flush=True)
+                ratios = ", ".join(f"{who} {of:.3f}" for who, of in row.items() if who != "segments")
+                print(f"{name}: {row['segments']} segments: {ratios}", flush=True)
             continue
         command = [sys.executable, __file__, "--child", name, "--rounds", str(options.rounds)]
         command += ["--short"] if options.short else []
