@@ -71,9 +71,7 @@ def draws_unseen(node: Node, reads: Iterable[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def drawing_again(
-    sources: Sequence[RandomSource], states: Sequence[torch.Tensor] | Sequence[bytes] | None
-) -> Iterator[None]:
+def drawing_again(sources: Sequence[RandomSource], states: Sequence[torch.Tensor | bytes] | None) -> Iterator[None]:
     """A context in which ``sources`` have these ``states``. Afterwards their own states are restored, which are in
     Python's memory meanwhile.
     """
