@@ -34,10 +34,8 @@ def random_bytes(source: RandomSource) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
-def set_random_state(source: RandomSource, state: torch.Tensor | bytes) -> None:
-    """Restore what ``random_state`` or ``random_bytes`` returned."""
-    if isinstance(state, bytes):
-        state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+def set_random_state(source: RandomSource, state: torch.Tensor) -> None:
+    """Restore what ``random_state`` returned."""
     if type(source) is torch.device:
         kind_of(source).set_random_state(source, state)
     else:
@@ -71,21 +69,19 @@ def draws_unseen(node: Node, reads: Iterable[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def drawing_again(sources: Sequence[RandomSource], states: Sequence[torch.Tensor | bytes] | None) -> Iterator[None]:
-    """A context in which ``sources`` have these ``states``. Afterwards their own states are restored, which are in
-    Python's memory meanwhile.
-    """
+def drawing_again(sources: Sequence[RandomSource], states: Sequence[torch.Tensor] | None) -> Iterator[None]:
+    """A context in which ``sources`` have these ``states``. Afterwards their own states are restored."""
     if not states:
         yield
         return
-    outer = [random_bytes(x) for x in sources]
+    outer = [random_state(x) for x in sources]
     try:
         for x, state in zip(sources, states, strict=True):
             set_random_state(x, state)
         yield
     finally:
-        for x, own in zip(sources, outer, strict=True):
-            set_random_state(x, own)
+        for x, state in zip(sources, outer, strict=True):
+            set_random_state(x, state)
 
 
 def own_generators(modules: Iterable[torch.nn.Module]) -> list[torch.Generator]:

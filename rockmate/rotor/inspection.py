@@ -19,7 +19,7 @@ from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, ignore
 from rkgb.cost.saved import each_saved
 from rkgb.device import kind_of, one_device
 from rkgb.program import same
-from rkgb.randomness import random_state, refuse_unseen_draws, set_random_state
+from rkgb.randomness import refuse_unseen_draws, set_random_state
 from rkgb.storages import storage_key, versions_of
 from rkgb.trace.capture import preserved
 from rkgb.trace.other_draws import other_draws
@@ -125,7 +125,7 @@ class Probe:
         self._first_use(layer)
         self.moment = Moment(function)
         self.module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
-        self.states = {source: random_state(source) for source in self.moment.generator_states(x)}
+        self.states = self.moment.generator_states(x)
         self.anchor = torch.zeros((), requires_grad=True)
         self.leaves: dict[str, torch.Tensor] = {
             n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in self.moment.parameters.items()

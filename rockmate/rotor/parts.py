@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
-from rkgb.randomness import RandomSource, generators_in, random_bytes, watched_devices
+from rkgb.randomness import RandomSource, generators_in, random_state, watched_devices
 from rkgb.settings import settings
 from rkgb.storages import versions_of
 from rkgb.trace.capture import current_mode
@@ -123,13 +123,13 @@ class Moment:
             found += [(k, v != 0 if type(v) is float else v) for k, v in plain.items() if k not in changed]
         return tuple(found)
 
-    def generator_states(self, x: Any) -> dict[RandomSource, bytes]:
-        """The states, in Python's memory, of the generators that a run on the input ``x`` may draw from: those of the
-        modules, and the default ones of the CPU and of the devices of ``x`` and the parameters.
+    def generator_states(self, x: Any) -> dict[RandomSource, torch.Tensor]:
+        """The states of the generators that a run on the input ``x`` may draw from: those of the modules, and the
+        default ones of the CPU and of the devices of ``x`` and the parameters.
         """
         devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
         sources: list[RandomSource] = [*devices, *self.generators]
-        return {source: random_bytes(source) for source in sources}
+        return {source: random_state(source) for source in sources}
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers, to see later which the run changed: some operations leave version counters alone."""

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.cost.piece import ignore
 from rkgb.probe.contexts import functions_of, next_number
-from rkgb.randomness import RandomSource, drawing_again, random_bytes
+from rkgb.randomness import RandomSource, drawing_again, random_state
 from rkgb.storages import storage_key
 from rkgb.trace.code import not_compiled
 from rkgb.trees import tensor_leaves
@@ -83,7 +83,7 @@ class Stage:
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     saved: list[int | None] = field(default_factory=list)
     taken: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
-    generators: dict[RandomSource, bytes] | None = None
+    generators: dict[RandomSource, torch.Tensor] | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     saves_early: bool = False
     stopped: bool = False
@@ -119,7 +119,7 @@ class Stage:
 
         with saved_tensors_hooks(not_compiled(pack), _unpack):
             output = self.function(x)
-        self.generators = {d: s for d, s in states.items() if s != random_bytes(d)}
+        self.generators = {d: s for d, s in states.items() if not torch.equal(s, random_state(d))}
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
         if self.generators or not self.preserve_rng_state:  # such an operation draws
@@ -172,7 +172,7 @@ class Stage:
             except Exception:  # an interpreter between, as TorchScript's, makes another error of a Stop
                 if not self.stopped:
                     raise
-            if self.generators is None and any(s != random_bytes(d) for d, s in states.items()):
+            if self.generators is None and any(not torch.equal(s, random_state(d)) for d, s in states.items()):
                 raise RuntimeError(self._gone())
         return None if self.stopped else detached(output)
 
