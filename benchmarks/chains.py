@@ -7,6 +7,9 @@ the plain one's of its round. Memory is laid out anew before every step, and the
 layouts change times (see ``benchmarks/overhead.py``).
 
 python benchmarks/chains.py [NAME ...] [--processes 3] [--rounds 16] [--out benchmarks/results/chains.json] [--short]
+
+With ``--flops`` nothing is timed: the FLOPs of a step of rotor's and of ``checkpoint_sequential`` are counted, relative
+to the plain one's. Rotor plans with costs="flops", so that the figures are those of any machine.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that another file can impor
 
 from overhead import laid_out_anew
 from peers_run.models import MixerLayer
-from rotor import transformer
+from rotor import flops_of, transformer
 
 from solvers.rotor.chain import Chain as RotorChain
 from solvers.rotor.walk import walk_sequence
@@ -74,6 +77,11 @@ def language(layers: int, width: int, batch: int, length: int) -> tuple[nn.Seque
     return transformer(layers, width, length, 512), torch.randint(512, (batch, length))
 
 
+def encoders(layers: int, width: int, batch: int, length: int) -> tuple[nn.Sequential, torch.Tensor]:
+    made = (nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, batch_first=True) for _ in range(layers))
+    return nn.Sequential(*made), torch.randn(batch, length, width)
+
+
 def resnet(name: str, batch: int, size: int) -> tuple[nn.Sequential, torch.Tensor]:
     return getattr(rotor.models, name)(num_classes=100), torch.randn(batch, 3, size, size)
 
@@ -83,6 +91,7 @@ CHAINS: dict[str, Chain] = {
     "12 inverted residuals, 8 x 48 x 48": (partial(residuals, 12, 8, 8, 48), (6, 3)),
     "transformer, 12 x 256, batch 8, length 128": (partial(language, 12, 256, 8, 128), (6, 3)),
     "ResNet-50, batch 8, 96 x 96": (partial(resnet, "resnet50", 8, 96), (8, 4)),
+    "10 encoder layers with dropout, 128, batch 8, length 64": (partial(encoders, 10, 128, 8, 64), (5, 3)),
 }
 SHORT: dict[str, Chain] = {"mixer, 4 layers, 16 x 16, batch 2": (partial(mixer, 4, 16, 16, 2), (3,))}
 
@@ -162,6 +171,26 @@ def in_one_process(case: Chain, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
+def counted(case: Chain) -> list[dict[str, float]]:
+    """For each number of segments: FLOPs of a step, relative to the plain one's."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    make, numbers = case
+    model, x = make()
+    ours = rotor.Checkpointable(model, x, costs="flops")
+    step(model, model, x)
+    plain, found = flops_of(model, model, x), []
+    for segments in numbers:
+        theirs = partial(checkpoint_sequential, ours.functions, segments, use_reentrant=False)
+        step(model, theirs, x)
+        peak = measure_peak(partial(step, model, theirs, x))
+        ours.compute_sequence(peak)
+        assert measure_peak(partial(step, model, ours, x)) <= peak
+        ratios = {name: flops_of(model, call, x) / plain for name, call in ((SEGMENTS, theirs), ("rotor", ours))}
+        found.append({"segments": segments, **ratios})
+    return found
+
+
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """One row of what the processes found for one number of segments.
 
@@ -197,6 +226,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--short", action="store_true", help="one small chain, one process, two rounds")
+    parser.add_argument("--flops", action="store_true", help="count, without timing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     chains = SHORT if options.short else CHAINS
@@ -209,6 +239,11 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     for name in chains:
         if options.names and not any(part in name for part in options.names):
             continue
+        if options.flops:
+            for row in counted(chains[name]):
+                ratios = ", ".join(f"{who} {of:.3f}" for who, of in row.items() if who != "segments")
+                print(f"{name}: {row['segments']} segments: {ratios}", flush=True)
+            continue
         command = [sys.executable, __file__, "--child", name, "--rounds", str(options.rounds)]
         command += ["--short"] if options.short else []
         runs = []
@@ -220,6 +255,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
             times = ", ".join(f"{who} {t:.3f}" for who, t in row["time"].items())
             mib = f"{row['peak'] / 2**20:.1f} of {row['plain'] / 2**20:.1f} MiB"
             print(f"{name}: {row['segments']} segments, {mib}: {times}", flush=True)
+    if options.flops:
+        return {}
     ratios = [of for of_chain in rows.values() for row in of_chain for of in row["to_theirs"].values()]
     gain = 1 - math.exp(statistics.mean(map(math.log, ratios)))
     print(f"ours to checkpoint_sequential: {100 * gain:.1f} % faster on average, the worst {max(ratios):.3f}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from dataclasses import replace
+from itertools import zip_longest
+from numbers import Integral
 from typing import Any, TypeGuard
 
 import torch
@@ -26,7 +27,7 @@ from rockmate.planning.checks import gets_sizes, refuse_lazy
 from rockmate.rotor.execution import Call
 from rockmate.rotor.inspection import check_tensors, measure_chain
 from rockmate.rotor.models.utils import AtomicSequential
-from rockmate.rotor.parts import Situation
+from rockmate.rotor.parts import Moment, Situation
 from solvers.errors import InfeasibleError
 from solvers.interrupts import Heeded
 from solvers.rotor.chain import Chain
@@ -46,13 +47,10 @@ class Checkpointable(nn.Module):
 
     Three ways to use it: ``measure(sample)``, then ``compute_sequence(limit)``; all in the constructor; or neither,
     then the first call measures its input, and the limit is ``mem_limit``, or 90 % of the memory that is free. A call
-    that may need more is measured and planned anew: with larger inputs than those measured, under another autocast or
-    other settings of torch, with other layers or other numbers as their attributes, with more that requires grad, or
-    after a call in which a layer changed a buffer in place for the first time; a few such situations are remembered.
-    That call itself may exceed the limit by copies of these buffers, and by tables that a layer makes for a longer
-    input. In ``eval()`` mode, without gradients, and under ``torch.func``'s transforms or with cached parametrizations
-    (with a ``BudgetWarning``) the model itself runs. The limit holds for the path that layers took when they were
-    measured: for one that branches on data or on random numbers, not for the other paths.
+    that may need more is measured and planned anew (docs/rotor.md), also after one in which a layer changed a buffer in
+    place for the first time; a few such situations are remembered. That call itself may exceed the limit by copies of
+    these buffers, and by tables that a layer makes for a longer input. In ``eval()`` mode, without gradients, and under
+    ``torch.func``'s transforms or with cached parametrizations (with a ``BudgetWarning``) the model itself runs.
 
     ``chain`` is what was measured, ``sequence`` what will run. Source: rotor (Beaumont et al., Inria RR-9302, 2019;
     https://hiepacs.gitlabpages.inria.fr/rotor).
@@ -96,15 +94,15 @@ class Checkpointable(nn.Module):
         self.model = model
         flatten(model)  # refuses what is no sequence of layers
         self.mem_limit = None if mem_limit is None else parse_bytes(mem_limit)
-        self.mem_slots = _whole("mem_slots", mem_slots, *_SLOTS)
+        self.mem_slots = _int("mem_slots", mem_slots, *_SLOTS)
         self.verbosity, self.preserve_rng_state = verbosity, preserve_rng_state
-        loss_bytes = _whole("loss_tmp_memory_usage", loss_tmp_memory_usage, 0, "bytes cannot be negative")
-        self.loss_tmp_memory_usage = loss_bytes
+        self.loss_tmp_memory_usage = _int("loss_tmp_memory_usage", loss_tmp_memory_usage, 0, "bytes cannot be negative")
         self.costs, self.algo = costs, "persistent"
         self.chain: Chain | None = None
         self.sequence: Sequence | None = None
         self._judged: Sequence | None = None  # runs as it is
         self._situation: Situation | None = None
+        self._moments: list[Moment] = []  # of the last call
         self._earlier: list[tuple[Situation | None, Chain | None, Sequence | None]] = []
         self.training = model.training  # of the layers, some may be in another mode
         self._lazy = True  # whether layers may have no sizes yet
@@ -142,7 +140,8 @@ class Checkpointable(nn.Module):
                 functions, names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
             )
         self.chain, self.sequence = replace(chain, loss=chain.loss + self.loss_tmp_memory_usage), None
-        self._situation, self._earlier = Situation(functions, custom_input), []
+        self._moments = [*map(Moment, functions)]
+        self._situation, self._earlier = Situation(self._moments, custom_input), []
 
     def build_chain(self, mem_limit: int | float | str) -> None:
         """Let ``chain``, which was measured, have slots of ``mem_limit / mem_slots`` bytes."""
@@ -169,7 +168,7 @@ class Checkpointable(nn.Module):
             raise InputError(f"there is no algorithm {algo!r}: use one of {', '.join(ALGORITHMS)}")
         if custom_mem_limit_bytes is not None and mem_limit is not None:
             raise InputError("custom_mem_limit_bytes and mem_limit are the same argument: give one of them")
-        self.mem_slots = self.mem_slots if mem_slots is None else _whole("mem_slots", mem_slots, *_SLOTS)
+        self.mem_slots = self.mem_slots if mem_slots is None else _int("mem_slots", mem_slots, *_SLOTS)
         self._earlier = []
         given = (custom_mem_limit_bytes, mem_limit, self.mem_limit)
         self._compute(next((limit for limit in given if limit is not None), None), algo)
@@ -220,8 +219,10 @@ class Checkpointable(nn.Module):
         functions = self.functions
         if self._situation is None:
             self.measure(x)
-        elif not self._situation.covers(now := Situation(functions, x)):
-            self._turn_to(now, x)
+        else:
+            self._moments = [Moment(f, known) for f, known in zip_longest(functions, self._moments[: len(functions)])]
+            if not self._situation.covers(now := Situation(self._moments, x)):
+                self._turn_to(now, x)
         if self.sequence is None:
             self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
@@ -229,7 +230,7 @@ class Checkpointable(nn.Module):
             self.walked()
             self._judged = self.sequence
         names = self.names if self.verbosity > 1 else None
-        return Call(functions, self.sequence, names, self.preserve_rng_state).forward(x)
+        return Call(self._moments, self.sequence, names, self.preserve_rng_state).forward(x)
 
     def _turn_to(self, situation: Situation, x: Any) -> None:
         """Use the chain and sequence of an earlier situation that covers this one, or measure ``x``."""
@@ -297,11 +298,9 @@ def _has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _whole(name: str, number: Any, least: int, why: str) -> int:
-    try:
-        number = operator.index(number)
-    except TypeError as error:
-        raise InputError(f"{name} is {number!r}: give a whole number") from error
+def _int(name: str, number: Any, least: int, why: str) -> int:
+    if not isinstance(number, Integral):
+        raise InputError(f"{name} is {number!r}: give a whole number")
     if number < least:
         raise InputError(f"{name} is {number}: {why}")
     return int(number)

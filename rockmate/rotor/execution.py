@@ -20,10 +20,12 @@ import torch
 
 from rkgb.program import in_mode
 from rkgb.settings import settings
+from rkgb.storages import versions_of
 from rkgb.trace.capture import current_mode
+from rkgb.trees import tensor_leaves
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.rotor.inspection import in_place_message
-from rockmate.rotor.parts import Function, Held, versions_of
+from rockmate.rotor.parts import Function, Held, Moment
 from rockmate.rotor.stages import Stage
 from solvers.rotor.ops import B, Fck, Fe, Loss, OnStage, Operation, Sequence
 from solvers.rotor.walk import check_order
@@ -34,27 +36,24 @@ Ops = tuple[OnStage, ...]
 class Call:
     """One forward and its backward, by the operations of ``sequence``.
 
-    ``names``: of the stages; if given, every operation is announced on stderr. ``preserve_rng_state``: whether a
-    recompute draws the same random numbers.
+    ``layers``: earlier moments of the stages. ``names``: of the stages; if given, every operation is announced on
+    stderr. ``preserve_rng_state``: whether a recompute draws the same random numbers.
     """
 
     def __init__(
-        self,
-        functions: Many[Function],
-        sequence: Sequence,
-        names: Many[str] | None = None,
-        preserve_rng_state: bool = True,
+        self, layers: Many[Moment], sequence: Sequence, names: Many[str] | None, preserve_rng_state: bool
     ) -> None:
         end = sequence.index(Loss())
         self.forward_part, self.todo = cast(tuple[Ops, Ops], (sequence[:end], sequence[end + 1 :]))
         self.names = names
-        self.stages = [Stage(f, preserve_rng_state) for f in functions]
+        self.stages = [Stage(layer, preserve_rng_state) for layer in layers]
         self.stored: dict[int, Held] = {}
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
         self.caches = bool(self.mode.autocast) and torch.is_autocast_cache_enabled()
 
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history."""
+        stopping = {a.index for a, b in pairwise(self.todo) if isinstance(a, Fe) and b == B(a.index)}
         self.start = Held(x)
         for i, (operation, stage) in enumerate(zip(self.forward_part, self.stages, strict=True)):
             self._announce(operation)
@@ -63,12 +62,12 @@ class Call:
                 continue
             if isinstance(operation, Fck):
                 self.stored[i] = Held(x)
-            versions = versions_of(x)
-            output = stage.first(x, partial(self.prepare, i))
-            if versions != versions_of(x):
+            versions = versions_of(before := tensor_leaves(x))
+            output = stage.first(x, partial(self.prepare, i), i in stopping)
+            if versions != versions_of(before):
                 raise ValueError(in_place_message(f"layer {i} ({stage.name})"))
             x = output
-            del output  # the next stage may be the last to read it
+            del output, before  # the next stage may be the last to read it
         return x
 
     def prepare(self, i: int, index: int) -> None:
@@ -151,8 +150,7 @@ class CheckpointOptim(torch.autograd.Function):
     draws the same random numbers. ``arg``: one tensor, or several, which the first stage gets as a tuple.
 
     It returns the output of the last stage in the autograd graph of eager mode, for programs that bring their own
-    sequence. Raises ``ValueError`` for operations in an order that cannot run, such as a backward operation in the
-    forward phase or ``Loss`` in the backward phase, ``AttributeError`` for an object that is no operation.
+    sequence. Raises ``ValueError`` for operations in an order that cannot run, ``AttributeError`` for what is none.
     """
 
     @classmethod
@@ -170,4 +168,5 @@ class CheckpointOptim(torch.autograd.Function):
             if not isinstance(operation, Operation):
                 raise AttributeError(f"{operation!r} is no operation of a sequence (Fn, Fck, Fe, B, Loss)")
         check_order(len(functions), operations)
-        return Call(functions, operations, names, preserve_rng_state).forward(arg[0] if len(arg) == 1 else arg)
+        layers = [*map(Moment, functions)]
+        return Call(layers, operations, names, preserve_rng_state).forward(arg[0] if len(arg) == 1 else arg)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,12 +20,12 @@ from rkgb.cost.saved import each_saved
 from rkgb.device import kind_of, one_device
 from rkgb.program import same
 from rkgb.randomness import refuse_unseen_draws, set_random_state
-from rkgb.storages import storage_key
+from rkgb.storages import storage_key, versions_of
 from rkgb.trace.capture import preserved
 from rkgb.trace.other_draws import other_draws
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
-from rockmate.rotor.parts import Function, Moment, detached, versions_of
+from rockmate.rotor.parts import Function, Moment, detached
 from rockmate.rotor.stages import Stage
 from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Chain
@@ -57,9 +57,8 @@ def measure_chain(
     """The chain of ``functions``, measured on ``sample`` (a tensor, or what the first function takes).
 
     Times are in nanoseconds, memory is in bytes of the allocator. ``costs``: "measured" takes medians of timed
-    runs, and of equal stages; "flops" computes times from counted operations and bytes, the same on every run and
-    machine. ``preserve_rng_state``: whether a stage that runs again must draw the same numbers. Buffers, generators and
-    gradients stay as they are.
+    runs, and of equal stages; "flops" computes times from counted operations and bytes, the same on every machine.
+    ``preserve_rng_state``: whether a stage that runs again must draw the same numbers. All stays as it is.
     Raises ``InputError`` for a stage that changes its input in place, draws from Python's or NumPy's generators,
     returns tensors whose memory cannot be measured, or cannot run again (TorchScript, a transform of torch.func in it).
     """
@@ -73,7 +72,7 @@ def measure_chain(
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
     clock = None if costs == "flops" else Clock(repeat=3)
-    with Moment(modules).kept(), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
+    with Moment(modules).again({}), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             probe = Probe(function, x, f"layer {i} ({name})", clock, preserve_rng_state)
             try:
@@ -140,7 +139,7 @@ class Probe:
         """
         kind, outputs = kind_of(self.device), list[Any]()
         x = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.x)
-        versions = versions_of(x)
+        versions = versions_of(tensor_leaves(x))
 
         def run() -> None:
             with torch.no_grad():
@@ -150,7 +149,7 @@ class Probe:
             run()
         if kind.keeps_workspaces and not drawn:
             kind.first_use(run, self.device)
-        if versions != versions_of(x):
+        if versions != versions_of(tensor_leaves(x)):
             raise InputError(in_place_message(layer))
         if drawn and self.preserve_rng_state:
             raise InputError(
@@ -165,7 +164,7 @@ class Probe:
         """The fields of the stage behind its times, and its output."""
         self._check_second_run(name)
         made, private, keeps_input, keeps_output = self._saved()
-        stage = self._stage()
+        stage = Stage(self.moment, self.preserve_rng_state)
         output, pass_peak, state = self._memory(lambda: stage.first(self.x, ignore))
         output, state = detached(output), max(0, state - made)  # what stays, and no slot can hold
         kept_peak, stays = self._memory(lambda: self.function(self.x))[1:]
@@ -188,7 +187,9 @@ class Probe:
                 tail = self.clock.medians(self._run_to_its_end, self.device)[0]
                 forward, backward = found.forward, found.backward
             else:
-                with _uncompiled():
+                # Operations are counted one by one. What torch.compile sees meanwhile it would never compile again.
+                loaded = "torch._dynamo" in sys.modules
+                with torch.compiler.set_stance("force_eager") if loaded else nullcontext():
                     forward, backward = modelled_times(
                         self, self.touched, lambda flops, size: 1 + size // _BYTES_PER_NS + flops // _FLOPS_PER_NS
                     )
@@ -221,24 +222,23 @@ class Probe:
 
     # ------------------------------------------------------------------------------------------ memory
 
-    def _stage(self) -> Stage:
-        return Stage(self.function, self.preserve_rng_state)
-
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Afterwards buffers, attributes and generators are as before, so that all runs are alike."""
-        with self.moment.kept(), preserved(self.module, []):
+        with self.moment.again({}), preserved(self.module, []):
             yield
 
     def _check_second_run(self, name: str) -> None:
         """Raise ``InputError`` if a second run gives another output. Learns what buffers and attributes runs change."""
         with self._untouched():
-            stage = self._stage()
+            stage = Stage(self.moment, self.preserve_rng_state)
             first = tensor_leaves(stage.first(self.x, ignore))
             assert stage.moment is not None
             stage.moment.learn_attributes()
             again = tensor_leaves(stage.fill(self.x, True))
-        if self.preserve_rng_state and not all(map(_alike, first, again)):
+        # Up to the rounding of kernels that add in any order.
+        alike = (same(a, b) or torch.allclose(a, b, equal_nan=True) for a, b in zip(first, again, strict=False))
+        if self.preserve_rng_state and not all(alike):
             raise InputError(
                 f"layer {name} ({type(self.function).__name__}) gives another output when it runs again: it reads what "
                 "its own run changes, and that is neither a buffer, a number among its attributes, nor a random state "
@@ -291,7 +291,7 @@ class Probe:
         classes = tuple(type(m) for _, m in moment.modules) or (id(self.function),)
         tensors = (*moment.owned.values(), *tensor_leaves(self.x))
         forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        return classes, moment.configuration(), forms
+        return classes, moment.configuration, forms
 
     def _run_to_its_end(self, mark: Mark) -> list[tuple[Any, Any]]:
         """The marks of a run when autograd saves the last tensor, and at its end."""
@@ -317,14 +317,3 @@ def check_tensors(value: Any, where: str) -> None:
         if t.is_meta or t.layout != torch.strided:
             kind = "a tensor on the meta device" if t.is_meta else f"a tensor of the layout {t.layout}"
             raise InputError(f"{where} {kind}, whose memory cannot be measured: use dense tensors with values")
-
-
-def _uncompiled() -> AbstractContextManager[None]:
-    """Operations are counted one by one, and what torch.compile sees meanwhile it would never compile again."""
-    loaded = "torch._dynamo" in sys.modules  # it takes a second, and without it nothing is compiled
-    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two outputs are equal, up to the rounding of kernels that add in any order."""
-    return same(a, b) or torch.allclose(a, b, rtol=1e-5, atol=1e-8, equal_nan=True)

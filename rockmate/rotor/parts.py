@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -22,9 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
-from rkgb.randomness import Drawn, generators_in, random_state, watched_devices
+from rkgb.randomness import RandomSource, generators_in, random_state, watched_devices
 from rkgb.settings import settings
-from rkgb.storages import version_of
+from rkgb.storages import versions_of
 from rkgb.trace.capture import current_mode
 from rkgb.trees import tensor_leaves
 
@@ -48,79 +49,99 @@ def changing(function: Function) -> frozenset[str]:
 
 
 class Moment:
-    """A layer when a run of it begins. A plain function has no modules.
+    """A layer (a plain function has no modules) when a run of it begins.
 
     ``modules``: each once, with names that end with a dot. ``parameters``, ``buffers``: each once, by name; ``owned``:
     both, with their ``versions``. ``statistics``: the buffers that batch and instance norms update in training; a class
     with a forward of its own may read its statistics, which are then buffers like others. ``held``: the dictionaries of
-    modules, parameters and buffers, and what they held. ``plain``: each module, the names of its attributes, and those
-    of its own that are plain. ``generators``: what modules hold of them.
+    modules, parameters and buffers, and what they held; ``places``: where in them each of ``owned`` is. ``plain``: each
+    module, the names and classes of its attributes, those of its own that are plain, and with these its ``held``
+    dictionaries and generators. ``generators``: what modules hold of them. ``known``: an earlier moment; where nothing
+    but versions differs, the two have all else in common.
     """
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, known: Moment | None = None) -> None:
+        if known and known.function is function and known.is_still_so():
+            vars(self).update(vars(known))
+        else:
+            self._look(function)
+        self.versions = versions_of(self.owned.values())
+
+    def _look(self, function: Function) -> None:
         self.function = function
         named = function.named_modules() if isinstance(function, nn.Module) else ()
         self.modules = [(f"{name}." if name else "", module) for name, module in named]
         self.parameters: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.held: list[tuple[Dict, Dict]] = []
-        seen: set[int] = set()
+        self.places: dict[str, list[tuple[Dict, str]]] = {}
+        names_of: dict[int, str] = {}
         for prefix, module in self.modules:
             parts = module._modules, module._parameters, module._buffers
             for owned, tensors in zip((self.parameters, self.buffers), parts[1:], strict=True):
                 for k, t in tensors.items():
-                    if t is not None and id(t) not in seen:
-                        seen.add(id(t))
-                        owned[prefix + k] = t
+                    if t is not None:
+                        name = names_of.setdefault(id(t), prefix + k)
+                        owned.setdefault(name, t)
+                        self.places.setdefault(name, []).append((tensors, k))
             self.held += [(d, d.copy()) for d in parts]
-        self.owned = self.parameters | self.buffers
-        self.versions = [version_of(t) for t in self.owned.values()]
+        self.owned: dict[str, torch.Tensor] = self.parameters | self.buffers
         norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
         names = [p + k for p in norms for k in ("running_mean", "running_var", "num_batches_tracked")]
         self.statistics = {name: self.buffers[name] for name in names if name in self.buffers}
-        self.plain: list[tuple[nn.Module, list[str], Dict]] = []
+        self.plain: list[tuple[nn.Module, list[str], list[type | None], Dict, Dict]] = []
         self.generators: list[torch.Generator] = []
         for _, module in self.modules:
-            own = {k: v for k, v in vars(module).items() if k not in _OF_ALL}
-            plain = {k: v for k, v in own.items() if type(v) in _PLAIN or _is_plain_tuple(v)}
-            self.plain.append((module, [*vars(module)], plain))
-            if len(plain) < len(own):
-                self.generators += generators_in(own.values())
+            attributes = vars(module)
+            own = {k: v for k, v in attributes.items() if k not in _OF_ALL}
+            plain = {k: v for k, v in own.items() if _is_plain(v)}
+            generators = {k: v for k, v in own.items() if k not in plain and generators_in([v])}
+            # A tuple may be plain later: it is no class, so that it is looked at each time.
+            classes = [None if type(v) is tuple and k not in plain else type(v) for k, v in attributes.items()]
+            same = {k: attributes[k] for k in ("_modules", "_parameters", "_buffers")} | plain | generators
+            self.plain.append((module, [*attributes], classes, plain, same))
+            self.generators += generators.values()
 
+    def is_still_so(self) -> bool:
+        """Whether the layer has the same modules, parameters, buffers, plain attributes and generators now."""
+        for module, names, classes, _, same in self.plain:
+            attributes = vars(module)
+            alike = [*map(type, attributes.values())] == classes and [*attributes] == names
+            if not (alike and all(map(is_, map(attributes.get, same), same.values()))):
+                return False
+        return not _differing(self.held)
+
+    @cached_property
     def configuration(self) -> tuple[tuple[str, Hashable], ...]:
         """The plain attributes that no run was seen to change, by which people set what layers do.
 
         Of a float only whether it is 0: rates and factors change no memory, but for operations that are left out.
         """
         found: list[tuple[str, Hashable]] = []
-        for module, _, plain in self.plain:
+        for module, _, _, plain, _ in self.plain:
             changed = _changed_attributes.get(module, frozenset())
             found += [(k, v != 0 if type(v) is float else v) for k, v in plain.items() if k not in changed]
         return tuple(found)
 
-    def generator_states(self, x: Any) -> dict[Drawn, torch.Tensor]:
+    def generator_states(self, x: Any) -> dict[RandomSource, torch.Tensor]:
         """The states of the generators that a run on the input ``x`` may draw from: those of the modules, and the
         default ones of the CPU and of the devices of ``x`` and the parameters.
         """
         devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
-        sources: list[Drawn] = [*devices, *self.generators]
+        sources: list[RandomSource] = [*devices, *self.generators]
         return {source: random_state(source) for source in sources}
 
     def copies(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers, to see later which of them the run changed: some operations leave version counters
-        alone. A buffer may change in some runs only (a codebook at every third step), so all are copied.
-        """
+        """Copies of the buffers, to see later which the run changed: some operations leave version counters alone."""
         return {n: b.clone() for n, b in self.buffers.items() if n not in self.statistics}
 
     def learn_buffers(self, copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """After the run: note which buffers it changed in place, statistics of norms left out.
-
-        Returns of the ``copies`` those of buffers that this run, or an earlier one, changed: a plan counts them. What
-        fake quantizations observe always counts as changed.
+        """After the run: note which buffers it changed in place, statistics of norms left out, but all that fake
+        quantizations observe. Returns the ``copies`` of buffers that any run so far changed, which a plan counts.
         """
         if len(self.buffers) > len(self.statistics):
-            versions = zip(self.owned.items(), self.versions, strict=True)
-            names = {n for (n, t), then in versions if n in self.buffers and version_of(t) != then}
+            versions = zip(self.owned, versions_of(self.owned.values()), self.versions, strict=True)
+            names = {n for n, now, then in versions if n in self.buffers and now != then}
             names |= {n for n, copy in copies.items() if not torch.equal(self.buffers[n], copy)}
             quantizers = [(prefix, m) for prefix, m in self.modules if isinstance(m, FakeQuantizeBase)]
             names |= {prefix + k for prefix, m in quantizers for k, _ in m.named_buffers()} & self.buffers.keys()
@@ -129,18 +150,15 @@ class Moment:
 
     def learn_attributes(self) -> None:
         """After the run: note which plain attributes it changed."""
-        for module, _, plain in self.plain:
+        for module, _, _, plain, _ in self.plain:
             if names := {k for k, v in plain.items() if vars(module).get(k) != v}:
                 _changed_attributes[module] = _changed_attributes.get(module, frozenset()) | names
 
     def check(self, name: str, scratch: dict[str, torch.Tensor]) -> None:
-        """Raise ``RuntimeError`` if a parameter or buffer of the layer called ``name`` was changed in place since.
-
-        ``scratch``: those of which there is a copy.
-        """
-        for (k, t), then in zip(self.owned.items(), self.versions, strict=True):
-            if version_of(t) != then and k not in scratch:
-                parameter = isinstance(t, nn.Parameter)
+        """Raise ``RuntimeError`` if layer ``name`` has a tensor that was changed in place since, but ``scratch``."""
+        for k, now, then in zip(self.owned, versions_of(self.owned.values()), self.versions, strict=True):
+            if now != then and k not in scratch:
+                parameter = isinstance(self.owned[k], nn.Parameter)
                 before = "optimizer.step()" if parameter else "the next forward, or what else changes it"
                 raise RuntimeError(
                     f"{k} of {name} was changed in place between forward and backward, and the layer has to run "
@@ -152,35 +170,35 @@ class Moment:
         """Meanwhile the layer is as it was then, with other tensors ``instead`` of some parameters and buffers;
         afterwards it is as it is now.
         """
-        swapped = {id(self.owned[name]): t for name, t in instead.items()}
-        with self.kept():
-            for d, then in self.held:
-                _put(d, {k: swapped.get(id(t), t) for k, t in then.items()} if swapped else then)
-            for module, names, plain in self.plain:
-                attributes = vars(module)
-                for name in attributes.keys() - names:
-                    del attributes[name]
-                attributes.update(plain)
-            yield
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Afterwards the modules have the same attributes, parameters and buffers as now."""
-        now = [(d, d.copy()) for d in (*(d for d, _ in self.held), *(vars(m) for _, m in self.modules))]
+        attributes = [(vars(m), vars(m).copy()) for _, m in self.modules]
+        held = self.held if (so := self.is_still_so()) else [(d, d.copy()) for d, _ in self.held]
         try:
+            if not so:
+                _restore(self.held)
+                for module, names, _, _, same in self.plain:
+                    for name in vars(module).keys() - names:
+                        del vars(module)[name]
+                    vars(module).update(same)
+            for name, t in instead.items():
+                for d, k in self.places[name]:
+                    d[k] = t
             yield
         finally:
-            for d, then in now:
-                _put(d, then)
+            _restore([*held, *attributes])
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    return type(value) is tuple and _PLAIN.issuperset(map(type, value))
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
 
 
-def _put(d: Dict, then: Dict) -> None:
-    """Give ``d`` the items ``then``, in their order."""
-    if (d or then) and not (all(map(is_, d.values(), then.values())) and [*d] == [*then]):
+def _differing(held: list[tuple[Dict, Dict]]) -> list[tuple[Dict, Dict]]:
+    """The dictionaries that do not have the items then, in their order, and these."""
+    return [(d, x) for d, x in held if (d or x) and not (all(map(is_, d.values(), x.values())) and [*d] == [*x])]
+
+
+def _restore(held: list[tuple[Dict, Dict]]) -> None:
+    """Give each dictionary the items that it held then."""
+    for d, then in _differing(held):
         d.clear()
         d.update(then)
 
@@ -189,21 +207,16 @@ class Held:
     """A value from which a stage is recomputed, as it is now and without its history."""
 
     def __init__(self, x: Any) -> None:
-        self.value, self.versions = detached(x), versions_of(x)
+        self.value, self.versions = detached(x), versions_of(tensor_leaves(x))
 
     def read(self, name: str) -> Any:
         """The value; ``name`` is the stage's. Raises ``RuntimeError`` if it was changed in place since."""
-        if versions_of(self.value) != self.versions:
+        if versions_of(tensor_leaves(self.value)) != self.versions:
             raise RuntimeError(
                 f"the input of {name} was changed in place between forward and backward, and the layer has to run "
                 "again from it: change a copy of it, or call backward first"
             )
         return self.value
-
-
-def versions_of(value: Any) -> list[int]:
-    """The version counters of the tensors in ``value``."""
-    return [version_of(t) for t in tensor_leaves(value)]
 
 
 def detached(value: Any) -> Any:
@@ -214,21 +227,20 @@ def detached(value: Any) -> Any:
 
 
 class Situation:
-    """A call of ``functions`` with ``x``: what must be equal in a call that a plan for it is to fit, and what must not
-    be more there.
+    """A call of ``layers`` as they are now with ``x``: what must be equal in a call that a plan for it is to fit, and
+    what must not be more there.
 
     ``fixed``: layers and their modes, autocast, torch's settings, plain attributes of layers, kinds of parameters and
     inputs, and how inputs lie. ``most``: whether each parameter and input requires grad, the buffers of each layer that
     runs are known to change in place, of which copies are kept for a recompute, and the sizes of inputs.
     """
 
-    def __init__(self, functions: Sequence[nn.Module], x: Any) -> None:
-        layers, inputs = [*map(Moment, functions)], tensor_leaves(x)
+    def __init__(self, layers: Sequence[Moment], x: Any) -> None:
+        inputs = tensor_leaves(x)
         parameters = [p for of in layers for p in of.parameters.values()]
         self.fixed = (
-            *((m, m.training) for of in layers for _, m in of.modules),
             *(replace(current_mode(), grad=True), settings()),
-            *(of.configuration() for of in layers),
+            *((of.modules, of.configuration) for of in layers),
             *((p.dtype, p.device, p.shape) for p in parameters),
             *(
                 (t.dtype, t.device, t.dim(), t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride())
@@ -236,7 +248,8 @@ class Situation:
             ),
         )
         wants = (t.requires_grad for t in (*parameters, *inputs))
-        self.most: tuple[Any, ...] = (*wants, *map(changing, functions), *(size for t in inputs for size in t.shape))
+        changed = (changing(of.function) for of in layers)
+        self.most: tuple[Any, ...] = (*wants, *changed, *(size for t in inputs for size in t.shape))
 
     def covers(self, other: Situation) -> bool:
         """Whether a call in ``other`` needs at most the memory of one in this situation."""

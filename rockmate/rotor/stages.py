@@ -10,18 +10,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.cost.piece import ignore
 from rkgb.probe.contexts import functions_of, next_number
-from rkgb.randomness import Drawn, drawing_again, random_state
+from rkgb.randomness import RandomSource, drawing_again, random_state
 from rkgb.storages import storage_key
 from rkgb.trace.code import not_compiled
 from rkgb.trees import tensor_leaves
-from rockmate.rotor.parts import Function, Moment, detached
+from rockmate.rotor.parts import Moment, detached
 from rockmate.run.slots import changed
 
 Prepare = Callable[[int], None]
@@ -52,8 +52,8 @@ class Slot:
         What was taken before is given again while it is alive: a custom function may read a saved tensor twice.
         """
         stage, index = self.stage, self.index
-        t, taken = stage.slots[index], stage.taken[index]
-        if t is None and taken is not None:
+        t = stage.slots[index]
+        if t is None and (taken := stage.taken[index]) is not None:
             t = taken()
         if t is None:
             self.prepare(index)
@@ -72,33 +72,31 @@ class Stage:
     for each tensor that the first run saved, in order, the number of its slot; None for a parameter or buffer.
     ``taken``: those that were read from slots. ``saves_early``: whether an operation saves a tensor that it fills
     afterwards, so that a recompute must not stop there. ``stopped``: whether the last recompute did. ``moment``: when
-    the first run began; None again when what later runs need of it was released. ``generators``, ``buffers``: random
-    states, and contents of buffers, from before it, as far as it changed them; ``generators`` is None if that is not
-    known, as autograd keeps what was saved.
+    the first run began, an earlier one before it; None when what later runs need of it was released. ``generators``,
+    ``buffers``: random states, and contents of buffers, from before it, as far as it changed them; ``generators`` is
+    None if that is not known, as autograd keeps what was saved.
     """
 
-    function: Function
+    moment: Moment | None
     preserve_rng_state: bool
     slots: list[torch.Tensor | None] = field(default_factory=list)
     kinds: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     saved: list[int | None] = field(default_factory=list)
     taken: list[weakref.ref[torch.Tensor] | None] = field(default_factory=list)
-    moment: Moment | None = None
-    generators: dict[Drawn, torch.Tensor] | None = None
+    generators: dict[RandomSource, torch.Tensor] | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     saves_early: bool = False
     stopped: bool = False
 
-    @property
-    def name(self) -> str:
-        """The class of the layer, for messages."""
-        return type(self.function).__name__
+    def __post_init__(self) -> None:
+        self.function = cast(Moment, self.moment).function
+        self.name = type(self.function).__name__
 
-    def first(self, x: Any, prepare: Prepare | None) -> Any:
+    def first(self, x: Any, prepare: Prepare | None, stops: bool = True) -> Any:
         """Run for the first time; the output, with history. Slots stand for saved tensors; ``prepare`` fills them. If
-        it is None, autograd keeps the saved tensors.
+        it is None, autograd keeps the saved tensors. ``stops``: whether it is planned that a recompute stops.
         """
-        self.moment = moment = Moment(self.function)
+        self.moment = moment = Moment(self.function, self.moment)
         if prepare is None:
             self.generators = None if self.preserve_rng_state else {}
             output = self.function(x)
@@ -124,7 +122,9 @@ class Stage:
         self.generators = {d: s for d, s in states.items() if not torch.equal(s, random_state(d))}
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
-        self.saves_early = any(f.name().startswith(_EARLY) for f in functions_of(tensor_leaves(output), begin))
+        if self.generators or not self.preserve_rng_state:  # such an operation draws
+            made = functions_of(tensor_leaves(output), begin) if stops else ()
+            self.saves_early = not stops or any(f.name().startswith(_EARLY) for f in made)
         return output
 
     def fill(self, x: Any, wanted: bool) -> Any:

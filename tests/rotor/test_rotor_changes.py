@@ -179,6 +179,52 @@ def test_generators_of_layers() -> None:
     assert same(*found)
 
 
+def test_generators_that_are_replaced_before_the_backward() -> None:
+    m = nn.Sequential(*(Noise() for _ in range(5)))
+    chk = least(m, x())
+    found = []
+    for run in (chk, m):
+        m.zero_grad()
+        for k, layer in enumerate(m):
+            layer.generator = torch.Generator().manual_seed(k)
+        loss = run(x()).sum()
+        for layer in m:
+            layer.generator = torch.Generator().manual_seed(9)
+        loss.backward()
+        found.append([*(p.grad for p in m.parameters()), *(layer.generator.get_state() for layer in m)])
+    assert same(*found)
+
+
+class Scales(nn.Module):
+    """Sets a number of the next such layer as it runs, and reads its own."""
+
+    def __init__(self, following: list[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.factor, self.following = nn.Linear(32, 32), 1.0, following
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.following:
+            layer.factor = self.factor + 1
+        return torch.tanh(self.layer(x) * self.factor)
+
+
+def test_numbers_that_an_earlier_layer_sets_as_it_runs() -> None:
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers.insert(0, Scales(layers[:1]))
+    m = nn.Sequential(*layers)
+    eager = copy.deepcopy(m)
+    chk = least(m, x())
+    found = []
+    for run, owner in ((chk, m), (eager, eager)):
+        for layer in owner:
+            layer.factor = 0.5
+        loss = run(x()).square().sum()
+        loss.backward()
+        found.append([p.grad for p in owner.parameters()] + [torch.tensor(layer.factor) for layer in owner])
+    assert same(*found)
+
+
 class Draws(nn.Module):
     def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()

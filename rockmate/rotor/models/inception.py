@@ -63,9 +63,8 @@ class Inception3(nn.Sequential):
     def __init__(self, num_classes: int = 1000, init_weights: bool = True, dropout: float = 0.5) -> None:
         parts, _, width = _parsed(3, _STEM)
         for name, text in _MIXED.items():
-            layers, steps, outputs = zip(
-                *(_parsed(width, branch, "branch") for branch in text.split("; ")), strict=True
-            )
+            branches = (_parsed(width, branch, "branch") for branch in text.split("; "))
+            layers, steps, outputs = zip(*branches, strict=True)
             parts[name] = Branches(steps, {k: v for of in layers for k, v in of.items()})
             width = sum(outputs)
         head = nn.AdaptiveAvgPool2d(1), nn.Dropout(dropout), nn.Flatten(), nn.Linear(width, num_classes)

@@ -41,7 +41,7 @@ class Branches(nn.Module):
         super().__init__()
         for name, layer in layers.items():
             self.add_module(name, layer)
-        self.branches, self.adds = branches, adds
+        self.branches, self.adds = tuple(tuple(map(tuple, steps)) for steps in branches), adds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         results: list[torch.Tensor] = []
