@@ -22,6 +22,7 @@ from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, abandoned
+from rockmate.calls.surroundings import INSTEAD, warn_unplanned
 from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
@@ -235,7 +236,10 @@ class Followed:
                 kind.came(other)
                 self.last, self._shared = other, None
                 planned = Planned(other.program, partial(self._otherwise, kind, other), among=len(kind.known))
-                return planned.take_over(tape)
+                if planned.can_take_over(tape):
+                    return planned.take_over(tape)
+                warn_unplanned(INSTEAD)
+                return Online(*self._limits(kind, tape.device), left=True)
         kind.news = len(kind.known) < MOST_KNOWN
         self._left = True
         self._say(
