@@ -432,7 +432,8 @@ BREAKS = [
         "hook",
         "{new} = self.{layer}({x}.tanh())",
         layer="nn.Linear({last}, {last})",
-        setup="self.{layer}.register_full_backward_hook(lambda _, made, got: tuple(g if g is None else -g for g in made))",
+        setup="self.{layer}.register_full_backward_hook("
+        "lambda _, made, got: tuple(g if g is None else -g for g in made))",
         breaks=True,
     ),
     *_all(

@@ -252,7 +252,8 @@ def outcome_of(eager: Eager, way: str, fraction: float) -> Outcome:
         _run(eager, outcome)
         if outcome.verdict != "infeasible":
             return outcome
-    outcome.be("failed", f"the stated minimum does not hold: {outcome.reason}")
+    shared = calls_share_a_step(eager.source)  # whose least is known when both calls have been observed
+    outcome.be("refused" if shared else "failed", f"the stated minimum does not hold: {outcome.reason}")
     return outcome
 
 
