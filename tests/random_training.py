@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from models import part_way
-from random_modules import STEPS, RandomModule, random_module
+from random_modules import BEFORE, STEPS, RandomModule, random_module
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -64,11 +64,12 @@ class Training:
 
     @property
     def ways(self) -> int:
-        """How many ways of computing there may be, each with a plan and a least budget of its own, and another one
-        where it has been seen that calls share a step.
+        """How many ways of computing there may be, each with a plan and a least budget of its own: others where calls
+        share a step, or add to gradients that are there.
         """
         found = 4 if "self.count %" in self.source or " else " in self.source.partition("def batch")[0] else 1
-        return 2 * found if calls_share_a_step(self.source) else found
+        accumulates = BEFORE["accumulation"] in self.source
+        return 2 * found if calls_share_a_step(self.source) or accumulates else found
 
     @property
     def differentiates(self) -> bool:
