@@ -430,10 +430,9 @@ BREAKS = [
     ),
     *_all(
         "hook",
-        "{new} = self.{layer}({x}.tanh())",
-        layer="nn.Linear({last}, {last})",
-        setup="self.{layer}.register_full_backward_hook("
-        "lambda _, made, got: tuple(g if g is None else -g for g in made))",
+        "{new} = self.{layer}({x})",
+        layer="nn.Sequential(nn.Linear({last}, {last}), nn.Tanh())",
+        setup="self.{layer}[1].register_full_backward_hook(lambda _, made, got: (0.5 * made[0],))",
         breaks=True,
     ),
     *_all(
