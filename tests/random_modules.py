@@ -38,7 +38,32 @@ LOSSES = {
     "squares": "sum(t.float().square().mean() for t in read)",
     "sums": "sum(t.float().sum() for t in read)",
     "weights": "sum((t.float() * torch.linspace(0, 1, t.shape[-1])).mean() for t in read)",
+    "products": "sum((t * t).sum() for t in read).float()",
 }
+
+STEPS = {
+    "one call": "result = call(*arguments)\ntotal = loss(result)\ntotal.backward()",
+    "two calls": (
+        "other = call(*arguments)\nresult = call(*arguments)\ntotal = loss(result) + loss(other)\n"
+        "del other\ntotal.backward()"
+    ),
+    "a backward that retains": (
+        "result = call(*arguments)\ntotal = loss(result)\ntotal.backward(retain_graph=True)\ntotal.backward()"
+    ),
+    "gradients asked for": (
+        "result = call(*arguments)\ntotal = loss(result)\nasked = [p for p in call.parameters() if p.requires_grad]\n"
+        "for p, gradient in zip(asked, torch.autograd.grad(total, asked, allow_unused=True)):\n    p.grad = gradient"
+    ),
+}
+"""What a step does."""
+
+BEFORE = {
+    "nothing": "pass",
+    "evaluation": "with torch.no_grad():\n    call(*arguments)",
+    "inference": "with torch.inference_mode():\n    call(*arguments)",
+    "accumulation": "loss(call(*arguments)).backward()",
+}
+"""What comes before a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +84,7 @@ class Statement:
 class RandomModule:
     """The parts of a text. ``number``: see ``random_module``. ``shape``: of the input. ``left``: names of what nobody
     reads, not even the caller. ``read``: names of what the loss reads of what forward returns. ``form``: how that is
-    returned. ``loss``: a key of ``LOSSES``.
+    returned. ``loss``, ``step`` and ``before``: keys of ``LOSSES``, ``STEPS`` and ``BEFORE``.
     """
 
     number: int
@@ -69,6 +94,8 @@ class RandomModule:
     read: tuple[str, ...]
     form: str
     loss: str
+    step: str
+    before: str
     input_gradient: bool
 
     @property
@@ -85,7 +112,8 @@ class RandomModule:
     def kinds(self) -> tuple[str, ...]:
         """Of all that is in it, each once."""
         found = [kind for s in self.statements for kind in s.kinds]
-        return tuple(dict.fromkeys([*found, f"returns a {self.form}", f"loss of {self.loss}", *self._more()]))
+        found += [f"returns a {self.form}", f"loss of {self.loss}", f"step of {self.step}", f"after {self.before}"]
+        return tuple(dict.fromkeys([*found, *self._more()]))
 
     def _more(self) -> list[str]:
         found = ["gradient of the input"] if self.input_gradient else []
@@ -94,18 +122,21 @@ class RandomModule:
 
     @property
     def source(self) -> str:
-        """A file of Python with ``Net``, ``batch(seed)``, its arguments, and ``loss(result)``."""
+        """A file of Python with ``Net``, ``batch(seed)``, its arguments, ``loss(result)``, and what a step does."""
         init = "\n".join(s.init for s in self.statements if s.init)
         body = "\n".join(s.text for s in self.statements)
         picked = {
             "tensor": "(result,)",
             "tuple": f"[result[k] for k in {[self.returned.index(name) for name in self.read]}]",
             "dict": f"[result[name] for name in {list(self.read)}]",
+            "nest": f"[result[1][0][name] for name in {list(self.read)}]",
         }[self.form]
+        named = "{" + ", ".join(f'"{name}": {name}' for name in self.returned) + "}"
         returned = {
             "tensor": self.returned[0],
             "tuple": ", ".join(self.returned),
-            "dict": "{" + ", ".join(f'"{name}": {name}' for name in self.returned) + "}",
+            "dict": named,
+            "nest": f"None, [{named}]",
         }[self.form]
         asked = ".requires_grad_()" if self.input_gradient else ""
         return _FILE.format(
@@ -116,6 +147,8 @@ class RandomModule:
             rows=self.shape[:2],
             picked=picked,
             loss=LOSSES[self.loss],
+            step=textwrap.indent(STEPS[self.step], " " * 4),
+            before=textwrap.indent(BEFORE[self.before], " " * 4),
         )
 
     def smaller(self) -> Iterator[RandomModule]:
@@ -130,6 +163,10 @@ class RandomModule:
             yield from (replace(self, read=tuple(n for n in self.read if n != name)) for name in self.read)
         if self.form != "tensor" and len(self.returned) == 1:
             yield replace(self, form="tensor")
+        if self.step != "one call":
+            yield replace(self, step="one call")
+        if self.before != "nothing":
+            yield replace(self, before="nothing")
         if self.input_gradient:
             yield replace(self, input_gradient=False)
 
@@ -170,6 +207,15 @@ def batch(seed):
 def loss(result):
     read = {picked}
     return {loss}
+
+
+def before(call, arguments):
+{before}
+
+
+def step(call, arguments):
+{step}
+    return result, total
 """
 
 
@@ -329,9 +375,12 @@ class Drawing:
         first = self.draw.choice(carried)
         read = tuple(name for name in carried if name == first or self.draw.random() < 0.6)
         left = tuple(name for name in unused if name not in read and self.draw.random() < 0.3)
-        forms = ("tuple", "dict") if len(unused) > 1 + len(left) else ("tensor", "tensor", "tuple", "dict")
+        several = ("tuple", "dict", "nest")
+        forms = several if len(unused) > 1 + len(left) else ("tensor", "tensor", *several)
         form, loss = self.draw.choice(forms), self.draw.choice(sorted(LOSSES))
-        return RandomModule(number, self.shape, self.taken, left, read, form, loss, self.input_gradient)
+        step = self.draw.choice(("one call", "one call", *STEPS))
+        before = self.draw.choice(("nothing", "nothing", "nothing", *BEFORE))
+        return RandomModule(number, self.shape, self.taken, left, read, form, loss, step, before, self.input_gradient)
 
 
 def random_module(number: int) -> RandomModule:

@@ -74,7 +74,20 @@ LAYERS = [
     *_layers("batch norm", "nn.BatchNorm1d({second}, momentum=None)"),
     *_layers("attention", "nn.MultiheadAttention({last}, 2, batch_first=True)", call="self.{layer}({x}, {x}, {x})[0]"),
     *_layers("attention", "nn.TransformerEncoderLayer({last}, 2, 16, dropout=0.1, batch_first=True)"),
+    *_all(
+        "attention",
+        "{new}, weights = self.{layer}({x}, {x}, {x})\n{new} = {new} + weights @ {x}",
+        layer="nn.MultiheadAttention({last}, 2, batch_first=True)",
+    ),
     *_layers("recurrent", "nn.GRU({last}, {width}, batch_first=True)", call="self.{layer}({x})[0]"),
+    *_layers("recurrent", "nn.LSTM({last}, {width}, bidirectional=True)", call="self.{layer}({x})[0]"),
+    *_layers("recurrent", "nn.LSTM({last}, {width}, 2, batch_first=True)", call="self.{layer}({x})[1][1]"),
+    *_layers(
+        "parametrized",
+        "nn.utils.parametrizations.weight_norm(nn.Linear({last}, {width}))",
+        "nn.utils.parametrizations.spectral_norm(nn.Linear({last}, {width}))",
+        "nn.utils.parametrizations.orthogonal(nn.Linear({last}, {last}))",
+    ),
     *_layers("embedding", "nn.Embedding(12, {width})", call="self.{layer}({ids})"),
     *_layers("dropout layer", "nn.Dropout(0.3)", "nn.Dropout(0.2, inplace=True)"),
 ]
@@ -145,8 +158,30 @@ REDUCTIONS = [
         "{x}.cumsum({d})",
         "{x}.sort({d}).values",
         "{x}.topk(2, {d}).values",
+        "{x}.cummax({d}).values",
+        "{x}.cumprod({d})",
     ),
-    *_made("product", "{x} @ {x}.transpose(-1, -2)", "torch.einsum('...i,...j->...ij', {x}, {x})"),
+    *_all(
+        "several results",
+        "found = {x}.sort({d})\n{new} = found.values * found.indices",
+        "found = {x}.topk(2, {d})\n{new} = found.values + found.indices",
+        "std, {new} = torch.std_mean({x}, {d}, keepdim=True)\n{new} = ({x} - {new}) / (1 + std)",
+        "low, {new} = torch.aminmax({x}, dim={d}, keepdim=True)\n{new} = ({x} - low) / (1 + {new} - low)",
+    ),
+    *_made(
+        "product",
+        "{x} @ {x}.transpose(-1, -2)",
+        "torch.einsum('...i,...j->...ij', {x}, {x})",
+        "torch.einsum('...ij,...kj->...ik', {x}, {y})",
+        "torch.baddbmm({x}, {x}, torch.eye({last}).expand({x}.shape[0], -1, -1), beta={c})",
+    ),
+    *_made(
+        "complex",
+        "torch.complex({x}, {y}).abs()",
+        "(torch.complex({x}, {y}) * torch.complex({y}, {x})).real",
+        "torch.fft.rfft({x}).abs()",
+        "torch.fft.ifft(torch.fft.fft({x}, dim={d}), dim={d}).real",
+    ),
     *_made(
         "pooling and padding",
         "F.avg_pool2d({x}, 2)",
@@ -160,6 +195,8 @@ REDUCTIONS = [
         "F.scaled_dot_product_attention({x}, {x}, {x})",
         "F.scaled_dot_product_attention({x}, {y}, {x}, is_causal=True)",
         "F.scaled_dot_product_attention({x}, {x}, {y}, dropout_p=0.2)",
+        "F.scaled_dot_product_attention({x}, {x}, {y}, torch.ones(2 * [{x}.shape[-2]]).tril().bool())",
+        "F.scaled_dot_product_attention({x}, {x}, {y}, {x} @ {x}.mT)",
     ),
 ]
 
@@ -188,8 +225,14 @@ VIEWS = [
         "{x}.unfold({d}, 2, 1)",
         "{x}.unfold({d}, 2, 2)",
         "F.unfold({x}, 2, stride=2)",
+        "F.fold(F.unfold({x}, 2), {x}.shape[-2:], 2)",
     ),
-    *_made("expand", "{x}.unsqueeze(0).expand(2, *{x}.shape)", "{x}.mean({d}, keepdim=True).expand_as({x})"),
+    *_made(
+        "expand",
+        "{x}.unsqueeze(0).expand(2, *{x}.shape)",
+        "{x}.mean({d}, keepdim=True).expand_as({x})",
+        "{x}.mean({d}, keepdim=True).expand_as({x}).clone().mul_({x})",
+    ),
     *_made("diagonal", "{x}.diagonal(0, -2, -1)", "torch.diag_embed({x})", "{x}.as_strided((4, 2), (2, 1))"),
     *_all(
         "several of one",
@@ -199,6 +242,7 @@ VIEWS = [
         "parts = {x}.unbind({d})\n{new} = torch.stack(parts[::-1], {d})",
         "q, k, {new} = {x}, {x}.roll(1, {d}), {x}.flip({d})\n{new} = {new} * q + k",
         "parts = {x}.tensor_split(2, {d})\n{new} = torch.cat((parts[1], parts[0]), {d})",
+        "{new} = torch.cat([(1 + k) * part.sin() for k, part in enumerate({x}.chunk(3, {d}))], {d})",
     ),
     *_made("rolled", "{x}.roll(1, {d})", "{x}.flip({d})", "{x}.repeat_interleave(2, {d})", "{x}.tril()"),
 ]
@@ -209,6 +253,7 @@ JOINED = _made(
     "torch.stack(({x}, {y}), {d})",
     "torch.where({x} > {c}, {x}, {y})",
     "torch.where({mask}, {x}, {c})",
+    "torch.where({x} > {c}, {c}, {x})",
     "torch.cat(({x}, torch.zeros_like({x})), {d})",
 )
 
@@ -221,6 +266,9 @@ INDEXED = [
         "{x}.masked_fill({mask}, 0)",
         "{x}.scatter({d}, {x}.argsort({d}), {y})",
         "{x}.index_add(0, torch.tensor([0, 0]), {x}[:2])",
+        "{x}.index_put((torch.tensor([0, 0]),), {x}[:2], accumulate=True)",
+        "{x}.scatter_add({d}, {x}.argsort({d}), {y})",
+        "{x}.scatter_reduce({d}, {x}.argsort({d}), {y}, 'amax')",
     ),
     *_made("integers", "({x} * 4).long().clamp(0, 11)", "{x}.argmax({d})", "({ids} + 1) % 12"),
     *_made("mask", "{x} > {c}", "{x} < {y}", "{x}.isfinite()"),
@@ -367,6 +415,30 @@ BREAKS = [
         "{new} = {x} + torch.from_numpy(np.sort({x}.detach().numpy()))",
         "self.log.append(float({x}.sum()))\n{new} = {x} * {c}",
         "torch._dynamo.graph_break()\n{new} = {x}.sigmoid()",
+        breaks=True,
+    ),
+    *_all(
+        "hook",
+        "{new} = {x} * {c}\nif {new}.requires_grad:\n    {new}.register_hook(lambda g: g * 0.5)",
+        breaks=True,
+    ),
+    *_all(
+        "hook",
+        "{new} = self.{layer}({x}.tanh())",
+        layer="nn.Linear({last}, {last})",
+        setup="self.{layer}.register_forward_hook(lambda _, given, found: found * given[0])",
+    ),
+    *_all(
+        "hook",
+        "{new} = self.{layer}({x})",
+        layer="nn.Sequential(nn.Linear({last}, {last}), nn.Tanh())",
+        setup="self.{layer}[1].register_full_backward_hook(lambda _, made, got: (0.5 * made[0],))",
+        breaks=True,
+    ),
+    *_all(
+        "gradient inside",
+        "with torch.enable_grad():\n    {new} = {x}.detach().requires_grad_()\n"
+        "    {new} = torch.autograd.grad(({new}.sin() * {new}).sum(), {new})[0]\n{new} = {new} * {x}",
         breaks=True,
     ),
     *_all(

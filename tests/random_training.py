@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from models import part_way
-from random_modules import RandomModule, random_module
+from random_modules import BEFORE, STEPS, RandomModule, random_module
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -43,6 +43,11 @@ def loaded(source: str) -> Any:
     return found
 
 
+def calls_share_a_step(source: str) -> bool:
+    """Whether a step is one of two calls."""
+    return STEPS["two calls"].splitlines()[0] in source
+
+
 class Training:
     """Steps of the module of ``source``. ``call``: what is called. ``states``: what was there after each step.
     ``eager_peak``: bytes of a step in eager mode.
@@ -59,8 +64,12 @@ class Training:
 
     @property
     def ways(self) -> int:
-        """How many ways of computing there may be, each with a plan and a least budget of its own."""
-        return 4 if "self.count %" in self.source or " else " in self.source else 1
+        """How many ways of computing there may be, each with a plan and a least budget of its own: others where calls
+        share a step, or add to gradients that are there.
+        """
+        found = 4 if "self.count %" in self.source or " else " in self.source.partition("def batch")[0] else 1
+        accumulates = BEFORE["accumulation"] in self.source
+        return 2 * found if calls_share_a_step(self.source) or accumulates else found
 
     @property
     def differentiates(self) -> bool:
@@ -85,7 +94,7 @@ class Training:
         try:
             peak = measure_peak(self._run, "cpu")
         except MeasureError:
-            self._begin()
+            self.arguments = self.code.batch(len(self.states))
             self._run()
             peak = None
         self._end()
@@ -96,12 +105,10 @@ class Training:
         self.arguments = self.code.batch(len(self.states))
         for p in self.model.parameters():
             p.grad = None
+        self.code.before(self.call, self.arguments)
 
     def _run(self) -> None:
-        result = self.call(*self.arguments)
-        loss = self.code.loss(result)
-        loss.backward()
-        self.held = result, loss
+        self.held = self.code.step(self.call, self.arguments)
 
     def _end(self) -> None:
         self.states.append(dict(self._state()))
@@ -225,10 +232,11 @@ class Eager:
                 training = Training(source)
                 training.lead()
                 training.step()
-                if not training.differentiates:
+                differentiates = training.differentiates
+                self.peak = training.measured_step() or 0
+                if not (differentiates and training.differentiates):
                     self.fails = "no backward comes to what the module computes"
                     return
-                self.peak = training.measured_step() or 0
         except Exception as error:  # noqa: BLE001 - whatever fails in eager mode is not compared
             self.fails = f"{type(error).__name__}: {error}"
             return
@@ -245,7 +253,8 @@ def outcome_of(eager: Eager, way: str, fraction: float) -> Outcome:
         _run(eager, outcome)
         if outcome.verdict != "infeasible":
             return outcome
-    outcome.be("failed", f"the stated minimum does not hold: {outcome.reason}")
+    shared = calls_share_a_step(eager.source)  # whose least is known when both calls have been observed
+    outcome.be("refused" if shared else "failed", f"the stated minimum does not hold: {outcome.reason}")
     return outcome
 
 
@@ -273,8 +282,9 @@ def _run(eager: Eager, outcome: Outcome) -> None:
     if different := differences(training.states, eager.states):
         outcome.be("failed", f"not eager mode's: {', '.join(different[:4])}")
     elif outcome.verdict == "planned":
-        free = isinstance(planned, rockmate.Attachment) and planned.ran_freely  # no plan is of this step
-        _judge(outcome, None if free else _plan_of(planned))
+        free = isinstance(planned, rockmate.Attachment) and planned.ran_freely
+        of_step = not free and not calls_share_a_step(eager.source)  # else no plan is of this step
+        _judge(outcome, _plan_of(planned) if of_step else None)
 
 
 def _plan_of(planned: Any) -> Any:

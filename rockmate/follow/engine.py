@@ -22,6 +22,7 @@ from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, abandoned
+from rockmate.calls.surroundings import INSTEAD, warn_unplanned
 from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
@@ -195,7 +196,8 @@ class Followed:
             turn = took(ways=known.ways)
             self._shared, program = known.ways.placed(turn.way)
             policy = Planned(program, partial(self._otherwise, kind, known), among=len(kind.known))
-        look = kind.watch.look(device, bool(kind.known)) if known is None or kind.news else None
+        seen = known is not None and not known.rehearsed and not kind.news
+        look = None if seen else kind.watch.look(device, bool(kind.known))
         return policy if look is None else Observed(look, policy), turn
 
     def _like(self, kind: CallKind) -> Known | None:
@@ -233,9 +235,13 @@ class Followed:
             same = other.forms[: len(forms)] == forms and other.program.packs[: len(packs)] == packs
             if same and other.program.is_for(tape, index):
                 kind.came(other)
+                kind.news |= other.rehearsed
                 self.last, self._shared = other, None
                 planned = Planned(other.program, partial(self._otherwise, kind, other), among=len(kind.known))
-                return planned.take_over(tape)
+                if planned.can_take_over(tape):
+                    return planned.take_over(tape)
+                warn_unplanned(INSTEAD)
+                return Online(*self._limits(kind, tape.device), left=True)
         kind.news = len(kind.known) < MOST_KNOWN
         self._left = True
         self._say(

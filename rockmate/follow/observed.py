@@ -23,7 +23,8 @@ from rockmate.follow.tape import Policy, Tape
 
 class Mark(NamedTuple):
     """A moment. ``what``: "begin" of the forward; "op" before operation ``number``; "end" of the forward; "asked" and
-    "answered" around reruns for slot ``number``. ``live``: bytes of followed data. ``time``: nanoseconds.
+    "answered" around reruns for slot ``number``; "gone" when ``number`` bytes of data went that nobody had in use.
+    ``live``: bytes of followed data. ``time``: nanoseconds.
     """
 
     what: str
@@ -102,6 +103,7 @@ class Observed:
         self.seen = Seen()
         self.places: list[str] = []
         self.ledger: Ledger | None = None
+        self.data: Sequence[Datum] = ()
         self._outside: dict[int, None] = {}  # data that somebody outside holds, too
         self._in_use: dict[int, None] = {}  # data that autograd has got
         self._deaths = 0
@@ -115,12 +117,13 @@ class Observed:
     def ended(self) -> None:
         """As in ``Policy``: there is no backward to wait for, unless it runs."""
         self.inner.ended()
+        self._mark_gone()
         if self.look is not None:
             self.look.abandon(LET_GO)
 
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""
-        self.ledger = tape.ledger
+        self.ledger, self.data = tape.ledger, tape.data
         self._mark(tape, "op", index)
         self.inner.before(tape, index)
 
@@ -160,6 +163,7 @@ class Observed:
         if tape.open and not datum.slots:
             self.seen.discarded.add(datum.number)
         self.inner.let_go(tape, datum)
+        self._mark_gone()
 
     def followed_by(self, policy: Policy) -> Policy:
         """As in ``Policy``."""
@@ -187,17 +191,32 @@ class Observed:
         """What was noted has been used: nothing of the call is kept but what tells it from others."""
         self.seen.marks.clear()
         self.seen.moments.clear()
-        self.look = None
+        self.look, self.data = None, ()
+
+    def _note(self, deaths: Sequence[int]) -> None:
+        self._deaths += len(deaths)
+        for number in deaths:
+            self._in_use.pop(number, None)
+
+    def _mark_gone(self) -> None:
+        """Note this moment, if data have gone between two reads of the backward that are of neither."""
+        ledger, marks = self.ledger, self.seen.marks
+        if ledger is None or self.look is None or self.look.in_gap or marks[-1].what not in ("answered", "gone"):
+            return
+        deaths = ledger.deaths[self._deaths :]
+        idle = sum(self.data[n].size for n in deaths if n not in self._in_use and n not in self._outside)
+        if idle:
+            self._note(deaths)
+            self.look.mark()
+            marks.append(Mark("gone", idle, ledger.live, time.perf_counter_ns()))
 
     def _mark(self, tape: Tape, what: str, index: int) -> None:
         """Note this moment, and what has been let go since the one before."""
         at = len(self.seen.marks)
-        deaths = tape.ledger.deaths
-        for number in deaths[self._deaths :]:
-            self._in_use.pop(number, None)
+        deaths = tape.ledger.deaths[self._deaths :]
         if self.seen.marks and self.seen.marks[-1].what == "end":
-            self.seen.freed.update(n for n in deaths[self._deaths :] if not tape.ledger.copies[n])
-        self._deaths = len(deaths)
+            self.seen.freed.update(n for n in deaths if not tape.ledger.copies[n])
+        self._note(deaths)
         for number in [n for n in self._outside if not tape.ledger.is_held_outside(tape.data[n])]:
             del self._outside[number]
             self.seen.released[number] = at

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rkgb.storages import alias_of, counter_of
-from rockmate.calls.surroundings import ANOTHER, INSTEAD, RETAINED, graph_is_retained, warn_unplanned
+from rockmate.calls.surroundings import ANOTHER, RETAINED, graph_is_retained, warn_unplanned
 from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Datum, OpForm, Slot, form_of_op
@@ -196,16 +196,19 @@ class Planned:
     ) -> None:
         self.program, self.otherwise, self.exactly, self.among = program, otherwise, exactly, among
         self.next_stage = 0
-        self.keeps_all = False  # nothing goes any more: the graph is retained, or another plan's data have to do
+        self.keeps_all = False  # nothing goes any more: the graph is retained
         self.keeps_pinned = False  # the backward leaves out parts, which another one may read
 
+    def can_take_over(self, tape: Tape) -> bool:
+        """Whether all that this plan holds is there, or can be made, where another one has decided so far."""
+        return tape.reruns.can_make(self._held(tape))
+
+    def _held(self, tape: Tape) -> frozenset[int]:
+        return frozenset(datum.number for datum in tape.data if self.program.holds(tape, datum.number))
+
     def take_over(self, tape: Tape) -> Planned:
-        """Another policy has decided so far: hold what this plan holds, and nothing else if that is possible."""
-        held = frozenset(datum.number for datum in tape.data if self.program.holds(tape, datum.number))
-        if not tape.reruns.can_make(held):  # what the other plan let go is gone: what it holds makes up for it
-            self.keeps_all = True
-            warn_unplanned(INSTEAD)
-            return self
+        """Hold what this plan holds and nothing else, where another policy has decided so far."""
+        held = self._held(tape)
         others = [datum for datum in tape.data if datum.number not in held]
         for datum in others:  # first: what is made again needs the room
             if not datum.pinned:

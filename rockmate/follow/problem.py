@@ -272,13 +272,14 @@ def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
     """The moments of the backward, in order. Where autograd asks for several tensors at once, they are one."""
     asked = [k for k, mark in enumerate(seen.marks) if mark.what == "asked"]
     steps: list[_Step] = []
-    for k in asked:
-        after = k + 1  # "answered"
+    for k, end in itertools.zip_longest(asked, asked[1:], fillvalue=len(seen.marks)):
+        after = range(k + 1, end)  # "answered", and then "gone"
         before = seen.moments[k].level - seen.marks[k].live
-        peak = seen.moments[after].peak - seen.marks[after].live
-        held = {n for n, end in ends.items() if len(tape.ops) + k < end < len(tape.ops) + len(seen.marks)}
+        gone = itertools.accumulate((seen.marks[j].number for j in after[1:]), initial=0)
+        peak = max(seen.moments[j].peak + idle for j, idle in zip(after, gone, strict=True)) - seen.marks[k + 1].live
+        held = {n for n, at in ends.items() if len(tape.ops) + k < at < len(tape.ops) + len(seen.marks)}
         reads = {*seen.reads[k], *held}
-        time = (seen.marks[after + 1].time if after + 1 < len(seen.marks) else seen.ended) - seen.marks[after].time
+        time = (seen.marks[end].time if end < len(seen.marks) else seen.ended) - seen.marks[k + 1].time
         last = steps[-1] if steps else None
         quiet = last is not None and seen.moments[k - 1].peak == seen.moments[k - 1].level == seen.moments[k].level
         if last is not None and quiet:

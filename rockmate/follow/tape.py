@@ -271,8 +271,10 @@ class Tape(TorchDispatchMode):
             if storage is None:
                 self.reruns.make(datum, among)
                 return
-            base = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-            datum.base = base if datum.counter is not None else base.clone()  # whose changes nobody would see
+            datum.base = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            if datum.counter is None:  # nobody would see that it changes
+                datum.base = datum.base.clone()
+                self.ledger.add(datum.base.untyped_storage(), datum.number, datum.size)
 
     # ------------------------------------------------------------------------- saved tensors
 
