@@ -80,6 +80,7 @@ def _run(
             with in_mode(mode), saved_tensors_hooks(lambda t: packed.append(t.detach()), _refuse):
                 for index, node in nodes:
                     run.node(index, node)
+        run.refuse_lost_gradients()
         return run, [run.env[v].detach() for v in b.outputs]
 
 
@@ -207,6 +208,15 @@ class _Probe:
         for v, t in zip(node.outputs, results, strict=True):
             if t.requires_grad and (lost or (t.grad_fn is None and t._is_view())):
                 self.severed.add(v)
+
+    def refuse_lost_gradients(self) -> None:
+        """Raise ``UnsupportedError`` where an output gets a gradient that goes on to nothing the program starts from."""
+        lost = next((self.names[v] for v in self.b.outputs if v in self.severed), None)
+        if lost is not None:
+            raise UnsupportedError(
+                f"forward returns {lost}, which is computed from a view taken under torch.no_grad(): autograd computes "
+                "a gradient for the view, which no plan of a graph has. Take the view's detach() there"
+            )
 
     def node(self, index: int, node: Node) -> None:
         reads = node.reads()

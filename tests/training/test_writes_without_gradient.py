@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from against_eager import WAYS, assert_same, planned_by, snapshot
 from models import randn
 from torch import nn
 from torch.nn import functional as F
+
+from rockmate import attach, measure_peak
 
 Write = Callable[[torch.Tensor], Any]
 
@@ -141,3 +144,37 @@ def test_a_view_is_written_once(write: str, way: str) -> None:
             yield from snapshot(model)
 
     assert_same([*results(True)], [*results(False)])
+
+
+def test_an_output_of_a_view_without_gradients_gets_one() -> None:
+    """Autograd gives such a view a gradient of its own, of which no graph's plan knows: the step is followed."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            for layer in self.layers:
+                x = F.gelu(layer(x))
+            with torch.no_grad():
+                y = x.squeeze()
+            return x, y / (1 + y.square())
+
+    torch.manual_seed(0)
+    model, x = Views(), torch.randn(256, 64)
+    eager = copy.deepcopy(model)
+
+    def step(m: nn.Module) -> None:
+        m.zero_grad()
+        sum(t.square().sum() for t in m(x)).backward()
+
+    budget = 9 * measure_peak(lambda: step(eager)) // 10
+    handle = attach(model, budget)
+    for _ in range(3):
+        step(model)
+        step(eager)
+        for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    assert "view taken under torch.no_grad()" in handle.reason
+    assert measure_peak(lambda: step(model)) == handle.plan.predicted_peak <= budget
