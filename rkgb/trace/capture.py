@@ -182,13 +182,16 @@ class Recorder(TorchFunctionMode):
         known: Sequence[torch.Tensor],
         generators: Sequence[torch.Generator] = (),
         on_meta: OnMeta | None = None,
+        watch_shapes: bool = True,
     ) -> None:
-        """``on_meta``: calls functions where no data are, and nothing is drawn, but seen to be."""
+        """``on_meta``: calls functions where no data are, and nothing is drawn, but seen to be. ``watch_shapes``:
+        whether shapes may follow from values, and count as read.
+        """
         super().__init__()
         self._known = {id(t): weakref.ref(t) for t in known}
         self.generators = generators
         self.devices = () if on_meta else watched_devices(known)
-        self.on_meta = on_meta
+        self.on_meta, self.watch_shapes = on_meta, watch_shapes
         self.call: Callable[..., Any] = on_meta or _plainly
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
@@ -266,7 +269,7 @@ class Recorder(TorchFunctionMode):
             if t.grad_fn is None:
                 self._may_change(tracing, t)
                 self._remember(t)
-        if shaped_by_data(name.split(".")[-1], args):
+        if self.watch_shapes and shaped_by_data(name.split(".")[-1], args):
             self._read(tracing, shapes, "shape", tuple(tensors_in(result)), {})
         return result
 

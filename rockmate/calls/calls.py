@@ -11,7 +11,6 @@ import torch
 
 from rkgb.graphs import Structure
 from rkgb.sample import Call
-from rkgb.trace.guards import GuardFailed
 from rkgb.trace.patches import TRACING
 from rkgb.trees import unflatten
 from rockmate.calls.look import Look, abandoned
@@ -27,15 +26,11 @@ from rockmate.calls.variants import (
     solved_again,
 )
 from rockmate.calls.ways import PlannedWays, waits_of, with_gradients
-from rockmate.errors import VariantLimitError
 from rockmate.run.executor import CallState
 from solvers.interrupts import Heeded
 
 MOST_PLACES = 4
 """Of the calls of a step, so many are observed apart after the first."""
-
-MAX_VARIANTS = 16
-"""Plans for calls that differ only in what the module's Python reads from tensors."""
 
 
 class Calls(PlansOfCalls):
@@ -43,29 +38,7 @@ class Calls(PlansOfCalls):
 
     def run(self, call: Call, key: Hashable, missing: frozenset[str]) -> Any:
         """What the module returns, computed under the plan for such calls; ``key``, ``missing``: their ``kind``."""
-        variants = self.variants(call, key, missing)
-        failed: list[str] = []
-        for variant in variants:
-            try:
-                return self._run_under(variant, call, key)
-            except GuardFailed as guard:
-                failed.append(str(guard))
-        if len(variants) >= MAX_VARIANTS:
-            raise VariantLimitError(
-                f"{MAX_VARIANTS} plans were made for calls of this kind, and none is for the values that the "
-                "module's Python reads from tensors now, or for the shapes that follow from values (torch.where, "
-                f"x[mask]): {failed[0]}. Attach the submodules around that line instead, or compute with masks of "
-                "one shape."
-            )
-        try:
-            return self._run_under(self._make_variant(call, failed=failed), call, key)
-        except GuardFailed as guard:
-            raise VariantLimitError(
-                f"what the module's Python reads from a tensor changed between two runs on the same input: {guard}"
-            ) from guard
-
-    def _run_under(self, variant: Variant, call: Call, key: Hashable) -> Any:
-        """Run under this plan; raises ``GuardFailed`` where it is not for these values."""
+        variant = self.variant(call, key, missing)
         place = self.terms.steps.place()
         if place == 0:
             base = variant = self._adapted(variant, call.tensors)

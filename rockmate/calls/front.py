@@ -146,10 +146,8 @@ class Front:
         """A call in a few words."""
         return described(names, values, None)
 
-    def tell(self, variant: Variant, kind: tuple[Hashable, Hashable], guard: str = "") -> None:
-        """Say that a plan was made. ``kind``: the graph, and what it is given. ``guard``: the one that failed, if that
-        is why.
-        """
+    def tell(self, variant: Variant, kind: tuple[Hashable, Hashable]) -> None:
+        """Say that a plan was made. ``kind``: the graph, and what it is given."""
         if variant.planner.scaled and (variant.plan.solver == CARRIED or not variant.plan.recomputed):
             seconds = variant.plan.setup_seconds
             LOG.log(
@@ -160,7 +158,7 @@ class Front:
             )
         else:
             self._made += variant.planner.saved is None
-            LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before, guard))
+            LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before))
             self._before = variant.call
         self._tell_others(variant.call, *kind)
 

@@ -59,24 +59,20 @@ class PlansOfCalls(CapturedGraph):
         """``last``, or where the call shared its step's budget, the plan for its share."""
         return self._placed[1] if self._placed is not None and self._placed[0] is self.last else self.last
 
-    def variants(
-        self, call: Call, key: Hashable, missing: frozenset[str], saved: SavedPlan | None = None
-    ) -> list[Variant]:
-        """The variants for calls of this ``kind``, the last one used first; one is made if there is none."""
+    def variant(self, call: Call, key: Hashable, missing: frozenset[str], saved: SavedPlan | None = None) -> Variant:
+        """The plan for calls of this ``kind``, which is made if there is none."""
         if found := self.cache.find(key, missing):
             return found
         with TRACING:  # another thread may have planned for such calls while this one waited
-            found = self.cache.find(*self.kind(call))
-            return found or [self._make_variant(call, saved)]
+            return self.cache.find(*self.kind(call)) or self._make_variant(call, saved)
 
-    def _make_variant(self, call: Call, saved: SavedPlan | None = None, failed: Sequence[str] = ()) -> Variant:
-        """``failed``: the guards for which the plans for such calls are none for this one."""
+    def _make_variant(self, call: Call, saved: SavedPlan | None) -> Variant:
         refuse_within_measurements()
         check_no_look()
         capture = self.front.capture_seconds()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
             key, missing = self.kind(call)
-            before = self.cache.for_another_budget(key, missing) if saved is None and not failed else None
+            before = self.cache.for_another_budget(key, missing) if saved is None else None
             known = None if saved or before else self._resized_planner(call, report)
             if before is not None:
                 variant = replace(self._first([before.planner], before.observer), family=before.family)
@@ -92,7 +88,7 @@ class PlansOfCalls(CapturedGraph):
             plan = replace(variant.plan, call=said, pieces=pieces, setup_seconds=seconds)
             variant = replace(variant, plan=plan, number=next(self.cache.numbers))
             self.cache.add(key, variant.planner.missing, variant)
-        self.front.tell(variant, (id(self), call_key(call.leaves, None)), failed[0] if failed else "")
+        self.front.tell(variant, (id(self), call_key(call.leaves, None)))
         return variant
 
     def _traced(self, call: Call, report: Report, saved: SavedPlan | None) -> Variant:

@@ -276,9 +276,9 @@ class PlanCache:
         self.dropped = 0
         self.numbers = itertools.count()  # see Variant.number
 
-    def find(self, key: Hashable, missing: frozenset[str]) -> list[Variant]:
-        """Variants for such a call, last used first. One for more missing gradients will do: those need no memory."""
-        return [v for known, planned, v in self._entries if missing <= planned and known == key]
+    def find(self, key: Hashable, missing: frozenset[str]) -> Variant | None:
+        """The plan for such a call, if there is one. One for more missing gradients will do: those need no memory."""
+        return next((v for known, planned, v in self._entries if missing <= planned and known == key), None)
 
     def variants(self) -> list[Variant]:
         """All, last used first."""
