@@ -30,12 +30,13 @@ from rkgb.randomness import (
     set_random_state,
     watched_devices,
 )
+from rkgb.storages import has_memory
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
 from rkgb.trace.meta import OnMeta
 from rkgb.trace.respelled import Respelled, respelled
-from rkgb.trace.written import Written, has_memory
+from rkgb.trace.written import Written
 from rkgb.trees import map_tensors, tensors_in
 
 _C: Any = torch._C

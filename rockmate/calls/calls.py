@@ -50,7 +50,7 @@ class Calls(PlansOfCalls):
             with abandoned(look):
                 state = CallState(ran.program, self.sources(ran, call.tensors), self.front.timed(ran.plan))
                 outputs = state.forward()
-                result = _returned(ran.structure, outputs)
+                result = _returned(ran.program.s.d.structure, outputs)
         except BaseException:
             self.terms.steps.undo(turn)
             raise

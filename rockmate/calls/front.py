@@ -92,11 +92,6 @@ class Front:
                 self.name,
             )
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the model's parameters; 0 where no model is known."""
-        return 0
-
     def bytes_of_missing_gradients(self) -> dict[str, int]:
         """Bytes of the gradients of the model's parameters that are not there, by name. No model: none."""
         return {}

@@ -13,9 +13,8 @@ import torch
 from torch import fx
 
 from rkgb.sample import Call
-from rkgb.storages import storage_key
+from rkgb.storages import has_memory, storage_key
 from rkgb.trace.meta import without_data
-from rkgb.trace.written import has_memory
 from rkgb.trees import tensors_in
 from rockmate.calls.bound import Results
 from rockmate.calls.captured import Captured, without_wrappers

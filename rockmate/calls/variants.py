@@ -16,7 +16,6 @@ import torch
 from rkgb.cost.measure import Known
 from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.errors import MeasureError
-from rkgb.graphs import Structure
 from rkgb.warn import warn
 from rockmate.calls.call_look import CallLook
 from rockmate.calls.families import Family
@@ -50,7 +49,6 @@ class Variant:
     planner: Planner
     plan: Plan
     program: Program
-    structure: Structure
     observer: Observer | None
     family: Family | None = None
     number: int = 0
@@ -79,10 +77,9 @@ class Variant:
 def make_variant(planner: Planner, budget: int, observer: Observer | None = None) -> Variant:
     """The plan for ``budget``, ready to run; ``observer``: of an earlier plan for the same kind of call."""
     plan = planner.plan(budget)
-    d = plan.graph.s.d
     if planner.saved is None:
         observer = observer or Observer(plan.graph, planner.options.loss_memory is None)
-    return Variant(planner, plan, program_of(plan), d.structure, observer)
+    return Variant(planner, plan, program_of(plan), observer)
 
 
 def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
@@ -106,7 +103,6 @@ def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
         planner=planner,
         plan=plan,
         program=program_of(plan),
-        structure=plan.graph.s.d.structure,
         observer=observer,
     )
 

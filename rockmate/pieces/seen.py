@@ -11,8 +11,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rkgb.storages import storage_key, version_of
-from rkgb.trace.written import has_memory
+from rkgb.storages import has_memory, storage_key, version_of
 from rkgb.trees import tensors_in
 
 
