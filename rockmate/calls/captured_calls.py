@@ -73,7 +73,7 @@ class CapturedCalls(Calls):
                 if fits:
                     self.front.note_free_call()
                 else:
-                    self.last = self.variant(call, kind, missing, self.front.saved)
+                    self.last = self.runnable(call, kind, missing, self.front.saved)
                     self.front.last = self
                 raise Planned
             if fits:

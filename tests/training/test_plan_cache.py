@@ -13,12 +13,12 @@ import torch
 from models import case, randn, square_loss
 
 from rockmate import PlanningWarning, Rockmate
-from rockmate.calls.variants import MAX_PLANS, PlanCache
+from rockmate.calls.runnable import MAX_PLANS, PlanCache
 
 NONE: frozenset[str] = frozenset()
 
 
-def variant(name: str) -> Any:
+def runnable(name: str) -> Any:
     return SimpleNamespace(name=name, state=SimpleNamespace(code=name))
 
 
@@ -41,33 +41,33 @@ class Key:
 @pytest.mark.parametrize("change", ["used", "add", "adapt", "replace"])
 def test_a_thread_finds_what_was_there_when_it_began(change: str) -> None:
     cache = PlanCache()
-    variants = [variant(name) for name in "abc"]
+    runnables = [runnable(name) for name in "abc"]
     changes: dict[str, Callable[[], None]] = {
-        "used": lambda: cache.used(variants[0]),
-        "add": lambda: cache.add("key", NONE, variant("d")),
-        "adapt": lambda: cache.adapt(variants[1], variant("e")),
-        "replace": lambda: cache.replace(variants[2], variant("f")),
+        "used": lambda: cache.used(runnables[0]),
+        "add": lambda: cache.add("key", NONE, runnable("d")),
+        "adapt": lambda: cache.adapt(runnables[1], runnable("e")),
+        "replace": lambda: cache.replace(runnables[2], runnable("f")),
     }
-    for v in variants:
-        cache.add(Key(changes[change], equal=v is variants[0]), NONE, v)
-    assert cache.find("key", NONE) is variants[0]
-    for v in variants[1:]:
-        cache.replace(variants[0], v)
+    for v in runnables:
+        cache.add(Key(changes[change], equal=v is runnables[0]), NONE, v)
+    assert cache.find("key", NONE) is runnables[0]
+    for v in runnables[1:]:
+        cache.replace(runnables[0], v)
     cache.for_another_budget("key", NONE)
 
 
 def test_the_cache_drops_the_least_recently_used() -> None:
     cache = PlanCache()
-    variants = [variant(str(k)) for k in range(MAX_PLANS + 2)]
-    for k, v in enumerate(variants[:MAX_PLANS]):
+    runnables = [runnable(str(k)) for k in range(MAX_PLANS + 2)]
+    for k, v in enumerate(runnables[:MAX_PLANS]):
         cache.add(k, NONE, v)
-    cache.used(variants[0])
+    cache.used(runnables[0])
     with pytest.warns(PlanningWarning, match=f"more than {MAX_PLANS} kinds of calls") as warned:
-        for k, v in enumerate(variants[MAX_PLANS:], MAX_PLANS):
+        for k, v in enumerate(runnables[MAX_PLANS:], MAX_PLANS):
             cache.add(k, NONE, v)
     assert len(warned) == 1
     assert cache.dropped == 2
-    assert [k for k in range(len(variants)) if not cache.find(k, NONE)] == [1, 2]
+    assert [k for k in range(len(runnables)) if not cache.find(k, NONE)] == [1, 2]
 
 
 def test_threads_with_calls_of_one_kind_plan_once() -> None:
