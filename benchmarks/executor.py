@@ -42,7 +42,7 @@ import rockmate
 from rkgb.graphs import substitute
 from rkgb.program import source_values
 from rockmate import Rockmate
-from rockmate.calls.variants import Variant, program_of
+from rockmate.calls.runnable import Runnable, program_of
 from rockmate.demo.gpt import GPT
 from rockmate.run.executor import CallState
 from rockmate.run.program import Program
@@ -128,8 +128,8 @@ def launch(layers: int, repeat: int, autocast: bool) -> Launch:
         calls = operations_again(everything.program, model, ids)
     sources = everything.program.s.d.sources
 
-    def ours(variant: Variant) -> torch.Tensor:
-        use(rk, variant)
+    def ours(runnable: Runnable) -> torch.Tensor:
+        use(rk, runnable)
         logits: torch.Tensor = rk(ids)
         return logits
 
@@ -207,19 +207,19 @@ def operations_again(
     return calls
 
 
-def use(rk: Rockmate, variant: Variant) -> None:
-    """Run ``variant`` from now on."""
+def use(rk: Rockmate, runnable: Runnable) -> None:
+    """Run ``runnable`` from now on."""
     assert rk._last is not None
     calls = rk._front.last
     assert calls is not None
-    calls.cache.replace(rk._last, variant)
-    calls.last = variant
+    calls.cache.replace(rk._last, runnable)
+    calls.last = runnable
 
 
-def scheduled(variant: Variant, schedule: Schedule) -> Variant:
-    """The variant with another schedule."""
-    plan = dataclasses.replace(variant.plan, schedule=schedule)
-    return dataclasses.replace(variant, plan=plan, program=program_of(plan))
+def scheduled(runnable: Runnable, schedule: Schedule) -> Runnable:
+    """The runnable with another schedule."""
+    plan = dataclasses.replace(runnable.plan, schedule=schedule)
+    return dataclasses.replace(runnable, plan=plan, program=program_of(plan))
 
 
 def planned(model: GPT, ids: torch.Tensor, memory: int, program: str | None) -> Rockmate:

@@ -157,7 +157,8 @@ def _recorded(
     captured: list[torch.Tensor] = []
     recorded = 0
     while True:
-        seen = Recorder([*known, *captured], own_generators(forward.model.modules()), on_meta)
+        own = own_generators(forward.model.modules())
+        seen = Recorder([*known, *captured], own, on_meta, watch_shapes=not is_pure(forward.model))
         graph: Any = None
         results: list[torch.Tensor] = []
         with preserved(forward.model, [*forward.inputs, *captured]):
@@ -181,7 +182,9 @@ def _recorded(
 
 
 def is_pure(model: torch.nn.Module) -> bool:
-    """Whether the class of ``model`` says that its Python only calls operations on tensors, and needs no watching."""
+    """Whether the class of ``model`` says that its Python only calls operations on tensors, and needs no watching: no
+    shape in it follows from values.
+    """
     return bool(getattr(type(model), "pure", False))
 
 

@@ -53,3 +53,9 @@ def counter_of(t: torch.Tensor) -> torch.Tensor:
     counter = alias_of(t)
     _DATA.__set__(counter, torch.empty(0, dtype=t.dtype, device=t.device))  # whoever watches for new memory is not told
     return counter
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """Whether ``t`` lies in one storage, in strides, and is not what ``vmap`` and its like make of some."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return t.layout == torch.strided and not t.is_nested and torch._C._has_storage(t) and not wrapped

@@ -34,7 +34,6 @@ from rockmate.errors import (
     PlanError,
     PlanningWarning,
     RockmateError,
-    VariantLimitError,
 )
 from rockmate.estimate import Estimate, SizeEstimate, estimate
 from rockmate.measure import measure_peak, measure_step
@@ -77,7 +76,6 @@ __all__ = [
     "SizeEstimate",
     "TraceError",
     "UnsupportedError",
-    "VariantLimitError",
     "attach",
     "attached",
     "detach",

@@ -19,10 +19,6 @@ class CannotBeCalledError(InputError):
     """The model itself fails when it is called with these arguments; ``__cause__`` is its error."""
 
 
-class VariantLimitError(RockmateError):
-    """The module's Python reads a value from tensors that is another one at every call."""
-
-
 class PlanError(RockmateError):
     """A saved plan cannot be used here."""
 

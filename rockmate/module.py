@@ -19,8 +19,8 @@ from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
 from rockmate.calls.listed import PlannedCall
 from rockmate.calls.others import watch_layers
+from rockmate.calls.runnable import Runnable
 from rockmate.calls.terms import Terms
-from rockmate.calls.variants import Variant
 from rockmate.errors import BudgetError, InputError
 from rockmate.follow.plan import FollowedPlan
 from rockmate.memory import Memory
@@ -182,9 +182,9 @@ class Rockmate(torch.nn.Module):
         return plan
 
     @property
-    def _last(self) -> Variant | None:
+    def _last(self) -> Runnable | None:
         """The plan of the last call, ready to run."""
-        return self._front.variant
+        return self._front.runnable
 
     @property
     def plans_made(self) -> int:
@@ -207,7 +207,7 @@ class Rockmate(torch.nn.Module):
 
     @property
     def plans_dropped(self) -> int:
-        """Plans that went because more than ``variants.MAX_PLANS`` kinds of calls came."""
+        """Plans that went because more than ``runnable.MAX_PLANS`` kinds of calls came."""
         return self._front.plans_dropped
 
     @property

@@ -86,20 +86,15 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def planned_line(
-    what: str, call: tuple[str, ...], plan: Plan, number: int, before: tuple[str, ...] | None, guard: str = ""
-) -> str:
-    """What is said of plan ``number`` of the model ``what``.
-
-    ``before``: the call that the plan before is for. ``guard``: what its Python read from a tensor, if that is new.
-    """
+def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, before: tuple[str, ...] | None) -> str:
+    """What is said of plan ``number`` of the model ``what``. ``before``: the call that the plan before is for."""
     line = (
         f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {', '.join(call)}: "
         f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
         f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
     )
     if before is not None:
-        line += f"; {_difference(before, call, guard)}"
+        line += f"; {_difference(before, call)}"
     if number >= MANY:
         pad = "" if before == call else "pad inputs to a few shapes, and "
         line += f". This is plan {number}: {pad}keep what changes at every step in tensors"
@@ -118,7 +113,7 @@ def _loaded(plan: Plan) -> str:
     return f" ({' and '.join(found)} loaded)" if found and "load" in plan.setup_seconds else ""
 
 
-def _difference(before: tuple[str, ...], now: tuple[str, ...], guard: str) -> str:
+def _difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     """In what two calls differ, by the names of their inputs."""
     old, new = ({words.partition(" ")[0]: words for words in call} for call in (before, now))
     changed = [f"{words} was {old[k].partition(' ')[2]}" for k, words in new.items() if k in old and old[k] != words]
@@ -126,6 +121,4 @@ def _difference(before: tuple[str, ...], now: tuple[str, ...], guard: str) -> st
     changed += [f"no {k}" for k in old if k not in new]
     if changed:
         return "new: " + ", ".join(changed)
-    if guard:
-        return f"new: a number that the module's Python reads from a tensor ({guard})"
     return "new: something in the module's Python, or gradients, differs"

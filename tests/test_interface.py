@@ -204,7 +204,7 @@ def test_a_budget_below_the_minimum_is_one_short_error() -> None:
             refused()
         assert error.value.__cause__ is None and error.value.__suppress_context__
         places = {Path(frame.filename).name for frame in traceback.extract_tb(error.value.__traceback__)}
-        assert not places & {"planner.py", "variants.py", "calls.py", "capture.py", "dynamo.py"}
+        assert not places & {"planner.py", "runnable.py", "calls.py", "capture.py", "dynamo.py"}
 
 
 def test_a_budget_that_the_loss_is_too_large_for() -> None:

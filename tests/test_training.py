@@ -14,7 +14,7 @@ from models import ZOO, Case, case, outputs_of, part_way, square_loss
 
 from rkgb.sample import Call
 from rockmate import Rockmate, measure_peak
-from rockmate.calls.variants import Variant, make_variant
+from rockmate.calls.runnable import Runnable, make_runnable
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 from rockmate.planning.prepare import make_planner
@@ -147,8 +147,8 @@ def test_predicted_peak_is_the_measured_one(percent: int, allocated: bool, held:
 @pytest.mark.parametrize("c", ZOO, ids=lambda c: c.name)
 def test_a_backward_is_stopped_only_where_something_runs_again(c: Case, fraction: float) -> None:
     """Or for what autograd cannot let go by itself: outputs, and data that come back later."""
-    variant = make_variant(planner_of(c.name), budget_of(c.name, fraction))
-    program, k = variant.program, variant.plan.graph
+    runnable = make_runnable(planner_of(c.name), budget_of(c.name, fraction))
+    program, k = runnable.program, runnable.plan.graph
     needed = set(k.outputs)
     for steps in reversed(program.before):
         runs = [step for step in steps if isinstance(step, Run)]
@@ -182,7 +182,7 @@ def test_nothing_stays_allocated() -> None:
 
 def test_a_plan_for_each_budget_from_one_planner() -> None:
     planner = planner_of("mlp")
-    variants: list[Variant] = [make_variant(planner, budget_of("mlp", f)) for f in FRACTIONS]
-    overheads = [v.plan.predicted_overhead for v in variants]
+    runnables: list[Runnable] = [make_runnable(planner, budget_of("mlp", f)) for f in FRACTIONS]
+    overheads = [v.plan.predicted_overhead for v in runnables]
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[-1] == 0

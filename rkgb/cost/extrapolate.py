@@ -54,7 +54,7 @@ def form(point: Measured) -> Hashable:
         (usage, tuple((c.results, c.views, tuple(g and (g.shares or "new") for g in c.inputs)) for c in every))
         for usage, every in point.costs.items()
     )
-    return skeleton(s, values=False), tuple(len(x.private) for x in saved), costs
+    return skeleton(s), tuple(len(x.private) for x in saved), costs
 
 
 def extrapolated(points: Sequence[Measured], size: int) -> Extrapolated:

@@ -15,7 +15,6 @@ import torch
 from rkgb.cost.costs import Cost, InputGradient
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph
-from rkgb.trace.guards import Guard
 
 
 def growth(old: S_graph, new: S_graph) -> Fraction:
@@ -58,7 +57,7 @@ def chooses(s: S_graph, i: int) -> bool:
     """Whether node i has an operation that takes another amount of temporary memory from some size on, or one of the
     user's, of which nothing is known.
     """
-    own = any(not isinstance(s.d.nodes[op].op, (torch._ops.OpOverload, Guard)) for op in s.nodes[i].ops)
+    own = any(not isinstance(s.d.nodes[op].op, torch._ops.OpOverload) for op in s.nodes[i].ops)
     return own or _has_one_of(s, i, (*_CHOOSING, *kind_of(s.device).choosing))
 
 

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.Btools import is_pure
 from rkgb.Dtools import Probed, probe
-from rkgb.errors import MismatchError
+from rkgb.errors import MismatchError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.program import run_node, same, source_values
 from rkgb.sample import Call
 from rkgb.trace.attributes import State, changed_again, left_as_it_is
 from rkgb.trace.capture import attributes_preserved, drop_saved, preserved
-from rkgb.trace.guards import GuardFailed
+from rkgb.trace.guards import GuardFailed, is_guard
 from rkgb.trace.operators import WritesSeen
 from rkgb.trace.patches import traceable
 from rkgb.trace.written import put_back
@@ -36,14 +36,17 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
 
     The run is made on the sample, ``call``, with its rows in another order. If the module reads values
     (guards), cannot be called with these values, or has sizes that depend on them, the run is made on the sample
-    itself, for which the module returned ``expected``. So is that of a module without Python of its own, which cannot
-    depend on values.
+    itself, for which the module returned ``expected``. So is that of a module without Python of its own, which is to
+    depend on no values.
 
     Raises:
         MismatchError: an output differs in a bit, though the module gives the same bits in every run.
+        UnsupportedError: a module without Python of its own depends on values all the same.
     """
     if is_pure(model):
         probed = probe(b, model, call.tensors)
+        if guard := next(filter(is_guard, probed.graph.nodes), None):
+            raise UnsupportedError(f"a number that an operation takes is read from a tensor at {guard.line}")
         return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"))
     other = _shifted(call)
     theirs = _run_module(b, model, other)

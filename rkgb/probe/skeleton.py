@@ -9,14 +9,13 @@ import torch
 
 from rkgb.graphs import Facts, Node, Ref, S_graph, Source, Value
 from rkgb.probe.numbers import is_made_of_number, may_be_size, sized_arguments
-from rkgb.trace.guards import Guard
 
 
-def skeleton(s: S_graph, values: bool = True) -> Hashable:
-    """A key that is equal for graphs that differ in sizes only; with ``values`` that were read from tensors, or not."""
+def skeleton(s: S_graph) -> Hashable:
+    """A key that is equal for graphs of captured programs that differ in sizes only."""
     d = s.d
     return (
-        tuple(_operation(n, values) for n in d.nodes),
+        tuple(map(_operation, d.nodes)),
         d.outputs,
         tuple(sorted((v, source_form(x)) for v, x in d.sources.items())),
         tuple((v, *_form(x), x.storage) for v, x in d.values.items()),
@@ -31,13 +30,11 @@ def skeleton(s: S_graph, values: bool = True) -> Hashable:
     )
 
 
-def _operation(node: Node, values: bool) -> Hashable:
+def _operation(node: Node) -> Hashable:
     sized = sized_arguments(node.op)
     arguments = tuple(_frozen(a, k in sized) for k, a in enumerate(node.args))
     keywords = tuple((name, _frozen(a, name in sized)) for name, a in node.kwargs)
     op: Hashable = node.op if isinstance(node.op, torch._ops.OpOverload) else str(node.op)
-    if isinstance(node.op, Guard):
-        op = node.op.name, repr(node.op.expected) if values else "", node.op.line
     return op, node.name, arguments, keywords, node.outputs, node.several, node.mode
 
 

@@ -30,12 +30,13 @@ from rkgb.randomness import (
     set_random_state,
     watched_devices,
 )
+from rkgb.storages import has_memory
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
 from rkgb.trace.meta import OnMeta
 from rkgb.trace.respelled import Respelled, respelled
-from rkgb.trace.written import Written, has_memory
+from rkgb.trace.written import Written
 from rkgb.trees import map_tensors, tensors_in
 
 _C: Any = torch._C
@@ -182,13 +183,16 @@ class Recorder(TorchFunctionMode):
         known: Sequence[torch.Tensor],
         generators: Sequence[torch.Generator] = (),
         on_meta: OnMeta | None = None,
+        watch_shapes: bool = True,
     ) -> None:
-        """``on_meta``: calls functions where no data are, and nothing is drawn, but seen to be."""
+        """``on_meta``: calls functions where no data are, and nothing is drawn, but seen to be. ``watch_shapes``:
+        whether shapes may follow from values, and count as read.
+        """
         super().__init__()
         self._known = {id(t): weakref.ref(t) for t in known}
         self.generators = generators
         self.devices = () if on_meta else watched_devices(known)
-        self.on_meta = on_meta
+        self.on_meta, self.watch_shapes = on_meta, watch_shapes
         self.call: Callable[..., Any] = on_meta or _plainly
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
@@ -268,7 +272,7 @@ class Recorder(TorchFunctionMode):
             if t.grad_fn is None:
                 self._may_change(tracing, t)
                 self._remember(t)
-        if shaped_by_data(name.split(".")[-1], args):
+        if self.watch_shapes and shaped_by_data(name.split(".")[-1], args):
             self._read(tracing, shapes, "shape", tuple(tensors_in(result)), {})
         return result
 

@@ -19,10 +19,9 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.nodes import Node
-from rkgb.storages import storage_key
+from rkgb.storages import has_memory, storage_key
 from rkgb.trace.attention import attention_on_cpu
 from rkgb.trace.distinct import DistinctCalls
-from rkgb.trace.written import has_memory
 from rkgb.trees import map_tensors, tensors_in
 
 _C: Any = torch._C

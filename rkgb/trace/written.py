@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rkgb.storages import storage_key
+from rkgb.storages import has_memory, storage_key
 from rkgb.trace.operators import STATISTICS, WritesSeen
 from rkgb.trees import tensor_leaves
 
@@ -118,8 +118,3 @@ def put_back(model: torch.nn.Module, seen: WritesSeen) -> Iterator[None]:
 def _strided(tree: Any) -> Iterable[torch.Tensor]:
     """The tensors of ``tree`` with strided memory."""
     return filter(has_memory, tensor_leaves(tree))
-
-
-def has_memory(t: torch.Tensor) -> bool:
-    """Whether ``t`` is strided memory, and not what ``vmap`` and its like make of some."""
-    return t.layout == torch.strided and not t.is_nested and not _C._functorch.is_functorch_wrapped_tensor(t)

@@ -45,7 +45,6 @@ from rockmate.errors import (
     InputError,
     PlanError,
     RockmateError,
-    VariantLimitError,
 )
 from rockmate.follow.engine import Followed
 from rockmate.follow.exposed import is_followed
@@ -315,7 +314,7 @@ def _check_tensors(call: Call) -> None:
 
 def _refuses_the_graph(error: Exception) -> bool:
     """Whether no plan can be made for what was captured, of which nothing has run."""
-    return isinstance(error, (GraphError, VariantLimitError)) and not isinstance(error, MeasureError)
+    return isinstance(error, GraphError) and not isinstance(error, MeasureError)
 
 
 def _only_said(error: Exception) -> Exception:

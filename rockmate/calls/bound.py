@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rkgb.storages import storage_key
+from rkgb.storages import has_memory, storage_key
 from rkgb.trees import tensors_in
 from rockmate.calls.effects import graphs_within
 
@@ -71,5 +71,4 @@ def rough_peak(size: float, arguments: Sequence[Any]) -> float:
 
 
 def _storage(t: torch.Tensor) -> int:
-    plain = t.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-    return storage_key(t) if plain else id(t)
+    return storage_key(t) if has_memory(t) else id(t)

@@ -11,31 +11,26 @@ import torch
 
 from rkgb.graphs import Structure
 from rkgb.sample import Call
-from rkgb.trace.guards import GuardFailed
 from rkgb.trace.patches import TRACING
 from rkgb.trees import unflatten
 from rockmate.calls.look import Look, abandoned
 from rockmate.calls.made import PlansOfCalls
 from rockmate.calls.observe import Observer
-from rockmate.calls.surroundings import undisturbed
-from rockmate.calls.turns import Turn
-from rockmate.calls.variants import (
-    Variant,
+from rockmate.calls.runnable import (
+    Runnable,
     adapted,
-    make_variant,
+    make_runnable,
     reads_more,
     solved_again,
 )
+from rockmate.calls.surroundings import undisturbed
+from rockmate.calls.turns import Turn
 from rockmate.calls.ways import PlannedWays, waits_of, with_gradients
-from rockmate.errors import VariantLimitError
 from rockmate.run.executor import CallState
 from solvers.interrupts import Heeded
 
 MOST_PLACES = 4
 """Of the calls of a step, so many are observed apart after the first."""
-
-MAX_VARIANTS = 16
-"""Plans for calls that differ only in what the module's Python reads from tensors."""
 
 
 class Calls(PlansOfCalls):
@@ -43,41 +38,19 @@ class Calls(PlansOfCalls):
 
     def run(self, call: Call, key: Hashable, missing: frozenset[str]) -> Any:
         """What the module returns, computed under the plan for such calls; ``key``, ``missing``: their ``kind``."""
-        variants = self.variants(call, key, missing)
-        failed: list[str] = []
-        for variant in variants:
-            try:
-                return self._run_under(variant, call, key)
-            except GuardFailed as guard:
-                failed.append(str(guard))
-        if len(variants) >= MAX_VARIANTS:
-            raise VariantLimitError(
-                f"{MAX_VARIANTS} plans were made for calls of this kind, and none is for the values that the "
-                "module's Python reads from tensors now, or for the shapes that follow from values (torch.where, "
-                f"x[mask]): {failed[0]}. Attach the submodules around that line instead, or compute with masks of "
-                "one shape."
-            )
-        try:
-            return self._run_under(self._make_variant(call, failed=failed), call, key)
-        except GuardFailed as guard:
-            raise VariantLimitError(
-                f"what the module's Python reads from a tensor changed between two runs on the same input: {guard}"
-            ) from guard
-
-    def _run_under(self, variant: Variant, call: Call, key: Hashable) -> Any:
-        """Run under this plan; raises ``GuardFailed`` where it is not for these values."""
+        runnable = self.runnable(call, key, missing)
         place = self.terms.steps.place()
         if place == 0:
-            base = variant = self._adapted(variant, call.tensors)
+            base = runnable = self._adapted(runnable, call.tensors)
         else:
-            base, variant = variant, self._at_place(variant, place, call.tensors)
-        turn, ran = self._turn(variant, call, key)
-        look = variant.look()
+            base, runnable = runnable, self._at_place(runnable, place, call.tensors)
+        turn, ran = self._turn(runnable, call, key)
+        look = runnable.look()
         try:
             with abandoned(look):
                 state = CallState(ran.program, self.sources(ran, call.tensors), self.front.timed(ran.plan))
                 outputs = state.forward()
-                result = _returned(ran.structure, outputs)
+                result = _returned(ran.program.s.d.structure, outputs)
         except BaseException:
             self.terms.steps.undo(turn)
             raise
@@ -85,92 +58,92 @@ class Calls(PlansOfCalls):
         state.backward.arrived = turn.begin
         self.cache.used(base)
         self.last, self._placed = base, (base, ran)
-        if variant.is_provisional and variant.family is not None:
-            variant.family.spent[variant.number] += variant.plan.rerun_time
-        if variant.observer is not None:
+        if runnable.is_provisional and runnable.family is not None:
+            runnable.family.spent[runnable.number] += runnable.plan.rerun_time
+        if runnable.observer is not None:
             if look is not None:
-                look.then = self.learner(variant, call.tensors)
+                look.then = self.learner(runnable, call.tensors)
             kept = state.store.warn_unplanned if ran.is_tight else None
-            observed = variant.observer.watch(ran.program, outputs, look, kept)
+            observed = runnable.observer.watch(ran.program, outputs, look, kept)
             if observed is not None:
                 observed.turn = turn
                 turn.held_by(observed)
                 state.backward.arrived = observed.begin
         return result
 
-    def _at_place(self, variant: Variant, place: int, inputs: list[torch.Tensor]) -> Variant:
-        """``variant`` for calls that come after so many others of their step: what these do with outputs is observed
+    def _at_place(self, runnable: Runnable, place: int, inputs: list[torch.Tensor]) -> Runnable:
+        """``runnable`` for calls that come after so many others of their step: what these do with outputs is observed
         apart.
         """
         place = min(place, MOST_PLACES)
-        found = self._places.get((variant.number, place))
+        found = self._places.get((runnable.number, place))
         if found is None:
-            observer = variant.observer and Observer(variant.plan.graph, variant.planner.options.loss_memory is None)
-            found = replace(variant, observer=observer)
-            there = {v.number for v in self.cache.variants()}  # plans that were dropped have no places any more
+            observer = runnable.observer and Observer(runnable.plan.graph, runnable.planner.options.loss_memory is None)
+            found = replace(runnable, observer=observer)
+            there = {v.number for v in self.cache.plans()}  # plans that were dropped have no places any more
             self._places = {at: other for at, other in self._places.items() if at[0] in there}
-        elif found.plan.budget != variant.plan.budget:
-            made = make_variant(found.planner, variant.plan.budget, found.observer)
+        elif found.plan.budget != runnable.plan.budget:
+            made = make_runnable(found.planner, runnable.plan.budget, found.observer)
             found = replace(made, number=found.number, family=found.family)
-        found = self._places[variant.number, place] = self._adapted(found, inputs)
+        found = self._places[runnable.number, place] = self._adapted(found, inputs)
         return found
 
-    def _turn(self, variant: Variant, call: Call, key: Hashable) -> tuple[Turn, Variant]:
-        """The turn of a call under this plan in its step, and the variant that runs in it."""
+    def _turn(self, runnable: Runnable, call: Call, key: Hashable) -> tuple[Turn, Runnable]:
+        """The turn of a call under this plan in its step, and what runs in it."""
         steps = self.terms.steps
-        after = bool(variant.planner.missing) and steps.follows_a_backward(key)
-        after = after and ("after" in variant.derived or Look.current is None)
+        after = bool(runnable.planner.missing) and steps.follows_a_backward(key)
+        after = after and ("after" in runnable.derived or Look.current is None)
         if after:
-            if "after" not in variant.derived:
+            if "after" not in runnable.derived:
                 with TRACING, undisturbed(), self.module_ready():
-                    variant.derived["after"] = with_gradients(variant, self.module, call.tensors)
-            variant = variant.derived["after"]
-        ways: PlannedWays | None = variant.derived.get("ways")
-        if ways is None or ways.seen != waits_of(variant):
-            ways = variant.derived["ways"] = PlannedWays(variant, self.front, self.terms.progress)
+                    runnable.derived["after"] = with_gradients(runnable, self.module, call.tensors)
+            runnable = runnable.derived["after"]
+        ways: PlannedWays | None = runnable.derived.get("ways")
+        if ways is None or ways.seen != waits_of(runnable):
+            ways = runnable.derived["ways"] = PlannedWays(runnable, self.front, self.terms.progress)
         turn = steps.take(key, ways, self.front.name, self.terms, after)
         return turn, ways.placed(turn.way)
 
-    def _adapted(self, variant: Variant, inputs: list[torch.Tensor]) -> Variant:
-        """The variant for what earlier calls have shown."""
-        news = variant.observer is not None and (variant.observer.news or reads_more(self.last, variant))
-        family = variant.family if variant.is_provisional else None
-        if not news and not (family is not None and family.is_worth_solving(variant.number)):
-            return variant
+    def _adapted(self, runnable: Runnable, inputs: list[torch.Tensor]) -> Runnable:
+        """The plan for what earlier calls have shown."""
+        news = runnable.observer is not None and (runnable.observer.news or reads_more(self.last, runnable))
+        family = runnable.family if runnable.is_provisional else None
+        if not news and not (family is not None and family.is_worth_solving(runnable.number)):
+            return runnable
         if Look.current is not None:
-            return variant  # at a later call: see ``check_no_look``
-        with TRACING, Heeded(), self._progress_of(variant.planner), undisturbed(), self.module_ready():
+            return runnable  # at a later call: see ``check_no_look``
+        with TRACING, Heeded(), self._progress_of(runnable.planner), undisturbed(), self.module_ready():
             if news:
-                new = adapted(variant, self.last, self.module, inputs, self.terms)
+                new = adapted(runnable, self.last, self.module, inputs, self.terms)
             else:
-                new = solved_again(variant, self._known_of(variant.plan.graph.s, None), self.module, inputs)
-                self.front.tell_again(variant, new)
-        self.cache.adapt(variant, new)
-        self._places.update((at, new) for at, other in list(self._places.items()) if other is variant)
+                new = solved_again(runnable, self._known_of(runnable.plan.graph.s, None), self.module, inputs)
+                self.front.tell_again(runnable, new)
+        self.cache.adapt(runnable, new)
+        self._places.update((at, new) for at, other in list(self._places.items()) if other is runnable)
         return new
 
-    def learner(self, variant: Variant, inputs: list[torch.Tensor]) -> Callable[[], None]:
+    def learner(self, runnable: Runnable, inputs: list[torch.Tensor]) -> Callable[[], None]:
         """What is to be done when the call's backward is over; parameters and buffers are those of this call."""
         all_inputs = self.now.inputs
 
         def learn() -> None:
             with self.in_call(all_inputs):
-                self._learn(variant, inputs)
+                self._learn(runnable, inputs)
 
         return learn
 
-    def _learn(self, variant: Variant, inputs: list[torch.Tensor]) -> None:
+    def _learn(self, runnable: Runnable, inputs: list[torch.Tensor]) -> None:
         """A step has been looked at: plan again at once, so that the next step is as it will stay."""
         began = time.perf_counter()
         try:
-            new = self._adapted(variant, inputs)
+            new = self._adapted(runnable, inputs)
         except Exception:  # noqa: BLE001 - parameters may be sharded now, a warning an error: the next forward tries again
-            if variant.observer is not None:
-                variant.observer.news = True
+            if runnable.observer is not None:
+                runnable.observer.news = True
             return
-        if self.last is variant:
+        if self.last is runnable:
             self.last = new
-        if new is not variant:
+        if new is not runnable:
             seconds = time.perf_counter() - began
             self.front.tell_anew(new.plan, seconds, "what its loss was seen to take")
 

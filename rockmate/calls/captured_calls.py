@@ -21,7 +21,7 @@ from rockmate.calls.free import MOST_KINDS, FreeCalls
 from rockmate.calls.front import Front
 from rockmate.calls.graph import device_of
 from rockmate.calls.surroundings import witnesses
-from rockmate.errors import BudgetWarning, CannotBeCalledError, VariantLimitError
+from rockmate.errors import BudgetWarning, CannotBeCalledError
 
 
 class Planned(Exception):
@@ -73,7 +73,7 @@ class CapturedCalls(Calls):
                 if fits:
                     self.front.note_free_call()
                 else:
-                    self.last = self.variants(call, kind, missing, self.front.saved)[0]
+                    self.last = self.runnable(call, kind, missing, self.front.saved)
                     self.front.last = self
                 raise Planned
             if fits:
@@ -84,7 +84,7 @@ class CapturedCalls(Calls):
                 results = self.run(call, kind, missing)
             except CannotBeCalledError:
                 return self.program.forward(*arguments)  # whose own error comes
-            except (GraphError, VariantLimitError) as error:
+            except GraphError as error:
                 self._refuse(error)
                 return self.program.forward(*arguments)
             self.front.last, self.front.ran_freely = self, False
@@ -98,7 +98,7 @@ class CapturedCalls(Calls):
         results = self.tensors.forward(*inputs)
         return self.split.joined(results, numbers) if self.split else results
 
-    def _refuse(self, error: GraphError | VariantLimitError) -> None:
+    def _refuse(self, error: GraphError) -> None:
         """Run without a plan from now on, if that is wanted; that memory is measured now says nothing of the graph."""
         if isinstance(error, MeasureError) or not self.terms.least or self.front.follows:
             raise error
@@ -145,7 +145,7 @@ class CapturedCalls(Calls):
         kinds = [kind for kind, other in self.extents.items() if other.covers(extent)]
         if any(self.freely.is_known(kind, made) for kind in kinds):
             return True
-        planners = (v.planner for kind in kinds for v in self.cache.find(kind, missing))
+        planners = (v.planner for kind in kinds if (v := self.cache.find(kind, missing)))
         return any(
             p.eager_peak <= budget and not p.graphs.K.has_dead_ends and not self.computes_unread for p in planners
         )
@@ -168,13 +168,12 @@ def _form(example: Any) -> Hashable:
     """Of a parameter or another input, what the keys of plans do not tell: those have the forms of arguments."""
     if not isinstance(example, torch.Tensor):
         return str(type(example))
-    own = isinstance(example, torch.nn.Parameter)
     return (
-        own,
+        isinstance(example, torch.nn.Parameter),
         example.dtype,
         example.requires_grad,
         str(example.device),
         str(tuple(example.shape)),
-        str(example.stride()) if own and example.layout == torch.strided else "",
+        str(example.stride()) if example.layout == torch.strided else "",
         str(example.layout),
     )

@@ -33,11 +33,6 @@ class OnDevice(Front):
             raise InputError("the model that this plan was for is gone")
         return model
 
-    @property
-    def parameter_bytes(self) -> int:
-        """As in ``Front``. Models that hold their handle are not complete yet where copies of them make theirs."""
-        return sum(p.nbytes for p in self.model.parameters())
-
     def bytes_of_missing_gradients(self) -> dict[str, int]:
         """As in ``Front``."""
         return {name: p.nbytes for name, p in self.model.named_parameters() if lacks_gradient(p)}

@@ -15,10 +15,10 @@ from rkgb.warn import warn
 from rockmate.budget import show_bytes
 from rockmate.calls.front import Front
 from rockmate.calls.look import Look, abandoned
+from rockmate.calls.runnable import ROOM_TO_KEEP
 from rockmate.calls.step_look import WholeLook
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
 from rockmate.calls.turns import Rough, Turn
-from rockmate.calls.variants import ROOM_TO_KEEP
 from rockmate.errors import BudgetWarning
 from rockmate.tell import LOG
 from solvers.calls import Way

@@ -13,8 +13,8 @@ import torch
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.families import Families
 from rockmate.calls.look import Look
+from rockmate.calls.runnable import PlanCache, Runnable
 from rockmate.calls.terms import Terms
-from rockmate.calls.variants import PlanCache, Variant
 from rockmate.errors import InputError
 from rockmate.follow.plan import FollowedPlan
 from rockmate.pieces.piece import Piece
@@ -28,13 +28,13 @@ from solvers import Frontier
 class PlannedGraph(Protocol):
     """What is asked of the graph whose plan ran last: see ``rockmate.calls.calls.Calls``."""
 
-    last: Variant | None
+    last: Runnable | None
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call."""
 
     @property
-    def ran(self) -> Variant | None:
+    def ran(self) -> Runnable | None:
         """The plan that ran: ``last``, or that for its share of a step's budget."""
 
     def set_budget(self, budget: Budget) -> None:
@@ -92,11 +92,6 @@ class Front:
                 self.name,
             )
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the model's parameters; 0 where no model is known."""
-        return 0
-
     def bytes_of_missing_gradients(self) -> dict[str, int]:
         """Bytes of the gradients of the model's parameters that are not there, by name. No model: none."""
         return {}
@@ -146,23 +141,21 @@ class Front:
         """A call in a few words."""
         return described(names, values, None)
 
-    def tell(self, variant: Variant, kind: tuple[Hashable, Hashable], guard: str = "") -> None:
-        """Say that a plan was made. ``kind``: the graph, and what it is given. ``guard``: the one that failed, if that
-        is why.
-        """
-        if variant.planner.scaled and (variant.plan.solver == CARRIED or not variant.plan.recomputed):
-            seconds = variant.plan.setup_seconds
+    def tell(self, runnable: Runnable, kind: tuple[Hashable, Hashable]) -> None:
+        """Say that a plan was made. ``kind``: the graph, and what it is given."""
+        if runnable.planner.scaled and (runnable.plan.solver == CARRIED or not runnable.plan.recomputed):
+            seconds = runnable.plan.setup_seconds
             LOG.log(
                 logging.INFO if sum(seconds.values()) > LONG else logging.DEBUG,
                 "%s: the plan is carried over in %.1f s to %s%s",
-                *(self.name, sum(seconds.values()), ", ".join(variant.call)),
+                *(self.name, sum(seconds.values()), ", ".join(runnable.call)),
                 f", of which its capture took {seconds['capture']:.1f} s" if "capture" in seconds else "",
             )
         else:
-            self._made += variant.planner.saved is None
-            LOG.info("%s", planned_line(self.name, variant.call, variant.plan, self._made, self._before, guard))
-            self._before = variant.call
-        self._tell_others(variant.call, *kind)
+            self._made += runnable.planner.saved is None
+            LOG.info("%s", planned_line(self.name, runnable.call, runnable.plan, self._made, self._before))
+            self._before = runnable.call
+        self._tell_others(runnable.call, *kind)
 
     def _tell_others(self, call: tuple[str, ...], graph: Hashable, given: Hashable) -> None:
         """Say how many other sizes and numbers have come. Another ``graph`` of the same calls is none."""
@@ -215,12 +208,12 @@ class Front:
                 self.name,
             )
 
-    def tell_again(self, variant: Variant, new: Variant) -> None:
-        """Say that ``new`` was measured and solved for sizes that ran by the costs of others, in ``variant``."""
-        if new is not variant:
+    def tell_again(self, runnable: Runnable, new: Runnable) -> None:
+        """Say that ``new`` was measured and solved for sizes that ran by the costs of others, in ``runnable``."""
+        if new is not runnable:
             LOG.info(
                 "%s: measured and planned anew in %.1f s for %s, whose steps had run nodes again for as long: %.1f %% "
                 "more time",
-                *(self.name, sum(new.plan.setup_seconds.values()), ", ".join(variant.call)),
+                *(self.name, sum(new.plan.setup_seconds.values()), ", ".join(runnable.call)),
                 100 * new.plan.predicted_overhead,
             )

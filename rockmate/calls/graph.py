@@ -13,9 +13,8 @@ import torch
 from torch import fx
 
 from rkgb.sample import Call
-from rkgb.storages import storage_key
+from rkgb.storages import has_memory, storage_key
 from rkgb.trace.meta import without_data
-from rkgb.trace.written import has_memory
 from rkgb.trees import tensors_in
 from rockmate.calls.bound import Results
 from rockmate.calls.captured import Captured, without_wrappers
@@ -23,10 +22,10 @@ from rockmate.calls.front import Front
 from rockmate.calls.function_numbers import move_numbers_out
 from rockmate.calls.keys import call_key
 from rockmate.calls.numbers import split
+from rockmate.calls.runnable import Runnable
 from rockmate.calls.shown import Shown
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.surroundings import undisturbed
-from rockmate.calls.variants import Variant
 from rockmate.pieces.choice import Choices
 from rockmate.pieces.program import Pieces, with_compiled_pieces
 
@@ -81,9 +80,9 @@ class CapturedGraph:
         """What of the call that this thread is in shows without data."""
         return Shown(self.module, without_data(self.now.inputs), device_of(self.now.inputs))
 
-    def sources(self, variant: Variant, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def sources(self, runnable: Runnable, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The tensors that the program starts from, for a call with ``inputs``; nothing is looked up in modules."""
-        return self.module.values_of(variant.program.s.d.sources, inputs, self.now.inputs)
+        return self.module.values_of(runnable.program.s.d.sources, inputs, self.now.inputs)
 
     def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
         """(key, parameters without gradient that need one): see ``call_key``."""

@@ -22,8 +22,8 @@ from rockmate.calls.look import end_look
 from rockmate.calls.others import unwatch_layers
 from rockmate.calls.remembered import RememberedCall
 from rockmate.calls.roomy import RoomyCalls
+from rockmate.calls.runnable import Runnable
 from rockmate.calls.terms import Terms
-from rockmate.calls.variants import Variant
 from rockmate.errors import (
     BudgetWarning,
     InfeasibleBudgetError,
@@ -74,7 +74,7 @@ class Handle(OnDevice):
         return model is not None and any(m is part for m in model.modules())
 
     @property
-    def variant(self) -> Variant | None:
+    def runnable(self) -> Runnable | None:
         """The plan of the last call, ready to run."""
         self._check_place()
         return self.last.ran if self.last is not None else None
@@ -95,8 +95,8 @@ class Handle(OnDevice):
         if self._followed is not None:
             assert self._followed.last is not None
             return self._followed.last
-        assert self.variant is not None
-        return self.variant.planner
+        assert self.runnable is not None
+        return self.runnable.planner
 
     @property
     def plans_made(self) -> int:
@@ -107,7 +107,7 @@ class Handle(OnDevice):
 
     @property
     def plans_dropped(self) -> int:
-        """Plans that went because more than ``variants.MAX_PLANS`` kinds of calls came."""
+        """Plans that went because more than ``runnable.MAX_PLANS`` kinds of calls came."""
         return self.cache.dropped
 
     @property
@@ -117,7 +117,7 @@ class Handle(OnDevice):
         if self._followed is not None:
             return named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
         free = (s.call for calls in self._free_calls() for s in calls.spacious.values())
-        return named([*((v.number, v.call, v.plan) for v in self.cache.variants()), *((inf, c, None) for c in free)])
+        return named([*((v.number, v.call, v.plan) for v in self.cache.plans()), *((inf, c, None) for c in free)])
 
     def _free_calls(self) -> list[FreeCalls]:
         """What is known of calls for which the budget does not bind."""

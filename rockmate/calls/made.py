@@ -22,14 +22,14 @@ from rockmate.calls.graph import CapturedGraph
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import check_no_look, end_look
 from rockmate.calls.observe import Observer
-from rockmate.calls.surroundings import undisturbed
-from rockmate.calls.variants import (
-    Variant,
+from rockmate.calls.runnable import (
+    Runnable,
     as_before,
-    carried_variant,
+    carried_runnable,
     make_first,
-    make_variant,
+    make_runnable,
 )
+from rockmate.calls.surroundings import undisturbed
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import KeptCosts
@@ -49,53 +49,49 @@ class PlansOfCalls(CapturedGraph):
     def __init__(self, program: fx.GraphModule, identity: Hashable, front: Front) -> None:
         super().__init__(program, identity, front)
         self.cache = front.cache
-        self.last: Variant | None = None
-        self._places: dict[tuple[int, int], Variant] = {}  # see ``_at_place``
-        self._placed: tuple[Variant, Variant] | None = None  # a plan, and that for its share of a step's budget
+        self.last: Runnable | None = None
+        self._places: dict[tuple[int, int], Runnable] = {}  # see ``_at_place``
+        self._placed: tuple[Runnable, Runnable] | None = None  # a plan, and that for its share of a step's budget
         self.needs_data = self.needs_a_run = False  # for the program at other sizes, or for its graph
 
     @property
-    def ran(self) -> Variant | None:
+    def ran(self) -> Runnable | None:
         """``last``, or where the call shared its step's budget, the plan for its share."""
         return self._placed[1] if self._placed is not None and self._placed[0] is self.last else self.last
 
-    def variants(
-        self, call: Call, key: Hashable, missing: frozenset[str], saved: SavedPlan | None = None
-    ) -> list[Variant]:
-        """The variants for calls of this ``kind``, the last one used first; one is made if there is none."""
+    def runnable(self, call: Call, key: Hashable, missing: frozenset[str], saved: SavedPlan | None = None) -> Runnable:
+        """The plan for calls of this ``kind``, which is made if there is none."""
         if found := self.cache.find(key, missing):
             return found
         with TRACING:  # another thread may have planned for such calls while this one waited
-            found = self.cache.find(*self.kind(call))
-            return found or [self._make_variant(call, saved)]
+            return self.cache.find(*self.kind(call)) or self._make_runnable(call, saved)
 
-    def _make_variant(self, call: Call, saved: SavedPlan | None = None, failed: Sequence[str] = ()) -> Variant:
-        """``failed``: the guards for which the plans for such calls are none for this one."""
+    def _make_runnable(self, call: Call, saved: SavedPlan | None) -> Runnable:
         refuse_within_measurements()
         check_no_look()
         capture = self.front.capture_seconds()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
             key, missing = self.kind(call)
-            before = self.cache.for_another_budget(key, missing) if saved is None and not failed else None
+            before = self.cache.for_another_budget(key, missing) if saved is None else None
             known = None if saved or before else self._resized_planner(call, report)
             if before is not None:
-                variant = replace(self._first([before.planner], before.observer), family=before.family)
+                runnable = replace(self._first([before.planner], before.observer), family=before.family)
             elif known is not None:
                 planner, like = known
-                variant = self._carried(planner, like)
+                runnable = self._carried(planner, like)
             else:
-                variant = self._traced(call, report, saved)
-            pieces = variant.planner.pieces = "" if self.pieces is None else str(self.pieces)
-            said = variant.planner.call = self.front.described(self.module.names, call.leaves)
-            variant.planner.seconds = {**capture, **variant.planner.seconds}
-            seconds = {**capture, **variant.plan.setup_seconds}
-            plan = replace(variant.plan, call=said, pieces=pieces, setup_seconds=seconds)
-            variant = replace(variant, plan=plan, number=next(self.cache.numbers))
-            self.cache.add(key, variant.planner.missing, variant)
-        self.front.tell(variant, (id(self), call_key(call.leaves, None)), failed[0] if failed else "")
-        return variant
+                runnable = self._traced(call, report, saved)
+            pieces = runnable.planner.pieces = "" if self.pieces is None else str(self.pieces)
+            said = runnable.planner.call = self.front.described(self.module.names, call.leaves)
+            runnable.planner.seconds = {**capture, **runnable.planner.seconds}
+            seconds = {**capture, **runnable.plan.setup_seconds}
+            plan = replace(runnable.plan, call=said, pieces=pieces, setup_seconds=seconds)
+            runnable = replace(runnable, plan=plan, number=next(self.cache.numbers))
+            self.cache.add(key, runnable.planner.missing, runnable)
+        self.front.tell(runnable, (id(self), call_key(call.leaves, None)))
+        return runnable
 
-    def _traced(self, call: Call, report: Report, saved: SavedPlan | None) -> Variant:
+    def _traced(self, call: Call, report: Report, saved: SavedPlan | None) -> Runnable:
         """Trace the call and plan for it; as at other sizes, where the graph came at other sizes."""
         planner, family = self._traced_planner(call, report, saved)
         like, inputs = self._latest(family), call.tensors
@@ -104,9 +100,9 @@ class PlansOfCalls(CapturedGraph):
                 graphs = planner.graphs
                 planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs, family.options)
             planners = [as_before(planner, self.last, self.module, inputs), planner]
-        variant = self._first(list(dict.fromkeys(planners))) if like is None else self._carried(planner, like)
-        family.learn(variant.planner, variant.plan)
-        return replace(variant, family=family)
+        runnable = self._first(list(dict.fromkeys(planners))) if like is None else self._carried(planner, like)
+        family.learn(runnable.planner, runnable.plan)
+        return replace(runnable, family=family)
 
     def _traced_planner(self, call: Call, report: Report, saved: SavedPlan | None) -> tuple[Planner, Family]:
         """Trace the call: a planner for it, and the family of its graph. Costs are measured if the graph is new."""
@@ -125,7 +121,7 @@ class PlansOfCalls(CapturedGraph):
             family = families.new(planner, shown)
         return planner, family
 
-    def _resized_planner(self, call: Call, report: Report) -> tuple[Planner, Variant] | None:
+    def _resized_planner(self, call: Call, report: Report) -> tuple[Planner, Runnable] | None:
         """A planner for a call that runs a known graph at sizes that did not come before; and the latest plan for that
         graph, which it is like.
 
@@ -180,19 +176,19 @@ class PlansOfCalls(CapturedGraph):
             known.kept = KeptCosts(places, s, self.terms.options.costs)
         return known
 
-    def _latest(self, family: Family) -> Variant | None:
+    def _latest(self, family: Family) -> Runnable | None:
         """The plan of this graph that was used last."""
-        return next((v for v in self.cache.variants() if v.family is family), None)
+        return next((v for v in self.cache.plans() if v.family is family), None)
 
-    def _carried(self, planner: Planner, like: Variant) -> Variant:
-        """See ``carried_variant``; if no plan fits, and the terms say so, the plan of least memory."""
+    def _carried(self, planner: Planner, like: Runnable) -> Runnable:
+        """See ``carried_runnable``; if no plan fits, and the terms say so, the plan of least memory."""
         try:
             with self.terms.settling(planner) as budget:
-                return carried_variant(planner, budget, like)
+                return carried_runnable(planner, budget, like)
         except InfeasibleBudgetError as error:
-            return carried_variant(_with_auto_solver(planner), self.terms.least_instead(error, planner), like)
+            return carried_runnable(_with_auto_solver(planner), self.terms.least_instead(error, planner), like)
 
-    def _first(self, planners: list[Planner], observer: Observer | None = None) -> Variant:
+    def _first(self, planners: list[Planner], observer: Observer | None = None) -> Runnable:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory.
 
         That runs for one step, too, where the loss may read less of the outputs than is supposed. ``observer``: of an
@@ -205,7 +201,7 @@ class PlansOfCalls(CapturedGraph):
         except InfeasibleBudgetError as error:
             supposed = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
             least = self.terms.least_instead(error, planner, until_seen=supposed)
-            return make_variant(_with_auto_solver(planner), least, observer)
+            return make_runnable(_with_auto_solver(planner), least, observer)
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""
@@ -219,11 +215,11 @@ class PlansOfCalls(CapturedGraph):
                 return
             began = time.perf_counter()
             with Heeded(), self._progress_of(last.planner):
-                made = make_variant(last.planner, size, last.observer)
-                variant = replace(made, number=last.number, family=last.family)
-            self.cache.replace(last, variant)
-            self.last, self.terms.budget, self.terms.settled = variant, size, (budget, last.planner.eager_peak)
-            self.front.tell_anew(variant.plan, time.perf_counter() - began, ANOTHER_BUDGET)
+                made = make_runnable(last.planner, size, last.observer)
+                runnable = replace(made, number=last.number, family=last.family)
+            self.cache.replace(last, runnable)
+            self.last, self.terms.budget, self.terms.settled = runnable, size, (budget, last.planner.eager_peak)
+            self.front.tell_anew(runnable.plan, time.perf_counter() - began, ANOTHER_BUDGET)
 
     def frontier(self) -> Frontier:
         """Time against memory for the last kind of call."""

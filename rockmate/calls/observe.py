@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rkgb.cost.usage import Usage, assigned, differentiable, turned_strides
+from rkgb.cost.usage import Usage, differentiable, turned_strides
 from rkgb.device import kind_of
 from rkgb.Ktools import K_graph
 from rkgb.probe.contexts import next_number
@@ -72,7 +72,6 @@ class Observer:
         self.device = device_of_outputs(d)
         self.may_turn = frozenset(k for k in self.places if turned_strides(d.values[d.outputs[k]]))
         self.bytes = {k: d.values[d.outputs[k]].bytes for k in self.places}
-        self.own = assigned(d)
         self.outputs = bytes_of_outputs(d)
         self._known: set[Signs] = set()
         self._peak = self._kept = -1
@@ -253,7 +252,7 @@ class ObservedCall:
 
     def note(self, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
         turned = frozenset(k for k, other in self.reached.items() if other) & self.observer.may_turn
-        signs = Signs(tuple(sorted(self.reached)), turned, self.held | self.observer.own, self.attached, self.nodes)
+        signs = Signs(tuple(sorted(self.reached)), turned, self.held, self.attached, self.nodes)
         self.observer.note(signs, roots, seen)
 
     def roots_of(self, ends: Sequence[Any]) -> tuple[int, ...]:

@@ -32,6 +32,10 @@ _INSTEAD = (
         "is a number that Python reads from a tensor",
         "compute with the tensor, or return it and read it behind the step",
     ),
+    (
+        "a number that an operation takes is read from a tensor",
+        "give the number itself, or index by a tensor of indices",
+    ),
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
     (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),
     ("opaque object was created", "make it once, in __init__"),

@@ -10,8 +10,8 @@ import torch
 
 from rkgb.sample import Call
 from rkgb.settings import settings
+from rkgb.storages import has_memory
 from rkgb.trace.capture import current_mode
-from rkgb.trace.written import has_memory
 from rkgb.trees import unflatten
 from rockmate.calls.surroundings import running_in
 from rockmate.errors import InputError

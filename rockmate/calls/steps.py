@@ -131,7 +131,7 @@ class Steps:
         Raises ``InfeasibleBudgetError`` where the calls of the step do not fit the budget in any ways that are known.
         """
         if not self.waiting():
-            self._finish(name, terms)
+            self._finish(terms)
         turns = self._turns
         if len(turns) >= MOST_TURNS:
             turns[:] = self.waiting()
@@ -234,7 +234,7 @@ class Steps:
 
     # ------------------------------------------------------------------------- steps
 
-    def _finish(self, name: str, terms: Terms) -> None:
+    def _finish(self, terms: Terms) -> None:
         """The last step of this thread is over: learn what it was, if it had several calls."""
         turns = list(self._turns)
         self._here.__dict__["turns"] = []

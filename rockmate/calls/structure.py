@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator
 from operator import attrgetter
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
 from rkgb.probe.skeleton import content
-from rkgb.storages import storage_key
-from rkgb.trace.written import has_memory
-from rkgb.trees import tensors_in, tensors_of
+from rkgb.storages import has_memory, storage_key
+from rkgb.trees import tensors_in
 from rockmate.calls.captured import Checkpointed, Function, captured_sources, program_identity
 from rockmate.calls.numbers import is_number
 from rockmate.pieces.piece import Piece
@@ -77,36 +75,6 @@ def computes_unread(program: fx.GraphModule) -> bool:
 def _memory(node: fx.Node) -> set[int]:
     """What tells the memory of a node's tensors from others'."""
     return {storage_key(t) for t in tensors_in(node.meta.get("example_value")) if has_memory(t)}
-
-
-def rounds(program: fx.GraphModule) -> bool:
-    """Whether a function in Python may compute sizes otherwise than as polynomials of those that it is given.
-
-    It may then use numbers that are the same at some sizes and differ at others, as ``interpolate`` does with half an
-    odd size.
-    """
-    called = (n for n in program.graph.nodes if n.op.startswith("call") and _is_python(n))
-    return any(map(_may_round, called))
-
-
-def _is_python(node: fx.Node) -> bool:
-    target = getattr(torch.Tensor, node.target, None) if isinstance(node.target, str) else node.target
-    return node.op == "call_module" or isinstance(target, FunctionType)
-
-
-def _may_round(node: fx.Node) -> bool:
-    """Whether a size of a result is no polynomial, or a size that varies has left none in a result."""
-    sizes = _varying_sizes(node)
-    given = {symbol for read in node.all_input_nodes for size in _varying_sizes(read) for symbol in size.free_symbols}
-    left = {symbol for size in sizes for symbol in size.free_symbols}
-    has_sizes = any(t.dim() for t in tensors_of(node.meta.get("example_value")))
-    return not all(size.is_polynomial(*size.free_symbols) for size in sizes) or (has_sizes and not given <= left)
-
-
-def _varying_sizes(node: fx.Node) -> list[Any]:
-    """The sizes of a node's tensors that are no numbers, as expressions of sympy."""
-    sizes: list[Any] = [size for t in tensors_of(node.meta.get("example_value")) for size in t.shape]
-    return [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def inputs_of_functions(program: fx.GraphModule) -> frozenset[str]:

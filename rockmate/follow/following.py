@@ -10,9 +10,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.sample import Call
+from rkgb.storages import has_memory
 from rockmate.calls.surroundings import modes_again
 from rockmate.follow.exposed import telling_of_memory
-from rockmate.follow.noting import has_memory
 from rockmate.follow.tape import Tape
 from rockmate.follow.unhooked import giving_way
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rkgb.storages import counter_of
+from rkgb.storages import counter_of, has_memory
 from rockmate.follow.record import Datum, Ledger, Outside, Ref
 from rockmate.run.slots import form_of
 
@@ -156,11 +156,6 @@ class Noting:
                 datum.counter = counter_of(t)  # it may be held from now on
         self.reads[number] = None
         return Ref(number, form)
-
-
-def has_memory(t: torch.Tensor) -> bool:
-    """Whether ``t`` lies in one storage, in strides."""
-    return t.layout == torch.strided and not t.is_nested and torch._C._has_storage(t)
 
 
 def flat(result: Any) -> Iterator[torch.Tensor]:

@@ -145,16 +145,9 @@ class _Costs:
 
     def again(self, datum: Datum) -> float | None:
         """Nanoseconds that it takes to make ``datum`` if it is not held; None if that cannot be done."""
-        tape, total, left, seen = self.tape, 0.0, [datum], set()
-        while left:
-            other = left.pop()
-            if other.number in seen or (other is not datum and other.base is not None):
-                continue
-            seen.add(other.number)
+        total = 0.0
+        for other, makers in self.tape.reruns.to_make([datum], lambda d: d is not datum and d.base is not None):
             if other.pinned:
                 return None
-            for index in (other.maker, *other.writers):
-                op = tape.ops[index]
-                total += op.nanoseconds
-                left += [tape.data[n] for n in op.reads]
+            total += sum(self.tape.ops[index].nanoseconds for index in makers)
         return total

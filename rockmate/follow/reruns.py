@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,43 +56,46 @@ class Reruns:
         assert datum.base is not None
         return datum.base
 
+    def to_make(self, data: Iterable[Datum], there: Callable[[Datum], bool]) -> Iterator[tuple[Datum, list[int]]]:
+        """``data``, and what they are made of as far as it is not ``there``: each once, with the operations that make
+        and write it. Those of a pinned one cannot run again.
+        """
+        left, seen = list(data), set[int]()
+        while left:
+            datum = left.pop()
+            if datum.number in seen or there(datum):
+                continue
+            seen.add(datum.number)
+            makers = [datum.maker, *datum.writers]
+            yield datum, makers
+            left += [self.data[n] for index in makers for n in self.ops[index].reads]
+
     def can_make(self, numbers: Collection[int]) -> bool:
         """Whether all these data can be held, where the others go that can be made again."""
-        left, seen = list(numbers), set(numbers)
-        while left:
-            datum = self.data[left.pop()]
-            if datum.base is not None and (datum.pinned or datum.number in numbers):
-                continue
-            if datum.number in numbers and self.ledger.storage_of(datum.number) is not None:
-                continue
-            if datum.pinned:
+
+        def there(datum: Datum) -> bool:
+            wanted = datum.number in numbers
+            if datum.base is not None and (datum.pinned or wanted):
+                return True
+            return wanted and self.ledger.storage_of(datum.number) is not None
+
+        for datum, makers in self.to_make([self.data[n] for n in numbers], there):
+            if datum.pinned or not all(self.gathered[k].is_there for index in makers for k in self.ops[index].gathered):
                 return False
-            ops = [self.ops[index] for index in (datum.maker, *datum.writers)]
-            if not all(self.gathered[key].is_there for op in ops for key in op.gathered):
-                return False
-            found = {n for op in ops for n in op.reads} - seen
-            left += found
-            seen |= found
         return True
 
     def _needed(self, datum: Datum) -> tuple[set[int], set[int]]:
         """The operations that make the datum from what is held, and the data that they make for it."""
         found: set[int] = set()
         wanted: set[int] = set()
-        left = [datum]
-        while left:
-            other = left.pop()
-            if other.base is not None or other.number in wanted:
-                continue
+        for other, makers in self.to_make([datum], lambda d: d.base is not None):
             if other.pinned:
                 raise GoneError(
                     "a backward reads what cannot be made again, and is gone: call backward once for each forward, or "
                     "with retain_graph=True from the first time on"
                 )
             wanted.add(other.number)
-            ops = [other.maker, *other.writers]
-            found.update(ops)
-            left += [self.data[n] for index in ops for n in self.ops[index].reads if n != other.number]
+            found.update(makers)
         return found, wanted
 
     def run(self, ops: Sequence[int], wanted: Collection[int]) -> None:

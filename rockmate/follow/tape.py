@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import (
 )
 
 from rkgb.errors import UnsupportedError
-from rkgb.storages import counter_of
+from rkgb.storages import counter_of, has_memory
 from rkgb.trace.lines import user_line
-from rockmate.follow.noting import Noting, flat, has_memory, kernels
+from rockmate.follow.noting import Noting, flat, kernels
 from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped
 from rockmate.follow.reruns import Reruns
 from rockmate.run.slots import changed, form_of, formed

@@ -13,9 +13,8 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.nodes import Mode
-from rkgb.storages import storage_key, version_of
+from rkgb.storages import has_memory, storage_key, version_of
 from rkgb.trace.capture import current_mode
-from rkgb.trace.written import has_memory
 from rkgb.trees import tensors_in
 from rockmate.pieces.kernels import form_of
 

@@ -23,7 +23,6 @@ from rockmate.planning.places import places_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.room import Room, usual_problem
 from rockmate.progress import Report, silent
-from rockmate.run.undo import undo_bytes
 from solvers import (
     ChainPlan,
     ChainPlanner,
@@ -94,8 +93,8 @@ class PlanFinder:
 
     @cached_property
     def beside(self) -> int:
-        """Bytes for what a failing guard must put back, and for what functions keep in their ``ctx``."""
-        return undo_bytes(self.graphs.S) + context_bytes(self.graphs.S)
+        """Bytes for what functions keep in their ``ctx``."""
+        return context_bytes(self.graphs.S)
 
     @cached_property
     def eager_peak(self) -> int:

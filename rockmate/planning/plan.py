@@ -12,7 +12,6 @@ from rkgb.blocks.fingerprint import describe_inputs
 from rkgb.device import Cpu
 from rkgb.device.allocator import Allocator
 from rkgb.Ktools import K_graph
-from rkgb.trace.guards import is_guard
 from rockmate.budget import show_bytes
 from rockmate.planning.artefact import write_plan
 from rockmate.planning.fields import PlanFields
@@ -80,11 +79,6 @@ class Plan(PlanFields):
             return None
         planned = walk(self.problem, self.schedule).time
         return (planned - self.lower_bound) / planned if planned else 0.0
-
-    @property
-    def guards(self) -> tuple[str, ...]:
-        """Values that the module's Python read from tensors; a call that finds others is planned anew."""
-        return tuple(f"{n.op} at {n.line}" for n in self.graph.s.d.nodes if is_guard(n))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -274,7 +268,7 @@ class Plan(PlanFields):
             size = show_bytes(self.room.between + self.room.kept)
             facts.append(("room for the loss", f"{size}, as measured in the steps so far"))
         facts += [("search stopped", self.reason)] if self.reason else []
-        return facts + [("guard", g) for g in self.guards] + [("note", n) for n in self.notes]
+        return facts + [("note", n) for n in self.notes]
 
     def __str__(self) -> str:
         return f"{text_of_facts(self._facts())}\n\n{block_table(self.problem, self.schedule)}"

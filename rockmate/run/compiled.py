@@ -12,7 +12,6 @@ from rkgb.randomness import drawn_by
 from rockmate.run.functions import needs_no_recording, op_of
 from rockmate.run.program import FirstRun, HandOver, NodeCode, Program, SecondRun, Step, ValueOfDatum
 from rockmate.run.slots import Place
-from rockmate.run.undo import undo_of
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule
 
 
@@ -39,8 +38,6 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
         owner=tuple(data.owner for data in k.data),
         mode=lowering.mode,
         segments=tuple(_segments(k, nodes)),
-        undo=undo_of(s),
-        held=tuple(v for v, x in s.d.sources.items() if x.kind == "buffer" and x.key in s.d.structure.written),
         roots=k.usage.roots,
     )
 

@@ -48,7 +48,7 @@ class CallState:
             self.backward = Backward(self.store)
 
     def forward(self) -> list[torch.Tensor]:
-        """The program's outputs, in autograd's graph. Raises ``GuardFailed`` as ``Recorder.outputs``."""
+        """The program's outputs, in autograd's graph."""
         whole = None if self.watched else self.program.whole
         if whole is None:
             recorder = WatchedRecorder if self.watched else Recorder
@@ -61,7 +61,6 @@ class CallState:
 
     def _run(self, whole: Whole) -> list[torch.Tensor]:
         """The outputs, where nothing is to be held: autograd keeps what it saves."""
-        self.program.check_held(self.store.sources)
         try:
             with in_mode(self.program.mode):
                 return whole(self.store.sources)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from rkgb.graphs import Mode, S_graph
 from rkgb.randomness import Drawn
-from rkgb.trace.guards import Guard, GuardFailed
 from rockmate.run.functions import Function, Op, Whole, functions_of, whole_of
 from rockmate.run.slots import Place
-from rockmate.run.undo import Undo
 from solvers.schedule import Del, Run
 
 ValueOfDatum = tuple[int, int]
@@ -104,10 +100,9 @@ class Program:
     ``before[k]`` are the steps of stage k. ``last_reader``: the node of the last backward to read each datum, -1 if
     none does. ``final``: (stage, node) of each node's last run.
 
-    The executor tracks only data that something other than autograd reads again. ``held``: sources that are attributes
-    of modules, but neither parameters nor buffers. ``roots``: positions of the outputs that a backward is planned to
-    start from. ``exceeding``: nodes of roots whose omission from the loss may exceed the budget, the empty set for any;
-    see ``rockmate.run.parts.peaks_of_parts``.
+    The executor tracks only data that something other than autograd reads again. ``roots``: positions of the outputs
+    that a backward is planned to start from. ``exceeding``: nodes of roots whose omission from the loss may exceed the
+    budget, the empty set for any; see ``rockmate.run.parts.peaks_of_parts``.
     """
 
     s: S_graph
@@ -122,8 +117,6 @@ class Program:
     owner: tuple[int, ...]
     mode: Mode
     segments: tuple[tuple[bool, bool, int, int], ...]
-    undo: Undo
-    held: tuple[int, ...]
     roots: tuple[int, ...]
     exceeding: frozenset[frozenset[int]] = frozenset()
 
@@ -144,11 +137,11 @@ class Program:
 
     @cached_property
     def whole(self) -> Whole | None:
-        """The forward phase as one function, where autograd alone holds what backwards read, and nothing is compared
-        or done before one of them; else None.
+        """The forward phase as one function, where autograd alone holds what backwards read, and nothing is done before
+        one of them; else None.
         """
         native = all(native for native, *_ in self.segments) and not any(n.first.keeps for n in self.nodes)
-        if not native or self.stages or self.undo.last >= 0:
+        if not native or self.stages:
             return None
         segments = ((unsaved, self.nodes[start:stop]) for _, unsaved, start, stop in self.segments)
         return whole_of(
@@ -194,16 +187,6 @@ class Program:
         """The nodes that make roots, and where in the outputs each has one."""
         place = {v: k for k, v in enumerate(self.s.d.outputs) if k in self.roots}
         return {i: place[v] for i, node in enumerate(self.s.nodes) for v in node.makes if v in place}
-
-    def check_held(self, sources: dict[int, torch.Tensor]) -> None:
-        """An attribute may hold another tensor than at planning, but not one of another form, else ``GuardFailed``."""
-        d = self.s.d
-        for v in self.held:
-            t, planned = sources[v], d.values[v]
-            form = (tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad)
-            expected = (planned.shape, planned.stride, planned.dtype, planned.device, planned.requires_grad)
-            if form != expected:
-                raise GuardFailed(Guard(t.size, f"form of {d.names[v]}", expected, "planning"), form)
 
     def read_by(self, i: int) -> list[int]:
         """The data that node i reads."""

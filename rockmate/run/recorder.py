@@ -13,11 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from rkgb.program import in_mode
 from rkgb.randomness import random_state
 from rkgb.trace.capture import drop_saved
-from rkgb.trace.guards import GuardFailed
 from rockmate.run.program import NodeCode
 from rockmate.run.slots import Call, Finder, Slot, unpack, version_of
 from rockmate.run.store import Store
-from rockmate.run.undo import Snapshot
 
 _NOTHING = contextlib.nullcontext()
 
@@ -35,18 +33,11 @@ class Recorder:
         self.env = dict(store.sources)
         self.packed: list[tuple[Slot, torch.Tensor]] = []
         self.running = -1
-        self.snapshot: Snapshot | None = None  # until the last guard has passed
 
     def outputs(self) -> list[torch.Tensor]:
-        """Run everything; the program's outputs, in autograd's graph.
-
-        Raises ``GuardFailed``, with generators, buffers and inputs as they were, where the program is not for these
-        values.
-        """
+        """Run everything; the program's outputs, in autograd's graph."""
         p = self.program
         hooks, nothing = saved_tensors_hooks(self.pack, unpack), drop_saved()
-        p.check_held(self.store.sources)
-        self.snapshot = Snapshot(p.undo, self.store.sources)
         try:
             with in_mode(p.mode):
                 for native, no_backward, start, stop in p.segments:
@@ -55,20 +46,14 @@ class Recorder:
             for datum in p.handed_over:
                 self.store.hand_over(datum)
             return [self.env[v] for v in p.s.d.outputs]
-        except GuardFailed:
-            self.snapshot.restore()
-            raise
         finally:
             self.packed.clear()
             self.env.clear()
-            self.snapshot = None
 
     def run(self, start: int, stop: int) -> None:
         """Run nodes, ``stop`` excluded."""
-        env, packed, last_guard = self.env, self.packed, self.program.undo.last
+        env, packed = self.env, self.packed
         for i, function, code, keeps in self.program.forward[start:stop]:
-            if i == last_guard + 1:
-                self.snapshot = None
             self.running = i
             if code.random:
                 self.store.random[i] = [random_state(x) for x in code.random]

@@ -10,7 +10,6 @@ import torch
 
 from rkgb.device.kind import Moment, Timeline
 from rkgb.errors import MeasureError
-from rkgb.trace.guards import GuardFailed
 from rockmate.run.backward import Backward
 from rockmate.run.program import Program
 from rockmate.run.recorder import Recorder
@@ -85,16 +84,10 @@ class WatchedRecorder(Recorder):
     """Marks the beginning of each run, and has each backward mark its own."""
 
     def outputs(self) -> list[torch.Tensor]:
-        """As in ``Recorder``; what ran of a program that is not for these values is forgotten."""
-        watch = Watch.current
-        try:
-            found = super().outputs()
-        except GuardFailed:
-            if watch is not None:
-                watch.came = [None] * len(watch.came)
-            raise
-        if watch is not None:
-            watch.programs.append(self.program)
+        """As in ``Recorder``."""
+        found = super().outputs()
+        if Watch.current is not None:
+            Watch.current.programs.append(self.program)
         return found
 
     def run(self, start: int, stop: int) -> None:

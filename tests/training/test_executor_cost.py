@@ -81,8 +81,8 @@ def test_few_python_calls_for_each_packed_tensor_and_each_rerun() -> None:
     keeping = bench.planned(model, ids, 100, None)._last
     everything = bench.scheduled(keeping, all_baselines(keeping.plan.problem)["recompute all"])
     found = []
-    for variant in (keeping, keeping, everything, everything):
-        state = CallState(variant.program, source_values(variant.program.s.d.sources, model, [ids]))
+    for runnable in (keeping, keeping, everything, everything):
+        state = CallState(runnable.program, source_values(runnable.program.s.d.sources, model, [ids]))
         outputs: list[torch.Tensor] = []
         forward = calls_of(lambda state=state, outputs=outputs: outputs.extend(state.forward()))  # type: ignore[misc]
         loss = outputs[0].sum()

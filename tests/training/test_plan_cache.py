@@ -13,26 +13,26 @@ import torch
 from models import case, randn, square_loss
 
 from rockmate import PlanningWarning, Rockmate
-from rockmate.calls.variants import MAX_PLANS, PlanCache
+from rockmate.calls.runnable import MAX_PLANS, PlanCache
 
 NONE: frozenset[str] = frozenset()
 
 
-def variant(name: str) -> Any:
+def runnable(name: str) -> Any:
     return SimpleNamespace(name=name, state=SimpleNamespace(code=name))
 
 
 class Key:
-    """Equal to all others; while it is compared, another thread changes the cache."""
+    """Equal to all others, or to none; while it is compared, another thread changes the cache."""
 
-    def __init__(self, meanwhile: Callable[[], None]) -> None:
-        self.meanwhile = meanwhile
+    def __init__(self, meanwhile: Callable[[], None], equal: bool) -> None:
+        self.meanwhile, self.equal = meanwhile, equal
 
     def __eq__(self, other: object) -> bool:
         thread = threading.Thread(target=self.meanwhile)
         thread.start()
         thread.join()
-        return True
+        return self.equal
 
     def __hash__(self) -> int:
         return 0
@@ -41,33 +41,33 @@ class Key:
 @pytest.mark.parametrize("change", ["used", "add", "adapt", "replace"])
 def test_a_thread_finds_what_was_there_when_it_began(change: str) -> None:
     cache = PlanCache()
-    variants = [variant(name) for name in "abc"]
+    runnables = [runnable(name) for name in "abc"]
     changes: dict[str, Callable[[], None]] = {
-        "used": lambda: cache.used(variants[0]),
-        "add": lambda: cache.add("key", NONE, variant("d")),
-        "adapt": lambda: cache.adapt(variants[1], variant("e")),
-        "replace": lambda: cache.replace(variants[2], variant("f")),
+        "used": lambda: cache.used(runnables[0]),
+        "add": lambda: cache.add("key", NONE, runnable("d")),
+        "adapt": lambda: cache.adapt(runnables[1], runnable("e")),
+        "replace": lambda: cache.replace(runnables[2], runnable("f")),
     }
-    for v in variants:
-        cache.add(Key(changes[change]), NONE, v)
-    assert [v.name for v in cache.find("key", NONE)] == ["c", "b", "a"]
-    for v in variants[1:]:
-        cache.replace(variants[0], v)
+    for v in runnables:
+        cache.add(Key(changes[change], equal=v is runnables[0]), NONE, v)
+    assert cache.find("key", NONE) is runnables[0]
+    for v in runnables[1:]:
+        cache.replace(runnables[0], v)
     cache.for_another_budget("key", NONE)
 
 
 def test_the_cache_drops_the_least_recently_used() -> None:
     cache = PlanCache()
-    variants = [variant(str(k)) for k in range(MAX_PLANS + 2)]
-    for k, v in enumerate(variants[:MAX_PLANS]):
+    runnables = [runnable(str(k)) for k in range(MAX_PLANS + 2)]
+    for k, v in enumerate(runnables[:MAX_PLANS]):
         cache.add(k, NONE, v)
-    cache.used(variants[0])
+    cache.used(runnables[0])
     with pytest.warns(PlanningWarning, match=f"more than {MAX_PLANS} kinds of calls") as warned:
-        for k, v in enumerate(variants[MAX_PLANS:], MAX_PLANS):
+        for k, v in enumerate(runnables[MAX_PLANS:], MAX_PLANS):
             cache.add(k, NONE, v)
     assert len(warned) == 1
     assert cache.dropped == 2
-    assert [k for k in range(len(variants)) if not cache.find(k, NONE)] == [1, 2]
+    assert [k for k in range(len(runnables)) if not cache.find(k, NONE)] == [1, 2]
 
 
 def test_threads_with_calls_of_one_kind_plan_once() -> None:

@@ -17,7 +17,7 @@ from against_eager import assert_in_budget, assert_trains_as_eager, planned, ste
 from models import GPT, SEVERAL, case, randn, square_loss
 from torch import nn
 
-import rockmate.calls.variants
+import rockmate.calls.runnable
 import rockmate.planning.planner
 import rockmate.planning.prepare
 from rockmate import BudgetError, PlanError, PlanningWarning, Rockmate
@@ -173,7 +173,7 @@ def test_another_budget_for_a_loaded_plan(tmp_path: Path) -> None:
 
 
 def test_the_number_of_plans_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rockmate.calls.variants, "MAX_PLANS", 3)
+    monkeypatch.setattr(rockmate.calls.runnable, "MAX_PLANS", 3)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     eager = copy.deepcopy(model)
     rk = Rockmate(model, randn(1, 4, seed=0), "1 MiB", costs="flops")

@@ -520,7 +520,7 @@ def test_a_size_is_measured_and_solved_for_when_its_runs_again_have_paid_for_it(
         return list(snapshot(model))
 
     assert_same(trained(model), trained(eager))
-    first = handle.variant
+    first = handle.runnable
     assert first is not None
     assert first.is_provisional
     assert first.family is not None
@@ -531,7 +531,7 @@ def test_a_size_is_measured_and_solved_for_when_its_runs_again_have_paid_for_it(
             assert_same(accumulated(model), accumulated(eager))
         else:
             assert_same(trained(model), trained(eager))
-        now = handle.variant
+        now = handle.runnable
         assert now is not None
         assert now.planner.scaled == (step < steps)
         assert ("measured and planned anew" in caplog.text) == (step >= steps)

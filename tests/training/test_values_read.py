@@ -1,17 +1,23 @@
-"""Forwards that read numbers from tensors, or register hooks on them: they are followed."""
+"""Forwards that read numbers from tensors, or register hooks on them: they are followed. Those in which the sizes of
+results only seem to depend on values are captured.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_same, snapshot
+from against_eager import WAYS, assert_same, planned_by, snapshot
 from models import randn
 from torch import nn
+from torch.nn import functional as F
 
-from rockmate import attach
+from rockmate import attach, measure_peak
+from rockmate.planning.finder import SCALARS
+from rockmate.planning.plan import Plan
 
 
 def with_one(h: torch.Tensor, k: int) -> torch.Tensor:
@@ -67,3 +73,80 @@ def test_numbers_that_are_others_in_each_step_are_planned_once(use: str) -> None
     assert handle.plan is not None
     assert handle.plan.recomputed
     assert handle.plans_made <= 2
+
+
+BY_TENSOR: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "index": lambda h, k: h[k].sum(),
+    "select": lambda h, k: h.select(0, k).square().sum(),  # type: ignore[call-overload]
+    "alpha": lambda h, k: torch.add(h, h.square(), alpha=k).sum(),  # type: ignore[call-overload]
+    "value": lambda h, k: torch.addcmul(h, h, h, value=k).sum(),  # type: ignore[call-overload]
+    "range": lambda h, k: h.sum() * torch.arange(k).sum(),  # type: ignore[call-overload]
+}
+"""Operations that themselves read the number ``k`` that they are given: TorchDynamo captures them as they are."""
+
+
+class Reads(nn.Module):
+    """Batch norm and dropout come before the number is read, which is that of a buffer or of an input."""
+
+    def __init__(self, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.use = use
+        layers = (m for _ in range(4) for m in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1)))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        h = self.layers(x)
+        return self.use(h, k).square().mean() + h.mean()
+
+
+def train(model: nn.Module, called: nn.Module, inputs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Any]:
+    """Losses, and all that a step has changed."""
+    for step, given in enumerate(inputs):
+        torch.manual_seed(step)
+        model.zero_grad()
+        loss = called(*given)
+        loss.backward()
+        yield [loss.detach(), *snapshot(model)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("use", BY_TENSOR)
+def test_numbers_that_operations_read_from_tensors_are_planned_once(use: str, way: str) -> None:
+    torch.manual_seed(0)
+    model = Reads(BY_TENSOR[use])
+    eager = copy.deepcopy(model)
+    inputs = [(randn(256, 16, seed=k), torch.tensor(20 - k)) for k in range(20)]
+    called, handle = planned_by(way, model, "80%", *inputs[0])
+    for ours, theirs in zip(train(model, called, inputs), train(eager, eager, inputs), strict=True):
+        assert_same(ours, theirs)
+    assert "is read from a tensor at test_values_read.py" in handle.reason
+    assert handle.plan is not None
+    assert handle.plan.recomputed
+    assert handle.plans_made <= 2
+
+
+SIZES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "one_hot": lambda h, ids: h * F.one_hot(ids, 16),
+    "repeats": lambda h, ids: torch.repeat_interleave(h, 2, dim=0),
+    "output_size": lambda h, ids: torch.repeat_interleave(h, ids // ids, dim=0, output_size=256),
+    "parts": lambda h, ids: torch.tensor_split(h, 3)[1],
+}
+"""Operations whose results may have sizes that depend on values, but have not."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("use", SIZES)
+def test_sizes_that_do_not_follow_from_values_take_no_memory(use: str, way: str) -> None:
+    """What batch norm and dropout have changed before is not kept to be put back."""
+    torch.manual_seed(0)
+    model = Reads(SIZES[use])
+    eager = copy.deepcopy(model)
+    inputs = [(randn(256, 16, seed=k), 1 + torch.arange(256) % (k + 3)) for k in range(4)]
+    called, handle = planned_by(way, model, "80%", *inputs[0])
+    for ours, theirs in zip(train(model, called, inputs), train(eager, eager, inputs), strict=True):
+        assert_same(ours, theirs)
+    assert isinstance(handle.plan, Plan)
+    assert handle.plan.recomputed
+    model.zero_grad()
+    peak = measure_peak(lambda: [*train(model, called, inputs[:1])], "cpu")
+    assert handle.plan.predicted_peak - SCALARS <= peak <= handle.plan.predicted_peak

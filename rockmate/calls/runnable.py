@@ -16,7 +16,6 @@ import torch
 from rkgb.cost.measure import Known
 from rkgb.cost.usage import Usage, differentiable, supposed
 from rkgb.errors import MeasureError
-from rkgb.graphs import Structure
 from rkgb.warn import warn
 from rockmate.calls.call_look import CallLook
 from rockmate.calls.families import Family
@@ -40,7 +39,7 @@ MAX_PLANS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Variant:
+class Runnable:
     """The plan for one kind of call, ready to run.
 
     ``observer``: watches what the caller does with the outputs; None for a plan from a file, which stays as it is.
@@ -50,7 +49,6 @@ class Variant:
     planner: Planner
     plan: Plan
     program: Program
-    structure: Structure
     observer: Observer | None
     family: Family | None = None
     number: int = 0
@@ -76,16 +74,15 @@ class Variant:
         return None if self.observer is None else self.observer.look()
 
 
-def make_variant(planner: Planner, budget: int, observer: Observer | None = None) -> Variant:
+def make_runnable(planner: Planner, budget: int, observer: Observer | None = None) -> Runnable:
     """The plan for ``budget``, ready to run; ``observer``: of an earlier plan for the same kind of call."""
     plan = planner.plan(budget)
-    d = plan.graph.s.d
     if planner.saved is None:
         observer = observer or Observer(plan.graph, planner.options.loss_memory is None)
-    return Variant(planner, plan, program_of(plan), d.structure, observer)
+    return Runnable(planner, plan, program_of(plan), observer)
 
 
-def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
+def carried_runnable(planner: Planner, budget: int, like: Runnable) -> Runnable:
     """The plan for another size of the graph of ``like``: a schedule of its family if one fits, else a new one.
 
     Where keeping everything fits, that is the plan.
@@ -106,51 +103,50 @@ def carried_variant(planner: Planner, budget: int, like: Variant) -> Variant:
         planner=planner,
         plan=plan,
         program=program_of(plan),
-        structure=plan.graph.s.d.structure,
         observer=observer,
     )
 
 
-def solved_again(variant: Variant, known: Known, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Variant:
-    """``variant``, whose costs were scaled, measured and solved for its own sizes. ``known``: costs, if any are."""
-    family, budget = variant.family, variant.plan.budget
+def solved_again(runnable: Runnable, known: Known, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Runnable:
+    """``runnable``, whose costs were scaled, measured and solved for its own sizes. ``known``: costs, if any are."""
+    family, budget = runnable.family, runnable.plan.budget
     try:
-        planner = variant.planner.measured_anew(model, inputs, known)
+        planner = runnable.planner.measured_anew(model, inputs, known)
     except MeasureError:  # the caller measures this very call: at the next one
-        return variant
-    found = [planner.carried_plan(budget, [variant.plan.schedule])]
+        return runnable
+    found = [planner.carried_plan(budget, [runnable.plan.schedule])]
     with contextlib.suppress(InfeasibleBudgetError):
         found.append(planner.plan(budget))
     plans = [plan for plan in found if plan is not None]
     if not plans:  # the bounds that were scaled do not hold
-        return dataclasses.replace(variant, planner=dataclasses.replace(variant.planner, scaled=False))
+        return dataclasses.replace(runnable, planner=dataclasses.replace(runnable.planner, scaled=False))
     plan = min(plans, key=lambda p: p.rerun_time)
     if family is not None:
         family.learn(planner, plan)
-    return dataclasses.replace(variant, planner=planner, plan=plan, program=program_of(plan))
+    return dataclasses.replace(runnable, planner=planner, plan=plan, program=program_of(plan))
 
 
 def adapted(
-    variant: Variant, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor], terms: Terms
-) -> Variant:
-    """``variant``, or one for what its observer has seen; warns where a step has exceeded the budget by that.
+    runnable: Runnable, last: Runnable | None, model: torch.nn.Module, inputs: list[torch.Tensor], terms: Terms
+) -> Runnable:
+    """``runnable``, or one for what its observer has seen; warns where a step has exceeded the budget by that.
 
     A plan of least memory, which no plan within the budget was found for, ran for what was supposed: now one for the
     budget of ``terms`` may be found. If not, raises ``InfeasibleBudgetError``, unless the terms want the least.
     What the caller holds though it gets no gradient is planned for where that fits, and is beside the budget otherwise.
     """
-    planner, plan, observer = variant.planner, variant.plan, variant.observer
+    planner, plan, observer = runnable.planner, runnable.plan, runnable.observer
     if observer is None:
-        return variant
+        return runnable
     if not observer.news:
         with contextlib.suppress(MeasureError):
             planners = [as_before(planner, last, model, inputs), planner]
             found = make_first(planners, plan.budget, observer)
-            return dataclasses.replace(found, number=variant.number, family=variant.family)
-        return variant
+            return dataclasses.replace(found, number=runnable.number, family=runnable.family)
+        return runnable
     observer.news = False
     try:
-        return _as_observed(variant, observer, model, inputs, terms)
+        return _as_observed(runnable, observer, model, inputs, terms)
     except Warning:  # where warnings are errors, each is raised once
         raise
     except BaseException:  # Ctrl-C, too: what was seen must not be lost
@@ -159,16 +155,16 @@ def adapted(
 
 
 def _as_observed(
-    variant: Variant,
+    runnable: Runnable,
     observer: Observer,
     model: torch.nn.Module,
     inputs: list[torch.Tensor],
     terms: Terms,
     *,
     settles: bool = True,
-) -> Variant:
+) -> Runnable:
     """See ``adapted``. ``settles``: a share becomes one of what was seen, if it can be planned for."""
-    planner, plan = variant.planner, variant.plan
+    planner, plan = runnable.planner, runnable.plan
     before = terms.budget, terms.settled
     budget = terms.at_most(plan.budget)
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
@@ -180,34 +176,34 @@ def _as_observed(
             seen = planner.for_usage(model, inputs, usage, observer.room, observer.unsure)
         except MeasureError:  # the caller measures this very call: plan at the next one
             observer.news = True
-            return variant
+            return runnable
         if settles and usage is wanted and not observer.unsure and set(wanted.roots) < set(now.roots):
             terms.settle_again(planner, seen)
             budget = terms.at_most(plan.budget)
         if (seen.graphs.K.usage, seen.room) == (plan.graph.usage, plan.room) and budget == plan.budget:
-            return variant
+            return runnable
         try:
             found = seen.kept_plan(plan) if budget == plan.budget else None
             found = found or seen.plan(budget)
         except InfeasibleBudgetError as error:
             problem = error
             continue
-        return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
+        return dataclasses.replace(runnable, planner=seen, plan=found, program=program_of(found))
     if problem is not None and (terms.budget, terms.settled) != before:
         terms.budget, terms.settled = before
-        return _as_observed(variant, observer, model, inputs, terms, settles=False)
+        return _as_observed(runnable, observer, model, inputs, terms, settles=False)
     if budget < plan.budget and problem is not None and not observer.unsure:
         if not terms.least:
             raise problem
         found = dataclasses.replace(seen, options=seen.options.with_auto_solver()).plan(problem.min_budget)
-        return dataclasses.replace(variant, planner=seen, plan=found, program=program_of(found))
+        return dataclasses.replace(runnable, planner=seen, plan=found, program=program_of(found))
     if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
-        return variant  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
+        return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
     warn(
         f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",
         BudgetWarning,
     )
-    return variant
+    return runnable
 
 
 def program_of(plan: Plan) -> Program:
@@ -221,23 +217,23 @@ def program_of(plan: Plan) -> Program:
     return dataclasses.replace(program, exceeding=exceeding)
 
 
-def make_first(planners: list[Planner], budget: int, observer: Observer | None = None) -> Variant:
+def make_first(planners: list[Planner], budget: int, observer: Observer | None = None) -> Runnable:
     """The plan of the first planner that has one for ``budget``; raises what the last raises."""
     for planner in planners[:-1]:
         with contextlib.suppress(InfeasibleBudgetError):
-            return make_variant(planner, budget, observer)
-    return make_variant(planners[-1], budget, observer)
+            return make_runnable(planner, budget, observer)
+    return make_runnable(planners[-1], budget, observer)
 
 
-def reads_more(last: Variant | None, variant: Variant) -> bool:
-    """Whether the loss of the calls of ``last`` reads outputs that ``variant``, not observed yet, is not for."""
-    if last is None or last.observer is None or variant.observer is None or variant.observer.usage is not None:
+def reads_more(last: Runnable | None, runnable: Runnable) -> bool:
+    """Whether the loss of the calls of ``last`` reads outputs that ``runnable``, not observed yet, is not for."""
+    if last is None or last.observer is None or runnable.observer is None or runnable.observer.usage is not None:
         return False
-    known, now = last.observer.usage, set(variant.plan.graph.usage.roots)
-    return known is not None and now < now.union(known.roots) <= now.union(variant.observer.places)
+    known, now = last.observer.usage, set(runnable.plan.graph.usage.roots)
+    return known is not None and now < now.union(known.roots) <= now.union(runnable.observer.places)
 
 
-def as_before(planner: Planner, last: Variant | None, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
+def as_before(planner: Planner, last: Runnable | None, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
     """``planner`` for a new kind of call, whose loss may read the outputs that it read in the calls of ``last``."""
     known = last.observer.usage if last is not None and last.observer is not None else None
     usage = planner.graphs.K.usage
@@ -257,11 +253,11 @@ def _asks_for_more(usage: Usage, room: Room | None, plan: Plan) -> bool:
     return roots or turned or (room is not None and room.between + room.kept > plan.room.between + plan.room.kept)
 
 
-_Entry = tuple[Hashable, frozenset[str], Variant]
+_Entry = tuple[Hashable, frozenset[str], Runnable]
 
 
 class PlanCache:
-    """Variants by what they are for: the key of the call and the parameters without gradient; last used first.
+    """Plans by what they are for: the key of the call and the parameters without gradient; last used first.
 
     The least recently used goes when there are more than ``MAX_PLANS``; that is said once. ``dropped`` counts.
 
@@ -274,13 +270,13 @@ class PlanCache:
         self._before: tuple[_Entry, ...] = ()  # for other budgets
         self._lock = threading.Lock()
         self.dropped = 0
-        self.numbers = itertools.count()  # see Variant.number
+        self.numbers = itertools.count()  # see Runnable.number
 
-    def find(self, key: Hashable, missing: frozenset[str]) -> list[Variant]:
-        """Variants for such a call, last used first. One for more missing gradients will do: those need no memory."""
-        return [v for known, planned, v in self._entries if missing <= planned and known == key]
+    def find(self, key: Hashable, missing: frozenset[str]) -> Runnable | None:
+        """The plan for such a call, if there is one. One for more missing gradients will do: those need no memory."""
+        return next((v for known, planned, v in self._entries if missing <= planned and known == key), None)
 
-    def variants(self) -> list[Variant]:
+    def plans(self) -> list[Runnable]:
         """All, last used first."""
         return [v for _, _, v in self._entries]
 
@@ -289,10 +285,10 @@ class PlanCache:
         with self._lock:
             self._entries = self._before = ()
 
-    def add(self, key: Hashable, missing: frozenset[str], variant: Variant) -> None:
-        """Keep a new variant, as the last one used."""
+    def add(self, key: Hashable, missing: frozenset[str], runnable: Runnable) -> None:
+        """Keep a new plan, as the last one used."""
         with self._lock:
-            entries = ((key, missing, variant), *self._entries)
+            entries = ((key, missing, runnable), *self._entries)
             self._entries = entries[:MAX_PLANS]
             over = len(entries) - len(self._entries)
             first = over > 0 and not self.dropped
@@ -305,26 +301,26 @@ class PlanCache:
                 PlanningWarning,
             )
 
-    def used(self, variant: Variant) -> None:
-        """``variant`` becomes the last one used."""
+    def used(self, runnable: Runnable) -> None:
+        """``runnable`` becomes the last one used."""
         first = self._entries[:1]
-        if first and first[0][2] is not variant:
+        if first and first[0][2] is not runnable:
             with self._lock:
-                self._entries = tuple(sorted(self._entries, key=lambda entry: entry[2] is not variant))
+                self._entries = tuple(sorted(self._entries, key=lambda entry: entry[2] is not runnable))
 
-    def adapt(self, old: Variant, new: Variant) -> None:
+    def adapt(self, old: Runnable, new: Runnable) -> None:
         """Keep ``new`` in the place of ``old``, beside all others."""
         with self._lock:
             self._entries = tuple((key, missing, new if v is old else v) for key, missing, v in self._entries)
 
-    def replace(self, old: Variant, new: Variant) -> None:
+    def replace(self, old: Runnable, new: Runnable) -> None:
         """Keep ``new`` in the place of ``old``; all others are for another budget."""
         with self._lock:
             others = tuple(entry for entry in self._entries if entry[2] is not old)
             self._before = (*others, *self._before)[:MAX_PLANS]
             self._entries = tuple((key, missing, new) for key, missing, v in self._entries if v is old)
 
-    def for_another_budget(self, key: Hashable, missing: frozenset[str]) -> Variant | None:
+    def for_another_budget(self, key: Hashable, missing: frozenset[str]) -> Runnable | None:
         """What was planned for such calls, and observed of them, when the budget was another one."""
         before = self._before
         found = [entry for entry in before if entry[1] == missing and entry[0] == key]
