@@ -210,7 +210,7 @@ class _Probe:
                 self.severed.add(v)
 
     def refuse_lost_gradients(self) -> None:
-        """Raise ``UnsupportedError`` where the gradient of an output goes on to nothing that the program starts from."""
+        """Raise ``UnsupportedError`` where an output gets a gradient that goes on to none of the sources."""
         lost = next((self.names[v] for v in self.b.outputs if v in self.severed), None)
         if lost is not None:
             raise UnsupportedError(
