@@ -71,9 +71,7 @@ class Captured(torch.nn.Module):
 
     @contextlib.contextmanager
     def holding(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """The parameters and buffers are those among ``inputs``, and then those of before. Several threads may run one
-        model.
-        """
+        """The parameters and buffers are those among ``inputs``. Several threads may run one model."""
         with self._lock:
             self._holders += 1
             before = [held[name] for held, name, _ in self._own]
@@ -85,10 +83,7 @@ class Captured(torch.nn.Module):
             with self._lock:
                 self._holders -= 1
                 for (held, name, _), value in zip(self._own, before, strict=True):
-                    if value is not None:
-                        held[name] = value
-                if not self._holders:
-                    self._let_go()
+                    held[name] = (held[name] if value is None else value) if self._holders else None
 
     def values_of(
         self, sources: Mapping[int, Source], given: list[torch.Tensor], inputs: Sequence[Any]
