@@ -19,6 +19,7 @@ from rkgb.probe.resize import is_same
 from rkgb.probe.skeleton import skeleton
 from rkgb.sample import Call
 from rkgb.trace.meta import without_data
+from rockmate import attach
 
 CPU = torch.device("cpu")
 
@@ -194,3 +195,26 @@ def test_distinct_calls_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rkgb.probe.alike, "_are_alike", count)
     assert shown_and_run(layers)[0] is not None
     assert made == [2]
+
+
+def test_regions_of_autocast_leave_none_behind() -> None:
+    """Calls that switch modes are not made again: torch would count its contexts wrong, and keep stale casts."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                with torch.autocast("cpu", torch.bfloat16):
+                    x = layer(x).float()
+                x = F.gelu(x)
+            return x
+
+    model = Casts()
+    handle = attach(model, "70%")
+    model(torch.randn(256, 64)).sum().backward()
+    assert handle.plan is not None
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0

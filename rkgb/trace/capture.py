@@ -249,8 +249,8 @@ class Recorder(TorchFunctionMode):
         generator = self._generator(name, (*args, *kwargs.values()))
         before = self._states(tracing, generator)
         with untraced(tracing):
-            if self.on_meta is not None and self.on_meta.calls is not None:
-                self.on_meta.calls.note(func, args, kwargs, current_mode())
+            calls = None if self.on_meta is None else self.on_meta.calls
+            form = None if calls is None else calls.form(func, args, kwargs, current_mode())
             copies = self.written.before(name, (args, kwargs))
         numbers = [t for t in tensors_in((args, kwargs)) if not t.dim() and has_memory(t)]
         traced = [_C._get_value_trace(t) for t in numbers]
@@ -261,6 +261,8 @@ class Recorder(TorchFunctionMode):
         finally:  # it may have written before it failed
             with untraced(tracing):
                 self.written.after(name, copies)
+        if calls and form and any(True for _ in tensors_in((args, kwargs, result))):  # it is no switch of modes
+            calls.note(form)
         if numbers and any(True for _ in tensors_in(result)):
             for t, value, before_call in zip(numbers, traced, uses, strict=True):
                 if _uses(value) == before_call:

@@ -44,8 +44,13 @@ class DistinctCalls:
     def __init__(self) -> None:
         self._found: dict[Hashable, Distinct] = {}
 
-    def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> None:
-        """Such a call comes, under ``mode``."""
+    def note(self, call: Distinct) -> None:
+        """Such a call came."""
+        self._found.setdefault((call.func, repr((call.args, call.kwargs)), call.memory, call.mode), call)
+
+    @staticmethod
+    def form(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Distinct:
+        """A call that comes under ``mode``, which may change how its tensors lie."""
         numbers: dict[int, int] = {}
         memory: list[int] = []
 
@@ -59,9 +64,7 @@ class DistinctCalls:
             return Like(numbers[key], int(t.storage_offset()), tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
 
         args, kwargs = map_tensors((args, kwargs), like)
-        key = func, repr((args, kwargs)), tuple(memory), mode
-        if key not in self._found:
-            self._found[key] = Distinct(func, args, kwargs, mode, tuple(memory))
+        return Distinct(func, args, kwargs, mode, tuple(memory))
 
     def calls(self) -> tuple[Distinct, ...]:
         """All, in the order in which they came."""

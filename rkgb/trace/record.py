@@ -171,6 +171,8 @@ def _mode_put_back() -> Iterator[None]:
             torch.set_autocast_dtype(kind, dtype)
         while _autocast_nesting() > nesting:
             torch.autocast_decrement_nesting()
+        while _autocast_nesting() < nesting:
+            torch.autocast_increment_nesting()
 
 
 def _autocast_nesting() -> int:

