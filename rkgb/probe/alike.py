@@ -35,8 +35,7 @@ def graphs_without_data(model: torch.nn.Module, call: Call, device: torch.device
     """B and D of ``call`` of a program ``model``, both on the meta device, as they are on ``device``.
 
     None where what shows without data differs there, or where it takes data; where the program runs Python of the
-    user's, of which nothing tells what else it does; and where what is given to one call takes more memory
-    than a step.
+    user's, of which nothing tells what else it does; and where what is given to one call takes more memory than a step.
     """
     calls = DistinctCalls()
     try:
@@ -49,9 +48,8 @@ def graphs_without_data(model: torch.nn.Module, call: Call, device: torch.device
         return None
     if any(d.values[v].stride != lies for v, lies in b.strides.items() if v in d.values):
         return None  # calls were noted with tensors that lie otherwise
-    if any(sum(call.memory) > _memory_of_a_step(d) for call in calls.calls()):
-        return None
-    if not _are_alike(calls.calls(), device):
+    most = max((sum(call.memory) for call in calls.calls()), default=0)
+    if most > _memory_of_a_step(d) or not _are_alike(calls.calls(), device):
         return None
     structure = dataclasses.replace(b.structure, written=_written_parameters(d))
     d = with_display_names(dataclasses.replace(d, structure=structure))
