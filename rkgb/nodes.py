@@ -6,7 +6,7 @@ written ``Ref(i)``. Node arguments are constants, ``Ref``s, or lists and tuples 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,16 @@ class Saved:
 
     storages: tuple[int, ...]
     private: tuple[int, ...]
+
+
+def kept_bytes(every: Iterable[Saved], storages: Sequence[Storage]) -> int:
+    """Bytes of ``every`` saved tensor, each memory once, without that of inputs, parameters, buffers and constants."""
+    private = 0
+    known: set[int] = set()
+    for saved in every:
+        private += sum(saved.private)
+        known.update(x for x in saved.storages if storages[x].owner is not None)
+    return private + sum(storages[x].bytes for x in known)
 
 
 @dataclass(frozen=True, slots=True)

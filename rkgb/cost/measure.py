@@ -24,6 +24,7 @@ from rkgb.cost.usage import Usage, supposed, turned_strides
 from rkgb.cost.warm import on_zeros, warm
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import S_graph, S_node
+from rkgb.nodes import kept_bytes
 from rkgb.program import run_node, source_values
 from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import is_guard
@@ -202,8 +203,7 @@ def beside_measured(s: S_graph) -> int:
     these are made. So measuring takes no more memory than a step that keeps everything.
     """
     values, storages = s.d.values, s.d.storages
-    saved = {x for node in s.nodes for x in node.saved.storages if storages[x].owner is not None}
-    kept = sum(storages[x].bytes for x in saved) + sum(sum(node.saved.private) for node in s.nodes)
+    kept = kept_bytes((node.saved for node in s.nodes), storages)
     largest = max(
         (sum(values[v].bytes for v in {*n.reads, *n.makes}) + sum(n.saved.private) for n in s.nodes), default=0
     )

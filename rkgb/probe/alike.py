@@ -21,12 +21,14 @@ from rkgb.blocks.simplify import D_to_S
 from rkgb.Btools import trace, trace_without_data
 from rkgb.Dtools import is_python, probe, probe_again
 from rkgb.graphs import B_graph, D_graph
+from rkgb.nodes import kept_bytes
 from rkgb.probe.names import with_display_names
 from rkgb.probe.resize import graph_without_data, is_same, is_same_program, on_device, program_without_data
 from rkgb.probe.skeleton import skeleton
 from rkgb.program import in_mode
 from rkgb.sample import Call
 from rkgb.trace.distinct import Distinct, DistinctCalls, Like
+from rkgb.trace.guards import is_guard
 from rkgb.trace.quick import QuickRules
 from rkgb.trees import tensors_in, tensors_of
 
@@ -46,6 +48,8 @@ def graphs_without_data(model: torch.nn.Module, call: Call, device: torch.device
             d = probe_again(b, model, call.tensors, device)
     except Exception:  # noqa: BLE001 - torch's rules for sizes may raise anything
         return None
+    if any(map(is_guard, d.nodes)):
+        return None  # a run says where a number is read from a tensor, and refuses the program
     if any(d.values[v].stride != lies for v, lies in b.strides.items() if v in d.values):
         return None  # calls were noted with tensors that lie otherwise
     most = max((sum(call.memory) for call in calls.calls()), default=0)
@@ -68,8 +72,7 @@ def _memory_of_a_step(d: D_graph) -> int:
     """Bytes that a step takes at least: what forward computes and saves, gradients of what the program starts from, and
     while forward runs, its largest value.
     """
-    saved = {x for facts in d.facts for x in facts.saved.storages if d.storages[x].owner is not None}
-    kept = sum(d.storages[x].bytes for x in saved) + sum(sum(facts.saved.private) for facts in d.facts)
+    kept = kept_bytes((facts.saved for facts in d.facts), d.storages)
     made = (value.bytes for v, value in d.values.items() if v not in d.sources)
     return kept + sum(d.values[v].bytes for v in d.sources if d.values[v].requires_grad) + max(made, default=0)
 
