@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rkgb.warn
+import rockmate.calls.bound
 
 os.environ["ROCKMATE_CACHE"] = "off"  # before anything plans; programs that tests start inherit it
 
@@ -18,6 +19,12 @@ os.environ["ROCKMATE_CACHE"] = "off"  # before anything plans; programs that tes
 def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said once in a process is said once in each test."""
     monkeypatch.setattr(rkgb.warn, "_said", set())
+
+
+@pytest.fixture(autouse=True)
+def _small_models_are_planned_as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a run, where that can be. Programs that tests start run what takes little time, as users' do."""
+    monkeypatch.setattr(rockmate.calls.bound, "_QUICK", 0)
 
 
 @pytest.fixture(autouse=True, scope="module")

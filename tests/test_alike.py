@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import rkgb.pipeline
 import rkgb.probe.alike
 from rkgb.blocks.simplify import D_to_S
 from rkgb.pipeline import make_S
@@ -218,3 +219,23 @@ def test_regions_of_autocast_leave_none_behind() -> None:
     assert handle.plan is not None
     torch.autocast_increment_nesting()
     assert torch.autocast_decrement_nesting() == 0
+
+
+@pytest.mark.parametrize(("rows", "runs"), [(256, True), (2**14, False)])
+def test_what_takes_little_time_runs(monkeypatch: pytest.MonkeyPatch, rows: int, runs: bool) -> None:
+    """To compare what shows with a device takes time, too, for each distinct call."""
+    monkeypatch.undo()  # see conftest.py
+    ran = 0
+    run = rkgb.pipeline._run
+
+    def count(*args: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        return run(*args)
+
+    monkeypatch.setattr(rkgb.pipeline, "_run", count)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    handle = attach(model, "80%")
+    model(torch.randn(rows, 64)).sum().backward()
+    assert handle.plan is not None
+    assert ran == runs

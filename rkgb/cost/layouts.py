@@ -205,14 +205,14 @@ def _of_sum(shape: tuple[int, ...], a: tuple[int, ...] | None, b: tuple[int, ...
     """The strides of the sum, elsewhere, of two gradients of strides ``a`` and ``b``."""
     if a is b is None:
         return None
-    x, y = (torch.empty_strided(shape, t or _of_new(shape), device="meta") for t in (a, b))
+    x, y = (torch.empty_strided(shape, t or strides_of_new(shape), device="meta") for t in (a, b))
     return unless_contiguous(x + y)
 
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
     """Whether a tensor has neither gaps nor numbers that several of its elements share."""
     expected = 1
-    for stride, size in sorted(zip(strides or _of_new(shape), shape, strict=True)):
+    for stride, size in sorted(zip(strides or strides_of_new(shape), shape, strict=True)):
         if size != 1 and stride != expected:
             return False
         expected *= size
@@ -225,10 +225,10 @@ def unless_contiguous(t: torch.Tensor) -> tuple[int, ...] | None:
     Kernels that ask for channels last look at the strides of such dimensions.
     """
     strides = tuple(t.stride())
-    return None if strides == _of_new(tuple(t.shape)) else strides
+    return None if strides == strides_of_new(tuple(t.shape)) else strides
 
 
-def _of_new(shape: tuple[int, ...]) -> tuple[int, ...]:
+def strides_of_new(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a new tensor."""
     behind = itertools.accumulate((max(1, size) for size in shape[:0:-1]), operator.mul, initial=1)
     return tuple(behind)[::-1] if shape else ()

@@ -14,11 +14,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rkgb.blocks.simplify import D_to_S
 from rkgb.Btools import trace, trace_without_data
+from rkgb.cost.layouts import strides_of_new
 from rkgb.Dtools import is_python, probe, probe_again
 from rkgb.graphs import B_graph, D_graph
 from rkgb.nodes import kept_bytes
@@ -83,10 +83,12 @@ class _Calls(torch.nn.Module):
     pure = True  # see ``rkgb.Btools.is_pure``
 
     def __init__(self, calls: Sequence[Distinct], device: torch.device, where: str | torch.device) -> None:
-        """``where``: the parameter is; what is made is on ``device``."""
+        """``where``: the parameters are; what is made is on ``device``."""
         super().__init__()
         self.calls, self.device = calls, device
-        self.zero = torch.nn.Parameter(torch.zeros(1, device=where))
+        types = {x.dtype for call in calls for x in tree_leaves((call.args, call.kwargs)) if _is_trained(x)}
+        for dtype in types:
+            self.register_parameter(_name(dtype), torch.nn.Parameter(torch.zeros((), dtype=dtype, device=where)))
 
     def forward(self) -> list[torch.Tensor]:
         """An empty tensor of each result, so that none counts as unread."""
@@ -119,14 +121,24 @@ class _Calls(torch.nn.Module):
         """Memory of ``size`` bytes, in which tensors ``likes`` lie."""
         first = likes[0]
         shape = first.shape if _is_whole(first, size, likes) else (size // first.dtype.itemsize,)
-        if any(like.requires_grad for like in likes):
-            return self.zero.to(first.dtype).expand(shape).clone(memory_format=torch.contiguous_format)
+        if any(map(_is_trained, likes)):
+            return self.get_parameter(_name(first.dtype)).repeat(shape)
         return torch.zeros(shape, dtype=first.dtype, device=self.device)
+
+
+def _is_trained(x: Any) -> bool:
+    """Whether ``x`` stands for a tensor that gets a gradient."""
+    return isinstance(x, Like) and x.requires_grad
+
+
+def _name(dtype: torch.dtype) -> str:
+    """Of the parameter of this type."""
+    return str(dtype).rpartition(".")[2]
 
 
 def _is_whole(like: Like, size: int, others: Sequence[Like]) -> bool:
     """Whether a tensor ``like`` this is all that lies in its memory of ``size`` bytes, without gaps."""
-    dense = like.stride == make_contiguous_strides_for(like.shape)
+    dense = like.stride == strides_of_new(like.shape)
     return bool(like.shape) and dense and size == math.prod(like.shape) * like.dtype.itemsize and {*others} == {like}
 
 

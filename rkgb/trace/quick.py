@@ -57,6 +57,14 @@ def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, *_: Any) -> tuple[to
     return _made(x.shape), _made(rows), _made(rows)
 
 
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *_: Any
+) -> tuple[torch.Tensor, ...] | None:
+    if not training or not _is_usual(x) or not all(p is None or _is_usual(p) for p in (weight, bias, mean, variance)):
+        return None
+    return _made(x.shape), _made(x.shape[1:2]), _made(x.shape[1:2])
+
+
 def _product(a: Any, b: Any) -> torch.Tensor | None:
     usual = all(isinstance(t, torch.Tensor) and t.is_meta and t.dtype == torch.float32 for t in (a, b))
     return _made((a.shape[0], b.shape[1])) if usual and a.shape[1] == b.shape[0] else None
@@ -83,6 +91,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **{getattr(_ATEN, name).default: _elementwise for name in _ALL},
     _ATEN.pow.Tensor_Scalar: _elementwise,
     _ATEN.native_layer_norm.default: _layer_norm,
+    _ATEN.native_batch_norm.default: _batch_norm,
     _ATEN._softmax.default: _softmax,
     _ATEN.bmm.default: _products,
     _ATEN.mm.default: _product,

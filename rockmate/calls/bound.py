@@ -1,4 +1,4 @@
-"""Whether a budget is so large that nothing needs to be planned, from sizes alone."""
+"""How much a captured program computes, from sizes alone: whether its memory needs a plan, and a run of it much time."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ SPARE = 4
 This is a guess, so the first step is measured."""
 
 
+_QUICK = 2**21
+"""Bytes: where the mean operation makes fewer, a run of the program takes less time than to see what it does without."""
+
+
 class Results:
     """How many elements the results of a captured program have, by the sizes of its arguments."""
 
@@ -27,6 +31,7 @@ class Results:
         self._counts: dict[Any, int] = {}  # different expressions, which numbers of elements follow from: their places
         self._allocated: list[tuple[int, int]] = []  # of results with memory of their own: the place, bytes an element
         known: set[int] = set()
+        captured = 0  # bytes, at the sizes of the capture
         for k, node in enumerate(program.graph.find_nodes(op="placeholder")):
             example = node.meta.get("example_value")
             if isinstance(example, torch.SymInt):
@@ -42,7 +47,9 @@ class Results:
                     place = self._counts.setdefault(expression, len(self._counts))
                     if _storage(t) not in known:
                         known.add(_storage(t))
+                        captured += t.dtype.itemsize * _as_captured(count)
                         self._allocated.append((place, t.dtype.itemsize))
+        self.quick = captured < _QUICK * sum(node.op.startswith("call") for node in nodes)  # to compute
 
     def counts(self, arguments: Sequence[Any]) -> tuple[int, ...] | None:
         """The different numbers of elements, in the same order for all ``arguments``; None where sizes follow from
@@ -68,6 +75,13 @@ def rough_peak(size: float, arguments: Sequence[Any]) -> float:
     """
     missing = {id(p): p for p in arguments if isinstance(p, torch.nn.Parameter) and p.requires_grad and p.grad is None}
     return SPARE * size + sum(p.nbytes for p in missing.values())
+
+
+def _as_captured(count: Any) -> int:
+    """``count`` at the sizes of the capture; 0 if it follows from values."""
+    if isinstance(count, int):
+        return count
+    return int(count.node.hint) if count.node.has_hint() else 0
 
 
 def _storage(t: torch.Tensor) -> int:

@@ -78,7 +78,8 @@ class CapturedGraph:
 
     def shown(self) -> Shown:
         """What of the call that this thread is in shows without data."""
-        return Shown(self.module, without_data(self.now.inputs), device_of(self.now.inputs))
+        inputs = self.now.inputs
+        return Shown(self.module, without_data(inputs), device_of(inputs), quick=self.results.quick)
 
     def sources(self, runnable: Runnable, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The tensors that the program starts from, for a call with ``inputs``; nothing is looked up in modules."""

@@ -27,11 +27,11 @@ from rockmate.calls.captured import Captured
 
 class Shown:
     """A call of ``module``, as far as it shows without data. ``inputs``: of the program, without data; None if they are
-    no plain memory.
+    no plain memory. ``quick``: a run of it takes less time than the proof that it does what shows.
     """
 
-    def __init__(self, module: Captured, inputs: Sequence[Any] | None, device: torch.device) -> None:
-        self.module, self.inputs, self.device = module, inputs, device
+    def __init__(self, module: Captured, inputs: Sequence[Any] | None, device: torch.device, *, quick: bool) -> None:
+        self.module, self.inputs, self.device, self.quick = module, inputs, device, quick
 
     @contextmanager
     def _call(self) -> Iterator[Call]:
@@ -41,8 +41,8 @@ class Shown:
 
     @cached_property
     def graphs(self) -> tuple[B_graph, D_graph] | None:
-        """B and D of the call, as they are on the device; None where the call has to run for that."""
-        if self.inputs is None:
+        """B and D of the call, as they are on the device; None where the call is to run for that."""
+        if self.inputs is None or self.quick:
             return None
         with self._call() as call:
             return graphs_without_data(self.module, call, self.device)
