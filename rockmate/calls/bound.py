@@ -1,4 +1,4 @@
-"""How much a captured program computes, from sizes alone: whether its memory needs a plan, and a run of it much time."""
+"""How much a captured program computes, from sizes alone: whether memory needs a plan, and a run much time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ This is a guess, so the first step is measured."""
 
 
 _QUICK = 2**21
-"""Bytes: where the mean operation makes fewer, a run of the program takes less time than to see what it does without."""
+"""Bytes: where the mean operation makes fewer, a run takes less time than to see what the program does without."""
 
 
 class Results:
