@@ -22,7 +22,7 @@ TimedRun = Callable[[Mark], Sequence[tuple[Any, Any]]]
 """Runs a piece once, and returns pairs of marks: begin and end of each part that is timed."""
 
 _LINE = 8  # numbers of 8 bytes that a line of a processor's caches holds: to read one brings all of them
-_COLD = 1.25  # a forward from memory that takes longer than this, relative to one from the caches, is timed again
+_COLD = 1.25, 300_000  # times one from the caches, and ns more: a forward from memory that takes longer is timed again
 _ENOUGH = 25_000_000  # ns of timed runs of each part after which no more are made
 
 
@@ -125,7 +125,8 @@ class Clock:
             return ((start, end),)
 
         first = self.once(run, piece.device)[0]
-        return first if first <= _COLD * warm else min(first, self.once(run, piece.device)[0])
+        times, more = _COLD
+        return first if first <= times * warm + more else min(first, self.once(run, piece.device)[0])
 
     def _once(self, run: TimedRun, device: torch.device, launched: int) -> tuple[list[int], int]:
         """The times of the parts, and how long the host took for the run, which was ``launched`` ns the last time."""
