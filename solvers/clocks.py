@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from solvers.problem import Problem
 from solvers.schedule import Bwd, Run, Schedule
 
 QUEUE = 1000
@@ -18,13 +17,13 @@ QUEUE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Launches:
-    """Nanoseconds that the host takes to launch the forward and the backward of each node, and ``again``: beside that
-    for each node that runs again.
+class Kernels:
+    """Nanoseconds of the ``forward`` and the ``backward`` of each node: what the host takes to launch it, and what the
+    device takes to run it. ``again``: what the host takes beside that for each node that runs again.
     """
 
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
+    forward: tuple[tuple[int, int], ...]
+    backward: tuple[tuple[int, int], ...]
     again: int = 0
 
 
@@ -62,15 +61,15 @@ def two_clocks(steps: Iterable[tuple[int, int]], queue: int = QUEUE) -> Clocks:
     return Clocks(device, busy, launching)
 
 
-def clocks(problem: Problem, schedule: Schedule, launches: Launches) -> Clocks:
+def clocks(schedule: Schedule, kernels: Kernels) -> Clocks:
     """Those of a planned step, the loss left out."""
     ran: set[int] = set()
-    kernels = []
+    steps = []
     for step in schedule:
         if isinstance(step, Run):
-            i = step.node
-            kernels.append((launches.forward[i] + launches.again * (i in ran), problem.nodes[i].time))
-            ran.add(i)
-        elif isinstance(step, Bwd) and (backward := problem.nodes[step.node].backward):
-            kernels.append((launches.backward[step.node], backward.time))
-    return two_clocks(kernels)
+            launch, run = kernels.forward[step.node]
+            steps.append((launch + kernels.again * (step.node in ran), run))
+            ran.add(step.node)
+        elif isinstance(step, Bwd):
+            steps.append(kernels.backward[step.node])
+    return two_clocks(steps)

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rkgb.blocks.fingerprint import describe_inputs
-from rkgb.device import Cpu
 from rkgb.device.allocator import Allocator
 from rkgb.Ktools import K_graph
 from rockmate.budget import show_bytes
 from rockmate.planning.artefact import write_plan
 from rockmate.planning.fields import PlanFields
 from rockmate.planning.kept import LOADED
+from rockmate.planning.problem import clocks_of
 from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
 from rockmate.planning.room import usual_problem
 from rockmate.run.watch import MeasuredStep
 from solvers import Bwd, Loss, Problem, Run, Schedule, Step, format_schedule, keep_everything, walk
-from solvers.clocks import Clocks, Launches, clocks
+from solvers.clocks import Clocks
 from solvers.tables import html_facts, html_table
 
 if TYPE_CHECKING:
@@ -131,12 +131,7 @@ class Plan(PlanFields):
     @cached_property
     def clocks(self) -> Clocks | None:
         """A step of the device, and of the host that launches what it runs; None where nobody has timed launches."""
-        nodes = self.graph.nodes
-        if not any(n.launch for n in nodes):
-            return None
-        backward = tuple(n.backward.launch if n.backward else 0 for n in nodes)
-        launches = Launches(tuple(n.launch for n in nodes), backward, Cpu().beside_a_rerun(0))
-        return clocks(self.problem, self.schedule, launches)
+        return clocks_of(self.graph, self.schedule)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine.
@@ -255,7 +250,7 @@ class Plan(PlanFields):
             ("eager's peak", show_bytes(self.eager_peak)),
             ("budget", show_bytes(self.budget)),
             ("predicted peak", f"{show_bytes(self.predicted_peak)}, {at}"),
-            ("predicted overhead", f"{self._overhead()} more time{self._proof()}"),
+            ("predicted overhead", f"{self._overhead()} more time{'' if self.clocks else self._proof()}"),
             *([("bottleneck", str(self.clocks))] if self.clocks else []),
             ("nodes", f"{len(self.problem.nodes)}; runs again: {self.recomputed}"),
             ("blocks", f"{len(self.problem.blocks)}, of them distinct: {kinds}"),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from rkgb.device import kind_of
+from dataclasses import replace
+
+from rkgb.device import Cpu, kind_of
+from rkgb.Ktools import K_graph
 from rkgb.pipeline import Graphs
 from rockmate.planning.room import Room
-from solvers import Backward, Block, Data, Node, Problem
+from solvers import Backward, Block, Bwd, Data, Loss, Node, Problem, Run, Schedule
+from solvers.clocks import Clocks, Kernels, clocks
 
 
 def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
@@ -13,10 +17,15 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
 
     ``costs``: how times were found. Where they were measured, a node's time is that of a second run with the Python
     around it. What first runs take less is taken off all backwards, so that a step without recomputation takes what was
-    measured. Right after the run that made its inputs, code and inputs are in the caches (``Node.warm``).
+    measured. Right after the run that made its inputs, code and inputs are in the caches (``Node.warm``). Where the
+    device mostly waits for the host, times are the host's.
     """
     k = graphs.K
     beside, beside_warm = _beside_a_rerun(graphs) if costs == "measured" else (0, 0)
+    kernels, kept = kernels_of(k), clocks_without_reruns(k)
+    if kernels is not None and kept is not None and kept.host > kept.device:
+        k = _with_times_of_the_host(k)
+        beside = beside_warm = kernels.again
     backward = sum(n.backward.time for n in k.nodes if n.backward)
     left = max(0.0, 1 - beside * sum(n.rerun for n in k.nodes) / backward) if backward else 1.0
     nodes = tuple(
@@ -48,3 +57,33 @@ def _beside_a_rerun(graphs: Graphs) -> tuple[int, int]:
     """Nanoseconds of the executor's Python for each node that runs again, and of one right after another."""
     kind = kind_of(graphs.S.device)
     return kind.beside_a_rerun(sum(x.bytes for x in graphs.D.storages)), kind.beside_a_rerun(0)
+
+
+def kernels_of(k: K_graph) -> Kernels | None:
+    """What host and device take for each node; None where nobody has timed launches."""
+    if not any(n.launch for n in k.nodes):
+        return None
+    forward = tuple((n.launch, n.time) for n in k.nodes)
+    backward = tuple((n.backward.launch, n.backward.time) if n.backward else (0, 0) for n in k.nodes)
+    return Kernels(forward, backward, Cpu().beside_a_rerun(0))
+
+
+def clocks_of(k: K_graph, schedule: Schedule) -> Clocks | None:
+    """A step of the device, and of the host that launches what it runs; None where nobody has timed launches."""
+    kernels = kernels_of(k)
+    return None if kernels is None else clocks(schedule, kernels)
+
+
+def clocks_without_reruns(k: K_graph) -> Clocks | None:
+    """Those of the step in which no node runs again."""
+    backwards = (Bwd(i) for i in reversed(range(len(k.nodes))) if k.nodes[i].backward)
+    return clocks_of(k, (*map(Run, range(len(k.nodes))), Loss(), *backwards))
+
+
+def _with_times_of_the_host(k: K_graph) -> K_graph:
+    """``k``, in which each node takes what the host does to launch it."""
+    nodes = []
+    for n in k.nodes:
+        backward = n.backward and replace(n.backward, time=n.backward.launch)
+        nodes.append(replace(n, time=n.launch, warm=n.launch, backward=backward))
+    return replace(k, nodes=tuple(nodes))

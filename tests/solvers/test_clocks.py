@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from solvers import Backward, Block, Bwd, Data, Loss, Node, Problem, Run
-from solvers.clocks import Clocks, Launches, clocks, two_clocks
+from solvers import Bwd, Loss, Run
+from solvers.clocks import Clocks, Kernels, clocks, two_clocks
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,6 @@ def test_a_step_moment_by_moment(seed: int) -> None:
     assert two_clocks(steps, queue).time == moment_by_moment(steps, queue)
 
 
-def chain(run: int) -> Problem:
-    """Three nodes, each with a result of its own; forwards take ``run``, backwards twice that."""
-    nodes = tuple(
-        Node(f"n{i}", run, (i - 1,) if i else (), (i,), 1, Backward(2 * run, (i,), 1, 1, 1)) for i in range(3)
-    )
-    return Problem(nodes, tuple(Data(f"d{i}", 1, i) for i in range(3)), frozenset(), 1, (Block(0, 3, 0),))
-
-
 KEPT = (Run(0), Run(1), Run(2), Loss(), Bwd(2), Bwd(1), Bwd(0))
 AGAIN = (Run(0), Run(1), Run(2), Loss(), Bwd(2), Run(0), Run(1), Bwd(1), Bwd(0))
 
@@ -85,9 +77,9 @@ AGAIN = (Run(0), Run(1), Run(2), Loss(), Bwd(2), Run(0), Run(1), Bwd(1), Bwd(0))
     ],
 )
 def test_what_a_rerun_costs_on_either_side(run: int, launch: int, again: int, kept: int, more: int) -> None:
-    launches = Launches((launch,) * 3, (2 * launch,) * 3, again)
-    assert clocks(chain(run), KEPT, launches).time == kept
-    assert clocks(chain(run), AGAIN, launches).time == kept + more
+    kernels = Kernels(((launch, run),) * 3, ((2 * launch, 2 * run),) * 3, again)
+    assert clocks(KEPT, kernels).time == kept
+    assert clocks(AGAIN, kernels).time == kept + more
 
 
 def test_what_is_said() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import nn
 
 from rkgb import make_all_graphs
 from rkgb.device import Cpu, kind_of
-from rockmate.planning.problem import problem_of
+from rkgb.Ktools import K_graph
+from rkgb.sample import call_of
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.prepare import make_planner
+from rockmate.planning.problem import clocks_without_reruns, problem_of
 from rockmate.planning.room import usual_room
+from solvers import Loss, Run
 
 
 def test_a_plan_counts_the_python_around_a_second_run_and_a_step_takes_what_was_measured() -> None:
@@ -40,3 +48,40 @@ def test_it_grows_with_what_a_step_uses_until_nothing_stays_in_the_caches() -> N
 
 def test_a_gpu_does_not_wait_for_python() -> None:
     assert kind_of(torch.device("cuda")).beside_a_rerun(2**30) == 0
+
+
+GELUS = {1, 3, 5, 7}
+
+
+def with_launches(k: K_graph, gelu: tuple[int, int], linear: tuple[int, int]) -> K_graph:
+    """``k``, of linear layers and GELUs in turns, with these nanoseconds of the host and of the device for each."""
+    nodes = []
+    for i, n in enumerate(k.nodes):
+        launch, run = gelu if i in GELUS else linear
+        assert n.backward is not None
+        backward = replace(n.backward, launch=2 * launch, time=2 * run)
+        nodes.append(replace(n, launch=launch, time=run, warm=run, backward=backward))
+    return replace(k, nodes=tuple(nodes))
+
+
+@pytest.mark.parametrize(
+    ("gelu", "linear", "again"),
+    [
+        ((1_000, 100_000), (1_000, 900_000), "gelu"),  # the device is the bottleneck
+        ((9_000_000, 100_000), (1_000_000, 900_000), "linear"),  # it waits for the host
+    ],
+)
+def test_the_side_that_is_the_bottleneck_decides(gelu: tuple[int, int], linear: tuple[int, int], again: str) -> None:
+    """What runs again is what that side does quickly, and the plan's overhead is that of the two clocks."""
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU())))
+    planner = make_planner(model, call_of(torch.randn(512, 32), None), PlanOptions("flops"))
+    graphs = replace(planner.graphs, K=with_launches(planner.graphs.K, gelu, linear))
+    planner = replace(planner, graphs=graphs, problem=problem_of(graphs, planner.room, "measured"))
+    plan = planner.plan(planner.eager_peak - 2**16)
+    reruns = [step.node for step in plan.schedule[plan.schedule.index(Loss()) :] if isinstance(step, Run)]
+    assert reruns
+    assert all((i in GELUS) == (again == "gelu") for i in reruns)
+    kept, clocks = clocks_without_reruns(graphs.K), plan.clocks
+    assert kept is not None and clocks is not None
+    assert plan.predicted_overhead == clocks.time / kept.time - 1 > 0
+    assert planner.plan(planner.eager_peak).predicted_overhead == 0
