@@ -17,6 +17,7 @@ from rockmate.pieces.fuse import pieces_of, with_pieces
 from rockmate.pieces.groups import grouped
 from rockmate.pieces.norms import without_statistics
 from rockmate.pieces.piece import Piece
+from rockmate.pieces.program import with_compiled_pieces
 from rockmate.pieces.seen import watch
 
 
@@ -247,6 +248,36 @@ def test_batch_norm_is_apart_from_its_statistics() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_batch_norm_of_which_no_piece_comes_is_what_it_was() -> None:
+    """Its statistics are updated by its own kernel, in the same pass."""
+
+    class Eager:
+        """No piece runs compiled."""
+
+        def known(self, piece: Piece, forms: tuple[Any, ...]) -> bool:
+            return False
+
+        def made(self, piece: Piece, arguments: Sequence[Any]) -> bool:
+            return False
+
+    def function(x, mean, variance, w):  # type: ignore[no-untyped-def]
+        return F.relu(F.batch_norm(x @ x, mean, variance, w, None, True, 0.25, 1e-5))
+
+    choices: Any = Eager()
+    inputs = tensor(4, 4), torch.zeros(4), torch.ones(4), tensor(4)
+    made = with_compiled_pieces(fx.symbolic_trace(function), inputs, {}, choices)
+    assert (made.pieces, made.eager) == ({}, 1)
+    assert text(made.program) == [
+        "matmul = x @ x",
+        "batch_norm = torch.nn.functional.batch_norm(matmul, mean, variance, w, None, True, 0.25, 1e-05)",
+        "relu = torch.nn.functional.relu(batch_norm, inplace = False)",
+        "return relu",
+    ]
+    found, expected = ([t.detach().clone() for t in inputs] for _ in range(2))
+    assert torch.equal(made.program(*found), function(*expected))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_equal_groups_are_one_piece() -> None:
     def function(x, w):  # type: ignore[no-untyped-def]
         for _ in range(3):
@@ -262,7 +293,7 @@ def test_equal_groups_are_one_piece() -> None:
 def test_masks(p: float) -> None:
     """Rates are right up to five standard deviations, as a whole, beside each other, and between two seeds."""
     x = torch.ones(1 << 18)
-    first, second = (seeded_dropout(x, torch.tensor(s), p) != 0 for s in ([7, 11], [8, 11]))
+    first, second = (seeded_dropout(x, torch.tensor(s, dtype=torch.int32), p) != 0 for s in ([7, 11], [8, 11]))
     kept = 1 - p
     for found, expected in (
         (first, kept),
@@ -271,6 +302,6 @@ def test_masks(p: float) -> None:
         (first & second, kept**2),
     ):
         assert abs(float(found.double().mean()) - expected) < 5 * (expected * (1 - expected) / found.numel()) ** 0.5
-    torch.testing.assert_close(seeded_dropout(x, torch.tensor([7, 11]), p)[first], (x / kept)[first])
-    transposed = seeded_dropout(x.view(512, 512).t(), torch.tensor([7, 11]), p)
+    torch.testing.assert_close(seeded_dropout(x, torch.tensor([7, 11], dtype=torch.int32), p)[first], (x / kept)[first])
+    transposed = seeded_dropout(x.view(512, 512).t(), torch.tensor([7, 11], dtype=torch.int32), p)
     assert torch.equal(transposed != 0, first.view(512, 512))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-_WORD = (1 << 32) - 1
+_MOST = (1 << 31) - 1
 _FACTORS = 0x21F0AAAD, 0x735A2D97
 
 
@@ -34,24 +34,36 @@ def with_seeds(program: fx.GraphModule, device: torch.device) -> bool:
 
 def drawn_seeds(count: int, device: torch.device) -> torch.Tensor:
     """Two numbers of 31 bits for each of ``count`` draws, from the default generator of ``device``: (count, 2)."""
-    return torch.randint(0, 1 << 31, (count, 2), device=device)
+    return torch.randint(0, 1 << 31, (count, 2), dtype=torch.int32, device=device)
 
 
 def seeded_dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     """``x`` with each number zero at the rate ``p``, and divided by 1 - p. ``seed``: two whole numbers.
 
-    The number at place k (counted as ``x`` is indexed, whatever its strides) stays if a hash of k and the seed, 32
-    bits, is at least p * 2**32. The hash is Ettinger's ("hash prospector"), which the first number enters before it and
-    the second within it. Products have less than 63 bits, so that no kernel overflows.
+    The number at place k (counted as ``x`` is indexed, whatever its strides) stays if a hash of k and the seed, a whole
+    number of 32 bits with a sign, is at least p * 2**32 - 2**31. The hash is Ettinger's ("hash prospector"), which the
+    first number enters before it and the second within it. Products wrap around, as those of all kernels do; a piece
+    whose kernels did not would differ from eager ones, and be refused.
     """
+    bits = _places(x) ^ seed[0]
+    bits = (bits ^ _shifted(bits, 16)) * _FACTORS[0] + seed[1]
+    bits = (bits ^ _shifted(bits, 15)) * _FACTORS[1]
+    bits = bits ^ _shifted(bits, 15)
+    least = min(round(p * (1 << 32)) - (1 << 31), _MOST)
+    return torch.where(bits >= least, x * (1 / (1 - p)), 0.0)
+
+
+def _places(x: torch.Tensor) -> torch.Tensor:
+    """Of the numbers of ``x``, in 32 bits; those of more than 2**31 numbers are mixed."""
+    if x.numel() <= _MOST:
+        return torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     place = torch.arange(x.numel(), device=x.device).view(x.shape)
-    if x.numel() > _WORD:
-        place = (place & _WORD) ^ ((place >> 32) * _FACTORS[0])
-    bits = place ^ seed[0]
-    bits = (((bits ^ (bits >> 16)) * _FACTORS[0]) + seed[1]) & _WORD
-    bits = ((bits ^ (bits >> 15)) * _FACTORS[1]) & _WORD
-    bits = bits ^ (bits >> 15)
-    return torch.where(bits >= round(p * (1 << 32)), x * (1 / (1 - p)), 0.0)
+    return ((place & _MOST) ^ ((place >> 31) * _FACTORS[0] & _MOST)).to(torch.int32)
+
+
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """``bits`` moved right, with zeros on the left."""
+    return (bits >> by) & ((1 << (32 - by)) - 1)
 
 
 def _rate(node: fx.Node) -> float | None:

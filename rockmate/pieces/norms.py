@@ -33,6 +33,24 @@ def without_statistics(program: fx.GraphModule) -> None:
         program.graph.erase_node(node)
 
 
+def with_statistics(program: fx.GraphModule) -> None:
+    """Make those batch norms of ``program`` what they were that are in no piece: they update their statistics."""
+    for called in list(program.graph.find_nodes(op="call_function", target=normalized)):
+        x, weight, bias, eps = called.args
+        taken = {n.args[1]: n for n in called.users}
+        (update,) = taken[1].users
+        running_mean, running_var, *_, momentum = update.args
+        with program.graph.inserting_before(called):
+            norm = program.graph.call_function(
+                F.batch_norm, (x, running_mean, running_var, weight, bias, True, momentum, eps)
+            )
+        norm.meta = dict(taken[0].meta)
+        taken[0].replace_all_uses_with(norm)
+        for node in (update, *taken.values(), called):
+            program.graph.erase_node(node)
+    program.recompile()
+
+
 _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
 
 
@@ -45,12 +63,9 @@ def normalized(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``x`` normalized over its batch; mean and unbiased variance of each channel, (channels,), without gradients."""
-    result = F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
-    exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    variance, mean = torch.var_mean(exact, [d for d in range(x.dim()) if d != 1], correction=0, keepdim=True)
-    count = x.numel() // x.shape[1]
-    unbiased = variance.detach().flatten() * (count / (count - 1))
-    return result, mean.detach().flatten().clone(), unbiased
+    exact = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    mean, variance = (x.new_zeros(x.shape[1], dtype=exact) for _ in range(2))
+    return F.batch_norm(x, mean, variance, weight, bias, True, 1.0, eps), mean, variance
 
 
 def updated(

@@ -23,7 +23,7 @@ from rockmate.pieces.fuse import Group, pieces_of, with_pieces
 from rockmate.pieces.groups import grouped
 from rockmate.pieces.inductor import at_once
 from rockmate.pieces.kernels import isolated
-from rockmate.pieces.norms import without_statistics
+from rockmate.pieces.norms import with_statistics, without_statistics
 from rockmate.pieces.piece import Piece
 from rockmate.pieces.seen import Seen, watch
 
@@ -79,8 +79,10 @@ def with_compiled_pieces(
     with preserved(torch.nn.Module(), changed):
         kept = _Judge(program, grouping.order, groups, choices).kept(inputs)
     chosen = [g for g in groups if g.piece in kept]
+    program = with_pieces(program, grouping.order, chosen)
+    with_statistics(program)
     return Pieces(
-        with_pieces(program, grouping.order, chosen),
+        program,
         dict(Counter(g.piece for g in chosen)),
         len(groups) - len(chosen),
         waited,

@@ -115,6 +115,7 @@ class _Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.light, self.work, self.draws = True, 0, False
+        self.made: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -123,7 +124,9 @@ class _Operators(TorchDispatchMode):
             given = {storage_key(t) for t in tensors_in((args, kwargs)) if has_memory(t)}
             self.work += not all(has_memory(t) and storage_key(t) in given for t in tensors_in(result))
             self.light &= _is_lowered(func) and not _selects(func, (args, kwargs), result)
-            self.light &= not _has_statistics(func, args)
+            statistics = _statistics(func, args)
+            self.light &= statistics is None or any(statistics is t for t in self.made)
+            self.made += tensors_in(result)
         return result
 
 
@@ -141,10 +144,11 @@ def _is_lowered(func: Any) -> bool:
     return func in select_decomp_table() or (func in lowerings and func not in fallbacks)
 
 
-def _has_statistics(func: Any, args: Sequence[Any]) -> bool:
-    """Whether the operator changes running statistics, which no version counter shows: a batch norm in training."""
+def _statistics(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+    """The running mean that the operator changes, which no version counter shows: a batch norm in training."""
     given = {x.name: a for x, a in zip(func._schema.arguments, args, strict=False)}
-    return given.get("running_mean") is not None and bool(given.get("training", given.get("train")))
+    mean: torch.Tensor | None = given.get("running_mean")
+    return mean if given.get("training", given.get("train")) else None
 
 
 def _selects(func: Any, given: Any, result: Any) -> bool:
