@@ -33,7 +33,7 @@ class PlainState:
         module = self._module()
         assert module is not None
         own = vars(module)
-        taken = {name: own.pop(name) for name in ("_compiled_call_impl", "__getstate__") if name in own}
+        taken: dict[str, Any] = {k: own.pop(k) for k in ("_compiled_call_impl", "__getstate__") if k in own}
         try:
             state = type(module).__getstate__(module)
             return dict(state) if state is own else state
