@@ -23,7 +23,7 @@ from rockmate.optimizers import OPTIMIZERS
 from rockmate.pieces.compiler import prepare_for_pieces
 from rockmate.planning.checks import checked_call, checked_module, checked_type
 from rockmate.planning.options import options_of
-from rockmate.planning.wrappers import check_compiled
+from rockmate.planning.wrappers import check_compiled, put_call
 from rockmate.tell import be_heard
 
 
@@ -120,7 +120,7 @@ def attach(
             attachment.plan_for(checked_call(one, sample, sample_kwargs, compile))
         attachments.append(attachment)
     for one, attachment in zip(models, attachments, strict=True):
-        one._compiled_call_impl = attachment
+        put_call(one, attachment)
         watch_layers(one, attachment)
         _attachments.add(attachment)
     watch_others(Attachment, attached)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -479,8 +480,10 @@ def hovers(page: str) -> list[str]:
 
 def test_the_page_of_memory_says_of_each_step_what_it_is_and_needs_no_network(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "new" / "memory.html"
-    plan.save_memory_html(path)
+    shown = plan.save_memory_html(path)
     page = path.read_text(encoding="utf-8")
+    (inline,) = re.findall('<iframe srcdoc="([^"]*)"', shown._repr_html_())
+    assert unescape(inline) == page and str(path) in repr(shown)
     assert not re.findall(r"<(?:script|link|img)[^>]*\s(?:src|href)=", page) and "plotly.js v" in page
     texts = hovers(page)
     timed = [(step, size) for step, size in _timeline(plan) if isinstance(step, Run | Bwd)]

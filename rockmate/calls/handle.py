@@ -37,6 +37,7 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
+from rockmate.planning.wrappers import take_call
 from solvers import Frontier
 
 UNLIMITED = 2**60
@@ -242,9 +243,9 @@ class Handle(OnDevice):
         """The model runs as it did before ``attach``."""
         model = self._model()
         if model is not None and model.__dict__.get("_compiled_call_impl") is self:
-            model._compiled_call_impl = self.before
-            if self.before is None:
-                del model._compiled_call_impl
+            take_call(model)
+            if self.before is not None:
+                model._compiled_call_impl = self.before
         if model is not None:
             unwatch_layers(model, self)
         self._detached = True

@@ -19,7 +19,7 @@ from rockmate.calls.surroundings import is_recorded, is_transformed
 from rockmate.calls.unguarded import CAPTURING
 from rockmate.errors import BudgetWarning, InputError
 from rockmate.follow.exposed import is_followed
-from rockmate.planning.wrappers import NO_REPLICAS, OwnCall
+from rockmate.planning.wrappers import NO_REPLICAS, OwnCall, put_call, take_call
 
 
 def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> None:
@@ -106,7 +106,7 @@ def watch_layers(model: torch.nn.Module, front: Front) -> None:
     """
     for layer in _layers(model):
         if isinstance(layer.__dict__.get("_compiled_call_impl"), WatchedCall | None):
-            vars(layer)["_compiled_call_impl"] = WatchedCall(layer, model, front)
+            put_call(layer, WatchedCall(layer, model, front))
 
 
 def unwatch_layers(model: torch.nn.Module, front: Front) -> None:
@@ -114,7 +114,7 @@ def unwatch_layers(model: torch.nn.Module, front: Front) -> None:
     for layer in _layers(model):
         found = layer.__dict__.get("_compiled_call_impl")
         if isinstance(found, WatchedCall) and found.front() is front:
-            del vars(layer)["_compiled_call_impl"]
+            take_call(layer)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

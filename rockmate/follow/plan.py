@@ -35,6 +35,7 @@ from solvers.tables import html_facts
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from rockmate.planning.page import MemoryPage
     from solvers.whole.stages import Reruns, Staged
 
 SECONDS = 2.0
@@ -120,12 +121,12 @@ class FollowedPlan:
 
         return plot_memory(self.problem, self.schedule, self.budget, path)
 
-    def save_memory_html(self, path: str | Path) -> None:
+    def save_memory_html(self, path: str | Path) -> MemoryPage:
         """As ``Plan.save_memory_html``; the paths of submodules are not known."""
         from rockmate.planning.page import Place, save_memory_html
 
         places = [Place("", "", line) for line in self.places]
-        save_memory_html(self.problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
+        return save_memory_html(self.problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
 
     def _facts(self) -> list[tuple[str, str]]:
         at = moment_of(self.problem, self.places, self.schedule[self.walk.peak_step])

@@ -18,6 +18,21 @@ from solvers import Bwd, Problem, Run, Schedule, keep_everything
 from solvers.figures import MIB
 
 
+class MemoryPage:
+    """The page that was written. As the last line of a notebook's cell it shows itself there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"<memory page: {self.path}>"
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, as the file is then, so that it needs no server and no network."""
+        page = escape(self.path.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 520px; border: 0"></iframe>'
+
+
 class Place(NamedTuple):
     """Where a node comes from: its operation, the path of its submodule and its source line, "" where not known."""
 
@@ -28,8 +43,8 @@ class Place(NamedTuple):
 
 def save_memory_html(
     problem: Problem, schedule: Schedule, places: Sequence[Place], budget: int, title: str, path: str | Path
-) -> None:
-    """Write the page to ``path``; it reads no other file, and nothing from a network.
+) -> MemoryPage:
+    """Write the page to ``path``, and return it; it reads no other file, and nothing from a network.
 
     ``places``: of each node. ``budget``: bytes. Raises ``ImportError`` where plotly is missing.
     """
@@ -81,6 +96,7 @@ def save_memory_html(
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.write_html(target, include_plotlyjs=True, config={"displaylogo": False, "scrollZoom": True})
+    return MemoryPage(target)
 
 
 def _texts(problem: Problem, schedule: Schedule, places: Sequence[Place], levels: Levels) -> list[str]:

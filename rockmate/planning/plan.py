@@ -27,6 +27,8 @@ from solvers.tables import html_facts, html_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from rockmate.planning.page import MemoryPage
+
 # Plans that are by this fraction of the step above a proven bound, or less, are called the least.
 PROVEN = 1e-4
 
@@ -169,8 +171,9 @@ class Plan(PlanFields):
 
         return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path, measured)
 
-    def save_memory_html(self, path: str | Path) -> None:
+    def save_memory_html(self, path: str | Path) -> MemoryPage:
         """Write memory over the time of a step as one HTML page, which needs no network, for looking at in a browser.
+        A notebook shows what is returned.
 
         Under the mouse, each step says its operation, module path and source line, what is live meanwhile, and whether
         its results are kept or computed again. Raises ``ImportError`` where plotly is missing.
@@ -181,7 +184,7 @@ class Plan(PlanFields):
         main = [s.main(i) for i in range(len(s.nodes))]
         places = [Place(node.name, op.path, op.line) for node, op in zip(s.nodes, main, strict=True)]
         problem = self.problem_with_usual_loss()
-        save_memory_html(problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
+        return save_memory_html(problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
 
     def picture(self) -> Any:
         """What is kept and what runs again, as a ``graphviz.Digraph``, which shows itself in a notebook.

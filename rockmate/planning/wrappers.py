@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,12 +18,42 @@ NO_REPLICAS = (
 class OwnCall:
     """What stands in the place of a module's calls, and is no compiled code."""
 
-    def __reduce__(self) -> Any:
-        """Copies and pickles of the module are plain: they have nothing in the place of their calls.
 
-        Modules whose ``__getstate__`` is their own (``nn.LSTM``) copy this, too.
-        """
-        return type(None), ()
+class PlainState:
+    """The state of a module without what stands in the place of its calls, for copies and pickles.
+
+    ``torch.nn.Module`` leaves that out itself; modules whose ``__getstate__`` is their own (``nn.LSTM``) do not.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> Any:
+        """What the ``__getstate__`` of its class returns."""
+        module = self._module()
+        assert module is not None
+        own = vars(module)
+        taken: dict[str, Any] = {k: own.pop(k) for k in ("_compiled_call_impl", "__getstate__") if k in own}
+        try:
+            state = type(module).__getstate__(module)
+            return dict(state) if state is own else state
+        finally:
+            own.update(taken)
+
+
+def put_call(module: torch.nn.Module, call: OwnCall) -> None:
+    """From now on ``call`` is what calls of ``module`` run."""
+    own = vars(module)
+    own["_compiled_call_impl"] = call
+    if type(module).__getstate__ is not torch.nn.Module.__getstate__:
+        own["__getstate__"] = PlainState(module)
+
+
+def take_call(module: torch.nn.Module) -> None:
+    """Calls of ``module`` are its own again."""
+    own = vars(module)
+    del own["_compiled_call_impl"]
+    own.pop("__getstate__", None)
 
 
 _PARALLEL = {

@@ -545,6 +545,30 @@ def test_copies_and_pickles_of_modules_with_a_state_of_their_own_are_plain(withi
             assert torch.equal(other(x)[0], model(x)[0])
 
 
+class OwnState(torch.nn.Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("made", [lambda: torch.nn.LSTM(8, 8), lambda: OwnState(8, 8)])
+def test_shallow_copies_of_modules_with_a_state_of_their_own_run_themselves(
+    within: bool, made: Callable[[], torch.nn.Module]
+) -> None:
+    part = made()
+    model = torch.nn.Sequential(part) if within else part
+    before = set(vars(part))
+    attach(model, TIGHT, costs="flops")
+    other = copy.copy(part)
+    assert not {"_compiled_call_impl", "__getstate__"} & set(vars(other))
+    calls: list[torch.nn.Module] = []
+    other._forward_hooks = collections.OrderedDict({0: lambda module, *_: calls.append(module)})
+    other(torch.randn(3, 2, 8))
+    assert calls == [other]
+    detach(model)
+    assert set(vars(part)) == before
+
+
 def test_frozen_and_released_in_mid_training() -> None:
     def train(model: Any) -> Iterator[Any]:
         yield from plain(model)
