@@ -35,6 +35,7 @@ from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
 from rkgb.trace.meta import OnMeta
+from rkgb.trace.recurrent import CastWeights
 from rkgb.trace.respelled import Respelled, respelled
 from rkgb.trace.written import Written
 from rkgb.trees import map_tensors, tensors_in
@@ -199,6 +200,7 @@ class Recorder(TorchFunctionMode):
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
         self.written = Written(known)
+        self.cast_weights = CastWeights()
         self.calls: dict[RecordedCall, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -257,7 +259,7 @@ class Recorder(TorchFunctionMode):
         uses = [*map(_uses, traced)]
         try:
             with scoped(tracing, self.scope(generator)):
-                result = self.call(func, args, kwargs)
+                result = self.call(func, self.cast_weights(func, args, current_mode()), kwargs)
         finally:  # it may have written before it failed
             with untraced(tracing):
                 self.written.after(name, copies)

@@ -268,3 +268,45 @@ def test_gradients_of_weights_that_autocast_casts_once_for_all_steps(kind: type[
             m.zero_grad()
             m(randn(6, 12, 24, seed=seed)).float().square().mean().backward()
         assert_same(snapshot(model), snapshot(eager))
+
+
+class Narrow(nn.Module):
+    """A recurrent layer that saves more than the others."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(16, 16), nn.GELU())))
+        self.layer = kind(16, 16, batch_first=True, bidirectional=True)  # type: ignore[call-arg]
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.last(self.layer(self.first(x))[0]))
+
+
+@pytest.mark.parametrize("way", ["attach", "Rockmate"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
+def test_a_layer_that_runs_again_after_the_autocast_casts_its_weights_once(kind: type[nn.Module], way: str) -> None:
+    """Autocast casts within the operation: where it ran again, each step saved copies that no plan counted."""
+    torch.manual_seed(0)
+    eager, x = Narrow(kind), randn(4, 10, 16, seed=0)
+
+    def mixed(model: nn.Module) -> None:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        budget = frontier(copy.deepcopy(eager), x, costs="flops").min_budget
+        if way == "attach":
+            model = copy.deepcopy(eager)
+            handle: Any = attach(model, budget, costs="flops", cache=False)
+        else:
+            handle = model = Rockmate(copy.deepcopy(eager), x, budget, costs="flops")
+    for _ in range(3):
+        mixed(eager)
+        mixed(model)
+        assert_same(snapshot(model), snapshot(eager))
+    model.zero_grad()
+    assert handle.plan is not None and handle.plan.recomputed
+    assert measure_peak(lambda: mixed(model)) <= budget
