@@ -204,9 +204,7 @@ def test_a_saved_plan_does_not_tell_where_it_comes_from(tmp_path: Path, budget: 
     assert (tmp_path / "0.json").read_text() == (tmp_path / "1.json").read_text()
 
 
-def test_attach_keeps_plans_too(
-    tmp_path: Path, budget: int, work: Work, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attach_keeps_plans_too(tmp_path: Path, budget: int, work: Work, caplog: pytest.LogCaptureFixture) -> None:
     def attached() -> None:
         model = mlp()
         attach(model, budget, costs="flops", cache=tmp_path)
