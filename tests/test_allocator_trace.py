@@ -13,7 +13,7 @@ from allocator_model import MIB
 
 from rkgb.device.allocator import Allocator
 from rkgb.device.allocator_trace import Alloc, EmptyCache, Free, replay
-from rkgb.errors import AllocatorError, OutOfMemory
+from rkgb.errors import AllocatorError
 
 ROOT = Path(__file__).parents[1]
 
@@ -161,5 +161,3 @@ def test_events_that_cannot_be_are_named() -> None:
     with pytest.raises(AllocatorError, match="'a' is taken, but is in use") as e:
         replay([Alloc(1, "a"), Alloc(1, "a")])
     assert e.value.__notes__ == ["event 1: Alloc(size=1, name='a')"]
-    with pytest.raises(OutOfMemory):
-        replay([Alloc(3 * MIB, "a")], Allocator(limit=MIB))

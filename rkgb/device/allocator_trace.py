@@ -38,8 +38,7 @@ def replay(
 ) -> Allocator:
     """Apply ``events`` to ``allocator``, by default a new one, and return it.
 
-    ``live``: name -> handle of the memory in use before. Raises ``AllocatorError`` and ``OutOfMemory`` with a note that
-    names the event.
+    ``live``: name -> handle of the memory in use before. Raises ``AllocatorError`` with a note that names the event.
     """
     allocator = allocator or Allocator()
     handles: dict[Hashable, int] = dict(live or {})

@@ -21,7 +21,7 @@ def predict_reserved(problem: Problem, schedule: Schedule, allocator: Allocator 
 
     ``allocator``: a new one by default; parameters, inputs and free memory that is held go into it before
     (``malloc``, ``adopt``).
-    Raises ``ScheduleError``, and ``rkgb.errors.OutOfMemory`` where the allocator has a limit.
+    Raises ``ScheduleError``.
     """
     allocator = allocator or Allocator()
     allocator.reset_peak()
