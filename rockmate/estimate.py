@@ -23,6 +23,7 @@ from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 from rockmate.progress import Progress, Report
 from solvers import Problem, Schedule, walk
+from solvers.tables import text_table
 from solvers.interrupts import Heeded
 
 MEASURED = 4
@@ -74,8 +75,7 @@ class Estimate:
         rows = [["size", "peak", "smallest budget", "fits"]]
         rows += [[str(s.size), show_bytes(s.peak), show_at_least(s.min_budget), s.fits] for s in self.sizes]
         rows = rows if self.budget is not None else [row[:-1] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        lines = [text_table(rows)]
         if self.budget is not None:
             ends = ["any size" if n is None else str(n) for n in (self.largest, self.largest_plain)]
             lines.append(f"largest that fits {show_bytes(self.budget)}: {ends[0]}; without recomputation {ends[1]}")
