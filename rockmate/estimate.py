@@ -23,8 +23,8 @@ from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 from rockmate.progress import Progress, Report
 from solvers import Problem, Schedule, walk
-from solvers.tables import text_table
 from solvers.interrupts import Heeded
+from solvers.tables import text_table
 
 MEASURED = 4
 """Sizes that are measured: as many as say whether a figure follows a parabola."""

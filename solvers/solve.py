@@ -33,14 +33,15 @@ class Progress(NamedTuple):
 class Request:
     """The arguments of ``solve``, for a solver. A solver stops soon after ``remaining()`` is 0.
 
-    ``budget``: bytes. ``time_limit``: seconds. ``gap``: relative gap at which a proof may stop.
-    ``progress``: see ``solve``. ``started``: on the clock of ``time.perf_counter``.
+    ``budget``: bytes. ``time_limit``: seconds. ``gap``: relative gap at which a proof may stop. ``milp``: the PuLP name
+    of the solver for integer programs. ``progress``: see ``solve``. ``started``: on the clock of ``time.perf_counter``.
     """
 
     budget: int
     time_limit: float = 60.0
     threads: int = 1
     gap: float = 1e-4
+    milp: str = "HiGHS"
     progress: Callable[[Progress], None] | None = None
     started: float = field(default_factory=time.perf_counter)
 
@@ -154,6 +155,7 @@ def solve(
     time_limit: float = 60.0,
     threads: int = 1,
     gap: float = 1e-4,
+    milp: str = "HiGHS",
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The cheapest schedule that ``solver`` finds for ``problem`` within ``budget`` bytes, verified by the walker.
@@ -168,6 +170,7 @@ def solve(
         time_limit: Seconds.
         threads: Of the solver for integer programs.
         gap: The relative gap at which a solution counts as optimal.
+        milp: The PuLP name of the solver for integer programs.
         progress: Called with a ``Progress`` from time to time.
 
     Raises:
@@ -180,7 +183,7 @@ def solve(
         known = ", ".join(solver_names(problem))
         raise ProblemError(f"solver={solver!r} is not known for a {type(problem).__name__}; choose one of: {known}")
     problem.verify()
-    request = Request(budget, time_limit, threads, gap, progress)
+    request = Request(budget, time_limit, threads, gap, milp, progress)
     return _judged(problem, kind, solver, request, kind.solvers[solver](problem, request))
 
 

@@ -22,7 +22,7 @@ PACKAGES = ("rkgb", "solvers", "rockmate")
 # Graphs are drawn in a room that is above them, and a notebook asks a graph for its picture.
 ALLOWED = {("rkgb.notebook", "rkgb.render")}
 
-# Imported by what needs them: pictures, plots, grouping nodes, capturing calls, commands;
+# Imported by what needs them: pictures, plots, other solvers than HiGHS, grouping nodes, capturing calls, commands;
 # libraries of people's models, and notebooks.
 LATER = (
     "rkgb.render.drawing",
@@ -30,6 +30,7 @@ LATER = (
     "graphviz",
     "matplotlib",
     "networkx",
+    "pulp",
     "torch._dynamo",
     "click",
     "rockmate.cli",

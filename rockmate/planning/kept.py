@@ -34,7 +34,7 @@ from solvers.files.values import from_json, to_json
 LOADED = ", loaded"
 """What the name of a plan's solver ends with where the schedule comes from another process."""
 
-_LIBRARIES = ("torch", "highspy", "rockmate")
+_LIBRARIES = ("torch", "highspy", "pulp", "rockmate")
 _PACKAGES = ("rkgb", "solvers", "rockmate")
 
 # Operators whose kernels follow from a version. Others may be the user's own, and change from one start to the next.

@@ -27,10 +27,10 @@ STEPS = 3
 """Positions beside the loss."""
 
 
-def lower_bound(problem: Problem, budget: int, seconds: float = SECONDS) -> int:
+def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: float = SECONDS) -> int:
     """Nanoseconds that every schedule with a peak of at most ``budget`` bytes takes at least, backwards included.
 
-    ``seconds``: when to stop; the bound may be lower then.
+    ``name``: a PuLP solver. ``seconds``: when to stop; the bound may be lower then.
     """
     # Loaded here: `import solvers` is to be quick, and saved plans need no solver of whole graphs.
     from solvers.milp.milp import Effort, run
@@ -47,7 +47,7 @@ def lower_bound(problem: Problem, budget: int, seconds: float = SECONDS) -> int:
         left = end - time.perf_counter()
         if left > 0:
             model = relax(staged, budget, positions)
-            outcome = run(model.program, Effort(gap=GAP, seconds=left))
+            outcome = run(model.program, Effort(name, gap=GAP, seconds=left))
             # If nothing fits, any bound holds. The solver's tolerances: 1e-5 units, 1e-9 of the time of all operations.
             if outcome.bound < 1e20:
                 best = max(best, ceil((outcome.bound - 1e-5) * model.time_unit))

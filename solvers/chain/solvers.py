@@ -37,7 +37,7 @@ def _judge(problem: Problem, schedule: Schedule) -> Judged:
 
 
 def _planner(problem: Problem, request: Request) -> ChainPlanner:
-    options = SolverOptions(request.gap, request.time_limit, request.threads)
+    options = SolverOptions(request.milp, request.gap, request.time_limit, request.threads)
 
     def report(doing: str, part: float) -> None:
         request.report(None, problem.eager_time, f"{doing} {100 * part:.0f} %")
@@ -67,7 +67,7 @@ def _first_fitting(problem: Problem, request: Request, schedules: Iterable[Sched
 def _bound(problem: Problem, request: Request) -> tuple[int, str]:
     """The bound for the budget, and why it was stopped, if it was. It gets 0.2 seconds even if no time is left."""
     try:
-        return lower_bound(problem, request.budget, max(0.2, min(2.0, request.remaining()))), ""
+        return lower_bound(problem, request.budget, request.milp, max(0.2, min(2.0, request.remaining()))), ""
     except KeyboardInterrupt:
         return 0, STOPPED
 

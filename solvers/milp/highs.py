@@ -17,7 +17,7 @@ def load() -> Any:
         import highspy
     except ImportError as error:
         raise SolverError(
-            "HiGHS is not installed: pip install highspy. "
+            "HiGHS is not installed: pip install highspy, or name another solver that PuLP has. "
             "Saved plans, and budgets with which nothing is recomputed, need no solver."
         ) from error
     return highspy

@@ -82,14 +82,14 @@ class MemoryProgram:
         program, size = self.program, (len(self.program.lower), len(self.program.columns))
         for name, limit in limits.items():
             program.upper[self.rows[name]] = limit_in_units(limit, self.unit, self._whole[name])
-        effort = Effort(options.threads, options.gap, options.time_limit, HIGHS_SETTINGS)
+        effort = Effort(options.name, options.threads, options.gap, options.time_limit, HIGHS_SETTINGS)
         try:
             for _ in range(MAX_CUTS):
                 outcome = run(program, effort)
                 if outcome.values is None and outcome.optimal:
                     return None
                 if outcome.values is None:
-                    raise TimeoutError(f"HiGHS found no solution in {options.time_limit:g} s")
+                    raise TimeoutError(f"{options.name} found no solution in {options.time_limit:g} s")
                 ones = frozenset(int(c) for c in (outcome.values > 0.5).nonzero()[0])
                 covers = self._overstepped(ones, limits)
                 if not covers:

@@ -1,8 +1,9 @@
-"""Integer programs over 0/1 columns, and ``run``, which solves them with HiGHS."""
+"""Integer programs over 0/1 columns, and ``run``, which solves them with HiGHS or with any PuLP solver by name."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from solvers.errors import ProblemError
 from solvers.milp import highs
 from solvers.work import Work
 
@@ -83,8 +85,12 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How HiGHS runs. ``gap``: relative to the objective. ``seconds``: wall time. ``settings``: options by name."""
+    """Which solver runs, and for how long. ``gap``: relative to the objective. ``seconds``: wall time.
 
+    ``settings``: options of HiGHS by name, which other solvers ignore.
+    """
+
+    name: str = "HiGHS"
     threads: int = 1
     gap: float = 1e-4
     seconds: float = 60.0
@@ -99,21 +105,14 @@ def run(
 ) -> Outcome:
     """Solve ``program``. ``start``: a known solution. ``report``: called with the bound from time to time.
 
-    Raises ``Interrupted`` after Ctrl-C, ``SolverError`` without HiGHS.
+    Raises ``Interrupted`` after Ctrl-C, ``ProblemError`` if PuLP has no such solver, ``SolverError`` without HiGHS.
     """
     if not program.cost:
         feasible = all(lo <= 0 <= up for lo, up in zip(program.lower, program.upper, strict=True))
         return Outcome(np.zeros(0) if feasible else None, 0.0 if feasible else INFINITY, True)
-    solver = _model(program, effort)
-    if start is not None:
-        solution = highs.load().HighsSolution()
-        solution.col_value = start.tolist()
-        solver.setSolution(solution)
-    interrupt = _wait(solver, report)
-    outcome = _outcome(solver, program)
-    if interrupt is not None:
-        raise Interrupted(outcome) from interrupt
-    return outcome
+    if effort.name == "HiGHS":
+        return _run_highs(program, effort, start, report)
+    return _run_pulp(program, effort)
 
 
 def _model(program: IntegerProgram, effort: Effort) -> Any:
@@ -140,6 +139,24 @@ def _model(program: IntegerProgram, effort: Effort) -> Any:
         solver.setOptionValue(name, value)
     solver.passModel(lp)
     return solver
+
+
+def _run_highs(
+    program: IntegerProgram,
+    effort: Effort,
+    start: npt.NDArray[np.float64] | None,
+    report: Callable[[float], None] | None,
+) -> Outcome:
+    solver = _model(program, effort)
+    if start is not None:
+        solution = highs.load().HighsSolution()
+        solution.col_value = start.tolist()
+        solver.setSolution(solution)
+    interrupt = _wait(solver, report)
+    outcome = _outcome(solver, program)
+    if interrupt is not None:
+        raise Interrupted(outcome) from interrupt
+    return outcome
 
 
 def _outcome(solver: Any, program: IntegerProgram) -> Outcome:
@@ -189,3 +206,39 @@ def _wait(solver: Any, report: Callable[[float], None] | None) -> KeyboardInterr
 def _solve(solver: Any) -> None:
     solver.run()
     highs.load().Highs.resetGlobalScheduler(False)  # this thread's scheduler, since the thread ends
+
+
+def _run_pulp(program: IntegerProgram, effort: Effort) -> Outcome:
+    """Run any PuLP solver. PuLP returns no dual bound, so the bound is 0 unless the solution is optimal."""
+    import pulp  # here, since few ask for another solver than HiGHS
+
+    available = pulp.listSolvers(onlyAvailable=True)
+    if effort.name not in available:
+        raise ProblemError(f"milp={effort.name!r} is not available; PuLP finds: {', '.join(available)}")
+    model = pulp.LpProblem("program", pulp.LpMinimize)
+    kinds = (pulp.LpContinuous, pulp.LpInteger)
+    x = [model.add_variable(f"x{k}", 0, 1, kinds[flag]) for k, flag in enumerate(program.integer)]
+    model += pulp.lpSum(c * v for c, v in zip(program.cost, x, strict=True))
+    for k, (lo, up) in enumerate(zip(program.lower, program.upper, strict=True)):
+        span = range(program.starts[k], program.starts[k + 1])
+        total = pulp.lpSum(program.values[at] * x[program.columns[at]] for at in span)
+        if lo > -INFINITY:
+            model += total >= lo
+        if up < INFINITY:
+            model += total <= up
+    with warnings.catch_warnings():
+        # PuLP 3 ships CBC; the warning is about PuLP 4.
+        warnings.filterwarnings("ignore", "PULP_CBC_CMD is deprecated", DeprecationWarning)
+        solver = pulp.getSolver(
+            effort.name, msg=False, timeLimit=effort.seconds, gapRel=effort.gap, threads=effort.threads
+        )
+    model.solve(solver)
+    if model.sol_status == pulp.LpSolutionInfeasible:
+        return Outcome(None, INFINITY, True)
+    if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return Outcome(None, 0.0, False)
+    # ``status`` is "optimal" for every solution of CBC, proven or not; ``sol_status`` tells them apart.
+    optimal = model.sol_status == pulp.LpSolutionOptimal
+    objective = float(pulp.value(model.objective) or 0.0)
+    values = np.array([float(v.varValue or 0.0) for v in x])
+    return Outcome(values, objective * (1 - effort.gap) if optimal else 0.0, optimal)

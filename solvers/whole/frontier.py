@@ -37,7 +37,7 @@ class _Curve:
         """The best within ``budget`` bytes that is found in ``seconds``."""
         fitting = [s for s in self.schedules if s[0] <= budget]
         start = min(fitting, key=lambda s: s[1])[2] if fitting else None
-        request = Request(budget, seconds, self.request.threads, self.request.gap)
+        request = Request(budget, seconds, self.request.threads, self.request.gap, self.request.milp)
         solution = solve_staged(self.staged, request, start, self.positions)
         self.positions |= solution.positions
         return solution

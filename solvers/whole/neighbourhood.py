@@ -85,7 +85,7 @@ class Neighbourhoods:
             if left <= 0:
                 return None
             model = relax(staged, request.budget, positions, covers, Fixed(now, free))
-            outcome = run(model.program, Effort(request.threads, 1e-3, left), start_values(model, now))
+            outcome = run(model.program, Effort(request.milp, request.threads, 1e-3, left), start_values(model, now))
             if outcome.values is None:
                 return None
             spelled = spell(model, outcome.values)

@@ -136,7 +136,7 @@ class _Search:
         """Solve ``model``, starting from the best schedule so far; remember Ctrl-C."""
         request, best = self.request, self.best.runs
         seconds = min(self.cap, max(0.1, request.remaining()))
-        effort = Effort(request.threads, request.gap, seconds)
+        effort = Effort(request.milp, request.threads, request.gap, seconds)
         start = start_values(model, timeline(self.staged, best)) if best is not None else None
         try:
             return run(model.program, effort, start)

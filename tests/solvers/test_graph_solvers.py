@@ -179,6 +179,7 @@ BAD_CALLS = [
     ({"time_limit": 0}, "time_limit=0: give a positive number of seconds"),
     ({"threads": 0}, "threads=0: give a whole number from 1"),
     ({"gap": 1.0}, "gap=1.0: give a fraction"),
+    ({"milp": "NoSuch"}, "milp='NoSuch' is not available; PuLP finds:"),
 ]
 
 
@@ -194,6 +195,14 @@ def test_what_is_no_problem_is_refused() -> None:
         solve("graph", 1)
     with pytest.raises(ProblemError, match="reads node 1, which is not an earlier node"):
         solve(graph((1, 1, (1,)), (1, 1, ())), 1)
+
+
+def test_other_solvers_by_name() -> None:
+    for problem, budget in ((SKIP, 14), (SKIP, 13), (instances.layered(30, 1), None)):
+        budget = budget or round(0.85 * keep_peak(problem))
+        ours, cbc = solve(problem, budget), solve(problem, budget, milp="PULP_CBC_CMD")
+        assert ours.status == cbc.status == "optimal"
+        assert ours.cost == cbc.cost
 
 
 def test_baselines_and_heuristics_on_a_training_graph() -> None:

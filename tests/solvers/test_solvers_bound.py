@@ -23,6 +23,7 @@ from solvers import (
     Loss,
     Node,
     Problem,
+    ProblemError,
     Progress,
     Run,
     SolverError,
@@ -158,11 +159,21 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
     assert found.reason.startswith("stopped by Ctrl-C")
 
 
+@pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated:DeprecationWarning")
+def test_any_solver_of_pulp() -> None:
+    problem = gpt_chain(2)
+    budget = round(0.8 * walk(problem, keep_everything(problem)).peak)
+    costs = [solve(problem, budget, "rotor", milp=name).cost for name in ("HiGHS", "PULP_CBC_CMD")]
+    assert costs[0] == costs[1]
+
+
 def test_a_missing_solver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = gpt_chain(1)
     budget = round(0.9 * walk(problem, keep_everything(problem)).peak)
+    with pytest.raises(ProblemError, match="milp='NONE' is not available; PuLP finds:"):
+        solve(problem, budget, milp="NONE")
     monkeypatch.setitem(sys.modules, "highspy", None)
-    with pytest.raises(SolverError, match="HiGHS is not installed: pip install highspy"):
+    with pytest.raises(SolverError, match="HiGHS is not installed: pip install highspy, or name another solver"):
         solve(problem, budget)
 
 

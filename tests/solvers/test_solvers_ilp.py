@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import pytest
 from hypothesis import assume, given, settings
+from solver_cases import gpt_chain
 from solver_strategies import problems
 
 from solvers import (
@@ -163,6 +165,20 @@ def test_options_are_a_pareto_set_with_both_ends(problem: Problem) -> None:
                 for k in options
             )
             assert figures(block_view(problem, block), o.runs).save == o.save
+
+
+@pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["PULP_CBC_CMD"])
+def test_other_solvers_by_name(name: str) -> None:
+    problem = gpt_chain(1)
+    view = block_view(problem, problem.blocks[0])
+    keep = figures(view, ((),) * len(view.stages))
+    answers = []
+    for solver in ("HiGHS", name):
+        solved = StagedModel(view).solve(keep.save // 5, keep.backward_peak, SolverOptions(solver, gap=0.0))
+        assert solved and solved.optimal
+        answers.append(solved.figures.time)
+    assert answers[0] == answers[1]
 
 
 @settings(deadline=None, max_examples=60)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 OTHERS = ("torch", "rkgb", "rockmate")
-LATER = ("highspy", "networkx", "solvers.milp.milp", "solvers.whole.stages", "solvers.rotor.costs")
+LATER = ("highspy", "pulp", "networkx", "solvers.milp.milp", "solvers.whole.stages", "solvers.rotor.costs")
 
 
 @pytest.mark.parametrize("names", [OTHERS, LATER])
