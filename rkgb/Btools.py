@@ -132,11 +132,11 @@ class _Forward:
             self.structure = Structure(spec, _constants(results))
             return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
         before = Buffers(self.model)
-        with other_draws(refuse=True) as drawn:
+        with other_draws() as drawn:
             returned = self.model(*call.args, **call.kwargs)
         if drawn:
             raise UnsupportedError(
-                f"the module draws from {drawn[0]} while it runs; a plan would repeat the sample's draw for ever. "
+                f"the module draws from {drawn[0]} while it runs, and a graph has the sample's draw for ever. "
                 "Draw with torch instead (torch.rand(()) < p), or plan only the submodules that do not draw."
             )
         results, spec = flatten(returned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 from rockmate.progress import Progress, Report
-from solvers import Problem, Schedule, walk
+from solvers import Schedule, walk
 from solvers.interrupts import Heeded
 from solvers.tables import text_table
 
@@ -144,29 +144,11 @@ def estimate(
         return Estimate(found, available, largest, plain, known.measured, rough, kernels_from)
 
 
-class StepOfSize(Protocol):
-    """A step of one size; memory in bytes. ``reserved``: taken off each budget. ``eager_peak``: the budget from which
-    nothing runs again. ``peak``: what the step takes then. ``least``: the smallest budget of a plan, and its schedule.
-    ``rough``: names of what follows no function of the size. ``kernels``: of convolutions, by name.
-    """
-
-    @property
-    def problem(self) -> Problem: ...
-    @property
-    def reserved(self) -> int: ...
-    @property
-    def rough(self) -> tuple[str, ...]: ...
-    @property
-    def kernels(self) -> dict[str, str]: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def eager_peak(self) -> int: ...
-    @property
-    def peak(self) -> int: ...
-    @property
-    def least(self) -> tuple[int, Schedule]: ...
-
+StepOfSize = captured.FittedStep | followed.FittedStep
+"""A step of one size; memory in bytes. ``reserved``: taken off each budget. ``eager_peak``: the budget from which
+nothing runs again. ``peak``: what the step takes then. ``least``: the smallest budget of a plan, and its schedule.
+``rough``: names of what follows no function of the size. ``kernels``: of convolutions, by name.
+"""
 
 _Point = tuple[int, Planner | Known]
 """A size, and its graph or followed step, measured."""

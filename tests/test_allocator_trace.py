@@ -12,8 +12,8 @@ import pytest
 from allocator_model import MIB
 
 from rkgb.device.allocator import Allocator
-from rkgb.device.allocator_trace import Alloc, EmptyCache, Free, replay
 from rkgb.errors import AllocatorError
+from rockmate.planning.reserved import Alloc, Free
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,6 +29,7 @@ def load_recorded() -> ModuleType:
 
 recorded = load_recorded()
 read_segments, read_trace, replay_trace = recorded.read_segments, recorded.read_trace, recorded.replay_trace
+EmptyCache, replay = recorded.EmptyCache, recorded.replay
 
 BASE = 0x7F0000000000
 

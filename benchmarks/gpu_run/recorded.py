@@ -12,14 +12,22 @@ On CUDA a step is recorded and replayed thus:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from rkgb.device.allocator import Allocator
 from rkgb.device.allocator_blocks import Action, Kind, Segment
-from rkgb.device.allocator_trace import Alloc, EmptyCache, Event, Free, replay
 from rkgb.errors import AllocatorError
+from rockmate.planning.reserved import Alloc, Free
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyCache:
+    """Free segments go back to the driver, by ``torch.cuda.empty_cache()`` or because memory was short."""
+
+
+Event = Alloc | Free | EmptyCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,33 @@ class Trace:
 
     events: tuple[Event, ...]
     actions: tuple[Action, ...]
+
+
+def replay(
+    events: Iterable[Event], allocator: Allocator | None = None, live: Mapping[Any, int] | None = None
+) -> Allocator:
+    """Apply ``events`` to ``allocator``, by default a new one, and return it.
+
+    ``live``: name -> handle of the memory in use before. Raises ``AllocatorError`` with a note that names the event.
+    """
+    allocator = allocator or Allocator()
+    handles: dict[Hashable, int] = dict(live or {})
+    for k, event in enumerate(events):
+        try:
+            if isinstance(event, EmptyCache):
+                allocator.empty_cache()
+            elif isinstance(event, Free):
+                if event.name not in handles:
+                    raise AllocatorError(f"{event.name!r} is given back, but is not in use")
+                allocator.free(handles.pop(event.name))
+            elif event.name in handles:
+                raise AllocatorError(f"{event.name!r} is taken, but is in use already")
+            else:
+                handles[event.name] = allocator.malloc(event.size)
+        except AllocatorError as error:
+            error.add_note(f"event {k}: {event}")
+            raise
+    return allocator
 
 
 _GIVES_BACK = ("segment_free", "segment_unmap")

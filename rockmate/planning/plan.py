@@ -13,8 +13,7 @@ from rkgb.device import Cpu
 from rkgb.device.allocator import Allocator
 from rkgb.Ktools import K_graph
 from rockmate.budget import show_bytes
-from rockmate.planning.artefact import write_plan
-from rockmate.planning.fields import PlanFields
+from rockmate.planning.artefact import PlanFields, write_plan
 from rockmate.planning.kept import LOADED
 from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved

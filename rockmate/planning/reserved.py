@@ -9,11 +9,27 @@ exact as the sizes of blocks.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from rkgb.device.allocator import Allocator
 from rkgb.device.allocator_blocks import Levels
-from rkgb.device.allocator_trace import Alloc, Event, Free, replay
 from solvers import Del, Loss, Problem, Run, Schedule, Step, walk
+
+
+class Alloc(NamedTuple):
+    """``size`` bytes are allocated under ``name``, which no other memory in use has."""
+
+    size: int
+    name: Hashable
+
+
+class Free(NamedTuple):
+    """The memory of ``name`` is released."""
+
+    name: Hashable
+
+
+Event = Alloc | Free
 
 
 def predict_reserved(problem: Problem, schedule: Schedule, allocator: Allocator | None = None) -> Levels:
@@ -25,7 +41,13 @@ def predict_reserved(problem: Problem, schedule: Schedule, allocator: Allocator 
     """
     allocator = allocator or Allocator()
     allocator.reset_peak()
-    return replay(step_events(problem, schedule), allocator).peak
+    handles: dict[Hashable, int] = {}
+    for event in step_events(problem, schedule):
+        if isinstance(event, Free):
+            allocator.free(handles.pop(event.name))
+        else:
+            handles[event.name] = allocator.malloc(event.size)
+    return allocator.peak
 
 
 def step_events(problem: Problem, schedule: Schedule) -> tuple[Event, ...]:

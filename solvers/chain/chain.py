@@ -185,7 +185,7 @@ class ChainPlanner:
         return Frontier(solutions[0].peak, keep.peak, points, least, baselines_of(self.problem))
 
 
-def solve_chain(problem: Problem, budget: int, options: Options | None = None, slots: int = 0) -> ChainPlan:
+def solve_chain(problem: Problem, budget: int) -> ChainPlan:
     """The cheapest schedule for one budget (bytes). If keeping everything fits, nothing is solved.
 
     Raises ``InfeasibleError`` if the solver has no schedule that fits.
@@ -194,7 +194,7 @@ def solve_chain(problem: Problem, budget: int, options: Options | None = None, s
     walked = walk(problem, schedule)
     if walked.peak <= budget:
         return ChainPlan(schedule, walked, "keep everything")
-    return ChainPlanner(problem, options, slots).solve(budget)
+    return ChainPlanner(problem).solve(budget)
 
 
 def _largest_need(options: Options) -> int:

@@ -9,8 +9,7 @@ from solver_cases import MIB, gpt_chain, lin_relu_lin
 from solver_strategies import problems
 
 from rkgb.device.allocator import Allocator
-from rkgb.device.allocator_trace import Alloc, Free
-from rockmate.planning.reserved import predict_reserved, step_events
+from rockmate.planning.reserved import Alloc, Free, predict_reserved, step_events
 from solvers import (
     Backward,
     Block,
