@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from solvers.curve import Frontier
-from solvers.schedule import Schedule
-from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
+from solvers.solve import KINDS, Answer, Kind, Request, register
 from solvers.whole.graph import GraphProblem
 from solvers.whole.walker import walk_graph
 
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
 CLASS = "in the fixed order of first runs, frontier-advancing"
 
 
-def _judge(problem: GraphProblem, schedule: Schedule) -> Judged:
-    walked = walk_graph(problem, schedule)
-    return Judged(walked.peak, walked.time)
-
-
 def _frontier(problem: GraphProblem, request: Request) -> Frontier:
     from solvers.whole.frontier import frontier_staged
     from solvers.whole.stages import staged_graph
@@ -35,7 +29,7 @@ def _frontier(problem: GraphProblem, request: Request) -> Frontier:
     return frontier_staged(staged_graph(problem), request)
 
 
-KINDS[GraphProblem] = Kind(_judge, lambda problem: problem.eager_time, _frontier)
+KINDS[GraphProblem] = Kind(walk_graph, lambda problem: problem.eager_time, _frontier)
 
 
 def _answer(problem: GraphProblem, runs: Reruns) -> Answer:
