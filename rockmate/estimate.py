@@ -133,7 +133,9 @@ def estimate(
     with Heeded(), Progress(progress) as report:
         known = _Sizes(_measured(model, call, options, report), report)
         available = (
-            None if limit is None else limit.bytes(known.first, lambda device: rest_of([model], device).room(device))
+            None
+            if limit is None
+            else limit.bytes(known.at(known.measured[0]), lambda device: rest_of([model], device).room(device))
         )
         found = tuple(_of_size(known, size, available) for size in wanted)
         plain = largest = None
@@ -233,11 +235,6 @@ class _Sizes:
         self.measured, self.report, self._fitted = tuple(size for size, _ in points), report, _fitted(points, report)
         self._steps: dict[int, StepOfSize] = {}
         self._schedules: dict[int, Schedule] = {}  # of the smallest budgets
-
-    @property
-    def first(self) -> StepOfSize:
-        """The smallest that was measured."""
-        return self.at(self.measured[0])
 
     def rough(self, size: int) -> tuple[tuple[str, ...], int]:
         """Names of what has no function, in the order of the graph, and then of convolutions whose kernel did not run;

@@ -79,11 +79,6 @@ class Plan(PlanFields):
         planned = walk(self.problem, self.schedule).time
         return (planned - self.lower_bound) / planned if planned else 0.0
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What people should know of how the module was read."""
-        return self.graph.s.d.notes
-
     @cached_property
     def eager_peak(self) -> int:
         """Bytes that the step takes if nothing runs again, predicted as ``predicted_peak`` is."""
@@ -267,7 +262,7 @@ class Plan(PlanFields):
             size = show_bytes(self.room.between + self.room.kept)
             facts.append(("room for the loss", f"{size}, as measured in the steps so far"))
         facts += [("search stopped", self.reason)] if self.reason else []
-        return facts + [("note", n) for n in self.notes]
+        return facts + [("note", n) for n in self.graph.s.d.notes]
 
     def __str__(self) -> str:
         return f"{text_of_facts(self._facts())}\n\n{block_table(self.problem, self.schedule)}"
