@@ -17,9 +17,9 @@ from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.randomness import own_generators
 from rkgb.sample import Call, Sample, call_of, check_module
-from rkgb.trace.attributes import State, left_as_it_is
 from rkgb.trace.capture import (
     GIVEN_MEMORY,
+    Buffers,
     HostRead,
     RecordedCall,
     Recorder,
@@ -97,7 +97,7 @@ def _traced(model: torch.nn.Module, call: Call, on_meta: OnMeta | None = None) -
     sources += [Source("buffer", held[id(t)]) if id(t) in held else Source("constant", t) for t in captured]
     written = (*(name for name, t in own.items() if seen.written.changed(t)), *held.values())
     structure = replace(forward.structure, written=written)
-    b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure, seen.reads, forward.notes)
+    b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure, seen.reads)
     made_by = ("trace of a captured graph" if is_pure(model) else "trace",)
     return replace(b, made_by=made_by), [t.detach() for t in results]
 
@@ -114,15 +114,14 @@ def _refuse_meta(tensors: Sequence[torch.Tensor]) -> None:
 class _Forward:
     """``call`` of ``model`` as a function from tensors to tensors, which is what a tracer records.
 
-    ``inputs``: the tensors among the arguments. Each call sets ``structure`` (what the module returned and assigned)
-    and ``notes`` (what a plan does not do again).
+    ``inputs``: the tensors among the arguments. Each call sets ``structure``: what the module returned and
+    assigned.
     """
 
     structure: Structure
 
     def __init__(self, model: torch.nn.Module, call: Call) -> None:
         self.model, self.call, self.inputs = model, call, call.tensors
-        self.notes: list[str] = []
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         """The outputs for inputs that ``tensors`` begin with, then the buffers that the module has assigned anew."""
@@ -132,18 +131,17 @@ class _Forward:
             results, spec = flatten(self.model(*call.args, **call.kwargs))
             self.structure = Structure(spec, _constants(results))
             return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
-        before = State(self.model)
-        with other_draws(refuse=True) as drawn:
+        before = Buffers(self.model)
+        with other_draws() as drawn:
             returned = self.model(*call.args, **call.kwargs)
         if drawn:
             raise UnsupportedError(
-                f"the module draws from {drawn[0]} while it runs; a plan would repeat the sample's draw for ever. "
+                f"the module draws from {drawn[0]} while it runs, and a graph has the sample's draw for ever. "
                 "Draw with torch instead (torch.rand(()) < p), or plan only the submodules that do not draw."
             )
         results, spec = flatten(returned)
-        assigned, sets = before.assigned(), before.sets()
-        self.notes = [left_as_it_is(name) for name in sets]
-        self.structure = Structure(spec, _constants(results), tuple(assigned), sets=sets)
+        assigned = before.assigned()
+        self.structure = Structure(spec, _constants(results), tuple(assigned))
         return [*(leaf for leaf in results if isinstance(leaf, torch.Tensor)), *assigned.values()]
 
 
@@ -219,7 +217,7 @@ class _Reader:
         for value, source in zip(graph.inputs(), sources, strict=True):
             self.sources[self._define(value, _source_name(source))] = source
 
-    def read(self, count: int, structure: Structure, reads: Sequence[HostRead], notes: Sequence[str]) -> B_graph:
+    def read(self, count: int, structure: Structure, reads: Sequence[HostRead]) -> B_graph:
         for node in self.graph.nodes():
             self._node(node)
         outputs = [self.env[v.debugName()] for v in self.graph.outputs()]
@@ -229,7 +227,7 @@ class _Reader:
         sources = {v: s for v, s in self.sources.items() if v in used or s.kind == "input"}
         b = B_graph(
             *(tuple(self.names), sources, tuple(self.nodes), tuple(flat[:count]), structure),
-            *(tuple(notes), self.shapes, self.strides),
+            *(self.shapes, self.strides),
         )
         b.verify()
         return b

@@ -360,7 +360,6 @@ class _Probe:
             values,
             tuple(self.storages.all),
             tuple(self.facts),
-            b.notes,
             made_by=(*b.made_by, "probe"),
         )
 

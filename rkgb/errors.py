@@ -40,12 +40,3 @@ class RenderWarning(UserWarning):
 
 class AllocatorError(GraphError):
     """A request to the simulated allocator is not possible, or a replay differs from the recording."""
-
-
-class OutOfMemory(AllocatorError):
-    """The simulated device has too little memory. ``size``: bytes requested; ``levels``: bytes in use and reserved."""
-
-    def __init__(self, message: str, size: int, levels: tuple[int, int, int]) -> None:
-        super().__init__(message)
-        self.size = size
-        self.levels = levels

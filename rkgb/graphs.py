@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,17 +58,12 @@ class Structure:
     ``outputs``: a pytree spec. ``output_constants``: (position, value) of the leaves that are no tensors.
     ``assigned``: qualified names of the buffers that forward replaces; their values follow the outputs.
     ``written``: parameters that forward changes in place, and attributes with tensors, which it may change.
-    ``sets``: the attributes that forward sets, by qualified name, with their values; from D on only numbers and text,
-    which a plan sets, too. ``stale``: attributes that forward sets to another value in each call; a plan leaves them as
-    they are.
     """
 
     outputs: Any
     output_constants: tuple[tuple[int, Any], ...]
     assigned: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
-    sets: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    stale: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,8 +73,7 @@ class B_graph(Displayed):
     Invariants: its nodes, run in order, give the module's outputs; each value is defined once, by a source or by one
     node before its first use; ``outputs`` lists the values that the module returns.
 
-    ``notes``: sentences for the user about how the module was traced. ``shapes`` and
-    ``strides``: of the tensors that nodes make on the sample.
+    ``shapes`` and ``strides``: of the tensors that nodes make on the sample.
     """
 
     names: tuple[str, ...]
@@ -87,7 +81,6 @@ class B_graph(Displayed):
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
     structure: Structure
-    notes: tuple[str, ...] = ()
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     strides: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     made_by: tuple[str, ...] = field(default=(), compare=False)
@@ -113,7 +106,8 @@ class D_graph(Displayed):
     Invariants: those of B. Every node makes an output or a value that a later node reads, or changes a buffer, draws
     random numbers or is a guard. Every tensor has its ``Value``, every node its ``Facts``.
 
-    ``storage_names``: the display names of the storages.
+    ``notes``: sentences for the user about how the module was traced. ``storage_names``: the display names of the
+    storages.
     """
 
     names: tuple[str, ...]
@@ -226,7 +220,7 @@ class S_graph(Displayed):
         return next((op for op in ops if op.label == self.nodes[i].label), ops[0])
 
     def __str__(self) -> str:
-        """The graph as text, which ``rkgb.Stools.parse_S`` reads back."""
+        """The graph as text, which ``tests/text_of_S.py`` reads back."""
         return "\n".join(_text_of_S(self))
 
 

@@ -17,9 +17,6 @@ from rkgb.graphs import Node, S_graph
 RandomSource = torch.device | torch.Generator
 """What random numbers are drawn from: a generator, or a device, which stands for its default generator."""
 
-Drawn = RandomSource
-"""The former name."""
-
 
 def random_state(source: RandomSource) -> torch.Tensor:
     """The state of a generator, as bytes in host memory."""

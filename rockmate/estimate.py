@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,8 +22,9 @@ from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 from rockmate.progress import Progress, Report
-from solvers import Problem, Schedule, walk
+from solvers import Schedule, walk
 from solvers.interrupts import Heeded
+from solvers.tables import text_table
 
 MEASURED = 4
 """Sizes that are measured: as many as say whether a figure follows a parabola."""
@@ -74,8 +75,7 @@ class Estimate:
         rows = [["size", "peak", "smallest budget", "fits"]]
         rows += [[str(s.size), show_bytes(s.peak), show_at_least(s.min_budget), s.fits] for s in self.sizes]
         rows = rows if self.budget is not None else [row[:-1] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        lines = [text_table(rows)]
         if self.budget is not None:
             ends = ["any size" if n is None else str(n) for n in (self.largest, self.largest_plain)]
             lines.append(f"largest that fits {show_bytes(self.budget)}: {ends[0]}; without recomputation {ends[1]}")
@@ -133,7 +133,9 @@ def estimate(
     with Heeded(), Progress(progress) as report:
         known = _Sizes(_measured(model, call, options, report), report)
         available = (
-            None if limit is None else limit.bytes(known.first, lambda device: rest_of([model], device).room(device))
+            None
+            if limit is None
+            else limit.bytes(known.at(known.measured[0]), lambda device: rest_of([model], device).room(device))
         )
         found = tuple(_of_size(known, size, available) for size in wanted)
         plain = largest = None
@@ -144,29 +146,11 @@ def estimate(
         return Estimate(found, available, largest, plain, known.measured, rough, kernels_from)
 
 
-class StepOfSize(Protocol):
-    """A step of one size; memory in bytes. ``reserved``: taken off each budget. ``eager_peak``: the budget from which
-    nothing runs again. ``peak``: what the step takes then. ``least``: the smallest budget of a plan, and its schedule.
-    ``rough``: names of what follows no function of the size. ``kernels``: of convolutions, by name.
-    """
-
-    @property
-    def problem(self) -> Problem: ...
-    @property
-    def reserved(self) -> int: ...
-    @property
-    def rough(self) -> tuple[str, ...]: ...
-    @property
-    def kernels(self) -> dict[str, str]: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def eager_peak(self) -> int: ...
-    @property
-    def peak(self) -> int: ...
-    @property
-    def least(self) -> tuple[int, Schedule]: ...
-
+StepOfSize = captured.FittedStep | followed.FittedStep
+"""A step of one size; memory in bytes. ``reserved``: taken off each budget. ``eager_peak``: the budget from which
+nothing runs again. ``peak``: what the step takes then. ``least``: the smallest budget of a plan, and its schedule.
+``rough``: names of what follows no function of the size. ``kernels``: of convolutions, by name.
+"""
 
 _Point = tuple[int, Planner | Known]
 """A size, and its graph or followed step, measured."""
@@ -251,11 +235,6 @@ class _Sizes:
         self.measured, self.report, self._fitted = tuple(size for size, _ in points), report, _fitted(points, report)
         self._steps: dict[int, StepOfSize] = {}
         self._schedules: dict[int, Schedule] = {}  # of the smallest budgets
-
-    @property
-    def first(self) -> StepOfSize:
-        """The smallest that was measured."""
-        return self.at(self.measured[0])
 
     def rough(self, size: int) -> tuple[tuple[str, ...], int]:
         """Names of what has no function, in the order of the graph, and then of convolutions whose kernel did not run;

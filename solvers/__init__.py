@@ -22,11 +22,11 @@ from solvers.milp.options import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 from solvers.solution import Solution
-from solvers.solve import Answer, Judged, Kind, Progress, Request, frontier, register, solve, solver_names
+from solvers.solve import Answer, Kind, Progress, Request, frontier, register, solve, solver_names
 from solvers.text import format_bytes, format_schedule, parse_schedule
 from solvers.walker import Walk, step_name, walk
 from solvers.whole.graph import GraphNode, GraphProblem
-from solvers.whole.walker import GraphWalk, walk_graph
+from solvers.whole.walker import walk_graph
 
 __all__ = [
     "Answer",
@@ -41,10 +41,8 @@ __all__ = [
     "Frontier",
     "GraphNode",
     "GraphProblem",
-    "GraphWalk",
     "Grid",
     "InfeasibleError",
-    "Judged",
     "Kind",
     "Loss",
     "Node",

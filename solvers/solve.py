@@ -18,6 +18,7 @@ from solvers.errors import ProblemError, ScheduleError, SolverError
 from solvers.schedule import Schedule
 from solvers.solution import Solution, Status
 from solvers.text import format_bytes
+from solvers.walker import Walk
 
 
 class Progress(NamedTuple):
@@ -74,13 +75,6 @@ class Answer:
     solver: str = ""
 
 
-class Judged(NamedTuple):
-    """A walker's figures of a schedule: peak in bytes, and cost in the problem's unit of time."""
-
-    peak: int
-    cost: int
-
-
 SolverFunction = Callable[[Any, Request], Answer]
 
 
@@ -88,7 +82,7 @@ SolverFunction = Callable[[Any, Request], Answer]
 class Kind:
     """A class of problems: its judge, its solvers by name, and ``least``, the cost without recomputation."""
 
-    judge: Callable[[Any, Schedule], Judged]
+    judge: Callable[[Any, Schedule], Walk]
     least: Callable[[Any], int]
     frontier: Callable[[Any, Request], Frontier] | None = None
     solvers: dict[str, SolverFunction] = field(default_factory=dict)
@@ -204,22 +198,22 @@ def _judged(problem: Any, kind: Kind, name: str, request: Request, answer: Answe
         )
         return Solution(status, reason, None, bound, None, None, request.seconds(), source)
     try:
-        judged = kind.judge(problem, answer.schedule)
+        walked = kind.judge(problem, answer.schedule)
     except ScheduleError as error:
         raise SolverError(
             f"{source} made a schedule that the walker rejects, a defect of the solver: {error}"
         ) from error
-    if judged.peak > request.budget:
-        what = f"the schedule of {source} needs {format_bytes(judged.peak)} ({judged.peak} bytes)"
+    if walked.peak > request.budget:
+        what = f"the schedule of {source} needs {format_bytes(walked.peak)} ({walked.peak} bytes)"
         reason = answer.reason or f"{what}, more than the budget of {request.budget} bytes"
         return Solution("unknown", reason, None, bound, None, None, request.seconds(), source)
-    if bound > judged.cost:
-        raise SolverError(f"{source} claims the bound {bound} above the cost {judged.cost}, a defect of the solver")
-    status = "optimal" if judged.cost - bound <= request.gap * judged.cost else "feasible"
+    if bound > walked.time:
+        raise SolverError(f"{source} claims the bound {bound} above the cost {walked.time}, a defect of the solver")
+    status = "optimal" if walked.time - bound <= request.gap * walked.time else "feasible"
     reason = answer.reason or (
-        "it costs no more than running everything once" if judged.cost == kind.least(problem) else ""
+        "it costs no more than running everything once" if walked.time == kind.least(problem) else ""
     )
-    return Solution(status, reason, judged.cost, bound, judged.peak, answer.schedule, request.seconds(), source)
+    return Solution(status, reason, walked.time, bound, walked.peak, answer.schedule, request.seconds(), source)
 
 
 def frontier(problem: Any, *, time_limit: float = 60.0, threads: int = 1, gap: float = 1e-4) -> Frontier:

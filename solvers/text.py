@@ -23,7 +23,7 @@ from solvers.problem import Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 from solvers.walker import Walk, walk
 from solvers.whole.graph import GraphProblem
-from solvers.whole.walker import GraphWalk, walk_graph
+from solvers.whole.walker import walk_graph
 
 _CALL = re.compile(r"(?:(?P<makes>[^=()]*?) = )?(?P<verb>fwd|bwd)\.(?P<node>[^\s()=,]+)\((?P<reads>[^()]*)\)")
 _WIDTH, _WIDEST = 48, 80  # columns before the comments
@@ -90,7 +90,7 @@ def _line(problem: Problem | GraphProblem, names: _Names, step: Step) -> str:
             return f"?{step!r}"
 
 
-def _walk_or_error(problem: Problem | GraphProblem, schedule: Schedule) -> Walk | GraphWalk | str:
+def _walk_or_error(problem: Problem | GraphProblem, schedule: Schedule) -> Walk | str:
     try:
         return walk_graph(problem, schedule) if isinstance(problem, GraphProblem) else walk(problem, schedule)
     except ScheduleError as error:

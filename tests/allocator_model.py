@@ -49,8 +49,8 @@ class Range:
 
 
 class Model:
-    def __init__(self, limit: int | None, expandable: bool) -> None:
-        self.limit, self.expandable = limit, expandable
+    def __init__(self, expandable: bool) -> None:
+        self.expandable = expandable
         self.ranges: list[Range] = []
         self.end = 0
 
@@ -60,21 +60,13 @@ class Model:
         reserved = sum(len(r.units) * r.page for r in self.ranges)
         return sum(b[1] for b in blocks), sum(b[0] for b in blocks), reserved
 
-    def fits(self, more: int) -> bool:
-        return self.limit is None or self.levels[2] + more <= self.limit
-
-    def malloc(self, asked: int) -> int | None:
-        """The address, None if memory is short."""
+    def malloc(self, asked: int) -> int:
+        """The address."""
         size = (asked + 511) // 512 * 512
         small = size <= MIB
         place = self.best(size, small)
         if place is None:
             place = self.grow(size, small)
-        if place is None:
-            self.release()
-            place = self.grow(size, small)
-        if place is None:
-            return None
         owner, start, stop = place
         rest = stop - start - size
         split = rest >= 512 if small or self.expandable else rest > MIB
@@ -102,19 +94,17 @@ class Model:
                 chosen = after
         return chosen[3], chosen[1], chosen[2]
 
-    def grow(self, size: int, small: bool) -> tuple[Range, int, int] | None:
+    def grow(self, size: int, small: bool) -> tuple[Range, int, int]:
         if self.expandable:
             return self.expand(size, small)
         unit = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
-        if not self.fits(unit):
-            return None
         r = Range(self.end, self.end + unit, unit, small)
         r.units.add(0)
         self.end += unit
         self.ranges.append(r)
         return r, r.start, r.stop
 
-    def expand(self, size: int, small: bool) -> tuple[Range, int, int] | None:
+    def expand(self, size: int, small: bool) -> tuple[Range, int, int]:
         r, start = self.room(size, small)
         while True:  # what is free has memory; a hole is given as much as is needed, all at once or nothing
             end = next((b for a, b in r.gaps() if a == start), start)
@@ -122,8 +112,6 @@ class Model:
                 return r, start, end
             hole = next(b for a, b in r.holes() if a == end)
             pages = -(-min(size - (end - start), hole - end) // r.page)
-            if not self.fits(pages * r.page):
-                return None
             first = (end - r.start) // r.page
             r.units |= set(range(first, first + pages))
 
@@ -135,7 +123,7 @@ class Model:
                 if end - begin >= size:
                     return r, begin
         page = 2 * MIB if small else 20 * MIB
-        space = 1 << 60 if self.limit is None else self.limit * 9 // 8
+        space = 1 << 60
         r = Range(self.end, self.end + (space + page - 1) // page * page, page, small)
         self.end = r.stop
         self.ranges.append(r)

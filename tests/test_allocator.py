@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkgb.device.allocator import Allocator, round_size, segment_size
-from rkgb.errors import AllocatorError, OutOfMemory
+from rkgb.errors import AllocatorError
 
 
 def layout(allocator: Allocator) -> list[list[tuple[int, bool]]]:
@@ -98,42 +98,14 @@ def test_try_merge_blocks_unites_free_neighbours() -> None:
 
 
 def test_release_cached_blocks_gives_back_whole_segments_only() -> None:
-    allocator = Allocator(limit=60 * MIB)
+    allocator = Allocator()
     allocator.free(allocator.malloc(30 * MIB))
     kept = allocator.malloc(4 * MIB)  # in the 30 MiB
     allocator.free(allocator.malloc(28 * MIB))
     assert allocator.reserved == 58 * MIB
-    allocator.malloc(30 * MIB)  # the free 28 MiB go, 26 of 30 stay
-    assert allocator.reserved == 60 * MIB
+    allocator.empty_cache()  # the free 28 MiB go, 26 of 30 stay
+    assert allocator.reserved == 30 * MIB
     assert allocator.address(kept) == 0
-    with pytest.raises(OutOfMemory, match="31457280 bytes do not fit: 35651584 are in use, 62914560 are held"):
-        allocator.malloc(30 * MIB)
-
-
-def test_out_of_memory_says_what_is_held_and_leaves_the_rest_as_it_was() -> None:
-    allocator = Allocator(limit=20 * MIB)
-    handle = allocator.malloc(5 * MIB)
-    with pytest.raises(
-        OutOfMemory, match="a new segment takes 16777216, the largest free block of the large pool"
-    ) as e:
-        allocator.malloc(16 * MIB)  # of 20 MiB 15 are free
-    assert (e.value.size, e.value.levels) == (16 * MIB, (5 * MIB, 5 * MIB, 20 * MIB))
-    allocator.free(handle)
-    allocator.malloc(16 * MIB)
-    assert allocator.peak == (16 * MIB, 16 * MIB, 20 * MIB)
-
-
-def test_set_per_process_memory_fraction_counts_whole_segments() -> None:
-    """``alloc_block`` compares with ``alloc_size``, also where fewer pages would do, or more are taken."""
-    refused = Allocator(expandable=True, allowed=44 * MIB)
-    refused.malloc(25 * MIB)  # 26 MiB by get_allocation_size, but two pages
-    assert refused.reserved == 40 * MIB
-    refused.malloc(15 * MIB)
-    with pytest.raises(OutOfMemory, match="are allowed 46137344"):
-        refused.malloc(2 * MIB)
-    beyond = Allocator(expandable=True, allowed=26 * MIB)
-    beyond.malloc(25 * MIB)
-    assert beyond.reserved == 40 * MIB
 
 
 def test_try_allocate_expandable_block_grows_by_pages() -> None:
@@ -148,7 +120,7 @@ def test_try_allocate_expandable_block_grows_by_pages() -> None:
 
 
 def test_unmap_block_gives_back_whole_pages_only() -> None:
-    allocator = Allocator(limit=60 * MIB, expandable=True)
+    allocator = Allocator(expandable=True)
     a, b, c = (allocator.malloc(size * MIB) for size in (5, 50, 5))
     allocator.free(b)
     allocator.empty_cache()  # of 5 to 55, the page from 20 to 40
@@ -160,25 +132,20 @@ def test_unmap_block_gives_back_whole_pages_only() -> None:
     assert allocator.peak.reserved == 60 * MIB
 
 
-def test_map_block_fills_several_holes_or_fails_between_them() -> None:
-    for limit, maps in [(64 * MIB, [(0, 20), (40, 20)]), (62 * MIB, [(0, 20)])]:
-        allocator = Allocator(limit, expandable=True)
-        a, b, c = (allocator.malloc(20 * MIB) for _ in range(3))
-        allocator.free(a)
-        allocator.free(c)
-        allocator.empty_cache()
-        allocator.free(b)
-        for handle in [allocator.malloc(MIB) for _ in range(3)]:
-            allocator.free(handle)  # 4 MiB of the small pool are held
-        before = len(allocator.actions)
-        handle = allocator.malloc(50 * MIB)
-        mapped = [(a.address // MIB, a.size // MIB) for a in allocator.actions[before:] if a.kind == "segment_map"]
-        assert mapped[: len(maps)] == maps
-        if len(maps) == 2:
-            assert (allocator.address(handle), allocator.reserved) == (0, 64 * MIB)
-        else:  # all was given back, the expandable segment too, and a new one begins elsewhere
-            assert mapped[1][1] == 60
-            assert allocator.reserved == 60 * MIB
+def test_map_block_fills_several_holes() -> None:
+    allocator = Allocator(expandable=True)
+    a, b, c = (allocator.malloc(20 * MIB) for _ in range(3))
+    allocator.free(a)
+    allocator.free(c)
+    allocator.empty_cache()
+    allocator.free(b)
+    for handle in [allocator.malloc(MIB) for _ in range(3)]:
+        allocator.free(handle)  # 4 MiB of the small pool are held
+    before = len(allocator.actions)
+    handle = allocator.malloc(50 * MIB)
+    mapped = [(a.address // MIB, a.size // MIB) for a in allocator.actions[before:] if a.kind == "segment_map"]
+    assert mapped == [(0, 20), (40, 20)]
+    assert (allocator.address(handle), allocator.reserved) == (0, 64 * MIB)
 
 
 def test_get_free_block_prefers_what_cannot_expand() -> None:
@@ -230,13 +197,10 @@ def long_program(seed: int) -> list[float | None]:
     return [random.choices([random.randint(1, 12) * 10 * MIB, random.random(), None], weights)[0] for _ in range(80)]
 
 
-LIMITS = st.one_of(st.none(), st.integers(5, 150).map(lambda n: n * 2 * MIB))
-
-
 @settings(max_examples=400, deadline=None)
-@given(PROGRAMS | st.integers(0, 2**32).map(long_program), LIMITS, st.booleans())
-def test_random_programs_as_the_model(program: list[float | None], limit: int | None, expandable: bool) -> None:
-    allocator, model = Allocator(limit, expandable), Model(limit, expandable)
+@given(PROGRAMS | st.integers(0, 2**32).map(long_program), st.booleans())
+def test_random_programs_as_the_model(program: list[float | None], expandable: bool) -> None:
+    allocator, model = Allocator(expandable), Model(expandable)
     live: list[tuple[int, int]] = []
     before = allocator.peak
     for event in program:
@@ -245,13 +209,9 @@ def test_random_programs_as_the_model(program: list[float | None], limit: int | 
             model.release()
         elif isinstance(event, int):
             address = model.malloc(event)
-            try:
-                handle = allocator.malloc(event)
-            except OutOfMemory:
-                assert address is None
-            else:
-                assert allocator.address(handle) == address
-                live.append((handle, address))
+            handle = allocator.malloc(event)
+            assert allocator.address(handle) == address
+            live.append((handle, address))
         elif live:
             handle, address = live.pop(int(event * len(live)))
             allocator.free(handle)
@@ -264,25 +224,20 @@ def test_random_programs_as_the_model(program: list[float | None], limit: int | 
 
 
 @settings(max_examples=200, deadline=None)
-@given(PROGRAMS | st.integers(0, 2**32).map(long_program), LIMITS, st.booleans())
-def test_blocks_never_overlap_and_unite_when_all_is_free(
-    program: list[float | None], limit: int | None, expandable: bool
-) -> None:
-    allocator = Allocator(limit, expandable)
+@given(PROGRAMS | st.integers(0, 2**32).map(long_program), st.booleans())
+def test_blocks_never_overlap_and_unite_when_all_is_free(program: list[float | None], expandable: bool) -> None:
+    allocator = Allocator(expandable)
     live: list[int] = []
     for event in program:
         if event is None:
             allocator.empty_cache()
         elif isinstance(event, int):
-            try:
-                live.append(allocator.malloc(event))
-            except OutOfMemory as error:
-                assert limit is not None and error.levels == allocator.levels
+            live.append(allocator.malloc(event))
         elif live:
             allocator.free(live.pop(int(event * len(live))))
         blocks = [block for segment in allocator.segments for block in segment.blocks]
         assert all(a + size <= b for (a, size, _), (b, _, _) in pairwise(blocks))
-        assert sum(size for _, size, _ in blocks) == allocator.reserved <= (limit or allocator.reserved)
+        assert sum(size for _, size, _ in blocks) == allocator.reserved
         assert sum(size for _, size, requested in blocks if requested) == allocator.allocated >= allocator.requested
         used = {address for address, _, requested in blocks if requested}
         assert used == {allocator.address(handle) for handle in live}

@@ -13,13 +13,12 @@ from typing import Any
 
 from gpu_run.context import Context, portion
 from gpu_run.models import WORKS, Work
+from gpu_run.recorded import read_segments, read_trace, replay_trace
 from rkgb.device.allocator import Allocator
 from rkgb.device.allocator_blocks import Levels
-from rkgb.device.allocator_trace import Alloc, read_segments, read_trace, replay_trace
 from rkgb.errors import AllocatorError
 from rockmate import Plan, Rockmate, measure_peak
-from rockmate.planning.reserved import predict_reserved
-from rockmate.planning.step_events import step_events
+from rockmate.planning.reserved import Alloc, predict_reserved, step_events
 
 FRACTIONS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Budgets, from the least (0) to that of no recomputation (1)."""

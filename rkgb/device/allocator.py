@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 from rkgb.device.allocator_blocks import Action, Block, Blocks, Kind, Levels, Pool, Segment, reach
-from rkgb.errors import AllocatorError, OutOfMemory
+from rkgb.errors import AllocatorError
 
 GRAIN = 512  # kMinBlockSize
 SMALL_SIZE = 2**20  # kSmallSize: the largest block of the small pool; the large pool keeps smaller remainders whole
@@ -24,7 +24,7 @@ SMALL_BUFFER = 2 * 2**20  # kSmallBuffer: segments, and pages of expandable ones
 LARGE_BUFFER = 20 * 2**20  # kLargeBuffer, since torch 2.10 large_segment_size(): the same of the large pool
 MIN_LARGE = 10 * 2**20  # kMinLargeAlloc: from here on a segment is made for one block
 ROUND_LARGE = 2 * 2**20  # kRoundLarge
-UNLIMITED = 2**60  # bytes of addresses of an expandable segment where the device's memory is not known
+UNLIMITED = 2**60  # bytes of addresses of an expandable segment: torch takes 9/8 of the device's memory
 
 
 def round_size(size: int) -> int:
@@ -39,17 +39,19 @@ def segment_size(size: int) -> int:
     return LARGE_BUFFER if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
+def _addresses(pool: Pool) -> int:
+    """Bytes of addresses of an expandable segment (``ExpandableSegment``)."""
+    return -(-UNLIMITED // pool.page) * pool.page
+
+
 class Allocator:
     """The simulated allocator.
 
-    ``limit``: bytes of the device's memory; None: unlimited. ``expandable``: whether torch's setting
-    ``expandable_segments`` is on. ``allowed``: bytes that ``torch.cuda.set_per_process_memory_fraction`` allows. Torch
-    compares it with the size of a whole segment, also where fewer pages would do. So an expandable segment may be
-    refused although its pages would fit, and may exceed the limit by less than a page.
+    The device has as much memory as is asked for. ``expandable``: whether ``expandable_segments`` is on.
     """
 
-    def __init__(self, limit: int | None = None, expandable: bool = False, allowed: int | None = None) -> None:
-        self.limit, self.expandable, self.allowed = limit, expandable, allowed
+    def __init__(self, expandable: bool = False) -> None:
+        self.expandable = expandable
         self.requested = self.allocated = self.reserved = 0
         self.actions: list[Action] = []
         self._small, self._large = Pool(True, SMALL_BUFFER), Pool(False, LARGE_BUFFER)
@@ -79,10 +81,7 @@ class Allocator:
         return block.address if block else None
 
     def malloc(self, size: int) -> int:
-        """Allocate ``size`` bytes; a handle to them.
-
-        Raises ``OutOfMemory`` if they do not fit even after ``empty_cache``, ``AllocatorError`` for a negative size.
-        """
+        """Allocate ``size`` bytes; a handle to them. Raises ``AllocatorError`` for a negative size."""
         if size < 0:
             raise AllocatorError(f"{size} bytes cannot be allocated")
         if not size:  # NativeCachingAllocator::allocate returns a null pointer
@@ -90,11 +89,6 @@ class Allocator:
         rounded = round_size(size)
         pool = self._small if rounded <= SMALL_SIZE else self._large
         block = self._cached(pool, rounded) or self._new(pool, rounded)
-        if block is None:
-            self.empty_cache()
-            block = self._new(pool, rounded)
-        if block is None:
-            raise OutOfMemory(self._why(size, pool), size, self.levels)
         self._split(block, rounded)
         return self._use(block, size)
 
@@ -131,7 +125,7 @@ class Allocator:
         handles: dict[int, int] = {}
         for group in pools if self.expandable else ([s] for s in ordered):
             pool, base = self._small if group[0].small else self._large, group[0].address
-            size = self._addresses(pool) if self.expandable else group[0].size
+            size = _addresses(pool) if self.expandable else group[0].size
             rest = Block(base, size, pool, base if self.expandable else None, mapped=not self.expandable)
             piece, self._end = self._blocks.add(rest), max(self._end, base + size)
             for address, size, requested in (block for s in group for block in s.blocks):
@@ -178,15 +172,6 @@ class Allocator:
         address, self._end = self._end, self._end + size
         return address
 
-    def _why(self, size: int, pool: Pool) -> str:
-        bounds = {"the device has": self.limit, "are allowed": self.allowed}
-        known = ", ".join(f"{what} {bound}" for what, bound in bounds.items() if bound is not None)
-        return (
-            f"{size} bytes do not fit: {self.allocated} are in use, {self.reserved} are held after all whole free "
-            f"segments were given back, {known}; a new segment takes {segment_size(round_size(size))}, the largest "
-            f"free block of the {'small' if pool.small else 'large'} pool has {pool.free[-1][0] if pool.free else 0}"
-        )
-
     def _cached(self, pool: Pool, size: int) -> Block | None:
         """The smallest free block of at least ``size`` bytes, or None (``get_free_block``).
 
@@ -203,15 +188,11 @@ class Allocator:
         self._blocks.take(block)
         return block
 
-    def _new(self, pool: Pool, size: int) -> Block | None:
-        """A block in a new segment from the driver, or None if too little is left (``alloc_block``)."""
-        wanted = segment_size(size)
-        if self.allowed is not None and self.reserved + wanted > self.allowed:
-            return None
+    def _new(self, pool: Pool, size: int) -> Block:
+        """A block in a new segment from the driver (``alloc_block``)."""
         if self.expandable:
             return self._expand(pool, size)
-        if self.limit is not None and self.reserved + wanted > self.limit:
-            return None
+        wanted = segment_size(size)
         block = self._blocks.add(Block(self._place(wanted), wanted, pool))
         self._act("segment_alloc", block.address, wanted)
         return block
@@ -222,15 +203,15 @@ class Allocator:
         if rest >= GRAIN if block.pool.small or self.expandable else rest > SMALL_SIZE:
             self._blocks.put(self._blocks.cut(block, size))
 
-    def _expand(self, pool: Pool, size: int) -> Block | None:
+    def _expand(self, pool: Pool, size: int) -> Block:
         """A free block with pages mapped behind it (``try_allocate_expandable_block``)."""
         block = self._room(pool, size)
-        if not block.mapped and not self._map(block, min(block.size, size)):
-            return None
+        if not block.mapped:
+            self._map(block, min(block.size, size))
         while block.size < size:
             following = block.after
-            if not following or not self._map(following, min(size - block.size, following.size)):
-                return None
+            assert following is not None, "the addresses have room"
+            self._map(following, min(size - block.size, following.size))
             block = following
         self._blocks.take(block)
         return block
@@ -247,21 +228,15 @@ class Allocator:
                 at = at.after
             if room >= size:
                 return start
-        size = self._addresses(pool)
+        size = _addresses(pool)
         base = self._place(size)
         fresh = self._blocks.add(Block(base, size, pool, base, mapped=False))
         self._blocks.put(fresh)
         return fresh
 
-    def _addresses(self, pool: Pool) -> int:
-        """Bytes of addresses of an expandable segment: 9/8 of the device's memory (``ExpandableSegment``)."""
-        return -(-(UNLIMITED if self.limit is None else self.limit + self.limit // 8) // pool.page) * pool.page
-
-    def _map(self, block: Block, size: int) -> bool:
-        """Map pages to the first ``size`` bytes of ``block`` (``map_block``); False if they do not fit."""
+    def _map(self, block: Block, size: int) -> None:
+        """Map pages to the first ``size`` bytes of ``block`` (``map_block``)."""
         size = -(-size // block.pool.page) * block.pool.page
-        if self.limit is not None and self.reserved + size > self.limit:
-            return False
         self._blocks.take(block)
         if size < block.size:
             self._blocks.put(self._blocks.cut(block, size))
@@ -270,7 +245,6 @@ class Allocator:
         self._blocks.join(block)
         self._blocks.put(block)
         self._act("segment_map", address, size)
-        return True
 
     def _unmap(self, block: Block) -> None:
         """Return the whole pages within ``block`` to the driver (``unmap_block``), and the addresses of a segment that

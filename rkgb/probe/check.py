@@ -20,15 +20,12 @@ from rkgb.errors import MismatchError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.program import run_node, same, source_values
 from rkgb.sample import Call
-from rkgb.trace.attributes import State, changed_again, left_as_it_is
-from rkgb.trace.capture import attributes_preserved, drop_saved, preserved
+from rkgb.trace.capture import Buffers, attributes_preserved, drop_saved, preserved
 from rkgb.trace.guards import GuardFailed, is_guard
 from rkgb.trace.operators import WritesSeen
 from rkgb.trace.patches import traceable
 from rkgb.trace.written import put_back
 from rkgb.trees import tensors_of
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[torch.Tensor]) -> D_graph:
@@ -50,10 +47,6 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
         return _noted(probed.graph, _compare(b, model, call, probed, expected, "on the sample"))
     other = _shifted(call)
     theirs = _run_module(b, model, other)
-    stale = changed_again(model, b.structure.sets)
-    sets = {k: v for k, v in b.structure.sets.items() if type(v) in _PLAIN and k not in stale}
-    notes = tuple(note for note in b.notes if note not in map(left_as_it_is, sets))
-    b = dataclasses.replace(b, structure=dataclasses.replace(b.structure, sets=sets, stale=stale), notes=notes)
     if theirs is not None:
         try:
             probed = probe(b, model, other.tensors)
@@ -70,7 +63,7 @@ def checked(b: B_graph, model: torch.nn.Module, call: Call, expected: Sequence[t
 
 
 def _noted(d: D_graph, notes: tuple[str, ...]) -> D_graph:
-    return dataclasses.replace(d, notes=(*d.notes, *notes))
+    return dataclasses.replace(d, notes=notes)
 
 
 def _run_module(b: B_graph, model: torch.nn.Module, call: Call) -> list[torch.Tensor] | None:
@@ -169,7 +162,7 @@ def _moved_along(t: torch.Tensor) -> int | None:
 
 def _module_outputs(model: torch.nn.Module, call: Call) -> list[torch.Tensor]:
     """The outputs of the module, then the buffers that it replaced."""
-    before = State(model)
+    before = Buffers(model)
     with _as_traced():
         results = tensors_of(model(*call.args, **call.kwargs))
     return [t.detach() for t in (*results, *before.assigned().values())]

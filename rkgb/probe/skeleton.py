@@ -24,7 +24,7 @@ def skeleton(s: S_graph) -> Hashable:
         tuple(_facts_key(facts) for facts in d.facts),
         str(d.structure.outputs),
         tuple((k, "number" if may_be_size(c) else repr(c)) for k, c in d.structure.output_constants),
-        (d.structure.assigned, d.structure.written, d.structure.stale),
+        (d.structure.assigned, d.structure.written),
         tuple((n.ops, n.reads, n.makes, n.storages, n.saved.storages, bool(n.saved.private), n.fixed) for n in s.nodes),
         s.blocks,
     )

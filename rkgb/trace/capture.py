@@ -119,6 +119,18 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
             set_random_state(x, state)
 
 
+class Buffers:
+    """The buffers of a module and its submodules, to compare with after a forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._before = [(n, m, k, b) for n, m in model.named_modules() for k, b in m._buffers.items()]
+
+    def assigned(self) -> dict[str, torch.Tensor]:
+        """The buffers that forward replaced by other tensors, by qualified name."""
+        now = [(f"{n}.{k}" if n else k, m._buffers.get(k), b) for n, m, k, b in self._before]
+        return {name: t for name, t, before in now if t is not before and t is not None}
+
+
 def _held(model: torch.nn.Module, name: str) -> torch.Tensor:
     module, _, key = name.rpartition(".")
     tensor: torch.Tensor = getattr(model.get_submodule(module), key)

@@ -11,9 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # These operations change running statistics, on which their results in training do not depend. So they may be
 # recomputed, on copies of the statistics. Other operations that read these run once, as does one that changes any other
 # buffer. Version counters and most of their schemas do not show the writes.
-STATISTICS = frozenset(
-    "batch_norm instance_norm native_batch_norm _batch_norm_impl_index cudnn_batch_norm cumulative_batch_norm".split()
-)
+STATISTICS = frozenset("batch_norm instance_norm native_batch_norm _batch_norm_impl_index cudnn_batch_norm".split())
 
 
 @cache

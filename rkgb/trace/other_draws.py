@@ -23,37 +23,27 @@ PYTHON, NUMPY = "Python's random module", "NumPy's random module"
 _DRAW = frozenset({"random", "getrandbits", "seed", "setstate"})
 
 
-class _Draws(Exception):
-    """Raised before a number is drawn from Python's generator."""
-
-
 @dataclass
 class _Watch:
-    """``drawn``: this thread has drawn from Python's generator. ``refuses``: raise ``_Draws`` before such a draw."""
+    """``drawn``: this thread has drawn from Python's generator."""
 
-    refuses: bool
     drawn: bool = False
 
 
 @contextlib.contextmanager
-def other_draws(*, refuse: bool = False) -> Iterator[list[str]]:
+def other_draws() -> Iterator[list[str]]:
     """A context whose list names, at its end, the generators that this thread has drawn from.
 
     The generators are then restored, unless another thread may have drawn from them, too. Draws from Python's generator
     show as calls of this thread. NumPy's do not; other threads wait for NumPy's lock meanwhile, if this thread can take
-    it twice. If no other thread runs, the states decide. ``refuse``: stop at the first draw from Python's generator
-    that could not be restored.
+    it twice. If no other thread runs, the states decide.
     """
     drawn_from: list[str] = []
     alone = threading.active_count() == 1
     with contextlib.nullcontext() if alone else _numpy_lock():
         before = random.getstate(), _numpy_state(), _numpy_generator() and _numpy_generator().get_state()
-        try:
-            with _watched(refuse and not alone) as watch:
-                yield drawn_from
-        except _Draws:
-            drawn_from.append(PYTHON)
-            return
+        with _watched() as watch:
+            yield drawn_from
         alone = alone and threading.active_count() == 1
         if (alone or watch.drawn) and random.getstate() != before[0]:
             drawn_from.append(PYTHON)
@@ -65,19 +55,17 @@ def other_draws(*, refuse: bool = False) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _watched(refuses: bool) -> Iterator[_Watch]:
+def _watched() -> Iterator[_Watch]:
     """A context that sees this thread's calls of Python's generator. A Python profiler sees nothing meanwhile.
 
     Garbage collection is off, since it would call finalizers and callbacks that are no part of the forward.
     """
-    watch, generator = _Watch(refuses), random.random.__self__  # type: ignore[attr-defined]
+    watch, generator = _Watch(), random.random.__self__  # type: ignore[attr-defined]
 
     @not_compiled
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call" and getattr(argument, "__self__", None) is generator:
             watch.drawn = watch.drawn or argument.__name__ in _DRAW
-            if watch.drawn and watch.refuses:
-                raise _Draws
 
     before: Any = sys.getprofile()
     collects = gc.isenabled()

@@ -16,9 +16,7 @@ import torch.utils.checkpoint
 
 from rkgb.collector import COLLECTING_RARELY
 from rkgb.errors import UnsupportedError
-from rkgb.trace.cumulative import cumulative_as_one
 from rkgb.trace.lines import user_line
-from rkgb.trace.scripted import run_scripted
 
 
 class _Tracing:
@@ -67,7 +65,6 @@ def traceable() -> Iterator[None]:
         _stateless_as_eager(),
         _sizes_checked(),
         _no_inner_gradients(),
-        cumulative_as_one(),
         _libraries_as_eager(),
     ):
         yield
@@ -86,17 +83,23 @@ def _plain_checkpoint() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scripts_as_python() -> Iterator[None]:
-    """Scripted functions run as their Python source, scripted modules operation by operation, to be recorded."""
+    """Scripted functions run as their Python source, to be recorded; scripted modules have none, and are refused."""
     function: Any = torch.jit.ScriptFunction
     module: Any = torch.jit.ScriptModule
     original = function.__call__
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"a scripted module ({self.original_name}) has no operations that a graph could show: give the Python "
+            "module, unscripted, instead"
+        )
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         python = getattr(self, "_torchdynamo_inline", None)
         return original(self, *args, **kwargs) if python is None else python(*args, **kwargs)
 
     function.__call__ = call
-    module.__call__ = lambda self, *args, **kwargs: run_scripted(self, args, kwargs)
+    module.__call__ = refuse
     try:
         yield
     finally:

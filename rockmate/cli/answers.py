@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import rkgb
 import rockmate
 from rkgb.errors import GraphError
-from rockmate import Plan, RockmateError
+from rockmate import Plan, Rockmate, RockmateError
 from rockmate.budget import show_at_least, show_bytes
 from rockmate.cli.errors import UNSUPPORTED, Misuse, Unsupported, told
 from rockmate.cli.load import Given
-from rockmate.cli.planning import Options, Planned, planned
+from rockmate.cli.planning import Options, planned
 from rockmate.errors import InputError
 from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.checks import checked_call
@@ -68,15 +68,15 @@ def check(given: Given, options: Options) -> Answer:
         "min_budget": curve.min_budget,
         "max_budget": curve.max_budget,
         "points": [{"budget": b, "share": share, "overhead": o} for b, share, o in curve.table()],
-        "memory": dataclasses.asdict(memory := found.front.memory()),
+        "memory": dataclasses.asdict(memory := found.memory()),
     }
     gain = _gain(given, options, found.plan.eager_peak, curve)
     return Answer(f"{text_of_facts(facts)}\n\n{curve}\n\n{memory}\n\n{gain}", values)
 
 
-def _supported(found: Planned) -> str:
+def _supported(found: Rockmate) -> str:
     if isinstance(found.plan, FollowedPlan):
-        return f"yes, followed operation by operation ({found.why})"
+        return f"yes, followed operation by operation ({found.reason})"
     return "yes"
 
 
@@ -121,7 +121,7 @@ def plan(given: Given, budget: str, options: Options, save: Path | None, program
     text, values = str(made), {**_values(given), **_values_of_call(made), **_values_of_plan(made)}
     if save is not None:
         if not isinstance(made, Plan):
-            raise Misuse(f"the plan was not saved: the model is not captured as one graph ({found.why})")
+            raise Misuse(f"the plan was not saved: the model is not captured as one graph ({found.reason})")
         made.save(save)
         more = ", compile=True" if options.compile else ""
         text += f"\n\nsaved in {save}: rockmate.Rockmate(model, sample, plan={str(save)!r}{more})"

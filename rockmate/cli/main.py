@@ -18,7 +18,7 @@ from rockmate.budget import parse_budget
 from rockmate.cli import answers
 from rockmate.cli.answers import Answer
 from rockmate.cli.errors import MISUSE, Misuse, kind_of
-from rockmate.cli.load import load, target_of
+from rockmate.cli.load import Target, load
 from rockmate.cli.options import AUTOCAST, COMPILE, COSTS, FILE, LOSS, answering, numbers, options_of, writable
 
 HELP = """Train a PyTorch model within a memory budget: see what a plan takes.
@@ -108,7 +108,7 @@ def _as_json(arguments: list[str] | None) -> bool:
 
 @cli.command()
 @answering(COSTS, AUTOCAST, COMPILE, LOSS)
-def check(target: str, **options: Any) -> Answer:
+def check(target: Target, **options: Any) -> Answer:
     """Is my model supported, and what would I gain?
 
     Prints what a step takes without a plan, the smallest budget, and what budgets in between cost in time. If the model
@@ -117,9 +117,8 @@ def check(target: str, **options: Any) -> Answer:
     \b
     Example: rockmate check model.py:make
     """
-    where = target_of(target)
     made = options_of(**options)
-    return answers.check(load(where), made)
+    return answers.check(load(target), made)
 
 
 @cli.command()
@@ -134,17 +133,16 @@ def check(target: str, **options: Any) -> Answer:
     COMPILE,
     LOSS,
 )
-def plan(target: str, budget: str, save: Path | None, program: bool, **options: Any) -> Answer:
+def plan(target: Target, budget: str, save: Path | None, program: bool, **options: Any) -> Answer:
     """Print the plan for a budget.
 
     \b
     Example: rockmate plan model.py:make --budget "8 GiB" --save plan.json
     In a script: rockmate.Rockmate(model, sample, plan="plan.json")
     """
-    where = target_of(target)
     parse_budget(budget)  # the model may take long to build
     made = options_of(**options)
-    return answers.plan(load(where), budget, made, save, program)
+    return answers.plan(load(target), budget, made, save, program)
 
 
 @cli.command()
@@ -155,7 +153,7 @@ def plan(target: str, budget: str, save: Path | None, program: bool, **options: 
     COMPILE,
     LOSS,
 )
-def frontier(target: str, plot: Path | None, **options: Any) -> Answer:
+def frontier(target: Target, plot: Path | None, **options: Any) -> Answer:
     """Print what budgets cost in time; draw the curve.
 
     The plot shows beside it what the usual ways to checkpoint take, such as one checkpoint per block.
@@ -163,11 +161,10 @@ def frontier(target: str, plot: Path | None, **options: Any) -> Answer:
     \b
     Example: rockmate frontier model.py:make --plot frontier.png
     """
-    where = target_of(target)
     made = options_of(**options)
     if plot is not None:
         answers.check_plot(plot)
-    return answers.frontier(load(where), made, plot)
+    return answers.frontier(load(target), made, plot)
 
 
 @cli.command(short_help="What larger batches, lengths or images take.")
@@ -182,7 +179,7 @@ def frontier(target: str, plot: Path | None, **options: Any) -> Answer:
     LOSS,
 )
 def estimate(
-    target: str,
+    target: Target,
     sizes: tuple[int, ...],
     more_sizes: tuple[int, ...],
     dim: tuple[int, ...],
@@ -197,11 +194,10 @@ def estimate(
     \b
     Example: rockmate estimate model.py:make --sizes 32,64,128 --budget "24 GiB"
     """
-    where = target_of(target)
     made = options_of("flops", **options)
     if budget is not None:
         parse_budget(budget)
-    return answers.estimate(load(where), (*sizes, *more_sizes), dim, budget, made)
+    return answers.estimate(load(target), (*sizes, *more_sizes), dim, budget, made)
 
 
 @cli.command()
@@ -220,7 +216,7 @@ def estimate(
     click.option("--block", type=int, metavar="N", help="Draw also block N of the chain in K on its own."),
     COSTS,
 )
-def graphs(target: str, form: str, out: Path, block: int | None, costs: str) -> Answer:
+def graphs(target: Target, form: str, out: Path, block: int | None, costs: str) -> Answer:
     """Write the graphs of the model as pictures or text.
 
     B is the trace, D the data flow, S the simplified graph, K the graph with backward and costs; of a large K the chain
@@ -229,7 +225,6 @@ def graphs(target: str, form: str, out: Path, block: int | None, costs: str) -> 
     \b
     Example: rockmate graphs model.py:make --format pdf --out graphs
     """
-    where = target_of(target)
     if form != "text" and shutil.which("dot") is None:
         raise Misuse(
             f"--format {form} needs the program dot, which is not installed: install Graphviz (for example: apt "
@@ -238,7 +233,7 @@ def graphs(target: str, form: str, out: Path, block: int | None, costs: str) -> 
 
     if form == "text" and block is not None:
         raise Misuse("--block is drawn, not written: leave out --format text")
-    return answers.graphs(load(where), form, out, block, costs)
+    return answers.graphs(load(target), form, out, block, costs)
 
 
 @cli.command(

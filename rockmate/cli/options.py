@@ -18,6 +18,7 @@ import click
 from rockmate.budget import parse_bytes
 from rockmate.cli.answers import Answer
 from rockmate.cli.errors import DEFECT, Misuse, show_trace, told
+from rockmate.cli.load import target_of
 from rockmate.cli.planning import Options
 from rockmate.errors import BudgetError
 from rockmate.planning import options
@@ -40,12 +41,12 @@ TRACE = click.option("--traceback", "trace", is_flag=True, help="Show the whole 
 
 
 def answering(*options: Callable[..., Any]) -> Callable[[Callable[..., Answer]], Callable[..., int]]:
-    """A command with these options, whose function returns the answer."""
+    """A command with these options, whose function is given the ``Target`` and returns the answer."""
 
     def decorate(function: Callable[..., Answer]) -> Callable[..., int]:
         @functools.wraps(function)
-        def command(trace: bool, as_json: bool, **given: Any) -> int:
-            return _run(functools.partial(function, **given), as_json, trace)
+        def command(trace: bool, as_json: bool, target: str, **given: Any) -> int:
+            return _run(lambda: function(target_of(target), **given), as_json, trace)
 
         for option in reversed((TARGET, *options, JSON, TRACE)):
             command = option(command)

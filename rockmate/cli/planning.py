@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rockmate import Plan, Rockmate
+from rockmate import Rockmate
 from rockmate.cli.load import Given
-from rockmate.follow.plan import FollowedPlan
 from rockmate.tell import be_silent
-from solvers import Frontier
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,7 @@ class Options:
     @property
     def arguments(self) -> dict[str, Any]:
         """Those of ``Rockmate`` and ``attach``."""
-        return {
-            "costs": self.costs,
-            "loss_memory": self.loss_memory,
-            "solver": self.solver,
-            "time_limit": self.time_limit,
-            "compile": self.compile,
-        }
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "autocast"}
 
     @contextlib.contextmanager
     def precision(self, model: torch.nn.Module) -> Iterator[None]:
@@ -49,28 +42,8 @@ class Options:
             yield
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A model with a plan. ``why`` it is not one graph; empty if it is."""
-
-    front: Rockmate
-    why: str = ""
-
-    @property
-    def plan(self) -> Plan | FollowedPlan:
-        """The plan of the call."""
-        plan = self.front.plan
-        assert plan is not None
-        return plan
-
-    def frontier(self) -> Frontier:
-        """Time against memory."""
-        return self.front.frontier()
-
-
-def planned(given: Given, budget: str, options: Options) -> Planned:
-    """The plan for ``budget``. Raises what ``Rockmate`` raises."""
+def planned(given: Given, budget: str, options: Options) -> Rockmate:
+    """The model under the plan for ``budget``. Raises what ``Rockmate`` raises."""
     be_silent()
     with options.precision(given.model):
-        front = Rockmate(given.model, given.sample, budget, sample_kwargs=given.sample_kwargs, **options.arguments)
-    return Planned(front, front.reason)
+        return Rockmate(given.model, given.sample, budget, sample_kwargs=given.sample_kwargs, **options.arguments)

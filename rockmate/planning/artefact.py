@@ -25,7 +25,7 @@ from rkgb.Ktools import K_data, K_graph, K_node
 from rkgb.pipeline import Graphs, Shows, make_S
 from rkgb.sample import Call
 from rockmate.errors import InputError, PlanError
-from rockmate.planning.fields import PlanFields
+from rockmate.planning.room import Room
 from solvers import Problem, ProblemError, Schedule, ScheduleError, parse_schedule
 from solvers.errors import check_whole
 from solvers.files.values import from_json, to_json
@@ -35,6 +35,25 @@ FORMAT = 3
 
 _FIGURES = ("nodes", "data", "outputs", "output_bytes", "held", "returned", "usage", "idle")
 """The fields of a K graph that a file has."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanFields:
+    """How and for what a plan was made.
+
+    ``budget``: bytes that one forward and its backward may allocate. ``costs``, ``loss_memory``: as for ``Rockmate``.
+    ``missing``: parameters without ``.grad`` when the plan was made, so that their gradients count. ``room``: bytes
+    left for the loss, and which of them ``predicted_peak`` counts. ``solver``: what found the schedule. ``reason``:
+    what cut the search short, such as a time limit; empty if nothing did.
+    """
+
+    budget: int
+    costs: str = "measured"
+    loss_memory: int | None = None
+    missing: frozenset[str] = frozenset()
+    room: Room
+    solver: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

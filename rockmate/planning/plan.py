@@ -12,8 +12,7 @@ from rkgb.blocks.fingerprint import describe_inputs
 from rkgb.device.allocator import Allocator
 from rkgb.Ktools import K_graph
 from rockmate.budget import show_bytes
-from rockmate.planning.artefact import write_plan
-from rockmate.planning.fields import PlanFields
+from rockmate.planning.artefact import PlanFields, write_plan
 from rockmate.planning.kept import LOADED
 from rockmate.planning.problem import clocks_of
 from rockmate.planning.report import block_rows, block_table
@@ -81,11 +80,6 @@ class Plan(PlanFields):
             return None
         planned = walk(self.problem, self.schedule).time
         return (planned - self.lower_bound) / planned if planned else 0.0
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What people should know of how the module was read."""
-        return self.graph.s.d.notes
 
     @cached_property
     def eager_peak(self) -> int:
@@ -266,7 +260,7 @@ class Plan(PlanFields):
             size = show_bytes(self.room.between + self.room.kept)
             facts.append(("room for the loss", f"{size}, as measured in the steps so far"))
         facts += [("search stopped", self.reason)] if self.reason else []
-        return facts + [("note", n) for n in self.notes]
+        return facts + [("note", n) for n in self.graph.s.d.notes]
 
     def __str__(self) -> str:
         return f"{text_of_facts(self._facts())}\n\n{block_table(self.problem, self.schedule)}"

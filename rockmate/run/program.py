@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rkgb.graphs import Mode, S_graph
-from rkgb.randomness import Drawn
+from rkgb.randomness import RandomSource
 from rockmate.run.functions import Function, Op, Whole, functions_of, whole_of
 from rockmate.run.slots import Place
 from solvers.schedule import Del, Run
@@ -73,7 +73,7 @@ class NodeCode:
     data: tuple[int, ...]
     made: tuple[ValueOfDatum, ...]
     private: int | None
-    random: tuple[Drawn, ...]
+    random: tuple[RandomSource, ...]
     first: FirstRun
     again: SecondRun
 

@@ -50,17 +50,17 @@ def refine(problem: Problem, start: Schedule | None, request: Request) -> Refine
     return Refined(schedule, problem.eager_time + solution.bound, solution.infeasible, solution.interrupted)
 
 
-def improve(problem: Problem, plan: ChainPlan, budget: int, seconds: float, gap: float = 1e-4) -> tuple[ChainPlan, int]:
+def improve(problem: Problem, plan: ChainPlan, budget: int, seconds: float) -> tuple[ChainPlan, int]:
     """``plan`` or a better one within ``budget`` bytes, and a lower bound in nanoseconds.
 
     The bound holds for all schedules that the walker accepts. If that for the whole-graph program's class is higher,
     and the plan is no cheaper than it, the bound holds for that class. A quarter of ``seconds`` is for the first bound.
-    If it proves the plan optimal up to ``gap``, nothing else is tried. The result depends on the machine's speed, so it
+    If it proves the plan optimal, nothing else is tried. The result depends on the machine's speed, so it
     is not for plans that must be equal on several machines. Ctrl-C raises ``KeyboardInterrupt``.
     """
-    request = Request(budget, seconds, gap=gap)
+    request = Request(budget, seconds)
     bound = lower_bound(problem, budget, seconds=seconds / 4)
-    if plan.time - bound <= gap * plan.time:
+    if plan.time - bound <= request.gap * plan.time:
         return plan, bound
     refined = refine(problem, plan.schedule, request)
     if refined.interrupted:

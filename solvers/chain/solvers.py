@@ -8,7 +8,7 @@ program, which starts from it. Baselines: ``keep_all``, ``recompute_all``, ``eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from solvers.baselines import checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
 from solvers.block.ilp import Grid
@@ -21,7 +21,7 @@ from solvers.errors import InfeasibleError
 from solvers.milp.options import SolverOptions
 from solvers.problem import Problem
 from solvers.schedule import Schedule
-from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
+from solvers.solve import KINDS, Answer, Kind, Request, SolverFunction, register
 from solvers.text import format_bytes
 from solvers.walker import walk
 
@@ -29,11 +29,6 @@ ANY = "the bound holds for every schedule that the walker accepts"
 CHAIN = f"found with options per block, persistent checkpoints and slots of memory; {ANY}"
 WHOLE = "schedules in the fixed order of first runs, frontier-advancing"
 STOPPED = "stopped by Ctrl-C; the best schedule so far"
-
-
-def _judge(problem: Problem, schedule: Schedule) -> Judged:
-    walked = walk(problem, schedule)
-    return Judged(walked.peak, walked.time)
 
 
 def _planner(problem: Problem, request: Request) -> ChainPlanner:
@@ -49,7 +44,7 @@ def _frontier(problem: Problem, request: Request) -> Frontier:
     return _planner(problem, request).frontier()
 
 
-KINDS[Problem] = Kind(_judge, lambda problem: problem.eager_time, _frontier)
+KINDS[Problem] = Kind(walk, lambda problem: problem.eager_time, _frontier)
 
 
 def _first_fitting(problem: Problem, request: Request, schedules: Iterable[Schedule]) -> Answer:
@@ -72,29 +67,16 @@ def _bound(problem: Problem, request: Request) -> tuple[int, str]:
         return 0, STOPPED
 
 
-@register(Problem, "keep_all")
-def _keep_all(problem: Problem, request: Request) -> Answer:
-    return _first_fitting(problem, request, [keep_everything(problem)])
+def _baseline(schedules: Callable[[Problem], Iterable[Schedule]]) -> SolverFunction:
+    """The solver that takes one of these ``schedules``."""
+    return lambda problem, request: _first_fitting(problem, request, schedules(problem))
 
 
-@register(Problem, "recompute_all")
-def _recompute_all(problem: Problem, request: Request) -> Answer:
-    return _first_fitting(problem, request, [recompute_all(problem)])
-
-
-@register(Problem, "every_block")
-def _every_block(problem: Problem, request: Request) -> Answer:
-    return _first_fitting(problem, request, [checkpoint_blocks(problem)])
-
-
-@register(Problem, "sqrt")
-def _sqrt(problem: Problem, request: Request) -> Answer:
-    return _first_fitting(problem, request, [chen_sqrt(problem)])
-
-
-@register(Problem, "revolve")
-def _revolve(problem: Problem, request: Request) -> Answer:
-    return _first_fitting(problem, request, revolve_schedules(problem))
+register(Problem, "keep_all")(_baseline(lambda problem: [keep_everything(problem)]))
+register(Problem, "recompute_all")(_baseline(lambda problem: [recompute_all(problem)]))
+register(Problem, "every_block")(_baseline(lambda problem: [checkpoint_blocks(problem)]))
+register(Problem, "sqrt")(_baseline(lambda problem: [chen_sqrt(problem)]))
+register(Problem, "revolve")(_baseline(revolve_schedules))
 
 
 def _too_small(problem: Problem, budget: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,9 +101,8 @@ def run(
     program: IntegerProgram,
     effort: Effort,
     start: npt.NDArray[np.float64] | None = None,
-    report: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Solve ``program``. ``start``: a known solution. ``report``: called with the bound from time to time.
+    """Solve ``program``. ``start``: a known solution.
 
     Raises ``Interrupted`` after Ctrl-C, ``ProblemError`` if PuLP has no such solver, ``SolverError`` without HiGHS.
     """
@@ -111,7 +110,7 @@ def run(
         feasible = all(lo <= 0 <= up for lo, up in zip(program.lower, program.upper, strict=True))
         return Outcome(np.zeros(0) if feasible else None, 0.0 if feasible else INFINITY, True)
     if effort.name == "HiGHS":
-        return _run_highs(program, effort, start, report)
+        return _run_highs(program, effort, start)
     return _run_pulp(program, effort)
 
 
@@ -145,14 +144,13 @@ def _run_highs(
     program: IntegerProgram,
     effort: Effort,
     start: npt.NDArray[np.float64] | None,
-    report: Callable[[float], None] | None,
 ) -> Outcome:
     solver = _model(program, effort)
     if start is not None:
         solution = highs.load().HighsSolution()
         solution.col_value = start.tolist()
         solver.setSolution(solution)
-    interrupt = _wait(solver, report)
+    interrupt = _wait(solver)
     outcome = _outcome(solver, program)
     if interrupt is not None:
         raise Interrupted(outcome) from interrupt
@@ -170,7 +168,7 @@ def _outcome(solver: Any, program: IntegerProgram) -> Outcome:
     return Outcome(values, max(0.0, bound) if np.isfinite(bound) else 0.0, optimal)
 
 
-def _wait(solver: Any, report: Callable[[float], None] | None) -> KeyboardInterrupt | None:
+def _wait(solver: Any) -> KeyboardInterrupt | None:
     """Run HiGHS in a thread while the main thread waits for Ctrl-C; return the Ctrl-C that came, if any.
 
     Called from another thread, which gets no signals, it runs HiGHS there. It does not use highspy's ``startSolve`` and
@@ -180,12 +178,6 @@ def _wait(solver: Any, report: Callable[[float], None] | None) -> KeyboardInterr
         solver.run()
         return None
     solver.HandleUserInterrupt = True
-    if report:
-
-        def tell(event: Any) -> None:
-            report(max(0.0, event.data_out.mip_dual_bound))
-
-        solver.cbMipLogging.subscribe(tell)
     work = Work([lambda: _solve(solver)])
     interrupt: KeyboardInterrupt | None = None
     ended = False

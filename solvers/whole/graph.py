@@ -10,7 +10,6 @@ Memory while a node runs is the bytes of live outputs, plus its own output, plus
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -68,26 +67,17 @@ class GraphProblem:
 def topological(names: Sequence[object], edges: Iterable[tuple[int, int]]) -> list[int]:
     """The positions of ``names`` in topological order, the lowest first where ``edges`` allow several.
 
-    Raises ``ProblemError``, which names a node on or behind a cycle.
+    Raises ``ProblemError``, which names a node on a cycle.
     """
-    readers: list[list[int]] = [[] for _ in names]
-    waiting = [0] * len(names)
-    for a, b in edges:
-        readers[a].append(b)
-        waiting[b] += 1
-    ready = [i for i, count in enumerate(waiting) if not count]  # sorted, and therefore a heap
-    order: list[int] = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(i)
-        for j in readers[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                heapq.heappush(ready, j)
-    if len(order) < len(names):
-        stuck = next(i for i, w in enumerate(waiting) if w)
-        raise ProblemError(f"the graph has a cycle through or before node {names[stuck]!r}")
-    return order
+    import networkx as nx  # here, since only files of other programs have links
+
+    graph = nx.DiGraph(edges)
+    graph.add_nodes_from(range(len(names)))
+    try:
+        return list(nx.lexicographical_topological_sort(graph))
+    except nx.NetworkXUnfeasible:
+        stuck = min(nx.find_cycle(graph))[0]
+        raise ProblemError(f"the graph has a cycle through or before node {names[stuck]!r}") from None
 
 
 def graph_schedule(problem: GraphProblem, order: Iterable[int]) -> Schedule:

@@ -1,9 +1,8 @@
 """The solvers of a ``GraphProblem`` by name, behind ``solvers.solve``.
 
 ``checkmate`` (and ``auto``): the whole graph as one integer program with lazily generated positions
-(``solvers.whole.whole_graph``). ``hierarchical``: the same with most of the time for neighbourhoods, for graphs far too
-large for one program. ``greedy``: the fast heuristic alone (``solvers.whole.repair``), which proves nothing. Baselines:
-``keep_all``, ``recompute_all``, ``sqrt``.
+(``solvers.whole.whole_graph``), with a search of neighbourhoods where one program is too large. ``greedy``: the fast
+heuristic alone (``solvers.whole.repair``), which proves nothing. Baselines: ``keep_all``, ``recompute_all``, ``sqrt``.
 
 Each function imports what it calls: `import solvers` is to be quick, and training steps need no solver of graphs.
 """
@@ -13,8 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from solvers.curve import Frontier
-from solvers.schedule import Schedule
-from solvers.solve import KINDS, Answer, Judged, Kind, Request, register
+from solvers.solve import KINDS, Answer, Kind, Request, register
 from solvers.whole.graph import GraphProblem
 from solvers.whole.walker import walk_graph
 
@@ -24,11 +22,6 @@ if TYPE_CHECKING:
 CLASS = "in the fixed order of first runs, frontier-advancing"
 
 
-def _judge(problem: GraphProblem, schedule: Schedule) -> Judged:
-    walked = walk_graph(problem, schedule)
-    return Judged(walked.peak, walked.time)
-
-
 def _frontier(problem: GraphProblem, request: Request) -> Frontier:
     from solvers.whole.frontier import frontier_staged
     from solvers.whole.stages import staged_graph
@@ -36,7 +29,7 @@ def _frontier(problem: GraphProblem, request: Request) -> Frontier:
     return frontier_staged(staged_graph(problem), request)
 
 
-KINDS[GraphProblem] = Kind(_judge, lambda problem: problem.eager_time, _frontier)
+KINDS[GraphProblem] = Kind(walk_graph, lambda problem: problem.eager_time, _frontier)
 
 
 def _answer(problem: GraphProblem, runs: Reruns) -> Answer:
@@ -82,28 +75,15 @@ def _greedy(problem: GraphProblem, request: Request) -> Answer:
     )
 
 
-def _whole(problem: GraphProblem, request: Request, hierarchical: bool) -> Answer:
+@register(GraphProblem, "auto")
+@register(GraphProblem, "checkmate")
+def _checkmate(problem: GraphProblem, request: Request) -> Answer:
     from solvers.whole.stages import schedule_graph, staged_graph
     from solvers.whole.whole_graph import solve_staged
 
-    solution = solve_staged(staged_graph(problem), request, hierarchical=hierarchical)
+    solution = solve_staged(staged_graph(problem), request)
     bound = problem.eager_time + solution.bound
     if solution.runs is None:
         return Answer(None, bound, infeasible=solution.infeasible)
     stopped = "stopped by Ctrl-C; the best so far " if solution.interrupted else ""
     return Answer(schedule_graph(problem, solution.runs), bound, stopped + CLASS)
-
-
-@register(GraphProblem, "checkmate")
-def _checkmate(problem: GraphProblem, request: Request) -> Answer:
-    return _whole(problem, request, hierarchical=False)
-
-
-@register(GraphProblem, "hierarchical")
-def _hierarchical(problem: GraphProblem, request: Request) -> Answer:
-    return _whole(problem, request, hierarchical=True)
-
-
-@register(GraphProblem, "auto")
-def _auto(problem: GraphProblem, request: Request) -> Answer:
-    return _checkmate(problem, request)

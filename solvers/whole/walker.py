@@ -8,31 +8,14 @@ Shares no code with the solvers. Memory while a step executes is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from solvers.errors import ProblemError, ScheduleError
 from solvers.schedule import Del, Run, Schedule
+from solvers.walker import Walk
 from solvers.whole.graph import GraphProblem
 
 
-@dataclass(frozen=True, slots=True)
-class GraphWalk:
-    """The costs of a schedule: bytes at each step (``timeline``), their maximum and its step; time in its unit."""
-
-    peak: int
-    peak_step: int
-    time: int
-    eager_time: int
-    timeline: tuple[int, ...]
-
-    @property
-    def overhead(self) -> float:
-        """Recompute time as a fraction of the time without recomputation."""
-        return (self.time - self.eager_time) / self.eager_time if self.eager_time else 0.0
-
-
-def walk_graph(problem: GraphProblem, schedule: Schedule) -> GraphWalk:
-    """Check ``schedule`` and return its costs.
+def walk_graph(problem: GraphProblem, schedule: Schedule) -> Walk:
+    """Check ``schedule`` and return its costs; time in the problem's unit.
 
     Raises ``ScheduleError``, which names the first step that is not allowed, and ``ProblemError`` if ``problem`` is not
     a ``GraphProblem`` (``walk`` is for a ``Problem``).
@@ -73,4 +56,4 @@ def walk_graph(problem: GraphProblem, schedule: Schedule) -> GraphWalk:
         raise ScheduleError(f"step {len(schedule)} (end): {nodes[min(missing)].name} never ran")
     peak = max(timeline, default=0)
     eager = sum(node.time for node in nodes)
-    return GraphWalk(peak, timeline.index(peak) if timeline else 0, time, eager, tuple(timeline))
+    return Walk(peak, timeline.index(peak) if timeline else 0, time, eager, tuple(timeline))

@@ -1,4 +1,4 @@
-"""Allocations and releases as events: read from torch's recordings, and replayed by the simulated allocator.
+"""Recordings of torch's caching allocator for CUDA: read, and replayed by the simulated one, which must do the same.
 
 On CUDA a step is recorded and replayed thus:
 
@@ -19,21 +19,7 @@ from typing import Any, cast
 from rkgb.device.allocator import Allocator
 from rkgb.device.allocator_blocks import Action, Kind, Segment
 from rkgb.errors import AllocatorError
-
-
-@dataclass(frozen=True, slots=True)
-class Alloc:
-    """``size`` bytes are allocated under ``name``, which no other memory in use has."""
-
-    size: int
-    name: Hashable
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """The memory of ``name`` is released."""
-
-    name: Hashable
+from rockmate.planning.reserved import Alloc, Free
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +45,7 @@ def replay(
 ) -> Allocator:
     """Apply ``events`` to ``allocator``, by default a new one, and return it.
 
-    ``live``: name -> handle of the memory in use before. Raises ``AllocatorError`` and ``OutOfMemory`` with a note that
-    names the event.
+    ``live``: name -> handle of the memory in use before. Raises ``AllocatorError`` with a note that names the event.
     """
     allocator = allocator or Allocator()
     handles: dict[Hashable, int] = dict(live or {})
