@@ -50,7 +50,7 @@ def options_of(
     cache: bool | str | os.PathLike[str] | None = True,
     compile: bool = False,
 ) -> PlanOptions:
-    """The options as users give them to ``Rockmate`` and ``attach``."""
+    """The options as users give them to ``Rockmate``, ``attach`` and the backend of ``torch.compile``."""
     return PlanOptions(costs, loss_memory, checked_limit(time_limit), solver, disk_of(cache), compile)
 
 

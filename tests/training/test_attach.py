@@ -1039,3 +1039,15 @@ def test_two_models_at_once() -> None:
             warnings.simplefilter("ignore", BudgetWarning)
             results.append([*train(models), *snapshot(models)])
     assert_same(results[1], results[0])
+
+
+def test_the_backend_of_torch_compile() -> None:
+    eager, ours = made(Net), made(Net)
+    compiled = torch.compile(ours, backend="rockmate", options={"budget": TIGHT, "costs": "flops"})
+    torch.manual_seed(5)
+    a = list(plain(eager))
+    torch.manual_seed(5)
+    b = list(plain(compiled))  # type: ignore[arg-type]
+    assert_same(b, a)
+    with pytest.raises(Exception, match="budget"):
+        torch.compile(made(Net), backend="rockmate")(X)

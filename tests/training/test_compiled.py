@@ -304,7 +304,7 @@ def test_other_sizes() -> None:
         assert_same(second, first)
 
 
-def test_attach_and_rockmate_give_the_same_bits() -> None:
+def test_attach_rockmate_and_the_backend_give_the_same_bits() -> None:
     """Where the budget does not bind, too: then the program runs without a plan, by the same kernels."""
     rk = planned(blocks(), rows(), budget="100%")
     expected = trained(rk.original, rk, (rows(),))
@@ -312,6 +312,9 @@ def test_attach_and_rockmate_give_the_same_bits() -> None:
         model = blocks()
         rockmate.attach(model, budget, costs="flops", compile=True, cache=False)
         assert_same(trained(model, model, (rows(),)), expected)
+    model = blocks()
+    options = {"budget": "2 GiB", "costs": "flops", "compile": True, "cache": False}
+    assert_same(trained(model, torch.compile(model, backend="rockmate", options=options), (rows(),)), expected)
 
 
 def test_resuming_goes_on_with_the_same_bits() -> None:

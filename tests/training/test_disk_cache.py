@@ -204,16 +204,25 @@ def test_a_saved_plan_does_not_tell_where_it_comes_from(tmp_path: Path, budget: 
     assert (tmp_path / "0.json").read_text() == (tmp_path / "1.json").read_text()
 
 
-def test_attach_keeps_plans_too(tmp_path: Path, budget: int, work: Work, caplog: pytest.LogCaptureFixture) -> None:
+def test_attach_and_the_backend_keep_plans_too(
+    tmp_path: Path, budget: int, work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
     def attached() -> None:
         model = mlp()
         attach(model, budget, costs="flops", cache=tmp_path)
         step(model, (sample(),))
 
+    def compiled() -> None:
+        options = {"budget": budget, "costs": "flops", "cache": str(tmp_path)}
+        step(torch.compile(mlp(), backend="rockmate", options=options, fullgraph=True), (sample(),))
+
     attached()
     with nothing_done(work), caplog.at_level(logging.INFO, "rockmate"):
         attached()
     assert "(costs and schedule loaded)" in caplog.text
+    compiled()
+    with nothing_done(work):
+        compiled()
 
 
 def test_another_length_of_a_loaded_graph(tmp_path: Path, budget: int, work: Work) -> None:

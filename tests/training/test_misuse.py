@@ -62,6 +62,16 @@ def test_arguments_are_refused_when_they_are_given(options: dict[str, Any], mess
     if next(iter(options)) not in ("on_infeasible", "sample_kwargs"):
         with pytest.raises(InputError, match=message):
             Rockmate(model, X, "1 MiB", **options)
+    if "sample_kwargs" not in options:
+        compiled = torch.compile(model, backend="rockmate", options={"budget": "1 MiB", **options})
+        with pytest.raises(Exception, match=message):
+            compiled(X)
+
+
+def test_unknown_options_of_the_backend() -> None:
+    compiled = torch.compile(net(), backend="rockmate", options={"budget": "1 MiB", "costz": "flops"})
+    with pytest.raises(Exception, match="no option 'costz': there are budget, cache, compile, costs"):
+        compiled(X)
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
