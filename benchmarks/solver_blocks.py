@@ -30,18 +30,7 @@ import torch
 from rockmate.demo.gpt import GPT
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
-from solvers import (
-    ChainPlanner,
-    Grid,
-    InfeasibleError,
-    Problem,
-    improve,
-    keep_everything,
-    lower_bound,
-    solve,
-    walk,
-    write_problem,
-)
+from solvers import ChainPlanner, Grid, InfeasibleError, Problem, improve, keep_everything, solve, walk, write_problem
 from solvers.block.ilp import Option, Point, grid_points
 from solvers.chain.costs import ChainCosts, kind_views
 from solvers.chain.table import ChainTable
@@ -165,7 +154,7 @@ def chain(problem: Problem, fractions: tuple[float, ...], seconds: float) -> lis
             rows.append({"fraction": fraction, "budget": budget, "least": error.min_budget})
             continue
         middle = time.perf_counter()
-        bound = lower_bound(problem, budget)
+        bound = planner.lower_bound(budget)
         end = time.perf_counter()
         better, higher = improve(problem, plan, budget, seconds)
         rows.append(

@@ -106,11 +106,11 @@ def synthetic(counts: tuple[int, ...], seconds: float) -> list[Json]:
 
 
 def large(layers: int, fractions: tuple[float, ...], seconds: float) -> list[Json]:
-    """An encoder-decoder, planned by the whole-graph solver."""
+    """An encoder-decoder, planned by the whole-graph solver; the smallest budget also by the hierarchical one."""
     problem = encoder_decoder(layers)
     lines = []
-    for fraction in fractions:
-        line = row(f"encoder_decoder_{layers}", problem, fraction, seconds)
+    for fraction, solver in (*((f, "auto") for f in fractions), (fractions[-1], "hierarchical")):
+        line = row(f"encoder_decoder_{layers}", problem, fraction, seconds, solver)
         line["planner_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         lines.append(line)
     return lines

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from rockmate.budget import show_bytes
-from rockmate.planning.fates import fates
-from solvers import Problem, Schedule, keep_everything
+from solvers import Del, Loss, Problem, Run, Schedule, keep_everything
 from solvers.tables import text_table
 
 MOST_LINES = 20
@@ -36,23 +35,36 @@ class BlockChoice:
 
 def block_choices(problem: Problem, schedule: Schedule) -> tuple[BlockChoice, ...]:
     """One choice a block, in order."""
-    ours, eager = fates(problem, schedule), fates(problem, keep_everything(problem))
+    kept = _live_at_loss(problem, schedule)
+    full = _live_at_loss(problem, keep_everything(problem))
+    runs = [step.node for step in schedule[schedule.index(Loss()) :] if isinstance(step, Run)]
     found = []
     for block in problem.blocks:
         inside = range(block.start, block.stop)
+        again = [i for i in runs if i in inside]
         found.append(
             BlockChoice(
                 block.kind,
                 len(inside),
-                sum(ours[i].kept for i in inside),
-                sum(eager[i].kept for i in inside),
-                sum(len(ours[i].again) for i in inside),
-                sum(len(ours[i].again) * problem.nodes[i].time for i in inside),
+                sum(problem.data[d].size for d in kept if problem.data[d].owner in inside),
+                sum(problem.data[d].size for d in full if problem.data[d].owner in inside),
+                len(again),
+                sum(problem.nodes[i].time for i in again),
                 problem.nodes[block.start].name,
                 problem.nodes[block.stop - 1].name,
             )
         )
     return tuple(found)
+
+
+def _live_at_loss(problem: Problem, schedule: Schedule) -> set[int]:
+    live: set[int] = set()
+    for step in schedule[: schedule.index(Loss())]:
+        if isinstance(step, Run):
+            live.update(problem.nodes[step.node].makes)
+        elif isinstance(step, Del):
+            live.discard(step.data)
+    return live
 
 
 def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ...]], str]:

@@ -6,7 +6,7 @@ the cheapest schedule walked so far whose peak fits. So what rounding lost is no
 
 What is optimal: each option of a block, within the class of ``solvers.block.ilp_model`` and up to its gap; and the
 composition of the given options, in slots, for persistent checkpoints and conservative constants. The plan as a whole
-is not claimed to be optimal. ``solvers.chain.bound`` says how far from the best of all schedules it is at most.
+is not claimed to be optimal. ``lower_bound`` says how far from the best of all schedules it is at most.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 
 from solvers.baselines import all_baselines, keep_everything
 from solvers.block.ilp import Grid, TimeLimit, pareto
-from solvers.chain.bound import least_budget
+from solvers.chain.bound import least_budget, lower_bound
 from solvers.chain.costs import Options, SolvedViews, chain_costs, kind_options
 from solvers.chain.expand import expand
 from solvers.chain.table import ChainTable
@@ -176,6 +176,11 @@ class ChainPlanner:
         """Plans of all kinds, from those that keep little to those that keep everything."""
         return [*self._known, *self._partial().all(), *self._full().all()]
 
+    def lower_bound(self, budget: int) -> int:
+        """Nanoseconds that every schedule within ``budget`` bytes takes at least, whatever its class."""
+        solver = self.grid.solver
+        return lower_bound(self.problem, budget, solver.name)
+
     def frontier(self) -> Frontier:
         """Time against memory for all budgets. No schedule of any class needs less than its ``lower``."""
         solutions = front(self.walked(), lambda s: (s.peak, s.time))
@@ -195,6 +200,11 @@ def solve_chain(problem: Problem, budget: int) -> ChainPlan:
     if walked.peak <= budget:
         return ChainPlan(schedule, walked, "keep everything")
     return ChainPlanner(problem).solve(budget)
+
+
+def frontier(problem: Problem, options: Options | None = None, slots: int = 0) -> Frontier:
+    """The time-against-memory curve of ``problem``."""
+    return ChainPlanner(problem, options, slots).frontier()
 
 
 def _largest_need(options: Options) -> int:

@@ -1,8 +1,9 @@
 """The solvers of a ``GraphProblem`` by name, behind ``solvers.solve``.
 
 ``checkmate`` (and ``auto``): the whole graph as one integer program with lazily generated positions
-(``solvers.whole.whole_graph``), with a search of neighbourhoods where one program is too large. ``greedy``: the fast
-heuristic alone (``solvers.whole.repair``), which proves nothing. Baselines: ``keep_all``, ``recompute_all``, ``sqrt``.
+(``solvers.whole.whole_graph``). ``hierarchical``: the same with most of the time for neighbourhoods, for graphs far too
+large for one program. ``greedy``: the fast heuristic alone (``solvers.whole.repair``), which proves nothing. Baselines:
+``keep_all``, ``recompute_all``, ``sqrt``.
 
 Each function imports what it calls: `import solvers` is to be quick, and training steps need no solver of graphs.
 """
@@ -75,15 +76,28 @@ def _greedy(problem: GraphProblem, request: Request) -> Answer:
     )
 
 
-@register(GraphProblem, "auto")
-@register(GraphProblem, "checkmate")
-def _checkmate(problem: GraphProblem, request: Request) -> Answer:
+def _whole(problem: GraphProblem, request: Request, hierarchical: bool) -> Answer:
     from solvers.whole.stages import schedule_graph, staged_graph
     from solvers.whole.whole_graph import solve_staged
 
-    solution = solve_staged(staged_graph(problem), request)
+    solution = solve_staged(staged_graph(problem), request, hierarchical=hierarchical)
     bound = problem.eager_time + solution.bound
     if solution.runs is None:
         return Answer(None, bound, infeasible=solution.infeasible)
     stopped = "stopped by Ctrl-C; the best so far " if solution.interrupted else ""
     return Answer(schedule_graph(problem, solution.runs), bound, stopped + CLASS)
+
+
+@register(GraphProblem, "checkmate")
+def _checkmate(problem: GraphProblem, request: Request) -> Answer:
+    return _whole(problem, request, hierarchical=False)
+
+
+@register(GraphProblem, "hierarchical")
+def _hierarchical(problem: GraphProblem, request: Request) -> Answer:
+    return _whole(problem, request, hierarchical=True)
+
+
+@register(GraphProblem, "auto")
+def _auto(problem: GraphProblem, request: Request) -> Answer:
+    return _checkmate(problem, request)

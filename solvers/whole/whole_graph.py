@@ -87,13 +87,14 @@ class _End:
 
 
 class _Search:
-    """The rounds of one solve. ``cap``: seconds of a round at most."""
+    """The rounds of one solve. ``cap``: seconds of a round at most. ``hierarchical``: as for ``solve_staged``."""
 
-    def __init__(self, staged: Staged, request: Request, best: _Best, learned: _Learned) -> None:
+    def __init__(self, staged: Staged, request: Request, best: _Best, learned: _Learned, hierarchical: bool) -> None:
         self.staged, self.request = staged, request
         self.best, self.learned, self.end = best, learned, _End()
         self.cap = max(CAP, request.time_limit / 12)
         self.neighbourhoods: Neighbourhoods | None = None
+        self.hierarchical = hierarchical
 
     @property
     def ended(self) -> bool:
@@ -130,7 +131,7 @@ class _Search:
             self.cap *= 2
         self.report(f"{len(self.learned.positions)} positions")
         if spent > CAP / 2 and not self.ended:
-            self._search_around(spent)
+            self._search_around(3.0 * spent if self.hierarchical else spent)
 
     def _solve(self, model: Relaxation) -> Outcome:
         """Solve ``model``, starting from the best schedule so far; remember Ctrl-C."""
@@ -196,11 +197,13 @@ def solve_staged(
     request: Request,
     start: Reruns | None = None,
     positions: frozenset[Cell] = frozenset(),
+    hierarchical: bool = False,
 ) -> StagedSolution:
     """The cheapest reruns within ``request.budget``.
 
     ``start``: a schedule that fits, and ``positions``: cells whose memory decides, if known from another solve.
-    Ctrl-C ends the search. It is raised again only if there is no schedule to return.
+    ``hierarchical``: neighbourhoods get three times as long as programs of the whole graph. Ctrl-C ends the search. It
+    is raised again only if there is no schedule to return.
     """
     least, step = least_step(staged)
     if least > request.budget:
@@ -210,7 +213,7 @@ def solve_staged(
         return StagedSolution(staged.none(), 0)
     best = _Best(start, staged.cost(start) if start else 0)
     learned = _Learned(set(positions or peaks(none, request.budget)), [])
-    search = _Search(staged, request, best, learned)
+    search = _Search(staged, request, best, learned, hierarchical)
     try:
         if start is None:  # a quarter of the time limit for the heuristic
             best.offer(

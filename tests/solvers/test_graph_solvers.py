@@ -211,9 +211,10 @@ def test_baselines_and_heuristics_on_a_training_graph() -> None:
     best = solve(problem, keep // 2, time_limit=20)
     check(problem, best, keep // 2)
     assert best.status == "optimal"
-    found = solve(problem, keep // 2, "greedy", time_limit=2)
-    check(problem, found, keep // 2)
-    assert best.bound <= (found.cost or 0)
+    for name in ("greedy", "hierarchical"):
+        found = solve(problem, keep // 2, name, time_limit=2)
+        check(problem, found, keep // 2)
+        assert best.bound <= (found.cost or 0)
     everything = solve(problem, keep, "recompute_all")
     segments = solve(problem, keep, "sqrt")
     assert everything.cost is not None and segments.cost is not None and segments.peak is not None
