@@ -42,7 +42,7 @@ class Captured(torch.nn.Module):
         self.names: list[str] = []  # of these, as the user would write them
         self._own: list[tuple[dict[str, Any], str, int]] = []
         self._at: dict[str, int] = {}  # parameters and buffers by name: positions among the inputs
-        self._trained: list[tuple[str, int]] = []  # which need gradients, TorchDynamo guards
+        self.trained: list[tuple[str, int]] = []  # parameters that need gradients, by name: positions among the inputs
         self._lock, self._holders = threading.Lock(), 0
         for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
             path, kind = _path(source), _kind(source, value)
@@ -65,7 +65,7 @@ class Captured(torch.nn.Module):
             self._own.append((holder._parameters if kind == "parameter" else holder._buffers, name, k))
             self._at[".".join([*above, name])] = k
             if kind == "parameter" and value.requires_grad:
-                self._trained.append((".".join([*above, name]), k))
+                self.trained.append((".".join([*above, name]), k))
         self._let_go()
 
     @contextlib.contextmanager
@@ -98,12 +98,7 @@ class Captured(torch.nn.Module):
 
     def missing_among(self, inputs: Sequence[Any]) -> frozenset[str]:
         """Parameters among ``inputs`` that have no gradient but need one."""
-        return frozenset([name for name, k in self._trained if inputs[k].grad is None])
-
-    @property
-    def trained(self) -> list[tuple[str, int]]:
-        """The parameters that need gradients: their names, and their positions among the inputs."""
-        return self._trained
+        return frozenset([name for name, k in self.trained if inputs[k].grad is None])
 
     def _let_go(self) -> None:
         for held, name, _ in self._own:

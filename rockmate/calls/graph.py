@@ -19,7 +19,6 @@ from rkgb.trees import tensors_in
 from rockmate.calls.bound import Results
 from rockmate.calls.captured import Captured, without_wrappers
 from rockmate.calls.front import Front
-from rockmate.calls.function_numbers import move_numbers_out
 from rockmate.calls.keys import call_key
 from rockmate.calls.numbers import split
 from rockmate.calls.runnable import Runnable
@@ -41,7 +40,6 @@ class CapturedGraph:
         """``identity``: see ``rockmate.calls.captured_calls.identity_of``."""
         self.program, self.identity, self.front = program, identity, front
         self.terms = front.terms
-        move_numbers_out(program)
         self.split = split(program)
         self.tensors = self.split.program if self.split else program
         self.pieces: Pieces | None = None
