@@ -31,6 +31,7 @@ from rockmate.calls.dynamo import (
 from rockmate.calls.effects import check_checkpoints, check_effects, graphs_within
 from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
+from rockmate.calls.numbers import is_number
 from rockmate.calls.surroundings import (
     as_eager,
     keep_draws_of_other_threads,
@@ -246,8 +247,8 @@ _RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 
 
 def check_values(program: fx.GraphModule) -> None:
-    """Raise ``UnsupportedError`` where numbers that Python reads from tensors are used, or sizes depend on values: as
-    one graph, each call with others would be new.
+    """Raise ``UnsupportedError`` where numbers that Python reads from tensors are used, sizes depend on values, or an
+    ``autograd.Function`` is given a number that changes: as one graph, each call with others would be new.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -257,6 +258,20 @@ def check_values(program: fx.GraphModule) -> None:
             raise UnsupportedError(f"the sizes of {node.name}{line_of(node)} depend on values")
         if isinstance(example, _NUMBERS) and node.users and free_unbacked_symbols(example):
             raise UnsupportedError(f"{node.name} is a number that Python reads from a tensor{line_of(node)}")
+        applied = str(getattr(node.target, "_name", "")) == "autograd_function_apply"
+        if applied and not all(map(_is_size, node.all_input_nodes)):
+            raise UnsupportedError(f"an autograd.Function is given a number that changes{line_of(node)}")
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a number follows from sizes of tensors alone; all else is none."""
+    if node.target == "item":
+        return False
+    if not is_number(node):
+        return True
+    if node.op == "placeholder":
+        return "TensorProperty" in type(getattr(node, "_dynamo_source", None)).__name__
+    return all(map(_is_size, node.all_input_nodes))
 
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)

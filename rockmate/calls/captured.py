@@ -8,7 +8,6 @@ import os
 import re
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -43,7 +42,7 @@ class Captured(torch.nn.Module):
         self.names: list[str] = []  # of these, as the user would write them
         self._own: list[tuple[dict[str, Any], str, int]] = []
         self._at: dict[str, int] = {}  # parameters and buffers by name: positions among the inputs
-        self._trained: list[tuple[str, int]] = []  # which need gradients, TorchDynamo guards
+        self.trained: list[tuple[str, int]] = []  # parameters that need gradients, by name: positions among the inputs
         self._lock, self._holders = threading.Lock(), 0
         for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
             path, kind = _path(source), _kind(source, value)
@@ -66,7 +65,7 @@ class Captured(torch.nn.Module):
             self._own.append((holder._parameters if kind == "parameter" else holder._buffers, name, k))
             self._at[".".join([*above, name])] = k
             if kind == "parameter" and value.requires_grad:
-                self._trained.append((".".join([*above, name]), k))
+                self.trained.append((".".join([*above, name]), k))
         self._let_go()
 
     @contextlib.contextmanager
@@ -99,12 +98,7 @@ class Captured(torch.nn.Module):
 
     def missing_among(self, inputs: Sequence[Any]) -> frozenset[str]:
         """Parameters among ``inputs`` that have no gradient but need one."""
-        return frozenset([name for name, k in self._trained if inputs[k].grad is None])
-
-    @property
-    def trained(self) -> list[tuple[str, int]]:
-        """The parameters that need gradients: their names, and their positions among the inputs."""
-        return self._trained
+        return frozenset([name for name, k in self.trained if inputs[k].grad is None])
 
     def _let_go(self) -> None:
         for held, name, _ in self._own:
@@ -282,12 +276,6 @@ class Function(torch.nn.Module):
         self.parts = (forward, backward)
         self.dirty = frozenset(marks.get("dirty_idx") or ())
         self.without_gradient = frozenset(marks.get("non_differentiable_idx") or ())
-
-    @cached_property
-    def identity(self) -> Hashable:
-        """Functions with equal ones compute the same."""
-        marks = tuple(sorted(self.dirty)), tuple(sorted(self.without_gradient))
-        return tuple(program_identity(part) for part in self.parts), *marks
 
     def __repr__(self) -> str:
         """Nodes that call functions count as equal where these print alike: but for numbers that tensors are multiplied

@@ -28,9 +28,6 @@ _NAMES = frozenset({"mul", "add", "sub", "div"})
 _EITHER_WAY = frozenset({operator.mul, operator.add, torch.mul, torch.add})
 """Where Python hands a number that comes first to the tensor, which takes it second."""
 
-TYPES = "types_of_numbers"
-"""The meta entry of a node with arguments that are numbers and may be tensors: of which types, by argument."""
-
 NumberUse = tuple[fx.Node, torch.dtype | None]
 """A number, and the type of the tensor that it becomes; None if it stays a number."""
 
@@ -140,9 +137,6 @@ def type_beside(node: fx.Node, number: fx.Node) -> torch.dtype | None:
     An operation on a tensor of single or double precision and a number converts the number to the tensor's type. On one
     of less precision it computes with more, whatever the number is given as, if the tensor has dimensions.
     """
-    if TYPES in node.meta:
-        types: dict[fx.Node, torch.dtype | None] = node.meta[TYPES]
-        return types.get(number)
     beside = [a for a in node.args if a is not number]
     if node.target not in _ARITHMETIC or node.kwargs or len(node.args) != 2 or len(beside) != 1:
         return None

@@ -36,6 +36,7 @@ _INSTEAD = (
         "a number that an operation takes is read from a tensor",
         "give the number itself, or index by a tensor of indices",
     ),
+    ("is given a number that changes", "give it a tensor with that number"),
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
     (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),
     ("opaque object was created", "make it once, in __init__"),

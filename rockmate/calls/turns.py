@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from rockmate.calls.look import Look
+from rockmate.planning.ways import way_of
+from solvers import Problem, Schedule, keep_everything
 from solvers.calls import Way
 
 _CLOCK = itertools.count(1)
@@ -67,14 +71,48 @@ class Rough:
         return [self.alone]
 
 
-def fitting(ways: Sequence[Way], budget: int) -> Sequence[Way]:
-    """Those of ``ways`` that take at most ``budget`` bytes; if there is none, the one that takes least."""
-    return [way for way in ways if peak_of(way) <= budget] or [min(ways, key=peak_of)]
-
-
 def peak_of(way: Way) -> int:
     """Bytes at the worst moment of its two phases."""
     return max(way.forward, way.backward)
+
+
+Found = TypeVar("Found")
+
+
+class FoundWays(ABC, Generic[Found]):
+    """Ways of a call that has a plan, ``schedule``, and others that are found when they are asked for: see ``Ways``.
+
+    ``problem``, ``beside``, ``waits``: see ``way_of``. ``found``: what runs in each other way.
+    """
+
+    rough = False
+
+    def __init__(self, problem: Problem, schedule: Schedule, beside: int, waits: int) -> None:
+        self.problem, self.schedule, self.beside, self.waits = problem, schedule, beside, waits
+        self.found: dict[Way, Found] = {}
+        self._asked: set[tuple[int, bool]] = set()
+
+    @cached_property
+    def alone(self) -> Way:
+        """As in ``Ways``."""
+        return way_of(self.problem, self.schedule, self.beside, self.waits)
+
+    @cached_property
+    def eager(self) -> Way:
+        """As in ``Ways``."""
+        return way_of(self.problem, keep_everything(self.problem), self.beside, self.waits)
+
+    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
+        """As in ``Ways``."""
+        if (budget, tight) not in self._asked:
+            self.found.update(self.look_for(budget, tight))
+            self._asked.add((budget, tight))
+        ways = [self.alone, *self.found]
+        return [way for way in ways if peak_of(way) <= budget] or [min(ways, key=peak_of)]
+
+    @abstractmethod
+    def look_for(self, budget: int, tight: bool) -> dict[Way, Found]:
+        """Other ways, with what runs in them; see ``Ways.within``."""
 
 
 class Turn:

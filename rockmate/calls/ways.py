@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 
 from rockmate.calls.runnable import Runnable, program_of
-from rockmate.calls.turns import fitting
-from rockmate.planning.ways import way_of, ways_of
+from rockmate.calls.turns import FoundWays
+from rockmate.planning.ways import ways_of
 from rockmate.progress import Progress
-from solvers import ChainPlan, keep_everything, walk
+from solvers import ChainPlan, walk
 from solvers.calls import Way
 from solvers.interrupts import Heeded
 
@@ -29,50 +27,33 @@ def waits_of(runnable: Runnable) -> int:
     return 0 if runnable.observer is None else runnable.observer.waits
 
 
-class PlannedWays:
-    """Those of ``runnable``: see ``rockmate.calls.steps.Ways``. ``progress``: as for ``Rockmate``."""
-
-    rough = False
+class PlannedWays(FoundWays[ChainPlan]):
+    """Those of ``runnable``. ``progress``: as for ``Rockmate``."""
 
     def __init__(self, runnable: Runnable, owner: object, progress: bool | None) -> None:
+        planner = runnable.planner
+        room = planner.room  # is part of what is reserved
+        waits = max(0, waits_of(runnable) - room.kept - room.scalars)
+        super().__init__(planner.problem, runnable.plan.schedule, planner.reserved, waits)
         self.runnable, self.owner, self.progress, self.seen = runnable, owner, progress, waits_of(runnable)
-        self.call, self.device = runnable.call, runnable.planner.device
-        room = runnable.planner.room  # is part of what is reserved
-        self.waits = max(0, waits_of(runnable) - room.kept - room.scalars)
-        k = runnable.planner.graphs.K
+        self.call, self.device = runnable.call, planner.device
+        k = planner.graphs.K
         self.made = sum(k.s.d.values[v].bytes for v in k.missing)
-        self._asked: set[tuple[int, bool]] = set()
-        self._found: dict[Way, ChainPlan] = {}
         self._placed: dict[Way, Runnable] = {}
 
-    @cached_property
-    def alone(self) -> Way:
-        """As in ``Ways``."""
-        plan, planner = self.runnable.plan, self.runnable.planner
-        return way_of(planner.problem, plan.schedule, planner.reserved, self.waits)
-
-    @cached_property
-    def eager(self) -> Way:
-        """As in ``Ways``."""
-        problem = self.runnable.planner.problem
-        return way_of(problem, keep_everything(problem), self.runnable.planner.reserved, self.waits)
-
-    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
-        """As in ``Ways``."""
+    def look_for(self, budget: int, tight: bool) -> dict[Way, ChainPlan]:
+        """As in ``FoundWays``; none where the plan is from a file."""
         planner = self.runnable.planner
         if planner.saved is not None:
-            return [self.alone]
-        if (budget, tight) not in self._asked:
-            with Heeded(), Progress(self.progress) as planner.report:
-                self._found.update(ways_of(planner, budget, tight, self.waits))
-            self._asked.add((budget, tight))
-        return fitting([self.alone, *self._found], budget)
+            return {}
+        with Heeded(), Progress(self.progress) as planner.report:
+            return ways_of(planner, budget, tight, self.waits)
 
     def placed(self, way: Way) -> Runnable:
         """The plan that runs in this way."""
         if way == self.alone:
             return self.runnable
         if way not in self._placed:
-            plan = self.runnable.planner.described(max(way.forward, way.backward), self._found[way])
+            plan = self.runnable.planner.described(max(way.forward, way.backward), self.found[way])
             self._placed[way] = dataclasses.replace(self.runnable, plan=plan, program=program_of(plan))
         return self._placed[way]
