@@ -88,6 +88,11 @@ class Family:
             self.schedules = [plan.schedule, *self.schedules][:MOST_SCHEDULES]
 
     @cached_property
+    def is_shown(self) -> bool:
+        """Whether the graph shows without data at the sizes at which it ran. Then it does so at others."""
+        return self.shown.graph_is(self.traced.S)
+
+    @cached_property
     def is_traced_without_data(self) -> bool:
         """Whether the program does, and a run shows the rest."""
         return self.shown.program_is(self.traced)

@@ -52,7 +52,7 @@ class PlansOfCalls(CapturedGraph):
         self.last: Runnable | None = None
         self._places: dict[tuple[int, int], Runnable] = {}  # see ``_at_place``
         self._placed: tuple[Runnable, Runnable] | None = None  # a plan, and that for its share of a step's budget
-        self.needs_data = False  # for the program at other sizes
+        self.needs_data = self.needs_a_run = False  # for the program at other sizes, or for its graph
 
     @property
     def ran(self) -> Runnable | None:
@@ -151,15 +151,15 @@ class PlansOfCalls(CapturedGraph):
         Where the graph took a run at one size, it does so at each.
         """
         shown = self.shown()
-        without_a_run = [f for f in known if f.shown.graphs is not None]
-        if without_a_run and (found := resized_in(without_a_run, shown.graph)):
+        found = None if self.needs_a_run else resized_in(known, shown.graph)
+        if found is not None and found[0].is_shown:
             return found
-        found = None
         known = [f for f in known if shown.graph is None or has_operations_of(f.traced.S, shown.graph)]
         if shown.program is not None and known:
             with self.module_ready():
                 found = resized_in(known, shown.graph_of_a_run(self.traced_on(call)))
             if found is not None and found[0].is_traced_without_data:
+                self.needs_a_run = True
                 return found
         self.needs_data = shown.program is None or found is not None
         if self.needs_data:

@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
-from rkgb.graphs import B_graph, D_graph
+from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.pipeline import Graphs
 from rkgb.probe.alike import graphs_without_data
 from rkgb.probe.resize import (
     graph_of_a_run,
     graph_without_data,
+    is_same,
     is_same_program,
     program_without_data,
+    resized,
 )
+from rkgb.probe.skeleton import skeleton
 from rkgb.sample import Call
 from rockmate.calls.captured import Captured
 
@@ -67,3 +70,10 @@ class Shown:
     def program_is(self, graphs: Graphs) -> bool:
         """Whether the program is the one that ran on these sizes."""
         return self.program is not None and is_same_program(self.program, graphs.B, self.device)
+
+    def graph_is(self, s: S_graph) -> bool:
+        """Whether the graph is ``s``, which ran on these sizes, or did not have to."""
+        if self.graphs is not None:
+            return True
+        found = None if self.graph is None else resized(s, skeleton(s), self.graph)
+        return found is not None and is_same(found, s)
