@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import inf
 from typing import Any
@@ -25,11 +24,13 @@ _QUICK = 2**21
 
 
 class Results:
-    """Bytes of the results of a captured program, by the sizes of its arguments."""
+    """How many elements the results of a captured program have, by the sizes of its arguments."""
 
     def __init__(self, program: fx.GraphModule) -> None:
         self._numbers: list[tuple[int, Any]] = []  # positions of arguments that are numbers: what they are called
-        self._sizes: Counter[Any] = Counter()  # by the elements of results with memory of their own: bytes an element
+        self._counts: dict[Any, int] = {}  # different expressions, which numbers of elements follow from: their places
+        self._allocated: list[tuple[int, int]] = []  # of results with memory of their own: the place, bytes an element
+        known: set[int] = set()
         captured = 0  # bytes, at the sizes of the capture
         for k, node in enumerate(program.graph.find_nodes(op="placeholder")):
             example = node.meta.get("example_value")
@@ -37,27 +38,35 @@ class Results:
                 self._numbers.append((k, example.node.expr))
         nodes = [n for graph in graphs_within(program) for n in graph.graph.nodes]
         given = (n.meta.get("example_value") for n in nodes if n.op == "placeholder")
-        known = {_storage(t) for example in given for t in tensors_in(example)}
+        known.update(_storage(t) for example in given for t in tensors_in(example))
         for node in nodes:
             if node.op != "placeholder":
                 for t in tensors_in(node.meta.get("example_value")):
+                    count: Any = t.numel()
+                    expression = count.node.expr if isinstance(count, torch.SymInt) else count
+                    place = self._counts.setdefault(expression, len(self._counts))
                     if _storage(t) not in known:
                         known.add(_storage(t))
-                        count: Any = t.numel()
-                        self._sizes[getattr(getattr(count, "node", None), "expr", count)] += t.dtype.itemsize
                         captured += t.dtype.itemsize * _as_captured(count)
+                        self._allocated.append((place, t.dtype.itemsize))
         self.quick = captured < _QUICK * sum(node.op.startswith("call") for node in nodes)  # to compute
 
-    def rough_bytes(self, arguments: Sequence[Any]) -> float:
-        """Bytes of all results together; infinite where sizes follow from values (x[mask])."""
+    def counts(self, arguments: Sequence[Any]) -> tuple[int, ...] | None:
+        """The different numbers of elements, in the same order for all ``arguments``; None where sizes follow from
+        values (x[mask]).
+        """
         numbers = {expression: int(arguments[k]) for k, expression in self._numbers}
-        total = 0
-        for count, size in self._sizes.items():
-            count = count if isinstance(count, int) else count.xreplace(numbers)
+        found = []
+        for expression in self._counts:
+            count = expression if isinstance(expression, int) else expression.xreplace(numbers)
             if getattr(count, "free_symbols", ()):  # a bare symbol has become a plain number
-                return inf
-            total += int(count) * size
-        return total
+                return None
+            found.append(int(count))
+        return tuple(found)
+
+    def rough_bytes(self, counts: tuple[int, ...] | None) -> float:
+        """Bytes of all results together; infinite where sizes follow from values."""
+        return inf if counts is None else sum(counts[place] * size for place, size in self._allocated)
 
 
 def rough_peak(size: float, arguments: Sequence[Any]) -> float:

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -276,6 +277,12 @@ class Function(torch.nn.Module):
         self.parts = (forward, backward)
         self.dirty = frozenset(marks.get("dirty_idx") or ())
         self.without_gradient = frozenset(marks.get("non_differentiable_idx") or ())
+
+    @cached_property
+    def identity(self) -> Hashable:
+        """Functions with equal ones compute the same."""
+        marks = tuple(sorted(self.dirty)), tuple(sorted(self.without_gradient))
+        return tuple(program_identity(part) for part in self.parts), *marks
 
     def __repr__(self) -> str:
         """Nodes that call functions count as equal where these print alike: but for numbers that tensors are multiplied

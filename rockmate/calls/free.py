@@ -77,12 +77,6 @@ class FreeCalls:
         """Whether a step of such a call was measured, which made as many bytes of gradients."""
         return kind in self.spacious and made <= self.spacious[kind].made
 
-    def bind(self, kind: Hashable) -> None:
-        """Such calls are to be planned."""
-        if len(self.binding) >= MOST_KINDS:
-            self.clear()
-        self.binding.add(kind)
-
     def measured(self) -> list[Rough]:
         """What the calls took that were measured."""
         return [self._rough[kind] for kind in self.spacious if kind in self._rough]

@@ -23,8 +23,8 @@ from rockmate.calls.keys import call_key
 from rockmate.calls.numbers import split
 from rockmate.calls.runnable import Runnable
 from rockmate.calls.shown import Shown
+from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.surroundings import undisturbed
-from rockmate.calls.writes import may_write
 from rockmate.pieces.choice import Choices
 from rockmate.pieces.program import Pieces, with_compiled_pieces
 
@@ -88,6 +88,13 @@ class CapturedGraph:
         key = id(self), call_key(call.leaves, None), self._shared(), self.terms.made
         return key, self.module.missing_among(self.now.inputs)
 
+    def sizeless(self, call: Call) -> Hashable:
+        """The key of calls that differ from this one in sizes at most; whole numbers that it is given are sizes."""
+        numbers = [(k, x) for x, k in zip(call.leaves, self.module.given, strict=True) if type(x) is int]
+        others = [x for x in call.leaves if type(x) is not int]
+        exact = tuple(x for k, x in numbers if k in self.exact)
+        return self.structure, exact, call_key(others, None, sized=False), self._shared()
+
     def _shared(self) -> tuple[int, ...]:
         """Which inputs share memory, where the program may write into some: others may then not be read later."""
         if not self.may_write:
@@ -108,9 +115,25 @@ class CapturedGraph:
         return any(t.requires_grad for t in returned)
 
     @cached_property
+    def computes_unread(self) -> bool:
+        """See ``computes_unread``."""
+        return computes_unread(self.tensors)
+
+    @cached_property
     def results(self) -> Results:
         """Sizes of what the program computes."""
         return Results(self.program)
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """See ``structure_of``."""
+        return structure_of(self.tensors)
+
+    @cached_property
+    def exact(self) -> frozenset[int]:
+        """Positions of inputs of the program of tensors in which a number is no size."""
+        names, inputs = inputs_of_functions(self.tensors), self.tensors.graph.find_nodes(op="placeholder")
+        return frozenset(k for k, node in enumerate(inputs) if node.name in names)
 
     def traced_on(self, call: Call) -> Call:
         """What is traced in the place of ``call``: inputs are leaves, so that a write in place fails, and does not make
