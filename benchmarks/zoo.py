@@ -155,7 +155,7 @@ def _figures(built: Any, row: dict[str, Any], compiled: bool) -> None:
     row["graph_seconds"] = round(time.perf_counter() - start, 1)
     row["followed"] = rk.reason  # why the model is not one graph
     if isinstance(rk.plan, Plan):
-        graphs, row["notes"] = rk._last.planner.graphs, list(rk.plan.notes)
+        graphs = rk._last.planner.graphs
         sizes = [b - a for a, b in graphs.S.blocks]
         row.update(operations=len(graphs.D.nodes), nodes=len(graphs.S.nodes), blocks=len(sizes), largest=max(sizes))
         row["classes"] = len(set(graphs.classes))

@@ -132,8 +132,8 @@ def _is_trained(x: Any) -> bool:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """Of the parameter of this type."""
-    return str(dtype).rpartition(".")[2]
+    """Of the parameter of this type; modules have methods that are called as types are."""
+    return f"of_{str(dtype).rpartition('.')[2]}"
 
 
 def _is_whole(like: Like, size: int, others: Sequence[Like]) -> bool:

@@ -18,6 +18,10 @@ NO_REPLICAS = (
 class OwnCall:
     """What stands in the place of a module's calls, and is no compiled code."""
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a model that holds its own handle have None there."""
+        return type(None), ()
+
 
 class PlainState:
     """The state of a module without what stands in the place of its calls, for copies and pickles.
