@@ -220,7 +220,7 @@ class S_graph(Displayed):
         return next((op for op in ops if op.label == self.nodes[i].label), ops[0])
 
     def __str__(self) -> str:
-        """The graph as text, which ``tests/text_of_S.py`` reads back."""
+        """The graph as text, which ``rkgb.Stools.parse_S`` reads back."""
         return "\n".join(_text_of_S(self))
 
 

@@ -7,7 +7,6 @@ from textwrap import dedent
 import pytest
 import torch
 from models import ZOO, case
-from text_of_S import TextError, parse_S
 from torch import nn
 
 from rkgb import Atools
@@ -15,7 +14,7 @@ from rkgb.cost.measure import Cost
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_graph, S_to_K
 from rkgb.pipeline import make_S
-from rkgb.Stools import cut
+from rkgb.Stools import TextError, cut, parse_S
 
 
 def read(text: str) -> S_graph:
