@@ -11,7 +11,7 @@ from rkgb.trace.meta import without_data
 from rkgb.trace.quick import QuickRules
 
 ATEN = torch.ops.aten
-X, W, V = torch.randn(3, 4, 5), torch.randn(4, 6), torch.randn(5)
+X, W, V, C = torch.randn(3, 4, 5), torch.randn(4, 6), torch.randn(5), torch.ones(4)
 ROWS, TURNED, LONE = torch.randn(3, 4, 1), torch.randn(5, 4, 3).permute(2, 1, 0), torch.randn(3, 1, 5)
 BY_TWO = ATEN.add.Tensor, ATEN.mul.Tensor, ATEN.div.Tensor
 OF_ONE = ATEN.relu.default, ATEN.gelu.default, ATEN.rsqrt.default
@@ -24,6 +24,8 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     *((ATEN.pow.Tensor_Scalar, (x, 2)) for x in (X, TURNED)),
     *((ATEN.native_layer_norm.default, (x, [5], V, V, 1e-5)) for x in (X, TURNED, LONE)),
     (ATEN.native_layer_norm.default, (X, [4, 5], None, None, 1e-5)),
+    (ATEN.native_batch_norm.default, (X, *4 * (C,), True, 0.1, 1e-5)),
+    (ATEN.native_batch_norm.default, (X, *4 * (None,), True, 0.1, 1e-5)),
     (ATEN.mm.default, (W.T, W)),
     (ATEN.addmm.default, (torch.randn(6), torch.randn(3, 4), W)),
     (ATEN.addmm.default, (torch.randn(3, 6), torch.randn(3, 4), W)),

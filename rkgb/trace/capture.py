@@ -35,7 +35,7 @@ from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
 from rkgb.trace.guards import shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
 from rkgb.trace.meta import OnMeta
-from rkgb.trace.recurrent import CastWeights
+from rkgb.trace.recurrent import RECURRENT, CastWeights
 from rkgb.trace.respelled import Respelled, respelled
 from rkgb.trace.written import Written
 from rkgb.trees import map_tensors, tensors_in
@@ -271,7 +271,8 @@ class Recorder(TorchFunctionMode):
         uses = [*map(_uses, traced)]
         try:
             with scoped(tracing, self.scope(generator)):
-                result = self.call(func, self.cast_weights(func, args, current_mode()), kwargs)
+                given = self.cast_weights(args, current_mode()) if func in RECURRENT else args
+                result = self.call(func, given, kwargs)
         finally:  # it may have written before it failed
             with untraced(tracing):
                 self.written.after(name, copies)

@@ -8,7 +8,7 @@ import torch
 
 from rkgb.nodes import Mode
 
-_RECURRENT = frozenset({torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu})
+RECURRENT = frozenset({torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu})
 
 
 class CastWeights:
@@ -21,9 +21,9 @@ class CastWeights:
     def __init__(self) -> None:
         self._made: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}  # by ``id``; it is held
 
-    def __call__(self, func: Any, args: tuple[Any, ...], mode: Mode) -> tuple[Any, ...]:
-        """``args`` of the call of ``func``, its weights cast where autocast would keep what it casts."""
-        if func not in _RECURRENT or not (mode.autocast and mode.grad and torch.is_autocast_cache_enabled()):
+    def __call__(self, args: tuple[Any, ...], mode: Mode) -> tuple[Any, ...]:
+        """``args`` of a call of one of ``RECURRENT``, its weights cast where autocast would keep what it casts."""
+        if not (mode.autocast and mode.grad and torch.is_autocast_cache_enabled()):
             return args
         at = max(k for k, a in enumerate(args) if isinstance(a, (list, tuple)))  # the states of an LSTM come before
         weights = [self._cast(w, dict(mode.autocast).get(w.device.type)) for w in args[at]]

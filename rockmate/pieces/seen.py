@@ -115,7 +115,7 @@ class _Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.light, self.work, self.draws = True, 0, False
-        self.made: list[torch.Tensor] = []
+        self._made: set[int] = set()  # memory that was not there before the node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -125,8 +125,8 @@ class _Operators(TorchDispatchMode):
             self.work += not all(has_memory(t) and storage_key(t) in given for t in tensors_in(result))
             self.light &= _is_lowered(func) and not _selects(func, (args, kwargs), result)
             statistics = _statistics(func, args)
-            self.light &= statistics is None or any(statistics is t for t in self.made)
-            self.made += tensors_in(result)
+            self.light &= statistics is None or storage_key(statistics) in self._made
+            self._made.update({storage_key(t) for t in tensors_in(result) if has_memory(t)} - given)
         return result
 
 

@@ -22,10 +22,10 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
     """
     k = graphs.K
     beside, beside_warm = _beside_a_rerun(graphs) if costs == "measured" else (0, 0)
-    kernels, kept = kernels_of(k), clocks_without_reruns(k)
-    if kernels is not None and kept is not None and kept.host > kept.device:
+    kept = clocks_without_reruns(k)
+    if kept is not None and kept.host > kept.device:
         k = _with_times_of_the_host(k)
-        beside = beside_warm = kernels.again
+        beside = beside_warm = _again()
     backward = sum(n.backward.time for n in k.nodes if n.backward)
     left = max(0.0, 1 - beside * sum(n.rerun for n in k.nodes) / backward) if backward else 1.0
     nodes = tuple(
@@ -65,7 +65,12 @@ def kernels_of(k: K_graph) -> Kernels | None:
         return None
     forward = tuple((n.launch, n.time) for n in k.nodes)
     backward = tuple((n.backward.launch, n.backward.time) if n.backward else (0, 0) for n in k.nodes)
-    return Kernels(forward, backward, Cpu().beside_a_rerun(0))
+    return Kernels(forward, backward, _again())
+
+
+def _again() -> int:
+    """Nanoseconds of the host for each node that runs again, beside its launch."""
+    return Cpu().beside_a_rerun(0)
 
 
 def clocks_of(k: K_graph, schedule: Schedule) -> Clocks | None:
