@@ -32,6 +32,7 @@ from rockmate.calls.effects import check_checkpoints, check_effects, graphs_with
 from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.numbers import is_number
+from rockmate.calls.recurrent import RECURRENT, know_sizes_of_recurrent_layers
 from rockmate.calls.surroundings import (
     as_eager,
     keep_draws_of_other_threads,
@@ -86,6 +87,7 @@ class Capture:
             explain_in_any_case()
             capture_under_settings()
             see_what_is_not_guarded()
+            know_sizes_of_recurrent_layers()
             self._settings, self._asking = settings(), modules_that_ask()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
         hide_own_warnings()
@@ -239,11 +241,8 @@ def _recurrent_in_autocast(program: fx.GraphModule) -> Iterator[fx.Node]:
                 entered += [True] if node.args[2] else []
             elif name == "_exit_autocast":
                 casts.pop()
-            elif name in _RECURRENT and casts and casts[-1]:
+            elif name in RECURRENT and casts and casts[-1]:
                 yield node
-
-
-_RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 
 
 def check_values(program: fx.GraphModule) -> None:

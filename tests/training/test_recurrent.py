@@ -91,6 +91,27 @@ def test_a_followed_layer_trains_as_eager(kind: type[nn.Module], way: str) -> No
     assert handle.reason and handle.plan is not None and handle.plan.recomputed
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_one_capture_serves_all_lengths(kind: type[nn.Module], autocast: bool) -> None:
+    """The first one is of its length, the second one of any."""
+    torch.manual_seed(0)
+    eager = Sequence(kind, "captured", both=True, drop=0.1, layers=2)
+    model = copy.deepcopy(eager)
+    handle = attach(model, "2.5 MiB", costs="flops", cache=False)
+    capture, captured = handle._capture, []
+    made, capture.captured = capture.captured, lambda program: captured.append(program) or made(program)  # type: ignore
+    for k, length in enumerate([40, 9, 20, 5, 31, 40, 12]):
+        found: list[Any] = []
+        for m in (eager, model):
+            torch.manual_seed(k)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                step(m, randn(4, length, 24, seed=k))
+            found.append(snapshot(m))
+        assert_same(*found)
+    assert not handle.reason and len(captured) == 2
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_layers_in_both_directions_with_dropout(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
