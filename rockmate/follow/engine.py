@@ -127,8 +127,12 @@ class Followed:
         except BaseException:
             self.front.terms.steps.undo(turn)
             raise
+        outputs = [t for t in tensors_of(result) if t.grad_fn is not None]
         if look is not None:
-            look.arrives = sum(t.nbytes for t in tensors_of(result) if t.grad_fn is not None)
+            look.arrives = sum(t.nbytes for t in outputs)
+        for t in () if tape.slots else outputs:  # hooks of forward's own save all, or nothing is saved
+            assert t.grad_fn is not None
+            t.grad_fn.register_prehook(tape.arrive)
         tape.begins = partial(self._begins, turn, look, UseOfOutputs(tape, partial(self._note_use, kind)))
         turn.held_by(tape)
         if unchecked.found:  # the next step runs without, and is the one to plan
@@ -148,6 +152,8 @@ class Followed:
     def _begins(turn: Turn, look: Look | None, use: UseOfOutputs, tape: Tape) -> None:
         """A backward comes to the call."""
         turn.begin(look)
+        if look is not None:
+            look.reach()
         use.begin(tape)
 
     def _note_use(self, kind: CallKind, tape: Tape, use: Use) -> None:
