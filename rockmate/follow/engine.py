@@ -21,14 +21,14 @@ from rkgb.trees import tensors_of
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.keys import call_key
-from rockmate.calls.look import Look, abandoned
+from rockmate.calls.look import abandoned
 from rockmate.calls.surroundings import INSTEAD, warn_unplanned
 from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of
 from rockmate.follow.known import CallKind, Known
-from rockmate.follow.observed import Observed, pack_of, place_of_caller
+from rockmate.follow.observed import FollowedLook, Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, eager_peak_of, frontier_of
 from rockmate.follow.planned import Planned
@@ -149,7 +149,7 @@ class Followed:
         return result
 
     @staticmethod
-    def _begins(turn: Turn, look: Look | None, use: UseOfOutputs, tape: Tape) -> None:
+    def _begins(turn: Turn, look: FollowedLook | None, use: UseOfOutputs, tape: Tape) -> None:
         """A backward comes to the call."""
         turn.begin(look)
         if look is not None:

@@ -413,3 +413,16 @@ def test_a_step_of_which_hooks_of_its_own_save_all_is_observed(door: str) -> Non
     assert measure_peak(lambda: loss_of(call(X)).backward(), "cpu") == handle.plan.predicted_peak
     with pytest.raises(rockmate.InfeasibleBudgetError, match="What sets it is the loss and the backward"):
         handle.budget = "75%"
+
+
+class ReturnsALeafsSum(Layers):
+    def forward(self, x: torch.Tensor) -> Any:
+        self.leaf = torch.zeros(64).requires_grad_()
+        return super().forward(x + self.leaf)
+
+
+def test_the_reason_of_leaves_made_inside_says_what_to_write_instead() -> None:
+    model = made(ReturnsALeafsSum)
+    handle = rockmate.attach(model, "100%", cache=False)
+    loss_of(model(X)).backward()
+    assert "requires_grad_(): make that tensor outside of forward" in handle.reason
