@@ -39,6 +39,7 @@ _INSTEAD = (
     ("is given a number that changes", "give it a tensor with that number"),
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
     (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),
+    ("intermediate with requires_grad_()", "make that tensor outside of forward, and give it as an argument"),
     ("opaque object was created", "make it once, in __init__"),
     ("a hook is registered on a tensor", "register it on the output of a submodule, or compute what it does"),
     ("would be computed by torch", "compute it with torch, or outside of forward"),
