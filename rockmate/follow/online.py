@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from rkgb.warn import warn
 from rockmate.calls.surroundings import graph_is_retained
+from rockmate.errors import BudgetWarning
 from rockmate.follow.record import Datum, Slot
 from rockmate.follow.tape import Policy, Tape
 
@@ -30,6 +32,7 @@ class Online:
         self.limit, self.share, self.left = limit, share, left
         self.saved = 0  # bytes of data that autograd would keep
         self.held = 0  # bytes of data that are held, at most
+        self.exceeds = False  # whether it was said that a step may exceed the budget
 
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""
@@ -99,8 +102,17 @@ class Online:
                 excess = self.held - most
         else:
             return
-        if excess > 0:
-            self.held -= evict(tape, excess + most // SLACK)
+        if excess <= 0:
+            return
+        freed = evict(tape, excess + most // SLACK)
+        self.held -= freed
+        if self.left and freed < excess and not self.exceeds:
+            self.exceeds = True
+            warn(
+                "forward computes something else than it was planned for, and what it holds cannot be computed again: "
+                "such a step may exceed the budget. Give a larger one, or let forward compute the same in every step.",
+                BudgetWarning,
+            )
 
 
 def evict(tape: Tape, wanted: int) -> int:
