@@ -1089,7 +1089,8 @@ def test_what_no_plan_fits_is_told_with_the_name_of_the_model(make: type[torch.n
 def test_what_others_make_of_an_attached_model_is_of_the_plain_one() -> None:
     model = made(Net)
     attach(model, "1 GiB", sample=X, costs="flops")
-    wanted = made(Net)(X)
+    model.eval()
+    wanted = made(Net).eval()(X)
     exported = torch.export.export(model, (X,)).module()
     for other in (torch.jit.trace(model, X), torch.fx.symbolic_trace(model), exported):
         assert_same([wanted], [other(X)])
