@@ -28,6 +28,9 @@ _HOW = (
     "left for a step"
 )
 
+UNLIMITED = 2**60
+"""Bytes in which every step fits as it is."""
+
 FEWEST = 300
 """Numbers below are no bytes but GiB that somebody has counted: no step has so few bytes, and no GPU more GiB."""
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from rkgb.sample import Call
 from rkgb.trace.capture import current_mode
-from rockmate.budget import show_bytes
+from rockmate.budget import UNLIMITED, show_bytes
 from rockmate.calls.masks import without_padding
 from rockmate.calls.numbers import NUMBER
 from rockmate.planning.kept import LOADED
@@ -88,9 +88,10 @@ def _short(dtype: torch.dtype) -> str:
 
 def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, before: tuple[str, ...] | None) -> str:
     """What is said of plan ``number`` of the model ``what``. ``before``: the call that the plan before is for."""
+    budget = "no budget" if plan.budget == UNLIMITED else f"budget {show_bytes(plan.budget)}"
     line = (
         f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {', '.join(call)}: "
-        f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
+        f"predicted peak {show_bytes(plan.predicted_peak)}, {budget}, "
         f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
     )
     if before is not None:

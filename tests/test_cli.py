@@ -267,7 +267,9 @@ def test_no_plan_fits(run: Run) -> None:
     done = run("plan", "model.py:make", "--budget", "1 KiB", "--costs", "flops", "--json")
     assert done.code == 1
     assert done.values["error"]["type"] == "InfeasibleBudgetError"
-    assert done.err.startswith("Error: no plan fits a budget of 1.00 KiB: the smallest that can be planned is ")
+    assert done.err.startswith(
+        "Error: Sequential: no plan fits a budget of 1.00 KiB: the smallest that can be planned is "
+    )
 
 
 def test_where_no_plan_fits_a_share_that_would_do_is_said(run: Run) -> None:

@@ -71,10 +71,12 @@ class OnDevice(Front):
         return super().device(itertools.chain(own, others))
 
     def explained(self, error: InfeasibleBudgetError, auto: bool) -> InfeasibleBudgetError:
-        """``error``, without its frames. With the budget "auto", it says where the memory of the device goes."""
+        """``error`` with the model's name, without its frames. With the budget "auto", it says where the memory of the
+        device goes.
+        """
+        said = f"{self.name}: {error}"
         if auto:
             self.terms.ask_device()
             table = self._memory(StepBytes(error.min_budget, made=self.terms.rest(self.device()).missing))
             said = f"{self.name} cannot be trained on this device, whatever runs again:\n\n{table}\n\n{error}"
-            error = InfeasibleBudgetError(said, error.min_budget)
-        return error.with_traceback(None)
+        return InfeasibleBudgetError(said, error.min_budget)

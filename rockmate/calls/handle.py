@@ -12,7 +12,7 @@ import torch
 
 from rkgb.sample import Call
 from rkgb.warn import warn_once
-from rockmate.budget import Budget, parse_budget, show_bytes
+from rockmate.budget import UNLIMITED, Budget, parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.device import OnDevice
 from rockmate.calls.free import FreeCalls
@@ -39,9 +39,6 @@ from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
 from rockmate.planning.wrappers import take_call
 from solvers import Frontier
-
-UNLIMITED = 2**60
-"""Bytes in which every step fits as it is."""
 
 
 class Handle(OnDevice):

@@ -186,7 +186,8 @@ class PlansOfCalls(CapturedGraph):
             with self.terms.settling(planner) as budget:
                 return carried_runnable(planner, budget, like)
         except InfeasibleBudgetError as error:
-            return carried_runnable(_with_auto_solver(planner), self.terms.least_instead(error, planner), like)
+            least = self.terms.least_instead(error, planner, self.front.name)
+            return carried_runnable(_with_auto_solver(planner), least, like)
 
     def _first(self, planners: list[Planner], observer: Observer | None = None) -> Runnable:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory.
@@ -200,7 +201,7 @@ class PlansOfCalls(CapturedGraph):
                 return make_first(planners, budget, observer)
         except InfeasibleBudgetError as error:
             supposed = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
-            least = self.terms.least_instead(error, planner, until_seen=supposed)
+            least = self.terms.least_instead(error, planner, self.front.name, until_seen=supposed)
             return make_runnable(_with_auto_solver(planner), least, observer)
 
     def set_budget(self, budget: Budget) -> None:

@@ -83,9 +83,12 @@ class Terms:
         if asked.share is not None and isinstance(self.budget, int):
             self.settled, self.budget = (asked, peak), int(peak * asked.share)
 
-    def least_instead(self, error: InfeasibleBudgetError, planner: Planner, *, until_seen: bool = False) -> int:
+    def least_instead(
+        self, error: InfeasibleBudgetError, planner: Planner, name: str, *, until_seen: bool = False
+    ) -> int:
         """The bytes of the plan of least memory, with a warning, if that one is to run where no plan of ``planner``
-        fits the budget; else raises ``error``. ``until_seen``: it may run until a step shows what the loss reads.
+        fits the budget; else raises ``error``. ``name``: of the model. ``until_seen``: it may run until a step shows
+        what the loss reads.
         """
         asked, peak = self.settled or (Budget(), 0)
         if asked.share is not None and planner.eager_peak > peak:
@@ -99,7 +102,7 @@ class Terms:
         elif not self.least:
             raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
         with self.settling(planner):
-            return least_instead(error)
+            return least_instead(error, name)
 
     def bytes_known(self, device: torch.device) -> int | None:
         """The budget in bytes, if that does not depend on the model."""
@@ -162,9 +165,9 @@ _SUPPOSED = (
 )
 
 
-def least_instead(error: InfeasibleBudgetError) -> int:
-    """The bytes of the plan of least memory, with a warning that it runs."""
-    warn(f"{error} The plan of least memory runs instead.", BudgetWarning)
+def least_instead(error: InfeasibleBudgetError, name: str) -> int:
+    """The bytes of the plan of least memory of the model ``name``, with a warning that it runs."""
+    warn(f"{name}: {error} The plan of least memory runs instead.", BudgetWarning)
     return error.min_budget
 
 

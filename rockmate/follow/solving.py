@@ -57,7 +57,7 @@ class Solving:
                 message = self._infeasible(budget, least, error.at, known)
                 if terms.least:
                     found = fastest_of_least(problem, terms.options, report)
-                    least_instead(InfeasibleBudgetError(message, least))
+                    least_instead(InfeasibleBudgetError(message, least), self.front.name)
                 else:
                     found = find_least(problem, report)
                     known.problem = message, least

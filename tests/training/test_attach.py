@@ -1051,3 +1051,46 @@ def test_the_backend_of_torch_compile() -> None:
     assert_same(b, a)
     with pytest.raises(Exception, match="budget"):
         torch.compile(made(Net), backend="rockmate")(X)
+
+
+def test_the_line_of_a_plan_without_a_budget_names_none(caplog: pytest.LogCaptureFixture) -> None:
+    """The frontier of a call that needed no plan is of one that was made apart."""
+    model = made(Net)
+    handle = attach(model, "1 GiB", costs="flops")
+    model(BATCHES[0]).sum().backward()
+    with caplog.at_level("INFO", "rockmate"):
+        handle.frontier()
+    assert "no budget, " in caplog.text and "GiB, 0.0 %" not in caplog.text
+
+
+class Decides(Net):
+    """Followed: Python decides by a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > -1e9 else -x)
+
+
+@pytest.mark.parametrize("make", [Net, Decides], ids=["captured", "followed"])
+def test_what_no_plan_fits_is_told_with_the_name_of_the_model(make: type[torch.nn.Module]) -> None:
+    """Of several attached models, it is this one."""
+    model = made(make)
+    attach(model, "1 KiB", costs="flops")
+    with pytest.raises(InfeasibleBudgetError, match=f"^{make.__name__}: no plan fits a budget"):
+        for _ in range(3):
+            model(BATCHES[0]).sum().backward()
+    model = made(make)
+    attach(model, "1 KiB", costs="flops", on_infeasible="least")
+    with pytest.warns(BudgetWarning, match=f"^{make.__name__}: no plan fits a budget"):
+        for _ in range(3):
+            model(BATCHES[0]).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_what_others_make_of_an_attached_model_is_of_the_plain_one() -> None:
+    model = made(Net)
+    attach(model, "1 GiB", sample=X, costs="flops")
+    model.eval()
+    wanted = made(Net).eval()(X)
+    exported = torch.export.export(model, (X,)).module()
+    for other in (torch.jit.trace(model, X), torch.fx.symbolic_trace(model), exported):
+        assert_same([wanted], [other(X)])
