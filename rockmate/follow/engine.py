@@ -40,6 +40,7 @@ from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.watch import Watch
 from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
+from rockmate.planning.plan import line_of_call
 from rockmate.progress import Progress
 from rockmate.tell import LOG, MANY, costly, names_of
 from solvers import Frontier
@@ -304,7 +305,7 @@ class Followed:
     def _say_plan(self, plan: FollowedPlan) -> None:
         self._made += 1
         self._say(
-            f"planned a followed step for {', '.join(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
+            f"planned a followed step for {line_of_call(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
             f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
             + (f". This is plan {self._made}: {_FEWER}" if self._made >= MANY else "")
