@@ -685,6 +685,53 @@ def test_other_sizes_carry_the_schedules_over() -> None:
     assert_same([*train(model)], [*train(eager)])
 
 
+def test_a_size_that_came_often_is_planned_for_once() -> None:
+    model = ready("70%")
+    plans = []
+    for x in batches(14, 480):
+        one(model, x)
+        plans.append(attached(model).plan)  # type: ignore[union-attr]
+        model.zero_grad()
+    assert plans[10] is not plans[2]
+    assert plans[10:] == [plans[10]] * 4
+
+
+class Annealed(nn.Module):
+    """Layers that Python looks into; a number scales them, another one says how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.name = nn.ModuleList(Layer() for _ in range(6)), ""
+
+    def forward(self, x: torch.Tensor, scale: float, name: str, count: int = 6) -> torch.Tensor:
+        self.name = name
+        for layer in self.layers[:count]:
+            x = layer(x) * scale
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return x
+
+
+def test_numbers_that_change_what_is_computed_in_no_way_make_no_plans() -> None:
+    """Nor do texts. One that does is told from the others."""
+
+    def train(model: nn.Module) -> Iterator[Any]:
+        seeded()
+        for k, x in enumerate(batches(12)):
+            loss = model(x, 1 + k / 8, f"batch {k}", 6 if k < 8 else 4).square().mean()
+            loss.backward()
+            yield loss
+        yield from snapshot(model)
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Annealed())
+    handle = attach(models[0], "70%", costs="flops")
+    assert_same([*train(models[0])], [*train(models[1])])
+    assert len(handle.plans) < 6
+    assert handle.plan is not None
+
+
 class Forces(nn.Module):
     """Energies, and forces by a backward inside forward."""
 
