@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, attach, attached, measure_peak
 from rockmate.calls.look import MOST_CALLS
+from rockmate.calls.reasons import reason_of
 from rockmate.follow.plan import FollowedPlan
 
 WIDTH = 32
@@ -730,6 +731,12 @@ def test_numbers_that_change_what_is_computed_in_no_way_make_no_plans() -> None:
     assert_same([*train(models[0])], [*train(models[1])])
     assert len(handle.plans) < 6
     assert handle.plan is not None
+
+
+def test_the_reason_after_too_many_captures_says_what_to_do() -> None:
+    said = reason_of(torch._dynamo.exc.FailOnRecompileLimitHit("Hard failure due to fullgraph=True"))
+    assert said.startswith("it was captured too often")
+    assert said.endswith("keep that in a tensor (a buffer), or outside of the model")
 
 
 class Forces(nn.Module):
