@@ -65,7 +65,7 @@ def reason_of(error: Exception) -> str:
     error = getattr(error, "inner_exception", error)  # what the backend raised
     text = str(error)
     what = next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), type(error).__name__)
-    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+    if what == "Hard failure due to fullgraph=True":  # TorchDynamo's recompile_limit
         what = _TOO_OFTEN
     context = text.partition("Developer debug context:")[2].partition("\n")[0]
     called = _CALLED.search(text) or _GIVEN.search(context)
