@@ -15,7 +15,7 @@ from rockmate.budget import UNLIMITED, show_bytes
 from rockmate.calls.masks import without_padding
 from rockmate.calls.numbers import NUMBER
 from rockmate.planning.kept import LOADED
-from rockmate.planning.plan import Plan
+from rockmate.planning.plan import Plan, line_of_call, some_of
 
 LOG = logging.getLogger("rockmate")
 
@@ -90,7 +90,7 @@ def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, befo
     """What is said of plan ``number`` of the model ``what``. ``before``: the call that the plan before is for."""
     budget = "no budget" if plan.budget == UNLIMITED else f"budget {show_bytes(plan.budget)}"
     line = (
-        f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {', '.join(call)}: "
+        f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {line_of_call(call)}: "
         f"predicted peak {show_bytes(plan.predicted_peak)}, {budget}, "
         f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
     )
@@ -121,5 +121,5 @@ def _difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     changed += [f"{words}, not there before" for k, words in new.items() if k not in old]
     changed += [f"no {k}" for k in old if k not in new]
     if changed:
-        return "new: " + ", ".join(changed)
+        return "new: " + ", ".join(some_of(changed))
     return "new: something in the module's Python, or gradients, differs"

@@ -26,7 +26,7 @@ from rockmate.budget import show_bytes
 from rockmate.demo.gpt import GPT
 from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.fates import fates
-from rockmate.planning.plan import MOST_INPUTS, Plan, facts_of_call
+from rockmate.planning.plan import MOST_INPUTS, Plan, facts_of_call, line_of_call
 from rockmate.planning.report import MOST_LINES, BlockChoice, block_choices, block_table
 from rockmate.progress import Progress
 from rockmate.tell import planned_line
@@ -223,6 +223,9 @@ def test_many_inputs_are_left_out() -> None:
     assert [name for name, _ in facts] == ["inputs", *[""] * MOST_INPUTS, "mode"]
     assert facts[MOST_INPUTS] == ("", "… and 3 more, which plan.call has")
     assert facts_of_call(("float32[4]",)) == [("inputs", "float32[4]")]
+    assert line_of_call((*(f"x{k} int64[]" for k in range(5)), "eval", "autocast bfloat16")) == (
+        "x0 int64[], x1 int64[], x2 int64[], x3 int64[], … and 1 more, eval, autocast bfloat16"
+    )
 
 
 # --------------------------------------------------------------------------------------------- notebooks

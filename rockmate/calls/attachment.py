@@ -286,7 +286,7 @@ class Attachment(Handle, OwnCall):
                 return f"{given[-1].name}[{at - len(given) + 1}]{match[2]}"
             if match and at < len(given):
                 return given[at].name + match[2]
-            return name.removeprefix("kwargs.").removeprefix("model.")
+            return re.sub(r"\b_(modules|parameters|buffers)\.", "", name.removeprefix("kwargs.").removeprefix("model."))
 
         return described([name_of(name) for name in names], values, model.training)
 

@@ -20,6 +20,7 @@ from rockmate.calls.step_look import WholeLook
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
 from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import BudgetWarning
+from rockmate.planning.plan import line_of_call
 from rockmate.tell import LOG
 from solvers.calls import Way
 
@@ -120,7 +121,7 @@ class FreeCalls:
                 LOG.log(
                     logging.DEBUG if self.spacious else logging.INFO,
                     "%s needs no plan for %s: a step took %s of %s",
-                    *(self.front.name, ", ".join(rough.call), show_bytes(peak), show_bytes(budget)),
+                    *(self.front.name, line_of_call(rough.call), show_bytes(peak), show_bytes(budget)),
                 )
                 most = max(peak, self.spacious[kind].peak) if kind in self.spacious else peak
                 self.spacious[kind] = Spacious(rough.call, rough.made, most)

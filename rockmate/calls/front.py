@@ -20,7 +20,7 @@ from rockmate.follow.plan import FollowedPlan
 from rockmate.pieces.piece import Piece
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.finder import CARRIED
-from rockmate.planning.plan import Plan
+from rockmate.planning.plan import Plan, line_of_call
 from rockmate.tell import LOG, costly, described, planned_line
 from solvers import Frontier
 
@@ -148,7 +148,7 @@ class Front:
             LOG.log(
                 logging.INFO if sum(seconds.values()) > LONG else logging.DEBUG,
                 "%s: the plan is carried over in %.1f s to %s%s",
-                *(self.name, sum(seconds.values()), ", ".join(runnable.call)),
+                *(self.name, sum(seconds.values()), line_of_call(runnable.call)),
                 f", of which its capture took {seconds['capture']:.1f} s" if "capture" in seconds else "",
             )
         else:
@@ -214,6 +214,6 @@ class Front:
             LOG.info(
                 "%s: measured and planned anew in %.1f s for %s, whose steps had run nodes again for as long: %.1f %% "
                 "more time",
-                *(self.name, sum(new.plan.setup_seconds.values()), ", ".join(runnable.call)),
+                *(self.name, sum(new.plan.setup_seconds.values()), line_of_call(runnable.call)),
                 100 * new.plan.predicted_overhead,
             )

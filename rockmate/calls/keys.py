@@ -32,11 +32,10 @@ def _value(x: Any) -> tuple[Hashable, ...]:
     return (x, math.copysign(1, x)) if type(x) is float and not x else (x,)
 
 
-def _described(x: Any, sized: bool) -> tuple[Hashable, ...]:
-    if type(x) is int and not sized:
-        return (int,)
+def _described(x: Any, sized: bool, valued: bool) -> tuple[Hashable, ...]:
     if not isinstance(x, torch.Tensor):
-        return (type(x), *_value(x))
+        free = (type(x) is int and not sized) or (type(x) in (int, float, str) and not valued)
+        return (type(x), *(() if free else _value(x)))
     if x.layout != torch.strided:
         lies: Hashable = x.layout
     else:
@@ -44,9 +43,11 @@ def _described(x: Any, sized: bool) -> tuple[Hashable, ...]:
     return tuple(x.shape) if sized else x.dim(), lies, x.dtype, x.device, x.requires_grad
 
 
-def call_key(leaves: list[Any], spec: Any, sized: bool = True) -> Hashable:
-    """Calls of a pure program with equal keys run the same graph; if not ``sized``, perhaps at other sizes."""
-    return spec, tuple(_described(x, sized) for x in leaves), in_force()
+def call_key(leaves: list[Any], spec: Any, sized: bool = True, valued: bool = True) -> Hashable:
+    """Calls of a pure program with equal keys run the same graph; if not ``sized``, perhaps at other sizes, and if not
+    ``valued``, perhaps with other numbers and texts.
+    """
+    return spec, tuple(_described(x, sized, valued) for x in leaves), in_force()
 
 
 def in_force() -> Hashable:

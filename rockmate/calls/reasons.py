@@ -12,6 +12,8 @@ from rkgb.trace.lines import named_line
 
 _BY_VALUES = "Python decides, or counts, by values in a tensor"
 
+_TOO_OFTEN = "it was captured too often, as something that its Python reads changes from call to call"
+
 _MOVE = "move it out of forward, in front of the layers or behind them"
 
 _STAY = "leave it there: such a step is planned, and one that takes the derivative outside of forward is not"
@@ -40,6 +42,7 @@ _INSTEAD = (
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
     (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),
     ("intermediate with requires_grad_()", "make that tensor outside of forward, and give it as an argument"),
+    (_TOO_OFTEN, "keep that in a tensor (a buffer), or outside of the model"),
     ("opaque object was created", "make it once, in __init__"),
     ("a hook is registered on a tensor", "register it on the output of a submodule, or compute what it does"),
     ("would be computed by torch", "compute it with torch, or outside of forward"),
@@ -63,6 +66,8 @@ def reason_of(error: Exception) -> str:
     error = getattr(error, "inner_exception", error)  # what the backend raised
     text = str(error)
     what = next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), type(error).__name__)
+    if what == "Hard failure due to fullgraph=True":  # TorchDynamo's recompile_limit
+        what = _TOO_OFTEN
     context = text.partition("Developer debug context:")[2].partition("\n")[0]
     called = _CALLED.search(text) or _GIVEN.search(context)
     if called is not None and called[1] not in what:

@@ -21,6 +21,7 @@ from rockmate.calls.look import Look
 from rockmate.calls.turns import Rough, Turn, Ways, peak_of
 from rockmate.calls.whole_steps import Form, KnownStep, WholeStep, form_of, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
+from rockmate.planning.plan import line_of_call, some_of
 from rockmate.tell import LOG
 from solvers import InfeasibleError
 from solvers.calls import Phase, Way, least_of, level, share
@@ -191,7 +192,7 @@ class Steps:
                 if taken or any(w.rough for w in ways):
                     return None
                 least = error.min_budget + step.beside
-                said = _infeasible(name, step.form, ways, budget, least, step.eager)
+                said = _infeasible(name, step.form, ways, budget, least, step.eager + step.beside)
                 if not terms.least:
                     raise InfeasibleBudgetError(said, least) from None
                 self._say(f"{said} The plans of least memory run instead.")
@@ -278,7 +279,7 @@ def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequen
 
 
 def _infeasible(name: str, form: Form, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
-    calls = "; ".join(dict.fromkeys(", ".join(w.call) for w in ways))
+    calls = "; ".join(some_of(list(dict.fromkeys(line_of_call(w.call) for w in ways))))
     return (
         f"no plan fits a budget of {show_at_most(budget)} for a step in which {name} and what shares its budget are "
         f"called {len(form.keys)} times before all backwards are over ({calls}): the smallest budget that the calls "

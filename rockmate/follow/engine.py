@@ -40,6 +40,7 @@ from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.watch import Watch
 from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
+from rockmate.planning.plan import line_of_call
 from rockmate.progress import Progress
 from rockmate.tell import LOG, MANY, costly, names_of
 from solvers import Frontier
@@ -68,6 +69,7 @@ class Followed:
     def __init__(self, front: Front, why: str) -> None:
         self.front, self.why = front, why
         self.kinds: dict[tuple[Hashable, int], CallKind] = {}  # by forms of calls, and ``Terms.made``
+        self._alike: dict[Hashable, Hashable] = {}  # the forms of calls whose numbers do not tell what they compute
         self.last: Known | None = None
         self.solving = Solving(front, why)
         self._rehearsed = False  # what was learned last came of no training
@@ -105,13 +107,20 @@ class Followed:
     def run(self, model: torch.nn.Module, call: Call) -> Any:
         """What the model returns; its own Python runs."""
         missing = frozenset(self.front.bytes_of_missing_gradients())
-        form = call_key(call.leaves, call.spec), model.training
+        form: Hashable = call_key(call.leaves, call.spec), model.training
+        loose = call_key(call.leaves, call.spec, valued=False), model.training
+        if (form, self.front.terms.made) not in self.kinds:
+            form = self._alike.get(loose, form)
         key = form, self.front.terms.made
         kind = self.kinds.get(key)
         if kind is None:
             said = self.front.described(names_of(call), call.leaves)
             alike = next((k for (other, _), k in self.kinds.items() if other == form), None)
-            kind = CallKind(said, Watch(self.front.name, said)) if alike is None else alike.under_another_budget()
+            kind = (
+                CallKind(said, Watch(self.front.name, said), form, loose)
+                if alike is None
+                else alike.under_another_budget()
+            )
             self.kinds[key] = kind
         device = self.front.device(call.tensors)
         policy, turn = self._policy(key, kind, missing, device)
@@ -192,7 +201,7 @@ class Followed:
                 policy = Planned(like.program, partial(self._otherwise, kind, like), exactly=False)
         else:
             known.uses += known.carried
-            if known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
+            if known.carried and known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
                 known.carried, known.budget = False, -1
             self._solve(known, kind)
             kind.came(known)
@@ -297,6 +306,9 @@ class Followed:
         if wanted:  # else it is the other way that is to be seen, which may come next
             kind.news = self.front.rehearses or bool(kind.unsure)
         kind.known = [known, *others][:MOST_KNOWN]
+        alike = (k for k in self.kinds.values() if k.loose == kind.loose and k.form != kind.form)
+        if any(k.computes(known.forms, seen.packs) for k in alike):
+            self._alike.setdefault(kind.loose, kind.form)
         observed.forget()
         if self._rehearsed and not self.front.rehearses and self.solving.asked is not None:
             self.front.terms.budget = self.solving.asked
@@ -310,7 +322,7 @@ class Followed:
     def _say_plan(self, plan: FollowedPlan) -> None:
         self._made += 1
         self._say(
-            f"planned a followed step for {', '.join(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
+            f"planned a followed step for {line_of_call(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
             f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
             + (f". This is plan {self._made}: {_FEWER}" if self._made >= MANY else "")

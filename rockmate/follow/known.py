@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,13 +67,15 @@ class Known:
 
 @dataclass(eq=False)
 class CallKind:
-    """Calls with arguments of one form. ``known``: the way that came last first; ``before``: the one before it, or the
-    same. ``news``: another one came. ``parts``: that are checkpointed. ``unsure``: ways in which outputs were used that
-    no plan is for.
+    """Calls with arguments of one ``form``, which is ``loose`` without their numbers and texts. ``known``: the way that
+    came last first; ``before``: the one before it, or the same. ``news``: another one came. ``parts``: that are
+    checkpointed. ``unsure``: ways in which outputs were used that no plan is for.
     """
 
     call: tuple[str, ...]
     watch: Watch
+    form: Hashable
+    loose: Hashable
     known: list[Known] = field(default_factory=list)
     before: Known | None = None
     parts: CheckpointedParts = field(default_factory=CheckpointedParts)
@@ -96,6 +99,10 @@ class CallKind:
     def came(self, known: Known) -> None:
         """A call computes as ``known``."""
         self.known = [known, *(k for k in self.known if k is not known)]
+
+    def computes(self, forms: list[OpForm], packs: list[tuple[int, int | None]]) -> bool:
+        """Whether it is known to do these operations, of which these slots are kept."""
+        return any((k.forms, k.observed.seen.packs) == (forms, packs) for k in self.known)
 
     def under_another_budget(self) -> CallKind:
         """The same calls, which are planned anew."""

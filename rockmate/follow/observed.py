@@ -17,6 +17,7 @@ from rkgb.device.kind import Moment
 from rkgb.trace.code import is_the_users
 from rockmate.calls.look import FAILED, LET_GO
 from rockmate.calls.step_look import StepLook
+from rockmate.calls.surroundings import graph_is_retained
 from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Policy, Tape
 
@@ -45,6 +46,7 @@ class Seen:
     autograd has in use from then on. ``gathered``: for each of these, the storages that come and go which are there.
     ``discarded``: data whose slots all went before the forward returned. ``within``: the data that backwards within the
     forward read, in order. ``freed``: data whose memory went between the forward's end and the first mark "asked".
+    ``retained``: slots that were read by a backward within the step's own, as of a hook, which may read them again.
     """
 
     forms: list[OpForm] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Seen:
     discarded: set[int] = field(default_factory=set)
     within: list[int] = field(default_factory=list)
     freed: set[int] = field(default_factory=set)
+    retained: set[int] = field(default_factory=set)
 
     def unread(self) -> set[int]:
         """Data of slots that no backward read, and some other one may."""
@@ -152,6 +155,8 @@ class Observed:
         """As in ``Policy``."""
         if self.look is not None and not tape.open:
             self.look.reach()
+        if not tape.open and graph_is_retained():
+            self.seen.retained.add(slot.number)
         if slot.datum is not None and not tape.open:
             self._mark(tape, "asked", slot.number)
             there = (key for key, outside in tape.gathered.items() if outside.is_there)

@@ -42,7 +42,7 @@ class FollowedProgram:
     """A schedule, by what a followed forward shows. ``forms`` and ``sizes`` of operations, ``packs`` of slots: as in
     the step that was observed. ``held``: data that are held from the forward on. ``within``: those that
     backwards within the forward read, each with the number of the last of their reads. ``stages`` in the order of the
-    backward; ``stage_of``: by slot.
+    backward; ``stage_of``: by slot. ``retained``: see ``Seen``.
     """
 
     forms: list[OpForm]
@@ -52,6 +52,7 @@ class FollowedProgram:
     within: dict[int, int]
     stages: tuple[Stage, ...]
     stage_of: dict[int, int]
+    retained: frozenset[int]
 
     def holds(self, tape: Tape, number: int) -> bool:
         """Whether the datum is to be held, as far as the forward has come."""
@@ -88,7 +89,7 @@ def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen) -> Follow
     held = (frozenset(found.datum_of[d] for d in live & wanted) | found.kept) - {-1}
     stages, stage_of = _stages(found, behind, slots_of, seen, live, held)
     within = {number: k for k, number in enumerate(seen.within)}
-    return FollowedProgram(seen.forms, seen.sizes, seen.packs, held, within, stages, stage_of)
+    return FollowedProgram(seen.forms, seen.sizes, seen.packs, held, within, stages, stage_of, frozenset(seen.retained))
 
 
 def _reads(found: FollowedProblem, step: Step, slots_of: dict[int, list[int]], seen: Seen) -> frozenset[int]:
@@ -163,7 +164,8 @@ def _hand_over(
     stages: list[Stage], after: list[int], slots_of: dict[int, list[int]], stage_of: dict[int, int], seen: Seen
 ) -> None:
     """What a stage drops first goes with the last slot of the stage before that reads it: autograd frees it then. What
-    no slot of that stage reads goes with its last one: others hold it, who may free it before the next stage.
+    no slot of that stage reads goes with its last one: others hold it, who may free it before the next stage. But none
+    goes with a slot that may be read again.
     """
     last: dict[tuple[int, int | None], int] = {}
     order = _order(slots_of, stage_of)
@@ -173,7 +175,8 @@ def _hand_over(
     for k, drops in enumerate([*(stage.drops for stage in stages[1:]), tuple(after)]):
         for number in drops if (k, None) in last else ():
             slot = last.get((k, number), last[k, None])
-            stages[k].last[slot] = (*stages[k].last.get(slot, ()), number)
+            if slot not in seen.retained:
+                stages[k].last[slot] = (*stages[k].last.get(slot, ()), number)
 
 
 def _order(slots_of: dict[int, list[int]], stage_of: dict[int, int]) -> Callable[[int], int]:
@@ -261,7 +264,7 @@ class Planned:
         """As in ``Policy``: take the steps of the schedule that come before this read."""
         if tape.open:
             return
-        if not self.keeps_all and graph_is_retained():
+        if not self.keeps_all and slot.number not in self.program.retained and graph_is_retained():
             self.keeps_all = True
             warn_unplanned(RETAINED)
         stage = self.program.stage_of.get(slot.number, -1)

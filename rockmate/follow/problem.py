@@ -269,7 +269,10 @@ def _ends(tape: Forward, seen: Seen) -> dict[int, int]:
 
 
 def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
-    """The moments of the backward, in order. Where autograd asks for several tensors at once, they are one."""
+    """The moments of the backward, in order. Where autograd asks for several tensors at once, they are one. So are all
+    from one at which it asks for a tensor to the last at which it does so again, as for a hook that differentiates.
+    """
+    first: dict[int, int] = {}  # the moment that reads it, by slot
     asked = [k for k, mark in enumerate(seen.marks) if mark.what == "asked"]
     steps: list[_Step] = []
     for k, end in itertools.zip_longest(asked, asked[1:], fillvalue=len(seen.marks)):
@@ -280,21 +283,29 @@ def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
         held = {n for n, at in ends.items() if len(tape.ops) + k < at < len(tape.ops) + len(seen.marks)}
         reads = {*seen.reads[k], *held}
         time = (seen.marks[end].time if end < len(seen.marks) else seen.ended) - seen.marks[k + 1].time
-        last = steps[-1] if steps else None
-        quiet = last is not None and seen.moments[k - 1].peak == seen.moments[k - 1].level == seen.moments[k].level
-        if last is not None and quiet:
-            last.slots.append(seen.marks[k].number)
-            last.reads |= reads
-            last.peak = peak
-            last.time += time
-        else:
-            there = seen.gathered.get(k, frozenset())
-            steps.append(_Step([seen.marks[k].number], there, reads, max(0, before), max(0, peak), time))
+        quiet = bool(steps) and seen.moments[k - 1].peak == seen.moments[k - 1].level == seen.moments[k].level
+        if quiet:
+            steps[-1].peak = 0  # nothing was allocated there
+        there = seen.gathered.get(k, frozenset())
+        steps.append(_Step([seen.marks[k].number], there, reads, max(0, before), max(0, peak), time))
+        at = first.get(seen.marks[k].number, len(steps) - 1 - quiet)
+        steps[at:] = [_joined(steps[at:])]
+        first.update(dict.fromkeys(steps[at].slots, at))
     final = seen.moments[-1].level - seen.left if steps else 0
     for step, following in itertools.zip_longest(steps, steps[1:]):
         step.after = max(0, following.before if following is not None else final)
         step.peak = max(step.peak, step.before, step.after)
     return steps
+
+
+def _joined(steps: list[_Step]) -> _Step:
+    joined, *others = steps
+    for step in others:
+        joined.slots += step.slots
+        joined.reads |= step.reads
+        joined.peak = max(joined.peak, step.peak)
+        joined.time += step.time
+    return joined
 
 
 def _limit(building: _Building, steps: list[_Step]) -> None:

@@ -12,6 +12,7 @@ from rkgb.warn import warn
 from rockmate.calls.look import FAILED, Look
 from rockmate.errors import BudgetWarning
 from rockmate.follow.observed import FollowedLook
+from rockmate.planning.plan import line_of_call
 
 MOST_LOOKS = 16
 """Steps of one kind of call that are observed."""
@@ -55,7 +56,7 @@ class Watch:
             self.why[self._last.why_not] = None
         if self.unseen >= MOST_UNSEEN and not planned:
             self._say(
-                f"{self.name} has no plan for calls with {', '.join(self.call)}: {MOST_UNSEEN} steps could not be "
+                f"{self.name} has no plan for calls with {line_of_call(self.call)}: {MOST_UNSEEN} steps could not be "
                 f"observed from their forward to the end of one backward ({'; '.join(self.why)}). What they keep is "
                 "decided as they run, and the budget does not hold"
             )

@@ -34,6 +34,9 @@ PROVEN = 1e-4
 MOST_INPUTS = 8
 """A call with more inputs is shown with the first ones."""
 
+MOST_IN_LINE = 4
+"""Of more things than this a line names the first ones."""
+
 MOST_OUTPUTS = 3
 """Of more outputs without gradient the largest ones are named."""
 
@@ -285,15 +288,29 @@ def _moment(problem: Problem, step: Step) -> str:
 
 def facts_of_call(call: tuple[str, ...]) -> list[tuple[str, str]]:
     """For which inputs a plan is, one line each, and in which mode and precision, as far as ``call`` says it."""
-    mode = [word for word in call if word in ("train", "eval") or word.startswith("autocast ")]
-    inputs = [word for word in call if word not in mode]
-    shown = inputs[:MOST_INPUTS]
-    if len(inputs) > len(shown):
-        shown.append(f"… and {len(inputs) - len(shown)} more, which plan.call has")
+    inputs, mode = _parts(call)
+    shown = some_of(inputs, MOST_INPUTS, ", which plan.call has")
     lines = [("" if k else "inputs", text) for k, text in enumerate(shown or ["none"])]
     if mode and not any(word.startswith("autocast ") for word in mode):
         mode.append("no autocast")
     return lines + ([("mode", ", ".join(mode))] if mode else [])
+
+
+def line_of_call(call: tuple[str, ...]) -> str:
+    """The same in one line."""
+    inputs, mode = _parts(call)
+    return ", ".join([*some_of(inputs), *mode])
+
+
+def some_of(words: list[str], most: int = MOST_IN_LINE, where: str = "") -> list[str]:
+    """At ``most`` so many of ``words``, and how many more there are."""
+    left = len(words) - most
+    return [*words[:most], f"… and {left} more{where}"] if left > 0 else words
+
+
+def _parts(call: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    mode = [word for word in call if word in ("train", "eval") or word.startswith("autocast ")]
+    return [word for word in call if word not in mode], mode
 
 
 def text_of_facts(facts: list[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Followed forwards that take gradients of a part of themselves; nested tensors among what a backward reads."""
+"""Followed forwards that take gradients of a part of themselves, or hooks that do; nested tensors in a backward."""
 
 from __future__ import annotations
 
@@ -53,6 +53,23 @@ def transformed(m: Any, x: torch.Tensor) -> torch.Tensor:
 def nested(m: Any, x: torch.Tensor) -> torch.Tensor:
     rows = torch.nested.as_nested_tensor([x[:20].sin(), x[20:].cos()], layout=torch.jagged)
     return (rows * 2).values().sin() * m.table  # type: ignore[no-any-return]
+
+
+@part
+def in_a_hook(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x.detach().requires_grad_()
+    e = (y.sin().exp() * m.table.detach()).tanh() * 0.1
+
+    def solved(g: torch.Tensor) -> torch.Tensor:  # the gradient of a fixed point, as deep equilibrium models find it
+        h = g
+        for _ in range(3):
+            h = torch.autograd.grad(e, y, h, retain_graph=True)[0] + g
+        return h
+
+    z = torch.addcmul(x, e.detach(), m.table)
+    if z.requires_grad:
+        z.register_hook(solved)
+    return z
 
 
 class Parts(nn.Module):

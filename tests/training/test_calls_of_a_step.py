@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -196,6 +197,33 @@ def test_no_plans_that_fit_are_an_error_from_the_second_step_on() -> None:
     for _ in range(STEPS):
         once(two_branches, [model], x)
     assert run(two_branches, [model], x) <= error.value.min_budget
+
+
+@SEVERAL
+def test_what_a_derivative_keeps_is_in_all_figures_of_the_error() -> None:
+    """As in meta-learning: parameters that are computed come as inputs, by their names in the model."""
+    model, x = Layers(), randn(128, WIDTH, seed=1)
+    attach(model, "90%", costs="flops", cache=False)
+
+    def step() -> None:
+        given, loss = dict(model.named_parameters()), torch.zeros(())
+        for _ in range(2):
+            inner = torch.func.functional_call(model, given, (x,)).square().mean()
+            slopes = torch.autograd.grad(inner, list(given.values()), create_graph=True)
+            fast = {k: p - 0.1 * g for (k, p), g in zip(given.items(), slopes, strict=True)}
+            loss = loss + torch.func.functional_call(model, fast, (x,)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    with warnings.catch_warnings(), pytest.raises(InfeasibleBudgetError, match="planned for together") as error:
+        warnings.simplefilter("ignore", BudgetWarning)
+        for _ in range(STEPS):
+            step()
+    said = str(error.value)
+    least, plain = (float(word[1]) for word in re.finditer(r"(?:together is|step takes) ([\d.]+) MiB", said))
+    assert least <= plain
+    assert "layers.0.weight float32[64, 64] with gradient" in said
+    assert "more, train" in said
+    assert "last.bias" not in said
 
 
 @SEVERAL

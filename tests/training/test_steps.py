@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, attach, attached, measure_peak
 from rockmate.calls.look import MOST_CALLS
+from rockmate.calls.reasons import reason_of
 from rockmate.follow.plan import FollowedPlan
 
 WIDTH = 32
@@ -683,6 +684,59 @@ def test_other_sizes_carry_the_schedules_over() -> None:
         yield from snapshot(model)
 
     assert_same([*train(model)], [*train(eager)])
+
+
+def test_a_size_that_came_often_is_planned_for_once() -> None:
+    model = ready("70%")
+    plans = []
+    for x in batches(14, 480):
+        one(model, x)
+        plans.append(attached(model).plan)  # type: ignore[union-attr]
+        model.zero_grad()
+    assert plans[10] is not plans[2]
+    assert plans[10:] == [plans[10]] * 4
+
+
+class Annealed(nn.Module):
+    """Layers that Python looks into; a number scales them, another one says how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.name = nn.ModuleList(Layer() for _ in range(6)), ""
+
+    def forward(self, x: torch.Tensor, scale: float, name: str, count: int = 6) -> torch.Tensor:
+        self.name = name
+        for layer in self.layers[:count]:
+            x = layer(x) * scale
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return x
+
+
+def test_numbers_that_change_what_is_computed_in_no_way_make_no_plans() -> None:
+    """Nor do texts. One that does is told from the others."""
+
+    def train(model: nn.Module) -> Iterator[Any]:
+        seeded()
+        for k, x in enumerate(batches(12)):
+            loss = model(x, 1 + k / 8, f"batch {k}", 6 if k < 8 else 4).square().mean()
+            loss.backward()
+            yield loss
+        yield from snapshot(model)
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Annealed())
+    handle = attach(models[0], "70%", costs="flops")
+    assert_same([*train(models[0])], [*train(models[1])])
+    assert len(handle.plans) < 6
+    assert handle.plan is not None
+
+
+def test_the_reason_after_too_many_captures_says_what_to_do() -> None:
+    said = reason_of(RuntimeError("Hard failure due to fullgraph=True"))
+    assert said.startswith("it was captured too often")
+    assert said.endswith("keep that in a tensor (a buffer), or outside of the model")
 
 
 class Forces(nn.Module):
