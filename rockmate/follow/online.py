@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from rockmate.calls.surroundings import graph_is_retained
 from rockmate.follow.record import Datum, Slot
 from rockmate.follow.tape import Policy, Tape
 
@@ -62,7 +61,7 @@ class Online:
     def answered(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``."""
         datum = slot.datum
-        if datum is not None and datum.slots == 1 and self._may_go(tape, datum) and not graph_is_retained():
+        if datum is not None and datum.slots == 1 and self._may_go(tape, datum) and not tape.retained:
             datum.base = None  # autograd alone has it from now on
         self._make_room(tape)
 

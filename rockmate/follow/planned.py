@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rkgb.storages import alias_of, counter_of
-from rockmate.calls.surroundings import ANOTHER, RETAINED, graph_is_retained, warn_unplanned
+from rockmate.calls.surroundings import ANOTHER, warn_unplanned
 from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Datum, OpForm, Slot, form_of_op
@@ -196,7 +196,6 @@ class Planned:
     ) -> None:
         self.program, self.otherwise, self.exactly, self.among = program, otherwise, exactly, among
         self.next_stage = 0
-        self.keeps_all = False  # nothing goes any more: the graph is retained
         self.keeps_pinned = False  # the backward leaves out parts, which another one may read
 
     def can_take_over(self, tape: Tape) -> bool:
@@ -261,9 +260,6 @@ class Planned:
         """As in ``Policy``: take the steps of the schedule that come before this read."""
         if tape.open:
             return
-        if not self.keeps_all and graph_is_retained():
-            self.keeps_all = True
-            warn_unplanned(RETAINED)
         stage = self.program.stage_of.get(slot.number, -1)
         if 0 <= stage < self.next_stage - 1 and slot.datum is not None and slot.datum.base is None:
             warn_unplanned(ANOTHER)
@@ -274,7 +270,7 @@ class Planned:
 
     def _take(self, tape: Tape, stage: Stage, is_read: bool) -> None:
         """Come to ``stage``. Of a part that is left out, nothing runs again; what is missing later is made then."""
-        if self.keeps_all:
+        if tape.retained:
             return
         for number in stage.drops:
             self._drop(tape, number)
@@ -299,7 +295,7 @@ class Planned:
             assert slot.datum is not None
             if not self.program.holds(tape, slot.datum.number):
                 slot.datum.base = None
-        elif stage >= 0 and not self.keeps_all:
+        elif stage >= 0 and not tape.retained:
             for number in self.program.stages[stage].last.get(slot.number, ()):
                 self._drop(tape, number)
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (
 from rkgb.errors import UnsupportedError
 from rkgb.storages import counter_of, has_memory
 from rkgb.trace.lines import user_line
+from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
 from rockmate.follow.noting import Noting, flat, kernels
 from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped
 from rockmate.follow.reruns import Reruns
@@ -68,7 +69,8 @@ class Tape(TorchDispatchMode):
     """See the file's text. ``device``: whose memory is followed. ``ops``, ``data``: in the order in which they came.
 
     ``open``: the forward runs. ``slots``: how many there were; ``asks``: how often
-    backwards within the forward have read one that has a datum. ``waits``: no backward has come to one.
+    backwards within the forward have read one that has a datum. ``waits``: no backward has come to one. ``retained``:
+    one has that keeps its graph, so that nothing that is read may go.
     ``lasting``: the storages from outside that are there in the backward, too; None if all are. ``gathered``: an
     argument in each of the others, which come and go. What is made from these can be made again while they are there.
     """
@@ -82,6 +84,7 @@ class Tape(TorchDispatchMode):
         self.ledger = Ledger()
         self.slots = self.asks = 0
         self.open = self.waits = True
+        self.retained = False
         self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes to the first slot
         self.reruns, self._kernels = Reruns(self.ops, self.data, self.ledger, self.gathered), kernels()
         self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
@@ -313,6 +316,9 @@ class Tape(TorchDispatchMode):
                 if self.waits and self.begins is not None:
                     self.begins(self)
                 self.waits = False
+                if not self.retained and graph_is_retained():
+                    self.retained = True
+                    warn_unplanned(RETAINED)
             self.policy.asked(self, slot)
             if datum is None:
                 assert slot.held is not None
