@@ -20,14 +20,16 @@ SECONDS = 5.0
 
 
 class Way(NamedTuple):
-    """One way to run a call. Bytes: ``kept`` from the end of its forward to its backward; the peaks of its ``forward``
-    and its ``backward``, the loss included, without other calls. ``time``: nanoseconds of what runs again.
+    """One way to run a call. Bytes: ``kept`` from the end of its forward to its backward, and so many ``more`` while
+    forwards of other calls run; the peaks of its ``forward`` and its ``backward``, the loss included, without other
+    calls. ``time``: nanoseconds of what runs again.
     """
 
     kept: int
     forward: int
     backward: int
     time: int
+    more: int = 0
 
 
 class Phase(NamedTuple):
@@ -42,11 +44,18 @@ class Phase(NamedTuple):
     waiting: tuple[int, ...]
     made: int = 0
 
+    def own(self, way: Way) -> int:
+        """The peak of its call, which runs in this ``way``."""
+        return way.backward if self.backward else way.forward
+
+    def beside(self, way: Way) -> int:
+        """What a call keeps that waits, and runs in this ``way``."""
+        return way.kept if self.backward else way.kept + way.more
+
 
 def level(phase: Phase, ways: Sequence[Way]) -> int:
     """The peak of ``phase`` in bytes, where call k runs in ``ways[k]``."""
-    own = ways[phase.call]
-    return (own.backward if phase.backward else own.forward) + phase.made + sum(ways[k].kept for k in phase.waiting)
+    return phase.own(ways[phase.call]) + phase.made + sum(phase.beside(ways[k]) for k in phase.waiting)
 
 
 def share(choices: Sequence[Sequence[Way]], phases: Sequence[Phase], budget: int) -> list[Way]:
@@ -86,12 +95,8 @@ def _solved(
         program.row(((column, 1.0) for column in own), 1.0, 1.0)
     rows = []
     for phase in phases:
-        terms = [
-            (column, -(-(w.backward if phase.backward else w.forward) // unit))
-            for column, w in zip(columns[phase.call], choices[phase.call], strict=True)
-        ]
-        for k in phase.waiting:
-            terms += [(column, -(-w.kept // unit)) for column, w in zip(columns[k], choices[k], strict=True)]
+        sizes = [(phase.call, phase.own), *((k, phase.beside) for k in phase.waiting)]
+        terms = [(c, -(-of(w) // unit)) for k, of in sizes for c, w in zip(columns[k], choices[k], strict=True)]
         rows.append((terms, -(-phase.made // unit)))
     if budget is None:
         most = sum(max(size for _, size in terms) for terms, _ in rows) + sum(made for _, made in rows) or 1

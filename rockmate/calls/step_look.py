@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +26,11 @@ class StepLook(Look):
         self.reached = False
         self._marks = 0
         self._gaps: list[int] = []  # moments at which gaps begin and end, in turns
+        self._of: list[str] = []  # what each gap is for
         self._waiting = 0  # of these, before its own backward
         self._arrived: list[int] = []  # bytes that each gap made for this step
         self.arrives = 0  # bytes of the gradients of its outputs, which the backwards of others may make
-        self.before_gaps: list[int] = []  # levels of this step while it waits for others, known when it is over
+        self.before_gaps: list[tuple[Before, str]] = []  # while it waits for others, and for what
 
     def mark(self) -> None:
         """A moment is now."""
@@ -43,7 +44,11 @@ class StepLook(Look):
 
     def gap_begins(self) -> None:
         """As in ``Look``."""
+        self._gap_begins("forward" if torch._C._current_graph_task_id() == -1 else "part of a backward")
+
+    def _gap_begins(self, of: str) -> None:
         self._gaps.append(self._marks)
+        self._of.append(of)
         self._waiting += not self.reached
         self._mark()
 
@@ -67,7 +72,7 @@ class StepLook(Look):
         if seen is None:
             return None
         found, levels = _without(seen, self._gaps, self._arrived)
-        self.before_gaps = levels[: self._waiting]
+        self.before_gaps = list(zip(levels, self._of, strict=False))[: self._waiting]
         return found
 
     @abstractmethod
@@ -77,6 +82,9 @@ class StepLook(Look):
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``."""
         done = False
+        if not (self.reached or self.in_gap):  # before it comes to a call, it may make what is for another one
+            self._gap_begins("backward")
+            StepLook.gap_ends(self)
         try:
             result = run()
             done = True
@@ -94,19 +102,26 @@ class StepLook(Look):
                     self.abandon(FAILED[1])
 
 
-def _without(moments: list[Moment], gaps: list[int], arrived: list[int]) -> tuple[list[Moment], list[int]]:
-    """``moments`` without those of gaps, and the levels at which gaps begin.
+class Before(NamedTuple):
+    """Where a gap begins: the ``level`` of the step, and how many of its ``moments`` were before."""
+
+    level: int
+    moments: int
+
+
+def _without(moments: list[Moment], gaps: list[int], arrived: list[int]) -> tuple[list[Moment], list[Before]]:
+    """``moments`` without those of gaps, and where gaps begin.
 
     Later levels are less by what each gap left, but for the bytes that ``arrived``. A gap that does not end is the end.
     """
     found: list[Moment] = []
-    levels: list[int] = []
+    levels: list[Before] = []
     begins, ends = gaps[::2], gaps[1::2]
     beside, before = 0, 0
     for k, (level, peak) in enumerate(moments):
         if k in begins:
             before = level
-            levels.append(level - beside)
+            levels.append(Before(level - beside, len(found)))
             if begins.index(k) == len(ends):
                 found.append(Moment(level - beside, level - beside))
                 break

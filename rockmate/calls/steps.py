@@ -18,7 +18,7 @@ import torch
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import Look
-from rockmate.calls.turns import Rough, Turn, Ways, peak_of
+from rockmate.calls.turns import Turn, Ways, peak_of
 from rockmate.calls.whole_steps import Form, KnownStep, WholeStep, form_of, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import line_of_call, some_of
@@ -95,7 +95,7 @@ class Steps:
 
     def held(self) -> int:
         """Bytes that these keep."""
-        return sum(turn.way.kept for turn in self.waiting())
+        return sum(turn.way.kept + turn.way.more for turn in self.waiting())
 
     def place(self) -> int:
         """How many calls of the step have come before the one that comes now."""
@@ -158,11 +158,10 @@ class Steps:
         if turn in self._turns:
             self._turns.remove(turn)
 
-    def seen(self, turn: Turn, ways: Rough) -> None:
-        """What the call of ``turn``, which no plan is known for, keeps and takes."""
+    def seen(self, turn: Turn, ways: Ways) -> None:
+        """In which ``ways`` calls can run that compute what the call of ``turn`` was seen to compute."""
         turn.way, turn.ways = ways.alone, ways
-        if (known := self._ways.get((turn.key, False))) is None or known.rough:
-            self._ways[turn.key, False] = ways
+        self._ways[turn.key, False] = ways
 
     def _ways_of(self, form: Form) -> tuple[Ways, ...]:
         found = []
@@ -209,7 +208,7 @@ class Steps:
 
     def _left(self, ways: Ways, waiting: Iterable[Turn], budget: int, name: str) -> Way:
         """The fastest way in what those that wait leave of the budget; if there is none, that of least memory."""
-        held = [turn.way.kept for turn in waiting]
+        held = [turn.way.kept + turn.way.more for turn in waiting]
         if sum(held) + peak_of(ways.alone) <= budget:
             return ways.alone
         for tight in (False, True):

@@ -87,7 +87,7 @@ class FoundWays(ABC, Generic[Found]):
 
     rough = False
 
-    def __init__(self, problem: Problem, schedule: Schedule, beside: int, waits: int) -> None:
+    def __init__(self, problem: Problem, schedule: Schedule, beside: int, waits: tuple[int, int]) -> None:
         self.problem, self.schedule, self.beside, self.waits = problem, schedule, beside, waits
         self.found: dict[Way, Found] = {}
         self._asked: set[tuple[int, bool]] = set()
@@ -95,12 +95,16 @@ class FoundWays(ABC, Generic[Found]):
     @cached_property
     def alone(self) -> Way:
         """As in ``Ways``."""
-        return way_of(self.problem, self.schedule, self.beside, self.waits)
+        return self.way_of(self.schedule)
 
     @cached_property
     def eager(self) -> Way:
         """As in ``Ways``."""
-        return way_of(self.problem, keep_everything(self.problem), self.beside, self.waits)
+        return self.way_of(keep_everything(self.problem))
+
+    def way_of(self, schedule: Schedule) -> Way:
+        """The figures of ``schedule``."""
+        return way_of(self.problem, schedule, self.beside, self.waits)
 
     def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
         """As in ``Ways``."""

@@ -8,7 +8,7 @@ import torch
 
 from rockmate.calls.runnable import Runnable, program_of
 from rockmate.calls.turns import FoundWays
-from rockmate.planning.ways import ways_of
+from rockmate.planning.ways import plans_of
 from rockmate.progress import Progress
 from solvers import ChainPlan, walk
 from solvers.calls import Way
@@ -34,7 +34,7 @@ class PlannedWays(FoundWays[ChainPlan]):
         planner = runnable.planner
         room = planner.room  # is part of what is reserved
         waits = max(0, waits_of(runnable) - room.kept - room.scalars)
-        super().__init__(planner.problem, runnable.plan.schedule, planner.reserved, waits)
+        super().__init__(planner.problem, runnable.plan.schedule, planner.reserved, (waits, waits))
         self.runnable, self.owner, self.progress, self.seen = runnable, owner, progress, waits_of(runnable)
         self.call, self.device = runnable.call, planner.device
         k = planner.graphs.K
@@ -47,7 +47,7 @@ class PlannedWays(FoundWays[ChainPlan]):
         if planner.saved is not None:
             return {}
         with Heeded(), Progress(self.progress) as planner.report:
-            return ways_of(planner, budget, tight, self.waits)
+            return {self.way_of(plan.schedule): plan for plan in plans_of(planner, budget, tight)}
 
     def placed(self, way: Way) -> Runnable:
         """The plan that runs in this way."""

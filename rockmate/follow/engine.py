@@ -198,7 +198,7 @@ class Followed:
             if like is None or like.program is None:
                 policy = Online(*self._limits(kind, device))
             else:
-                policy = Planned(like.program, partial(self._otherwise, kind, like), exactly=False)
+                policy = Planned(like.program, partial(self._otherwise, kind, like, turn), exactly=False)
         else:
             known.uses += known.carried
             if known.carried and known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
@@ -206,14 +206,20 @@ class Followed:
             self._solve(known, kind)
             kind.came(known)
             self.last = known
-            if known.ways is None or known.ways.plan is not known.plan:
-                known.ways = FollowedWays(known, kind, self.front, known.made(made), self.front.terms.options)
-            turn = took(ways=known.ways)
+            turn = took(ways=self._ways(known, kind))
             self._shared, program = known.ways.placed(turn.way)
-            policy = Planned(program, partial(self._otherwise, kind, known), among=len(kind.known))
+            policy = Planned(program, partial(self._otherwise, kind, known, turn), among=len(kind.known))
         seen = known is not None and not known.rehearsed and not kind.news
         look = None if seen else kind.watch.look(device, bool(kind.known))
         return policy if look is None else Observed(look, policy), turn
+
+    def _ways(self, known: Known, kind: CallKind) -> FollowedWays:
+        """In which ways a call that computes as ``known``, which is of ``kind``, can share the budget of its step."""
+        if known.ways is None or known.ways.plan is not known.plan:
+            made = known.made(self.front.bytes_of_missing_gradients())
+            known.ways = FollowedWays(known, kind, self.front, made, self.front.terms.options)
+        ways: FollowedWays = known.ways
+        return ways
 
     def _like(self, kind: CallKind) -> Known | None:
         """What was seen of calls of other sizes, of which the plan takes least memory for what it is of."""
@@ -237,9 +243,12 @@ class Followed:
         beside = max((backward.peak for backward in backwards), default=0)
         return max(budget - beside, budget // 8), 1.0
 
-    def _otherwise(self, kind: CallKind, known: Known, tape: Tape, index: int, slot: Slot | None) -> Policy:
-        """The call computes something else than ``known`` from operation ``index`` on, or saves something else."""
+    def _otherwise(self, kind: CallKind, known: Known, turn: Turn, tape: Tape, index: int, slot: Slot | None) -> Policy:
+        """The call of ``turn`` computes something else than ``known`` from operation ``index`` on, or saves something
+        else.
+        """
         assert known.program is not None
+        turn.ways = Rough(self.front, tape.device, kind.call, turn.way, turn.ways.made)  # unless another takes over
         forms = [*known.forms[:index], *(form_of_op(op) for op in tape.ops[index : index + 1])]
         packs = known.program.packs[: tape.slots if slot is None else slot.number]
         packs += [] if slot is None else [pack_of(tape, slot)]
@@ -252,7 +261,8 @@ class Followed:
                 kind.came(other)
                 kind.news |= other.rehearsed
                 self.last, self._shared = other, None
-                planned = Planned(other.program, partial(self._otherwise, kind, other), among=len(kind.known))
+                planned = Planned(other.program, partial(self._otherwise, kind, other, turn), among=len(kind.known))
+                self.front.terms.steps.seen(turn, self._ways(other, kind))
                 if planned.can_take_over(tape):
                     return planned.take_over(tape)
                 warn_unplanned(INSTEAD)

@@ -27,8 +27,8 @@ class Known:
     ``forms`` of its operations. ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in
     bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
     fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways
-    in which outputs were used that ``found`` is for. ``waits``: bytes that the step holds beside its data while others
-    of its calls run, for the loss. ``then``: the way that came after it.
+    in which outputs were used that ``found`` is for. ``waits``: bytes that the step holds beside its data, for the
+    loss, while forwards of its other calls run, and backwards. ``then``: the way that came after it.
     """
 
     found: FollowedProblem
@@ -47,7 +47,7 @@ class Known:
     uses: int = 0
     problem: tuple[str, int] | None = None
     used: set[Use] = field(default_factory=set)
-    waits: int = 0
+    waits: tuple[int, int] = (0, 0)
     ways: Any = None  # see rockmate.follow.ways
     then: weakref.ref[Known] | None = None
 

@@ -186,11 +186,17 @@ class Observed:
         self.seen.reads[len(self.seen.marks) - 1] = frozenset(self._in_use)
         self._mark(tape, "answered", slot.number)
 
-    def more_in_gaps(self, moments: Sequence[Moment]) -> int:
-        """Bytes that the step held while other calls ran, above the level at the end of its forward."""
+    def more_in_gaps(self, moments: Sequence[Moment]) -> tuple[int, int]:
+        """Bytes that the step held while forwards, and backwards, of other calls ran, above those that were there when
+        its own forward returned and did not go before its backward.
+        """
         end = next(k for k, mark in enumerate(self.seen.marks) if mark.what == "end")
-        levels = self.look.before_gaps if self.look is not None else []
-        return max((level - moments[end].level for level in levels), default=0)
+        stays = moments[end].level - sum(self.data[n].size for n in self.seen.freed)
+        more = {"forward": 0, "backward": 0}
+        for gap, of in self.look.before_gaps if self.look is not None else ():
+            if gap.moments > end:
+                more[of] = max(more.get(of, 0), gap.level - stays)
+        return more["forward"], more["backward"]
 
     def forget(self) -> None:
         """What was noted has been used: nothing of the call is kept but what tells it from others."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rkgb.warn import warn
-from rockmate.calls.surroundings import graph_is_retained
+from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
 from rockmate.errors import BudgetWarning
 from rockmate.follow.record import Datum, Slot
 from rockmate.follow.tape import Policy, Tape
@@ -32,7 +32,7 @@ class Online:
         self.limit, self.share, self.left = limit, share, left
         self.saved = 0  # bytes of data that autograd would keep
         self.held = 0  # bytes of data that are held, at most
-        self.exceeds = False  # whether it was said that a step may exceed the budget
+        self.warned = False  # that a step may exceed the budget
 
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""
@@ -61,6 +61,9 @@ class Online:
     def asked(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``."""
         tape.reruns.limit = self.limit
+        if self.left and not self.warned and not tape.open and graph_is_retained():
+            self.warned = True
+            warn_unplanned(RETAINED)
 
     def answered(self, tape: Tape, slot: Slot) -> None:
         """As in ``Policy``."""
@@ -106,8 +109,8 @@ class Online:
             return
         freed = evict(tape, excess + most // SLACK)
         self.held -= freed
-        if self.left and freed < excess and not self.exceeds:
-            self.exceeds = True
+        if self.left and freed < excess and not self.warned:
+            self.warned = True
             warn(
                 "forward computes something else than it was planned for, and what it holds cannot be computed again: "
                 "such a step may exceed the budget. Give a larger one, or let forward compute the same in every step.",

@@ -9,7 +9,7 @@ from rockmate.follow.known import CallKind, Known
 from rockmate.follow.plan import FollowedPlan, find, find_least
 from rockmate.follow.planned import FollowedProgram, program_of
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.ways import schedules_of, way_of
+from rockmate.planning.ways import schedules_of
 from solvers import Problem, Schedule, walk
 from solvers.calls import Way
 
@@ -22,7 +22,7 @@ class FollowedWays(FoundWays[Schedule]):
 
     def __init__(self, known: Known, kind: CallKind, owner: object, made: int, options: PlanOptions) -> None:
         assert known.plan is not None
-        super().__init__(known.found.problem, known.plan.schedule, 0, max(0, known.waits))
+        super().__init__(known.found.problem, known.plan.schedule, 0, known.waits)
         self.known, self.plan = known, known.plan
         self.owner, self.made, self.call, self.device = owner, made, kind.call, known.device
         self.options = replace(options, time_limit=min(SECONDS, options.time_limit))
@@ -36,7 +36,7 @@ class FollowedWays(FoundWays[Schedule]):
         least = find_least(self.problem) if tight else None
         found = [] if least is None else [least.schedule]
         found += schedules_of(self.problem, budget, None if least is None else least.walk.peak, solve)
-        return {way_of(self.problem, schedule, waits=self.waits): schedule for schedule in found}
+        return {self.way_of(schedule): schedule for schedule in found}
 
     def placed(self, way: Way) -> tuple[FollowedPlan, FollowedProgram]:
         """The plan of this way, ready to run."""

@@ -26,24 +26,22 @@ Solve = Callable[[Problem, int], Schedule]
 """The schedule of a problem within so many bytes. Raises ``InfeasibleError``."""
 
 
-def way_of(problem: Problem, schedule: Schedule, beside: int = 0, waits: int = 0) -> Way:
-    """The figures of a schedule. Bytes ``beside`` it are there at every moment, and ``waits`` while others run."""
+def way_of(problem: Problem, schedule: Schedule, beside: int, waits: tuple[int, int]) -> Way:
+    """The figures of a schedule. Bytes ``beside`` it are there at every moment, and those of ``waits`` while forwards
+    of other calls run, and backwards.
+    """
     walked, at = walk(problem, schedule), schedule.index(Loss())
     forward, backward = max(walked.timeline[:at], default=0), max(walked.timeline[at:], default=0)
-    kept = walked.timeline[at] - problem.loss + beside + waits
-    return Way(kept, forward + beside, backward + beside, walked.recompute)
+    kept = walked.timeline[at] - problem.loss + beside + waits[1]
+    return Way(kept, forward + beside, backward + beside, walked.recompute, max(0, waits[0] - waits[1]))
 
 
-def ways_of(planner: Planner, budget: int, tight: bool, waits: int) -> dict[Way, ChainPlan]:
-    """Ways to run a call of ``planner`` in at most ``budget`` bytes; ``tight``: also those of least memory.
-
-    ``waits``: see ``way_of``.
-    """
+def plans_of(planner: Planner, budget: int, tight: bool) -> list[ChainPlan]:
+    """Ways to run a call of ``planner`` in at most ``budget`` bytes; ``tight``: also those of least memory."""
     known = _FOUND.setdefault(planner, {})
     if (budget, tight) not in known:
         known[budget, tight] = _plans_of(planner, budget, tight)
-    plans = known[budget, tight]
-    return {way_of(planner.problem, plan.schedule, planner.reserved, waits): plan for plan in plans}
+    return known[budget, tight]
 
 
 _FOUND: weakref.WeakKeyDictionary[Planner, dict[tuple[int, bool], list[ChainPlan]]]

@@ -12,7 +12,7 @@ from solvers.calls import Phase, Way, least_of, level, share
 from solvers.errors import InfeasibleError
 
 SIZES = st.integers(0, 50)
-WAYS = st.builds(Way, SIZES, st.integers(50, 90), st.integers(50, 100), st.integers(0, 100))
+WAYS = st.builds(Way, SIZES, st.integers(50, 90), st.integers(50, 100), st.integers(0, 100), st.sampled_from([0, 20]))
 
 
 @st.composite
@@ -33,7 +33,7 @@ def test_the_choice_is_the_best_of_all_and_the_least_budget_is_exact(
     step: tuple[list[list[Way]], list[Phase]], budget: int, unit: int
 ) -> None:
     """Also where sizes are larger than the solver's units."""
-    choices = [[Way(w.kept * unit, w.forward * unit, w.backward * unit, w.time) for w in ways] for ways in step[0]]
+    choices = [[Way(*(x * unit for x in w))._replace(time=w.time) for w in ways] for ways in step[0]]
     phases = [phase._replace(made=phase.made * unit) for phase in step[1]]
     peaks = {ways: max(level(phase, ways) for phase in phases) for ways in itertools.product(*choices)}
     fitting = [sum(way.time for way in ways) for ways, peak in peaks.items() if peak <= budget * unit]

@@ -318,3 +318,35 @@ def test_lists_of_modules_that_cannot_share_a_budget() -> None:
     with pytest.raises(InputError):
         attach([model, "x"], "1 GiB")  # type: ignore[list-item]
     assert attached(model) is None
+
+
+class Alternating(Layers):
+    """Computes otherwise in each second call. Its forward takes most at its end; what it returns is large."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """No one graph."""
+        self.calls += 1
+        y = super().forward(x.neg() if self.calls % 2 else x)
+        return y + y.detach().sin().cos().max()
+
+
+def let_go(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """What the first call returned goes when the loss is computed: it is there in the forward of the second."""
+    first, second = m[0](x), m[0](-x)
+    loss = first.mean() + second.mean()
+    del first, second
+    loss.backward()
+
+
+@SEVERAL
+def test_results_that_go_before_the_backward_wait_while_other_forwards_run() -> None:
+    torch.manual_seed(0)
+    eager, x = Alternating(6, 16 * WIDTH, prints=True), randn(ROWS, WIDTH, seed=1)
+    budget = int(0.93 * run(let_go, [copy.deepcopy(eager)], x))
+    model = copy.deepcopy(eager)
+    attach(model, budget, costs="flops", cache=False)
+    wanted, found = trained(let_go, [eager], x), trained(let_go, [model], x)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert run(let_go, [model], x) <= budget

@@ -224,3 +224,21 @@ def test_a_way_that_cannot_be_held_within_the_budget_says_so(random: bool) -> No
     exceeds = any("cannot be computed again" in str(w.message) for w in said)
     assert exceeds == random
     assert not random or peak > 120_000
+
+
+def test_a_way_that_is_never_planned_since_its_graph_is_retained_is_warned_of() -> None:
+    """Another way of the same call has a plan."""
+    model = Lives()
+    rockmate.attach(model, "100%", costs="flops", cache=False)
+
+    def step(way: int) -> None:
+        model.way = way
+        loss = model(X)[0].sum()
+        if way:
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    for _ in range(3):
+        step(0)
+    with pytest.warns(rockmate.BudgetWarning, match="retain_graph"):
+        step(1)
