@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import permutations, product
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rkgb.trace.meta import without_data
-from rkgb.trace.quick import QuickRules
+from rkgb.trace.quick import _RULES, QuickRules
 
 ATEN = torch.ops.aten
 X, W, V, C = torch.randn(3, 4, 5), torch.randn(4, 6), torch.randn(5), torch.ones(4)
@@ -30,7 +32,16 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (ATEN.addmm.default, (torch.randn(6), torch.randn(3, 4), W)),
     (ATEN.addmm.default, (torch.randn(3, 6), torch.randn(3, 4), W)),
     (ATEN.bmm.default, (X, TURNED.transpose(1, 2))),
-    *((ATEN._softmax.default, (x, -1, False)) for x in (X, LONE)),
+    *((op, (x, -1, False)) for op in (ATEN._softmax.default, ATEN._log_softmax.default) for x in (X, TURNED, LONE)),
+    *((ATEN._safe_softmax.default, (x, -1, *dtype)) for x in (X, LONE) for dtype in ((), (torch.float64,))),
+    *((op, (LONE, y)) for op in BY_TWO for y in (LONE, TURNED[:, :1], V, X)),
+    *((op, (x, 2)) for op in (ATEN.mul.Scalar, ATEN.div.Scalar, ATEN.add.Scalar) for x in (X, TURNED, LONE, X.int())),
+    *((ATEN.mean.dim, (x, *args)) for x in (X, TURNED, LONE) for args in (([-1], True), ([0, -1],), ([1],), ([],))),
+    *((ATEN.cat.default, ([X, y], dim)) for y in (X, TURNED) for dim in (0, 1, -1)),
+    *((ATEN.cat.default, ([LONE, LONE, LONE], dim)) for dim in (1, -3)),
+    (ATEN.cat.default, ([X, torch.empty(0), X], 1)),
+    (ATEN.cat.default, ([X, X.double()], 1)),
+    *((op, (torch.ones(3, 1, 5), 0.5)) for op in (ATEN.bernoulli_.float, ATEN.div_.Scalar)),
 ]  # fmt: skip
 
 
@@ -38,9 +49,37 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
 def test_rules_are_those_of_the_device(number: int) -> None:
     op, args = CASES[number]
     made = op(*args)
-    bare = without_data(args)
+    flat, form = tree_flatten(args)
+    bare = without_data(flat)
     assert bare is not None
     with QuickRules():
-        found = op(*bare)
+        found = op(*tree_unflatten(bare, form))
     for real, meta in zip(*((x if isinstance(x, tuple) else (x,)) for x in (made, found)), strict=True):
         assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_where_a_rule_answers_it_is_the_device_s(order: tuple[int, ...]) -> None:
+    """Whatever lies in which order, and dimensions of size 1, whose strides torch chooses in many ways."""
+    answered = 0
+    for shape in product((1, 2, 3), repeat=3):
+        x = torch.randn([shape[p] for p in order]).permute(*(order.index(k) for k in range(3)))
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            *((op, (x,)) for op in OF_ONE),
+            *((op, (x, y)) for op in BY_TWO for y in (x, x.contiguous(), 2.0, torch.tensor(2.0), x[0], x[:, :1])),
+            *((op, (x, 2)) for op in (ATEN.mul.Scalar, ATEN.pow.Tensor_Scalar, ATEN.div_.Scalar)),
+            *((ATEN._safe_softmax.default, (x, dim)) for dim in (0, -1)),
+            *((ATEN.mean.dim, (x, dims, keeps)) for dims in ([-1], [0, 1], [1]) for keeps in (True, False)),
+            *((ATEN.cat.default, ([x, y], dim)) for y in (x, x.contiguous()) for dim in (0, 1)),
+            (ATEN.native_layer_norm.default, (x, [shape[2]], None, None, 1e-5)),
+            (ATEN.bmm.default, (x, x.transpose(1, 2))),
+        ]
+        for op, args in calls:
+            flat, form = tree_flatten(args)
+            found = _RULES[op](*tree_unflatten(without_data(flat), form))  # type: ignore[arg-type]
+            if found is not None:
+                answered += 1
+                made = op(*args)
+                for real, meta in zip(*((t if isinstance(t, tuple) else (t,)) for t in (made, found)), strict=True):
+                    assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype), op
+    assert answered > 400

@@ -111,7 +111,7 @@ class OnMeta:
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_VALUES:
-            return _constant(func(*args, **kwargs))
+            return _constant(_untraced(lambda: func(*args, **kwargs)))
         if func in _CONVOLUTIONS:
             return _convolution(func, *args, **kwargs)
         if func in _ON_CPU and self.on_cpu:

@@ -24,9 +24,13 @@ class QuickRules(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if result is None else result
 
 
+def _is_single(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_meta and t.dtype == torch.float32
+
+
 def _is_usual(t: Any) -> bool:
-    """Whether ``t`` is in single precision, without gaps, and has no dimension of size 1, whose stride says nothing."""
-    return isinstance(t, torch.Tensor) and t.is_meta and t.dtype == torch.float32 and 1 not in t.shape and _is_dense(t)
+    """Whether ``t`` is in single precision, and lies in order without gaps."""
+    return _is_single(t) and _is_dense(t)
 
 
 def _is_dense(t: torch.Tensor) -> bool:
@@ -39,15 +43,33 @@ def _made(shape: Sequence[int]) -> torch.Tensor:
 
 def _elementwise(x: Any, other: Any = None, *numbers: Any) -> torch.Tensor | None:
     """As large as ``x``, to which a number, or another tensor that is no larger, may be broadcast."""
-    if not _is_usual(x):
-        return None
-    if isinstance(other, torch.Tensor) and other.dim():
+    if _is_number(other):
+        if not isinstance(other, (int, float, torch.Tensor)) and _is_usual(x):
+            return _made(x.shape)
+        return _as_it_lies(x) if _is_single(x) else None
+    if _is_usual(x) and isinstance(other, torch.Tensor) and other.dim():
         if not other.is_meta or other.dtype != torch.float32 or not _is_dense(other) or other.dim() > x.dim():
+            return None
+        if other.shape == x.shape:
+            return _made(x.shape)
+        if 1 in x.shape:  # its stride there says nothing, and may decide
             return None
         sizes = zip(other.shape, x.shape[x.dim() - other.dim() :], strict=True)
         return _made(x.shape) if all(size in (1, most) for size, most in sizes) else None
-    number = other is None or isinstance(other, (int, float, str)) or other.dtype in (torch.float64, torch.float32)
-    return _made(x.shape) if number else None
+    return None
+
+
+def _is_number(other: Any) -> bool:
+    """Whether it is one that changes no dtype, a setting, or nothing."""
+    if isinstance(other, torch.Tensor):
+        return not other.dim() and other.dtype in (torch.float64, torch.float32)
+    return other is None or isinstance(other, (int, float, str))
+
+
+def _as_it_lies(x: torch.Tensor) -> torch.Tensor | None:
+    """A result that lies as ``x``, which has no gaps."""
+    made = torch.empty_like(x)
+    return made if made.dim() and made.numel() and made.stride() == x.stride() else None
 
 
 def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, *_: Any) -> tuple[torch.Tensor, ...] | None:
@@ -80,19 +102,50 @@ def _products(a: Any, b: Any) -> torch.Tensor | None:
     return _made((a.shape[0], a.shape[1], b.shape[2])) if fits else None
 
 
-def _softmax(x: Any, _: int, half: bool) -> torch.Tensor | None:
-    return _made(x.shape) if _is_usual(x) and not half else None
+def _softmax(x: Any, _: int, other: Any = None) -> torch.Tensor | None:
+    """``other``: whether it is of a half precision, or the dtype of the result."""
+    return _made(x.shape) if _is_usual(x) and not other else None
+
+
+def _mean(x: Any, dims: Sequence[int] | None, keeps: bool = False) -> torch.Tensor | None:
+    if not (_is_usual(x) and dims):
+        return None
+    over = {d % x.dim() for d in dims}
+    sizes = [1 if d in over else size for d, size in enumerate(x.shape) if keeps or d not in over]
+    return _made(sizes) if len(over) == len(dims) else None
+
+
+def _joined(tensors: Sequence[Any], dim: int = 0) -> torch.Tensor | None:
+    first, *others = tensors
+    if not all(map(_is_usual, tensors)) or any(t.dim() != first.dim() for t in others):
+        return None
+    sizes = [list(t.shape) for t in tensors]
+    along = sum(size.pop(dim) for size in sizes)
+    if any(size != sizes[0] for size in sizes):
+        return None
+    sizes[0].insert(dim % first.dim(), along)
+    return _made(sizes[0])
+
+
+def _in_place(x: Any, number: Any = None) -> torch.Tensor | None:
+    return x if _is_usual(x) and isinstance(number, (int, float)) else None
 
 
 _ATEN = torch.ops.aten
 _ALL = "relu gelu silu tanh sigmoid exp neg rsqrt".split()
+_BY_TWO = "add sub mul div".split()
 _RULES: dict[Any, Callable[..., Any]] = {
-    **{getattr(_ATEN, name).Tensor: _elementwise for name in ("add", "sub", "mul", "div")},
+    **{getattr(_ATEN, name).Tensor: _elementwise for name in _BY_TWO},
+    **{getattr(_ATEN, name).Scalar: _elementwise for name in _BY_TWO},
+    **{getattr(_ATEN, f"{name}_").Scalar: _in_place for name in _BY_TWO},
+    _ATEN.bernoulli_.float: _in_place,
     **{getattr(_ATEN, name).default: _elementwise for name in _ALL},
     _ATEN.pow.Tensor_Scalar: _elementwise,
     _ATEN.native_layer_norm.default: _layer_norm,
     _ATEN.native_batch_norm.default: _batch_norm,
-    _ATEN._softmax.default: _softmax,
+    **{getattr(_ATEN, name).default: _softmax for name in ("_softmax", "_safe_softmax", "_log_softmax")},
+    _ATEN.mean.dim: _mean,
+    _ATEN.cat.default: _joined,
     _ATEN.bmm.default: _products,
     _ATEN.mm.default: _product,
     _ATEN.addmm.default: _sum_and_product,
