@@ -77,8 +77,8 @@ class CapturedCalls(Calls):
                     self.front.last = self
                 raise Planned
             if fits:
-                known = self.freely.is_known(kind, made) or not self.freely.may_measure
-                run = self.freely.run if known else self.freely.run_measured
+                measured = self.freely.is_measured(self.freely.is_known(kind, made))
+                run = self.freely.run_measured if measured else self.freely.run
                 return run(kind, partial(self._without_plan, arguments))
             try:
                 results = self.run(call, kind, missing)

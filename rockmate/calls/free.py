@@ -65,7 +65,7 @@ class FreeCalls:
         self.spacious: dict[Hashable, Spacious] = {}
         self.binding: set[Hashable] = set()
         self._rough: dict[Hashable, Rough] = {}  # what such calls take, as far as it is known
-        self._measured = 0
+        self._measured = self._calls = 0
 
     def clear(self) -> None:
         """Begin again with what is known of kinds of calls."""
@@ -86,6 +86,13 @@ class FreeCalls:
     def may_measure(self) -> bool:
         """Whether a call that comes now can be measured."""
         return self._measured < MOST_KINDS and WholeLook.possible()
+
+    def is_measured(self, known: bool) -> bool:
+        """Whether a call that runs now is to be measured: it is of no ``known`` kind, or it is the 2nd, the 4th, the
+        8th of all, and so on. What Python does may have changed, or what the caller keeps of the results.
+        """
+        self._calls += 1
+        return self.may_measure and not (known and self._calls & (self._calls - 1))
 
     def suppose(self, kind: Hashable, device: torch.device, call: tuple[str, ...], peak: int, made: int) -> None:
         """Such a ``call`` takes at most ``peak`` bytes, and makes gradients of ``made``, as far as it is known."""

@@ -63,7 +63,6 @@ class RoomyCalls(FreeCalls):
         super().__init__(front, FAR)
         self._seen: dict[Hashable, Seen] = {}
         self._planned: set[Hashable] = set()  # calls that are none, and stay so under this budget
-        self._calls = 0
 
     def clear(self) -> None:
         """As in ``FreeCalls``."""
@@ -157,13 +156,10 @@ class RoomyCalls(FreeCalls):
     def run_own(self, kind: Hashable, model: torch.nn.Module, call: Call) -> Any:
         """What the model returns for a call of this ``kind``; its own Python runs.
 
-        A call of a kind that no larger one was measured of is measured, and of all calls the 2nd, the 4th, the 8th,
-        and so on, and the one after a call that recorded more: what Python does may have changed.
+        The one after a call that recorded more is measured, too.
         """
-        self._calls += 1
-        again = self._calls & (self._calls - 1) == 0
         before = next_number()
-        if kind in self.spacious and not (again and self.may_measure):
+        if not self.is_measured(kind in self.spacious) and kind in self.spacious:
             result = self.run(kind, partial(self._called, model, call))
             if (nodes := next_number() - before) > self._seen[kind].nodes:
                 self._does_more(kind, nodes)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rockmate import Attachment, BudgetWarning, attach, measure_peak
+from rockmate.calls.free import FreeCalls
 
 GIB = 2**30
 
@@ -325,3 +326,16 @@ def test_calls_that_are_no_smaller_than_one_that_comes_near_the_budget_are_plann
         model.zero_grad()
     found = [kind.call[0] for kind in handle.plans if kind.plan is not None]
     assert sorted(found) == [f"x float32[{rows}, 64]" for rows in (1024, 1026, 1028, 1030)]
+
+
+def test_steps_that_fit_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their caller may keep more of the results than in the first one: that exceeded the budget in silence."""
+    measured: list[int] = []
+    run = FreeCalls.run_measured
+    monkeypatch.setattr(FreeCalls, "run_measured", lambda *args: measured.append(k) or run(*args))
+    model, x = Net(), randn(64, 64, seed=0)
+    budget = int(3.5 * measure_peak(lambda: step(model, x)))
+    attach(model, budget, costs="flops", cache=False)
+    for k in range(1, 10):  # noqa: B007 - read above
+        step(model, x)
+    assert measured == [1, 2, 4, 8]
