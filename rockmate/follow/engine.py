@@ -20,29 +20,27 @@ from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
-from rockmate.calls.keys import call_key
 from rockmate.calls.look import abandoned
 from rockmate.calls.surroundings import INSTEAD, warn_unplanned
 from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of
-from rockmate.follow.known import CallKind, Known
+from rockmate.follow.known import CallKind, CallKinds, Known
 from rockmate.follow.observed import FollowedLook, Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, eager_peak_of, frontier_of
 from rockmate.follow.planned import Planned
 from rockmate.follow.problem import problem_of
-from rockmate.follow.record import Slot, Use, form_of_op
+from rockmate.follow.record import Slot, form_of_op
 from rockmate.follow.solving import Solving
 from rockmate.follow.tape import Policy, Tape
 from rockmate.follow.use import UseOfOutputs
-from rockmate.follow.watch import Watch
 from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
 from rockmate.planning.plan import line_of_call
 from rockmate.progress import Progress
-from rockmate.tell import LOG, MANY, costly, names_of
+from rockmate.tell import LOG, MANY, costly
 from solvers import Frontier
 from solvers.calls import Way
 from solvers.interrupts import Heeded
@@ -68,8 +66,7 @@ class Followed:
 
     def __init__(self, front: Front, why: str) -> None:
         self.front, self.why = front, why
-        self.kinds: dict[tuple[Hashable, int], CallKind] = {}  # by forms of calls, and ``Terms.made``
-        self._alike: dict[Hashable, Hashable] = {}  # the forms of calls whose numbers do not tell what they compute
+        self.kinds = CallKinds()
         self.last: Known | None = None
         self.solving = Solving(front, why)
         self._rehearsed = False  # what was learned last came of no training
@@ -107,21 +104,7 @@ class Followed:
     def run(self, model: torch.nn.Module, call: Call) -> Any:
         """What the model returns; its own Python runs."""
         missing = frozenset(self.front.bytes_of_missing_gradients())
-        form: Hashable = call_key(call.leaves, call.spec), model.training
-        loose = call_key(call.leaves, call.spec, valued=False), model.training
-        if (form, self.front.terms.made) not in self.kinds:
-            form = self._alike.get(loose, form)
-        key = form, self.front.terms.made
-        kind = self.kinds.get(key)
-        if kind is None:
-            said = self.front.described(names_of(call), call.leaves)
-            alike = next((k for (other, _), k in self.kinds.items() if other == form), None)
-            kind = (
-                CallKind(said, Watch(self.front.name, said), form, loose)
-                if alike is None
-                else alike.under_another_budget()
-            )
-            self.kinds[key] = kind
+        key, kind = self.kinds.of(call, model.training, self.front)
         device = self.front.device(call.tensors)
         policy, turn = self._policy(key, kind, missing, device)
         tape = Tape(device, policy, lasting_of(model, call))
@@ -142,7 +125,7 @@ class Followed:
         for t in () if tape.slots else outputs:  # hooks of forward's own save all, or nothing is saved
             assert t.grad_fn is not None
             t.grad_fn.register_prehook(tape.arrive)
-        tape.begins = partial(self._begins, turn, look, UseOfOutputs(tape, partial(self._note_use, kind)))
+        tape.begins = partial(self._begins, turn, look, UseOfOutputs(tape, kind.note_use))
         turn.held_by(tape)
         if unchecked.found:  # the next step runs without, and is the one to plan
             self.front.say_checkpoints()
@@ -164,17 +147,6 @@ class Followed:
         if look is not None:
             look.reach()
         use.begin(tape)
-
-    def _note_use(self, kind: CallKind, tape: Tape, use: Use) -> None:
-        """A backward comes to a call: the loss that its plan counts on may be another one."""
-        policy = tape.policy
-        if isinstance(policy, Observed):
-            policy.use = use
-        elif isinstance(policy, Planned):
-            known = next((k for k in kind.known if k.program is policy.program), None)
-            if known is not None and not known.rehearsed and use not in known.used:
-                kind.unsure.add(use)
-                kind.news = True
 
     def _policy(
         self, key: Hashable, kind: CallKind, missing: frozenset[str], device: torch.device
@@ -316,9 +288,7 @@ class Followed:
         if wanted:  # else it is the other way that is to be seen, which may come next
             kind.news = self.front.rehearses or bool(kind.unsure)
         kind.known = [known, *others][:MOST_KNOWN]
-        alike = (k for k in self.kinds.values() if k.loose == kind.loose and k.form != kind.form)
-        if any(k.computes(known.forms, seen.packs) for k in alike):
-            self._alike.setdefault(kind.loose, kind.form)
+        self.kinds.learn(kind, known)
         observed.forget()
         if self._rehearsed and not self.front.rehearses and self.solving.asked is not None:
             self.front.terms.budget = self.solving.asked

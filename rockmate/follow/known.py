@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 
+from rkgb.sample import Call
+from rockmate.calls.front import Front
+from rockmate.calls.keys import call_key
 from rockmate.follow.checkpoints import CheckpointedParts
 from rockmate.follow.observed import Observed
 from rockmate.follow.plan import FollowedPlan
-from rockmate.follow.planned import FollowedProgram
+from rockmate.follow.planned import FollowedProgram, Planned
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import OpForm, Use
+from rockmate.follow.tape import Tape
 from rockmate.follow.watch import Watch
 from rockmate.memory import StepBytes, step_of
+from rockmate.tell import names_of
 from solvers import Schedule
 
 
@@ -100,11 +105,50 @@ class CallKind:
         """A call computes as ``known``."""
         self.known = [known, *(k for k in self.known if k is not known)]
 
-    def computes(self, forms: list[OpForm], packs: list[tuple[int, int | None]]) -> bool:
-        """Whether it is known to do these operations, of which these slots are kept."""
-        return any((k.forms, k.observed.seen.packs) == (forms, packs) for k in self.known)
+    def computes(self, known: Known) -> bool:
+        """Whether it is known to compute as ``known``, and to keep the same of it."""
+        return any((k.forms, k.observed.seen.packs) == (known.forms, known.observed.seen.packs) for k in self.known)
+
+    def note_use(self, tape: Tape, use: Use) -> None:
+        """A backward comes to a call: the loss that its plan counts on may be another one."""
+        policy = tape.policy
+        if isinstance(policy, Observed):
+            policy.use = use
+        elif isinstance(policy, Planned):
+            known = next((k for k in self.known if k.program is policy.program), None)
+            if known is not None and not known.rehearsed and use not in known.used:
+                self.unsure.add(use)
+                self.news = True
 
     def under_another_budget(self) -> CallKind:
         """The same calls, which are planned anew."""
         known = [replace(k, budget=-1, used=set(k.used), ways=None) for k in self.known]
         return replace(self, known=known, unsure=set(self.unsure))
+
+
+class CallKinds(dict[tuple[Hashable, int], CallKind]):
+    """Kinds of calls of a model, by their forms and ``Terms.made``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alike: dict[Hashable, Hashable] = {}  # the forms of calls whose numbers do not tell what they compute
+
+    def of(self, call: Call, training: bool, front: Front) -> tuple[tuple[Hashable, int], CallKind]:
+        """The kind of ``call``, a new one where none is known, and its key."""
+        form: Hashable = call_key(call.leaves, call.spec), training
+        loose = call_key(call.leaves, call.spec, valued=False), training
+        made = front.terms.made
+        if (form, made) not in self:
+            form = self._alike.get(loose, form)
+        if (form, made) not in self:
+            alike = next((kind for (other, _), kind in self.items() if other == form), None)
+            said = front.described(names_of(call), call.leaves)
+            new = CallKind(said, Watch(front.name, said), form, loose)
+            self[form, made] = new if alike is None else alike.under_another_budget()
+        return (form, made), self[form, made]
+
+    def learn(self, kind: CallKind, known: Known) -> None:
+        """A call of ``kind`` was seen to compute as ``known``: those that do so with other numbers are of one kind."""
+        alike = (k for k in self.values() if k.loose == kind.loose and k.form != kind.form)
+        if any(k.computes(known) for k in alike):
+            self._alike.setdefault(kind.loose, kind.form)
