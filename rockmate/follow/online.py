@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from rkgb.warn import warn
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
-from rockmate.errors import BudgetWarning
 from rockmate.follow.record import Datum, Slot
 from rockmate.follow.tape import Policy, Tape
 
@@ -105,17 +103,8 @@ class Online:
                 excess = self.held - most
         else:
             return
-        if excess <= 0:
-            return
-        freed = evict(tape, excess + most // SLACK)
-        self.held -= freed
-        if self.left and freed < excess and not self.warned:
-            self.warned = True
-            warn(
-                "forward computes something else than it was planned for, and what it holds cannot be computed again: "
-                "such a step may exceed the budget. Give a larger one, or let forward compute the same in every step.",
-                BudgetWarning,
-            )
+        if excess > 0:
+            self.held -= evict(tape, excess + most // SLACK)
 
 
 def evict(tape: Tape, wanted: int) -> int:
