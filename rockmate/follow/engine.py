@@ -20,14 +20,14 @@ from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
-from rockmate.calls.look import abandoned
+from rockmate.calls.look import Look, abandoned
 from rockmate.calls.surroundings import INSTEAD, warn_unplanned
 from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of
 from rockmate.follow.known import CallKind, CallKinds, Known
-from rockmate.follow.observed import FollowedLook, Observed, pack_of, place_of_caller
+from rockmate.follow.observed import Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, eager_peak_of, frontier_of
 from rockmate.follow.planned import Planned
@@ -119,12 +119,8 @@ class Followed:
         except BaseException:
             self.front.terms.steps.undo(turn)
             raise
-        outputs = [t for t in tensors_of(result) if t.grad_fn is not None]
         if look is not None:
-            look.arrives = sum(t.nbytes for t in outputs)
-        for t in () if tape.slots else outputs:  # hooks of forward's own save all, or nothing is saved
-            assert t.grad_fn is not None
-            t.grad_fn.register_prehook(tape.arrive)
+            look.arrives = sum(t.nbytes for t in tensors_of(result) if t.grad_fn is not None)
         tape.begins = partial(self._begins, turn, look, UseOfOutputs(tape, kind.note_use))
         turn.held_by(tape)
         if unchecked.found:  # the next step runs without, and is the one to plan
@@ -141,11 +137,9 @@ class Followed:
         return result
 
     @staticmethod
-    def _begins(turn: Turn, look: FollowedLook | None, use: UseOfOutputs, tape: Tape) -> None:
+    def _begins(turn: Turn, look: Look | None, use: UseOfOutputs, tape: Tape) -> None:
         """A backward comes to the call."""
         turn.begin(look)
-        if look is not None:
-            look.reach()
         use.begin(tape)
 
     def _policy(

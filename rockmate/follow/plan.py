@@ -166,8 +166,7 @@ def moment_of(problem: Problem, places: Sequence[str], step: Step) -> str:
     Which operation a part of the backward is of is not known: it is told by what it reads.
     """
     if not isinstance(step, (Run, Bwd)):
-        read = any(node.backward is not None for node in problem.nodes)
-        return "the loss, between forward and backward" if read else "the loss and the backward"
+        return "the loss, between forward and backward"
     index, what = step.node, "the forward of"
     if isinstance(step, Bwd):
         backward = problem.nodes[step.node].backward

@@ -68,7 +68,7 @@ class Tape(TorchDispatchMode):
     """See the file's text. ``device``: whose memory is followed. ``ops``, ``data``: in the order in which they came.
 
     ``open``: the forward runs. ``slots``: how many there were; ``asks``: how often
-    backwards within the forward have read one that has a datum. ``waits``: no backward has come.
+    backwards within the forward have read one that has a datum. ``waits``: no backward has come to one.
     ``lasting``: the storages from outside that are there in the backward, too; None if all are. ``gathered``: an
     argument in each of the others, which come and go. What is made from these can be made again while they are there.
     """
@@ -82,7 +82,7 @@ class Tape(TorchDispatchMode):
         self.ledger = Ledger()
         self.slots = self.asks = 0
         self.open = self.waits = True
-        self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes
+        self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes to the first slot
         self.reruns, self._kernels = Reruns(self.ops, self.data, self.ledger, self.gathered), kernels()
         self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
         self._given: dict[int, torch.Tensor] = {}  # leaves that got other memory, by identity
@@ -310,7 +310,9 @@ class Tape(TorchDispatchMode):
         datum = slot.datum
         with torch._C._DisableTorchDispatch():
             if not self.open:
-                self.arrive()
+                if self.waits and self.begins is not None:
+                    self.begins(self)
+                self.waits = False
             self.policy.asked(self, slot)
             if datum is None:
                 assert slot.held is not None
@@ -322,12 +324,6 @@ class Tape(TorchDispatchMode):
             self.asks += self.open
             self.policy.answered(self, slot)
         return t
-
-    def arrive(self, _: Any = None) -> None:
-        """A backward comes to the forward."""
-        if self.waits and self.begins is not None:
-            self.begins(self)
-        self.waits = False
 
     def decide_by(self, policy: Policy) -> None:
         """``policy`` takes over."""

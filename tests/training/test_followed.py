@@ -396,25 +396,6 @@ def test_the_least_memory_takes_no_longer_than_a_plan_for_that_budget_does() -> 
     assert max(least.predicted_overhead, curve.overhead(curve.min_budget)) <= handle.plan.predicted_overhead
 
 
-class PackedWhole(Layers):
-    """No saved tensor is the plan's to hold."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32)):
-            return super().forward(x)
-
-
-@pytest.mark.parametrize("door", ["attach", "Rockmate"])
-def test_a_step_of_which_hooks_of_its_own_save_all_is_observed(door: str) -> None:
-    model = made(PackedWhole)
-    call, handle = planned(door, model, "100%")
-    expected = list(train(eager := made(PackedWhole), eager))
-    assert_equal(list(train(model, call)), expected)
-    assert measure_peak(lambda: loss_of(call(X)).backward(), "cpu") == handle.plan.predicted_peak
-    with pytest.raises(rockmate.InfeasibleBudgetError, match="What sets it is the loss and the backward"):
-        handle.budget = "75%"
-
-
 class ReturnsALeafsSum(Layers):
     def forward(self, x: torch.Tensor) -> Any:
         self.leaf = torch.zeros(64).requires_grad_()
