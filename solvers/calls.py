@@ -31,6 +31,11 @@ class Way(NamedTuple):
     time: int
     more: int = 0
 
+    @property
+    def kept_in_forwards(self) -> int:
+        """Bytes that are kept while forwards of other calls run."""
+        return self.kept + self.more
+
 
 class Phase(NamedTuple):
     """The forward or the ``backward`` of ``call``, while ``waiting`` calls keep their data.
@@ -50,7 +55,7 @@ class Phase(NamedTuple):
 
     def beside(self, way: Way) -> int:
         """What a call keeps that waits, and runs in this ``way``."""
-        return way.kept if self.backward else way.kept + way.more
+        return way.kept if self.backward else way.kept_in_forwards
 
 
 def level(phase: Phase, ways: Sequence[Way]) -> int:

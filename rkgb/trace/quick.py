@@ -42,28 +42,27 @@ def _made(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _elementwise(x: Any, other: Any = None, *numbers: Any) -> torch.Tensor | None:
-    """As large as ``x``, to which a number, or another tensor that is no larger, may be broadcast."""
-    if _is_number(other):
-        if not isinstance(other, (int, float, torch.Tensor)) and _is_usual(x):
-            return _made(x.shape)
-        return _as_it_lies(x) if _is_single(x) else None
-    if _is_usual(x) and isinstance(other, torch.Tensor) and other.dim():
-        if not other.is_meta or other.dtype != torch.float32 or not _is_dense(other) or other.dim() > x.dim():
-            return None
-        if other.shape == x.shape:
-            return _made(x.shape)
-        if 1 in x.shape:  # its stride there says nothing, and may decide
-            return None
-        sizes = zip(other.shape, x.shape[x.dim() - other.dim() :], strict=True)
-        return _made(x.shape) if all(size in (1, most) for size, most in sizes) else None
-    return None
+    """As large as ``x``. ``other``: a number, a tensor that is no larger, a setting, or nothing."""
+    if not _is_single(x):
+        return None
+    if other is None or isinstance(other, str):
+        return _made(x.shape) if _is_dense(x) else _as_it_lies(x)
+    if not isinstance(other, torch.Tensor):
+        return _as_it_lies(x) if isinstance(other, (int, float)) else None
+    if not other.dim():
+        return _as_it_lies(x) if other.dtype in (torch.float64, torch.float32) else None
+    return _broadcast(x, other)
 
 
-def _is_number(other: Any) -> bool:
-    """Whether it is one that changes no dtype, a setting, or nothing."""
-    if isinstance(other, torch.Tensor):
-        return not other.dim() and other.dtype in (torch.float64, torch.float32)
-    return other is None or isinstance(other, (int, float, str))
+def _broadcast(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
+    if not (_is_dense(x) and _is_usual(other)) or other.dim() > x.dim():
+        return None
+    if other.shape == x.shape:
+        return _made(x.shape)
+    if 1 in x.shape:  # its stride there says nothing, and may decide
+        return None
+    sizes = zip(other.shape, x.shape[x.dim() - other.dim() :], strict=True)
+    return _made(x.shape) if all(size in (1, most) for size, most in sizes) else None
 
 
 def _as_it_lies(x: torch.Tensor) -> torch.Tensor | None:

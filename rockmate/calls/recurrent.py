@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from rkgb.trace import recurrent
 from rockmate.calls.unguarded import is_captured
+
+RECURRENT = tuple(function.__name__ for function in recurrent.RECURRENT)
+"""Names of the operations."""
 
 
 def know_sizes_of_recurrent_layers() -> None:
@@ -24,10 +28,6 @@ def know_sizes_of_recurrent_layers() -> None:
             if not isinstance(kernel, partial):
                 kernels[key] = partial(_of_one_step, kernel)
         operator._dispatch_cache.clear()
-
-
-RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
-"""Names of the operations."""
 
 
 def _of_one_step(kernel: Callable[..., Any], input: Any, hx: Any, *others: Any) -> Any:

@@ -156,7 +156,7 @@ class RoomyCalls(FreeCalls):
     def run_own(self, kind: Hashable, model: torch.nn.Module, call: Call) -> Any:
         """What the model returns for a call of this ``kind``; its own Python runs.
 
-        The one after a call that recorded more is measured, too.
+        Those are measured that ``is_measured`` tells, and the one after a call that recorded more.
         """
         before = next_number()
         if not self.is_measured(kind in self.spacious) and kind in self.spacious:

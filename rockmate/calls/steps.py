@@ -95,7 +95,7 @@ class Steps:
 
     def held(self) -> int:
         """Bytes that these keep."""
-        return sum(turn.way.kept + turn.way.more for turn in self.waiting())
+        return sum(turn.way.kept_in_forwards for turn in self.waiting())
 
     def place(self) -> int:
         """How many calls of the step have come before the one that comes now."""
@@ -208,7 +208,7 @@ class Steps:
 
     def _left(self, ways: Ways, waiting: Iterable[Turn], budget: int, name: str) -> Way:
         """The fastest way in what those that wait leave of the budget; if there is none, that of least memory."""
-        held = [turn.way.kept + turn.way.more for turn in waiting]
+        held = [turn.way.kept_in_forwards for turn in waiting]
         if sum(held) + peak_of(ways.alone) <= budget:
             return ways.alone
         for tight in (False, True):

@@ -156,10 +156,10 @@ class Followed:
         if self._unsaid is not None:  # whatever comes next: a kind of call may come once only
             unsaid, self._unsaid = self._unsaid, None
             self._solve(*unsaid)
-        made, steps = self.front.bytes_of_missing_gradients(), self.front.terms.steps
-        took = partial(steps.take, (id(self), key), name=self.front.name, terms=self.front.terms)
+        took = partial(self.front.terms.steps.take, (id(self), key), name=self.front.name, terms=self.front.terms)
         if known is None:
-            turn = took(ways=Rough(self.front, device, kind.call, Way(0, 0, 0, 0), sum(made.values())))
+            made = sum(self.front.bytes_of_missing_gradients().values())
+            turn = took(ways=Rough(self.front, device, kind.call, Way(0, 0, 0, 0), made))
             like = self._like(kind)
             if like is None or like.program is None:
                 policy = Online(*self._limits(kind, device))

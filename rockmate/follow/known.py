@@ -136,10 +136,11 @@ class CallKinds(dict[tuple[Hashable, int], CallKind]):
     def of(self, call: Call, training: bool, front: Front) -> tuple[tuple[Hashable, int], CallKind]:
         """The kind of ``call``, a new one where none is known, and its key."""
         form: Hashable = call_key(call.leaves, call.spec), training
-        loose = call_key(call.leaves, call.spec, valued=False), training
         made = front.terms.made
-        if (form, made) not in self:
-            form = self._alike.get(loose, form)
+        if (form, made) in self:
+            return (form, made), self[form, made]
+        loose = call_key(call.leaves, call.spec, valued=False), training
+        form = self._alike.get(loose, form)
         if (form, made) not in self:
             alike = next((kind for (other, _), kind in self.items() if other == form), None)
             said = front.described(names_of(call), call.leaves)
