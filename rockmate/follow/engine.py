@@ -337,5 +337,8 @@ class Followed:
         """Time against memory for the last kind of call."""
         if self.last is None:
             raise InputError("no step was planned yet: run a forward and its backward before you ask for the frontier")
-        with Heeded(), Progress(self.front.terms.progress) as report:
-            return frontier_of(self.last.found.problem, self.front.terms.options, report)
+        last = self.last
+        if last.frontier is None:
+            with Heeded(), Progress(self.front.terms.progress) as report:
+                last.frontier = frontier_of(last.found.problem, self.front.terms.options, report)
+        return last.frontier

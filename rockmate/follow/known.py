@@ -22,7 +22,7 @@ from rockmate.follow.tape import Tape
 from rockmate.follow.watch import Watch
 from rockmate.memory import StepBytes, step_of
 from rockmate.tell import names_of
-from solvers import Schedule
+from solvers import Frontier, Schedule
 
 
 @dataclass(eq=False)
@@ -33,7 +33,8 @@ class Known:
     bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
     fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways
     in which outputs were used that ``found`` is for. ``waits``: bytes that the step holds beside its data, for the
-    loss, while forwards of its other calls run, and backwards. ``then``: the way that came after it.
+    loss, while forwards of its other calls run, and backwards. ``then``: the way that came after it. ``frontier``: once asked
+    for, as a search that time limits would end elsewhere the second time.
     """
 
     found: FollowedProblem
@@ -55,6 +56,7 @@ class Known:
     waits: tuple[int, int] = (0, 0)
     ways: Any = None  # see rockmate.follow.ways
     then: weakref.ref[Known] | None = None
+    frontier: Frontier | None = None
 
     @property
     def places(self) -> tuple[str, ...]:
