@@ -7,6 +7,7 @@ captured tensors are inputs of the traced function, so that a tied weight is one
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -72,7 +73,7 @@ def trace(model: torch.nn.Module, call: Call) -> tuple[B_graph, list[torch.Tenso
     """
     check_module(model)
     _refuse_meta([*call.tensors, *_named_tensors(model).values()])
-    return _traced(model, call)
+    return _traced(model, call)[:2]
 
 
 def trace_without_data(
@@ -86,7 +87,30 @@ def trace_without_data(
     return _traced(model, call, OnMeta(device, calls))[0]
 
 
-def _traced(model: torch.nn.Module, call: Call, on_meta: OnMeta | None = None) -> tuple[B_graph, list[torch.Tensor]]:
+def trace_of_any_size(model: torch.nn.Module, call: Call, device: torch.device) -> B_graph:
+    """The same, with whole numbers among the arguments as values, so that it is the B graph at each size.
+
+    Raises ``UnsupportedError``, too, where Python reads sizes or numbers, of which the graph would have those of now.
+    """
+    given = call.with_numbers_as_tensors()
+    b, _, seen = _traced(model, given, OnMeta(device, of_any_size=True))
+    if seen.sizes_read or any(isinstance(x, int) for _, x in b.structure.output_constants):
+        raise UnsupportedError("Python reads sizes")
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor) or type(leaf) is int]
+    numbers = [k for k, leaf in enumerate(tensors) if type(leaf) is int]
+
+    def source(s: Source) -> Source:
+        if s.kind != "input":
+            return s
+        before = bisect_left(numbers, s.key)
+        return Source("number", before) if s.key in numbers else Source("input", s.key - before)
+
+    return replace(b, sources={v: source(s) for v, s in b.sources.items()})
+
+
+def _traced(
+    model: torch.nn.Module, call: Call, on_meta: OnMeta | None = None
+) -> tuple[B_graph, list[torch.Tensor], Recorder]:
     forward = _Forward(model, call)
     own = _named_tensors(model)
     graph, results, seen, captured = _recorded(forward, [*forward.inputs, *own.values()], on_meta)
@@ -99,7 +123,7 @@ def _traced(model: torch.nn.Module, call: Call, on_meta: OnMeta | None = None) -
     structure = replace(forward.structure, written=written)
     b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure, seen.reads)
     made_by = ("trace of a captured graph" if is_pure(model) else "trace",)
-    return replace(b, made_by=made_by), [t.detach() for t in results]
+    return replace(b, made_by=made_by), [t.detach() for t in results], seen
 
 
 def _refuse_meta(tensors: Sequence[torch.Tensor]) -> None:

@@ -63,18 +63,31 @@ def probe(b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Pro
 
 
 def probe_again(
-    b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor], device: torch.device | None = None
+    b: B_graph,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    device: torch.device | None = None,
+    numbers: Sequence[int] = (),
 ) -> D_graph:
-    """D of ``b``, whose nodes are named elsewhere. ``device``: all is on the meta device, which stands for this one."""
-    return _without_dead(_run(b, model, inputs, device)[0].graph())
+    """D of ``b``, whose nodes are named elsewhere. ``device``: all is on the meta device, which stands for this one.
+    ``numbers``: the whole numbers among the arguments, if ``b`` is of any size.
+    """
+    return _without_dead(_run(b, model, inputs, device, numbers)[0].graph())
 
 
 def _run(
-    b: B_graph, model: torch.nn.Module, inputs: list[torch.Tensor], device: torch.device | None
+    b: B_graph,
+    model: torch.nn.Module,
+    inputs: list[torch.Tensor],
+    device: torch.device | None,
+    numbers: Sequence[int] = (),
 ) -> tuple[_Probe, list[torch.Tensor]]:
     with preserved(model, inputs, b.structure.written), torch.enable_grad(), drop_saved():
         own = own_generators(model.modules())
+        folded = {v: torch.tensor(numbers[s.key]) for v, s in b.sources.items() if s.kind == "number"}
+        b = dataclasses.replace(b, sources={v: s for v, s in b.sources.items() if v not in folded}) if folded else b
         run = _Probe(b, source_values(b.sources, model, inputs), own, device)
+        run.folded.update(folded)
         packed = run.packed  # hooks live as long as the graph, and must not hold the run
         for mode, nodes in itertools.groupby(enumerate(b.nodes), lambda x: x[1].mode):
             with in_mode(mode), saved_tensors_hooks(lambda t: packed.append(t.detach()), _refuse):

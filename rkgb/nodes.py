@@ -39,7 +39,8 @@ class Source:
 
     ``kind`` is "input", "parameter", "buffer" or "constant". ``key`` is the position among the flattened tensor inputs
     for an input, the qualified name for a parameter or buffer, and the tensor for a constant. Other attributes that
-    hold a tensor count as buffers.
+    hold a tensor count as buffers. In a B of any size there is "number", a whole number among the inputs, by its
+    position among these.
     """
 
     kind: str

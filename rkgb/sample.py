@@ -44,6 +44,11 @@ class Call:
         """The whole numbers among the leaves."""
         return tuple(leaf for leaf in self.leaves if type(leaf) is int)
 
+    def with_numbers_as_tensors(self) -> Call:
+        """The same call with tensors in the place of its whole numbers."""
+        leaves = [torch.tensor(leaf) if type(leaf) is int else leaf for leaf in self.leaves]
+        return Call(*unflatten(leaves, self.spec))
+
     def with_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         """The same call with other tensors."""
         leaves = [replace(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]

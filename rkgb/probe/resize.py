@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rkgb.Btools import trace_without_data
+from rkgb.Btools import trace_of_any_size, trace_without_data
 from rkgb.Dtools import probe_again
 from rkgb.graphs import B_graph, D_graph, Node, Ref, S_graph, S_node, Saved, substitute
 from rkgb.probe.skeleton import content, skeleton, source_form
@@ -38,11 +38,27 @@ def program_without_data(model: torch.nn.Module, call: Call, device: torch.devic
         return None
 
 
-def graph_without_data(b: B_graph, model: torch.nn.Module, call: Call, device: torch.device) -> D_graph | None:
-    """D of ``b``, which ``program_without_data`` returned for the same ``call``; None where that takes data."""
+def program_of_any_size(model: torch.nn.Module, call: Call, device: torch.device, s: S_graph) -> B_graph | None:
+    """The same, which serves for calls of all sizes. None where Python does otherwise with sizes than pass them on to
+    operations, so that the program has those of now, or another graph than ``s``, which is that of the call.
+    """
     try:
         with QuickRules():
-            return probe_again(b, model, call.tensors, device)
+            b = trace_of_any_size(model, call, device)
+    except Exception:  # noqa: BLE001 - as above
+        return None
+    d = graph_without_data(b, model, call, device)
+    found = None if d is None else resized(s, skeleton(s), d)
+    return b if found is not None and is_same(found, s) else None
+
+
+def graph_without_data(b: B_graph, model: torch.nn.Module, call: Call, device: torch.device) -> D_graph | None:
+    """D of ``b``, which ``program_without_data`` returned for the same ``call``, or ``program_of_any_size`` for one of
+    another size; None where that takes data.
+    """
+    try:
+        with QuickRules():
+            return probe_again(b, model, call.tensors, device, call.numbers)
     except Exception:  # noqa: BLE001 - as above
         return None
 

@@ -68,6 +68,16 @@ _UNRECORDED = frozenset(
     | {"Tensor.__repr__", "Tensor.__str__", "Tensor.__format__"}
 )
 
+# Of these, what the tracer records, too.
+_SIZES = frozenset({"Tensor.size", "Tensor.numel", "Tensor.nelement", "shape.__get__"})
+
+# What these tell of a tensor is the same at all sizes.
+_OF_ANY_SIZE = frozenset(
+    "Tensor.dim Tensor.ndimension ndim.__get__ Tensor.element_size itemsize.__get__ requires_grad.__get__ "
+    "is_leaf.__get__ is_cuda.__get__ is_cpu.__get__ is_meta.__get__ is_nested.__get__ is_sparse.__get__ "
+    "is_quantized.__get__ Tensor.is_floating_point torch.is_floating_point Tensor.is_complex torch.is_complex".split()
+)
+
 
 def current_mode() -> Mode:
     """The grad mode and autocast state of this thread, and the kernels of attention."""
@@ -209,6 +219,8 @@ class Recorder(TorchFunctionMode):
         self.call: Callable[..., Any] = on_meta or _plainly
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
+        self.of_any_size = on_meta is not None and on_meta.of_any_size
+        self.sizes_read = False  # or what may follow from them, by Python: the trace has numbers in their place
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
         self.written = Written(known)
@@ -223,6 +235,9 @@ class Recorder(TorchFunctionMode):
         name = _call_name(func)
         self._refuse(func, name, args)
         if name in _UNRECORDED:
+            if self.of_any_size and name in _SIZES:
+                return func(*args, **kwargs)
+            self.sizes_read = True
             with untraced(tracing):
                 return func(*args, **kwargs)
         what = respelled(name, args, kwargs)
@@ -285,6 +300,8 @@ class Recorder(TorchFunctionMode):
         drawn = self._states(tracing, generator) != before if self.on_meta is None else self.on_meta.draws
         if drawn:
             self.draws += self._marked(tracing, list(tensors_in(result)))
+        found = result if isinstance(result, (tuple, list)) else (result,)
+        self.sizes_read |= name not in _OF_ANY_SIZE and any(isinstance(x, (int, float)) for x in found)
         for t in tensors_in(result):
             if t.grad_fn is None:
                 self._may_change(tracing, t)

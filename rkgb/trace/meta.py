@@ -92,13 +92,14 @@ class Draws(TorchDispatchMode):
 
 class OnMeta:
     """Calls functions of a program: what it makes on ``device`` is made on the meta device. ``draws``: the last call
-    would have drawn random numbers there. ``calls``: where a trace is to note what it calls.
+    would have drawn random numbers there. ``calls``: where a trace is to note what it calls. ``of_any_size``: a trace
+    is to record where Python reads sizes.
     """
 
-    def __init__(self, device: torch.device, calls: DistinctCalls | None = None) -> None:
+    def __init__(self, device: torch.device, calls: DistinctCalls | None = None, of_any_size: bool = False) -> None:
         self.usual = device.type == torch.get_default_device().type
         self.on_cpu = device.type == "cpu"
-        self.draws, self.calls = False, calls
+        self.draws, self.calls, self.of_any_size = False, calls, of_any_size
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(t.is_meta and not t.dim() for t in tensors_in((args, kwargs))):

@@ -11,7 +11,7 @@ from torch import fx
 
 from rkgb.cost.measure import Known
 from rkgb.cost.memory import refuse_within_measurements
-from rkgb.graphs import S_graph
+from rkgb.graphs import B_graph, S_graph
 from rkgb.probe.resize import has_operations_of
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
@@ -53,6 +53,8 @@ class PlansOfCalls(CapturedGraph):
         self._places: dict[tuple[int, int], Runnable] = {}  # see ``_at_place``
         self._placed: tuple[Runnable, Runnable] | None = None  # a plan, and that for its share of a step's budget
         self.needs_data = self.needs_a_run = False  # for the program at other sizes, or for its graph
+        self.of_any_size: B_graph | None = None  # the program, if it does not have to be traced at each size
+        self.asked_of_any_size = False
 
     @property
     def ran(self) -> Runnable | None:
@@ -151,8 +153,15 @@ class PlansOfCalls(CapturedGraph):
         Where the graph took a run at one size, it does so at each.
         """
         shown = self.shown()
+        if self.of_any_size is not None and shown.inputs is not None:
+            found = resized_in(known, shown.graph_of(self.of_any_size))
+            if found is not None and found[0].is_shown:
+                return found
+            self.of_any_size = None
         found = None if self.needs_a_run else resized_in(known, shown.graph)
         if found is not None and found[0].is_shown:
+            if not self.asked_of_any_size:
+                self.asked_of_any_size, self.of_any_size = True, shown.program_of_any_size(found[1])
             return found
         known = [f for f in known if shown.graph is None or has_operations_of(f.traced.S, shown.graph)]
         if shown.program is not None and known:

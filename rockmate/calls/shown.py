@@ -17,6 +17,7 @@ from rkgb.probe.resize import (
     graph_without_data,
     is_same,
     is_same_program,
+    program_of_any_size,
     program_without_data,
     resized,
 )
@@ -58,10 +59,19 @@ class Shown:
     @cached_property
     def graph(self) -> D_graph | None:
         """The graph of the program; None where that takes data."""
-        if self.program is None:
+        return None if self.program is None else self.graph_of(self.program)
+
+    def program_of_any_size(self, s: S_graph) -> B_graph | None:
+        """The program at all sizes, if that gives ``s``, which the call runs."""
+        if self.inputs is None:
             return None
         with self._call() as call:
-            return graph_without_data(self.program, self.module, call, self.device)
+            return program_of_any_size(self.module, call, self.device, s)
+
+    def graph_of(self, program: B_graph) -> D_graph | None:
+        """The graph of ``program``, which is that of the call, or of any size; None where that takes data."""
+        with self._call() as call:
+            return graph_without_data(program, self.module, call, self.device)
 
     def graph_of_a_run(self, call: Call) -> D_graph | None:
         """The same from a run on ``call``, which is not without data."""

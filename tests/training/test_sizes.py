@@ -15,6 +15,7 @@ from against_eager import assert_same, snapshot, tight_budget
 from models import BasicBlock, ResNet, part_way, randn, tokens
 from torch import nn
 
+import rkgb.Btools
 import rkgb.Dtools
 import rockmate
 import rockmate.calls.calls
@@ -82,10 +83,17 @@ def text(batch: int, length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 
 class Counted:
-    """How often calls were traced."""
+    """How often calls were traced for planners of their own, and how often torch recorded a program at all."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
+        self.count = self.recorded = 0
+        record = rkgb.Btools.record
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self.recorded += 1
+            return record(*args, **kwargs)
+
+        monkeypatch.setattr(rkgb.Btools, "record", recorded)
         original = rockmate.calls.made.make_planner
 
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +148,11 @@ def test_other_lengths_and_batches_are_not_traced_again(traced: Counted) -> None
         peak = measure_peak(step)
         assert handle.plan is not None
         assert peak <= handle.plan.predicted_peak <= budget, (b, n)
+    before = traced.recorded
+    for b, n in [(4, 29), (3, 17), (2, 38)]:
+        model(*text(b, n)).backward()
     assert traced.count == 1
+    assert traced.recorded == before, "one trace is of all sizes"
 
 
 def test_a_budget_that_is_set_does_not_forget_other_lengths(traced: Counted) -> None:
