@@ -53,7 +53,7 @@ _SETTING = "the line is a library's, so look for a setting of the model, or an a
 _CALLED = re.compile(
     r"(?:trace builtin operator|trace the builtin|not trace function|that the function|trace method) `([\w.]+?)\.?`"
 )
-_GIVEN = re.compile(r"(?:UserDefinedObjectVariable|GenericContextWrappingVariable|raised exception )\(?([\w.]+)")
+_GIVEN = re.compile(r"(?:UserDefinedObjectVariable|GenericContextWrappingVariable|raised exception |<function)[( ]?([\w.]+)")
 _SKIPPED = "Attempted to call function marked as skipped"
 _CAUSE = re.compile(r"Caused by: .*# (\S+:\d+) in")
 _VALUES = re.compile("data-dependent expression|PendingUnbackedSymbol")
