@@ -42,9 +42,7 @@ def rehearse(step: Callable[[], Any], planned: Callable[[], bool], loss_memory: 
             return
 
 
-def _train(
-    step: Callable[[], Any], read: list[int] | None, loss_memory: int | None
-) -> tuple[int, RuntimeError | None]:
+def _train(step: Callable[[], Any], read: list[int] | None, loss_memory: int | None) -> tuple[int, RuntimeError | None]:
     """One step, from all outputs with gradients, or from those at the places ``read`` among them. How many it has, and
     what its backward raises.
     """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -396,6 +398,12 @@ def test_the_least_memory_takes_no_longer_than_a_plan_for_that_budget_does() -> 
     assert max(least.predicted_overhead, curve.overhead(curve.min_budget)) <= handle.plan.predicted_overhead
 
 
+class Warns(Layers):
+    def between(self, k: int, x: torch.Tensor) -> torch.Tensor:
+        warnings.warn("seen", stacklevel=1)
+        return x
+
+
 class ReturnsALeafsSum(Layers):
     def forward(self, x: torch.Tensor) -> Any:
         self.leaf = torch.zeros(64).requires_grad_()
@@ -406,4 +414,22 @@ def test_the_reason_of_leaves_made_inside_says_what_to_write_instead() -> None:
     model = made(ReturnsALeafsSum)
     handle = rockmate.attach(model, "100%", cache=False)
     loss_of(model(X)).backward()
-    assert "requires_grad_(): make that tensor outside of forward" in handle.reason
+    assert re.search(r"requires_grad_\(\) at test_followed.py:\d+: make that tensor outside of forward", handle.reason)
+
+
+@pytest.mark.filterwarnings("ignore:seen")
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (ForkRng, "fork_rng"),
+        (OwnGenerator, "Generator"),
+        (Prints, "write"),
+        (Argsort, "argsort"),
+        (Warns, "_warnings.warn"),
+    ],
+)
+def test_the_reason_names_what_is_not_captured_and_its_line(kind: type[Layers], named: str) -> None:
+    model = made(kind)
+    handle = rockmate.attach(model, "100%", cache=False)
+    loss_of(model(X)).backward()
+    assert re.match(rf".*\b{named}\b.* at test_followed.py:\d+.*: \w+", handle.reason)
