@@ -51,7 +51,8 @@ _INSTEAD = (
 
 _SETTING = "the line is a library's, so look for a setting of the model, or an argument, with which it does not run"
 _CALLED = re.compile(
-    r"(?:trace builtin operator|trace the builtin|not trace function|that the function|trace method|Python builtin) `([\w.]+?)\.?`"
+    r"(?:trace builtin operator|trace the builtin|Python builtin|not trace function|that the function|trace method)"
+    r" `([\w.]+?)\.?`"
 )
 _GIVEN = re.compile(
     r"(?:UserDefinedObjectVariable|GenericContextWrappingVariable|raised exception |<function)[( ]?([\w.]+)"
