@@ -29,7 +29,8 @@ def check_effects() -> None:
     behind the graph, and not where forward makes them.
     """
     tx = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-    effects, codes = tx.output.side_effects, list(torch._guards.TracingContext.get().traced_code)
+    effects: Any = tx.output.side_effects
+    codes = list(torch._guards.TracingContext.get().traced_code)
     for x in effects.keepalive:
         changed = effects.store_attr_mutations.get(effects.id_to_variable.get(id(x)))
         if changed and isinstance(x, ModuleType) and type(x) is not ModuleType:

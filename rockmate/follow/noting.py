@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -84,7 +84,7 @@ def kernels() -> tuple[object, ...]:
     return tuple([read() for read in _KERNELS])
 
 
-_KERNELS = (
+_KERNELS: tuple[Callable[[], object], ...] = (
     torch.get_num_threads,
     torch._C._get_mkldnn_enabled,
     torch._C._get_deterministic_algorithms,

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import rockmate
 from rockmate import Rockmate, measure_peak
 from rockmate.follow.plan import FollowedPlan
+from solvers import InfeasibleError
 
 X = randn(512, 64, seed=0)
 STEPS = 7
@@ -433,3 +434,31 @@ def test_the_reason_names_what_is_not_captured_and_its_line(kind: type[Layers], 
     handle = rockmate.attach(model, "100%", cache=False)
     loss_of(model(X)).backward()
     assert re.match(rf".*\b{named}\b.* at test_followed.py:\d+.*: \w+", handle.reason)
+
+
+def test_the_least_budget_that_a_sample_states_holds_in_training() -> None:
+    """It was one of steps that find gradients there, as the first step on the sample had made them."""
+    with pytest.raises(rockmate.InfeasibleBudgetError) as error:
+        Rockmate(made(Prints), X, "5%", cache=False)
+    rk = Rockmate(made(Prints), X, error.value.min_budget, cache=False)
+    for _ in range(3):
+        rk.zero_grad()
+        loss_of(rk(X)).backward()
+    assert rk.budget == error.value.min_budget
+
+
+def test_a_schedule_that_is_known_serves_where_a_search_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches end with their time, so that a second one may not find what the first has stated."""
+
+    def ended(*_: Any) -> Any:
+        raise InfeasibleError("no schedule fits", 10**9, "", None)
+
+    model = made(Prints)
+    handle = rockmate.attach(model, "70%", cache=False)
+    loss_of(model(X)).backward()
+    peak = handle.plan.predicted_peak
+    monkeypatch.setattr("rockmate.follow.solving.find", ended)
+    handle.budget = peak
+    assert handle.plan.predicted_peak == peak == handle.budget
+    with pytest.raises(rockmate.InfeasibleBudgetError):
+        handle.budget = peak - 1
