@@ -242,16 +242,25 @@ class Attachment(Handle, OwnCall):
 
     def _train_on(self, model: torch.nn.Module, call: Call, loss_memory: int | None) -> None:
         """Train on the sample, ``call``, until there is a plan. Where none fits with the usual room for a loss, one
-        without it serves until a step has shown what the loss takes.
+        without it serves until a step has shown what the loss takes. Each step makes the gradients that are missing.
         """
-        run = partial(self._run_in_its_way, model, call)
+        leaves = [t for t in (*model.parameters(), *call.tensors) if t.is_leaf and t.grad is None]
+
+        def run() -> Any:
+            for t in leaves:
+                t.grad = None
+            return self._run_in_its_way(model, call)
+
         try:
             rehearse(run, lambda: self.plan is not None, loss_memory)
-        except InfeasibleBudgetError:
+        except InfeasibleBudgetError as error:
             if loss_memory is not None or self._followed is None:
                 raise
             self._followed.kinds.clear()
-            rehearse(run, lambda: self.plan is not None, 0)
+            try:
+                rehearse(run, lambda: self.plan is not None, 0)
+            except InfeasibleBudgetError:
+                raise error from None  # the least that is stated is to hold with a loss, too
 
     def _begin_again(self) -> None:
         """Forget that calls are not one graph: a hook, which may have been the reason, was removed."""

@@ -8,8 +8,8 @@ import functools
 import gc
 import random
 import re
-from collections.abc import Iterable
-from types import CodeType
+from collections.abc import Container, Iterable
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -25,11 +25,17 @@ def check_effects() -> None:
     """While TorchDynamo calls its backend: raise ``UnsupportedError`` for what it would not do as Python does.
 
     The numbers that a ``random.Random`` gives become constants; a deque that was there before loses its ``maxlen``; a
-    function with a cache is run again at each call.
+    function with a cache is run again at each call; settings (``torch.backends.mkldnn.enabled = False``) are made
+    behind the graph, and not where forward makes them.
     """
     tx = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-    effects, codes = tx.output.side_effects, list(torch._guards.TracingContext.get().traced_code)
+    effects: Any = tx.output.side_effects
+    codes = list(torch._guards.TracingContext.get().traced_code)
     for x in effects.keepalive:
+        changed = effects.store_attr_mutations.get(effects.id_to_variable.get(id(x)))
+        if changed and isinstance(x, ModuleType) and type(x) is not ModuleType:
+            lines = "".join(f" at {line}" for line in _lines_with(codes, changed, "STORE_ATTR")[:1])
+            raise UnsupportedError(f"forward changes a setting of {x.__name__}{lines}")
         if isinstance(x, random.Random):
             line = _line_of_calls(codes, x)
             raise UnsupportedError(f"forward draws from a random.Random{line}, whose numbers would be the capture's")
@@ -62,15 +68,20 @@ def _objects() -> list[Any]:
 
 def _line_of_calls(codes: Iterable[CodeType], x: object) -> str:
     """Where these functions of the user's read names of methods of ``x``, if that is one line: " at file.py:12"."""
-    methods = {name for name in dir(x) if not name.startswith("_")}
+    lines = _lines_with(codes, {name for name in dir(x) if not name.startswith("_")}, "LOAD_")
+    return f" at {lines[0]}" if len(lines) == 1 else ""
+
+
+def _lines_with(codes: Iterable[CodeType], names: Container[str], how: str) -> list[str]:
+    """The lines of these functions of the user's where instructions that begin with ``how`` have one of ``names``."""
     lines = {
-        named_line(code.co_filename, step.positions.lineno)
+        named_line(code.co_filename, step.positions.lineno): None
         for code in codes
         if is_the_users(code.co_filename)
         for step in dis.get_instructions(code)
-        if step.argval in methods and step.opname.startswith("LOAD_") and step.positions and step.positions.lineno
+        if step.opname.startswith(how) and step.argval in names and step.positions and step.positions.lineno
     }
-    return f" at {lines.pop()}" if len(lines) == 1 else ""
+    return list(lines)
 
 
 def draws(code: CodeType | None) -> bool:

@@ -220,15 +220,16 @@ class PlansOfCalls(CapturedGraph):
             return
         with TRACING:  # no other thread plans for the old one meanwhile
             last = self.last
-            size = self.terms.bytes_of(budget, last.planner)
+            planner = (last.observer and last.observer.refused) or last.planner  # whose least budget was stated
+            size = self.terms.bytes_of(budget, planner)
             if size == last.plan.budget == self.terms.budget:
                 return
             began = time.perf_counter()
-            with Heeded(), self._progress_of(last.planner):
-                made = make_runnable(last.planner, size, last.observer)
+            with Heeded(), self._progress_of(planner):
+                made = make_runnable(planner, size, last.observer)
                 runnable = replace(made, number=last.number, family=last.family)
             self.cache.replace(last, runnable)
-            self.last, self.terms.budget, self.terms.settled = runnable, size, (budget, last.planner.eager_peak)
+            self.last, self.terms.budget, self.terms.settled = runnable, size, (budget, planner.eager_peak)
             self.front.tell_anew(runnable.plan, time.perf_counter() - began, ANOTHER_BUDGET)
 
     def frontier(self) -> Frontier:

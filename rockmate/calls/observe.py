@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,6 +35,9 @@ from rockmate.calls.turns import Turn
 from rockmate.errors import BudgetWarning
 from rockmate.planning.room import Room, bytes_of_outputs, device_of_outputs, scaled, seen_room
 from rockmate.run.program import Program
+
+if TYPE_CHECKING:
+    from rockmate.planning.planner import Planner
 
 _LOOKS = 8
 """Calls of one kind that are looked at closely, at most: a loop whose every step is new is not slowed down for ever."""
@@ -73,6 +76,7 @@ class Observer:
         self.may_turn = frozenset(k for k in self.places if turned_strides(d.values[d.outputs[k]]))
         self.bytes = {k: d.values[d.outputs[k]].bytes for k in self.places}
         self.outputs = bytes_of_outputs(d)
+        self.refused: Planner | None = None  # for what was seen, where no plan for that fitted the budget
         self._known: set[Signs] = set()
         self._peak = self._kept = -1
         self._outputs = self.outputs  # for which these are: of this size, or of a larger one

@@ -41,7 +41,7 @@ _INSTEAD = (
     ("is given a number that changes", "give it a tensor with that number"),
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
     (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),
-    ("intermediate with requires_grad_()", "make that tensor outside of forward, and give it as an argument"),
+    ("calls its requires_grad_()", "make that tensor outside of forward, and give it as an argument"),
     (_TOO_OFTEN, "keep that in a tensor (a buffer), or outside of the model"),
     ("opaque object was created", "make it once, in __init__"),
     ("a hook is registered on a tensor", "register it on the output of a submodule, or compute what it does"),
@@ -51,9 +51,12 @@ _INSTEAD = (
 
 _SETTING = "the line is a library's, so look for a setting of the model, or an argument, with which it does not run"
 _CALLED = re.compile(
-    r"(?:trace builtin operator|trace the builtin|not trace function|that the function|trace method) `([\w.]+?)\.?`"
+    r"(?:trace builtin operator|trace the builtin|Python builtin|not trace function|that the function|trace method)"
+    r" `([\w.]+?)\.?`"
 )
-_GIVEN = re.compile(r"(?:UserDefinedObjectVariable|GenericContextWrappingVariable|raised exception )\(?([\w.]+)")
+_GIVEN = re.compile(
+    r"(?:UserDefinedObjectVariable|GenericContextWrappingVariable|raised exception |<function)[( ]?([\w.]+)"
+)
 _SKIPPED = "Attempted to call function marked as skipped"
 _CAUSE = re.compile(r"Caused by: .*# (\S+:\d+) in")
 _VALUES = re.compile("data-dependent expression|PendingUnbackedSymbol")

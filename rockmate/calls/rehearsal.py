@@ -27,15 +27,32 @@ USUAL_ROOM = 3
 
 
 def rehearse(step: Callable[[], Any], planned: Callable[[], bool], loss_memory: int | None) -> None:
-    """Train until there is a plan. ``step`` is the forward; ``loss_memory``: bytes that the loss allocates."""
+    """Train until there is a plan. ``step`` is the forward; ``loss_memory``: bytes that the loss allocates.
+
+    Outputs whose backward raises are none that training reads, and are left out.
+    """
+    read: list[int] | None = None  # the places of those that are read, if not all are
     for _ in range(MOST_STEPS):
-        roots = [t for t in dict.fromkeys(tensors_in(step())) if t.requires_grad]
-        if not roots:
+        many, error = _train(step, read, loss_memory)
+        if error is not None:
+            read = [k for k in range(many) if _train(step, [k], 0)[1] is None] if read is None else []
+            if not read:
+                raise error
+        elif not many or planned():
             return
-        _loss(roots, loss_memory).backward()  # as in loops that hold their outputs meanwhile
-        del roots
-        if planned():
-            return
+
+
+def _train(step: Callable[[], Any], read: list[int] | None, loss_memory: int | None) -> tuple[int, RuntimeError | None]:
+    """One step, from all outputs with gradients, or from those at the places ``read`` among them. How many it has, and
+    what its backward raises.
+    """
+    roots = [t for t in dict.fromkeys(tensors_in(step())) if t.requires_grad]
+    try:
+        if roots:  # which loops hold meanwhile
+            _loss(roots if read is None else [roots[k] for k in read], loss_memory).backward()
+    except RuntimeError as error:
+        return len(roots), error.with_traceback(None)  # whose frames hold the graph
+    return len(roots), None
 
 
 def _loss(roots: list[torch.Tensor], loss_memory: int | None) -> torch.Tensor:

@@ -165,6 +165,7 @@ def _as_observed(
 ) -> Runnable:
     """See ``adapted``. ``settles``: a share becomes one of what was seen, if it can be planned for."""
     planner, plan = runnable.planner, runnable.plan
+    observer.refused = None
     before = terms.budget, terms.settled
     budget = terms.at_most(plan.budget)
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
@@ -194,6 +195,7 @@ def _as_observed(
         return _as_observed(runnable, observer, model, inputs, terms, settles=False)
     if budget < plan.budget and problem is not None and not observer.unsure:
         if not terms.least:
+            observer.refused = seen
             raise problem
         found = dataclasses.replace(seen, options=seen.options.with_auto_solver()).plan(problem.min_budget)
         return dataclasses.replace(runnable, planner=seen, plan=found, program=program_of(found))

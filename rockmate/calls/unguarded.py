@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rkgb.trace.code import is_the_users
+from rockmate.calls.captured import line_of
 from solvers.interrupts import check
 
 CAPTURING = threading.local()
@@ -136,6 +137,7 @@ def see_what_is_not_guarded() -> None:
     - Whether two objects are the same is guarded.
     - Code of the user's that asks whether it is compiled is told that it is not, as in eager mode.
     - Profilers that the code opens are not left out: it is not captured.
+    - Where it makes leaves, the line is told.
     """
     translation: Any = torch._dynamo.symbolic_convert
     if hasattr(translation.InstructionTranslatorBase.exception_handler, "__wrapped__"):
@@ -145,6 +147,8 @@ def see_what_is_not_guarded() -> None:
     wrap(variables.builder.VariableBuilder, "__call__", _noting)
     wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _as_eager)
     wrap(variables.ctx_manager.ProfilerContextVariable, "__init__", _not_left_out)
+    if hasattr(torch._dynamo.output_graph.OutputGraph, _LEAVES):
+        wrap(torch._dynamo.output_graph.OutputGraph, _LEAVES, _with_its_line)
     for name, same in (("is", True), ("is not", False)):
         compare = translation.compare_op_handlers[name]
         translation.compare_op_handlers[name] = functools.partial(_compared, compare, same)
@@ -190,6 +194,19 @@ def _as_eager(call: Callable[..., Any], function: Any, translator: Any, *args: A
     if asks and is_the_users(translator.f_code.co_filename):
         return torch._dynamo.variables.ConstantVariable.create(False)
     return call(function, translator, *args, **kwargs)
+
+
+_LEAVES = "_check_requires_grad_intermediate_outputs"
+
+
+def _with_its_line(check: Callable[..., None], output: Any, *args: Any) -> None:
+    try:
+        check(output, *args)
+    except torch._dynamo.exc.Unsupported:
+        if not is_captured():
+            raise
+        line = next((line_of(n) for n in output.graph.nodes if n.target == "requires_grad_"), "")
+        raise torch._dynamo.exc.Unsupported(f"forward makes a tensor, and calls its requires_grad_(){line}") from None
 
 
 def _not_left_out(make: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -271,7 +271,9 @@ class Followed:
             known.used.add(observed.use)
         way = seen.forms, missing, seen.packs
         others = [k for k in kind.known if (k.forms, k.missing, k.observed.seen.packs) != way]
-        before = next((k for k in kind.known if k not in others and not k.rehearsed), None)
+        same = [k for k in kind.known if k not in others]
+        known.schedule = next((k.schedule for k in same if k.observed.seen.sizes == seen.sizes), None)
+        before = next((k for k in same if not k.rehearsed), None)
         if before is not None and before.observed.seen.sizes == seen.sizes:
             known.found = found.with_worst_of(before.found)
             known.used |= before.used

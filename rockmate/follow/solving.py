@@ -55,7 +55,10 @@ class Solving:
             except InfeasibleError as error:
                 least = error.min_budget
                 message = self._infeasible(budget, least, error.at, known)
-                if terms.least:
+                before = known.schedule and walk(problem, known.schedule)
+                if known.schedule and before and before.peak <= budget:  # a search that its time ends finds it or not
+                    found = Found(known.schedule, before, 0)
+                elif terms.least:
                     found = fastest_of_least(problem, terms.options, report)
                     least_instead(InfeasibleBudgetError(message, least), self.front.name)
                 else:

@@ -48,12 +48,34 @@ def nested() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def assigned() -> Iterator[None]:
+    """As in flags(), without a function: TorchDynamo assigns it behind the graph."""
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = True
+
+
+@contextlib.contextmanager
+def precision() -> Iterator[None]:
+    """Beside this torch's older functions for precisions raise an error."""
+    torch.backends.mkldnn.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.fp32_precision = "none"
+
+
 INSIDE: dict[str, Callable[[], Any]] = {
     "hooks": lambda: graph.saved_tensors_hooks(coarse, torch.Tensor.float),
     "save_on_cpu": graph.save_on_cpu,
     "no hooks": lambda: graph.disable_saved_tensors_hooks("none here"),
     "mode": Scaling,
     "mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "assigned": assigned,
+    "precision": precision,
     "generator": seeded,
     "several": nested,
     "anomaly": lambda: torch.autograd.set_detect_anomaly(True),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 import rockmate
 from rockmate import Rockmate, measure_peak
 from rockmate.follow.plan import FollowedPlan
+from solvers import InfeasibleError
 
 X = randn(512, 64, seed=0)
 STEPS = 7
@@ -396,6 +399,12 @@ def test_the_least_memory_takes_no_longer_than_a_plan_for_that_budget_does() -> 
     assert max(least.predicted_overhead, curve.overhead(curve.min_budget)) <= handle.plan.predicted_overhead
 
 
+class Warns(Layers):
+    def between(self, k: int, x: torch.Tensor) -> torch.Tensor:
+        warnings.warn("seen", stacklevel=1)
+        return x
+
+
 class ReturnsALeafsSum(Layers):
     def forward(self, x: torch.Tensor) -> Any:
         self.leaf = torch.zeros(64).requires_grad_()
@@ -406,4 +415,50 @@ def test_the_reason_of_leaves_made_inside_says_what_to_write_instead() -> None:
     model = made(ReturnsALeafsSum)
     handle = rockmate.attach(model, "100%", cache=False)
     loss_of(model(X)).backward()
-    assert "requires_grad_(): make that tensor outside of forward" in handle.reason
+    assert re.search(r"requires_grad_\(\) at test_followed.py:\d+: make that tensor outside of forward", handle.reason)
+
+
+@pytest.mark.filterwarnings("ignore:seen")
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (ForkRng, "fork_rng"),
+        (OwnGenerator, "Generator"),
+        (Prints, "write"),
+        (Argsort, "argsort"),
+        (Warns, "_warnings.warn"),
+    ],
+)
+def test_the_reason_names_what_is_not_captured_and_its_line(kind: type[Layers], named: str) -> None:
+    model = made(kind)
+    handle = rockmate.attach(model, "100%", cache=False)
+    loss_of(model(X)).backward()
+    assert re.match(rf".*\b{named}\b.* at test_followed.py:\d+.*: \w+", handle.reason)
+
+
+def test_the_least_budget_that_a_sample_states_holds_in_training() -> None:
+    """It was one of steps that find gradients there, as the first step on the sample had made them."""
+    with pytest.raises(rockmate.InfeasibleBudgetError) as error:
+        Rockmate(made(Prints), X, "5%", cache=False)
+    rk = Rockmate(made(Prints), X, error.value.min_budget, cache=False)
+    for _ in range(3):
+        rk.zero_grad()
+        loss_of(rk(X)).backward()
+    assert rk.budget == error.value.min_budget
+
+
+def test_a_schedule_that_is_known_serves_where_a_search_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches end with their time, so that a second one may not find what the first has stated."""
+
+    def ended(*_: Any) -> Any:
+        raise InfeasibleError("no schedule fits", 10**9, "", None)
+
+    model = made(Prints)
+    handle = rockmate.attach(model, "70%", cache=False)
+    loss_of(model(X)).backward()
+    peak = handle.plan.predicted_peak
+    monkeypatch.setattr("rockmate.follow.solving.find", ended)
+    handle.budget = peak
+    assert handle.plan.predicted_peak == peak == handle.budget
+    with pytest.raises(rockmate.InfeasibleBudgetError):
+        handle.budget = peak - 1

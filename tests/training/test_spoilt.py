@@ -135,9 +135,10 @@ def test_where_the_loss_reads_it_the_backward_raises_the_error(part: Any, read: 
     assert attached(model) is not None
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize("part", SPOILT)
-def test_a_rockmate_plans_the_rest(part: Any) -> None:
-    model, x = Two(part, False), randn(128, WIDTH, seed=1)
+def test_a_rockmate_plans_the_rest(part: Any, several: bool) -> None:
+    model, x = Two(part, several), randn(128, WIDTH, seed=1)
     eager = copy.deepcopy(model)
     rk = Rockmate(model, x, "90%", costs="flops")
     assert_same(trained(rk, first), trained(eager, first))

@@ -705,3 +705,34 @@ def test_a_loss_that_is_another_one_in_each_step_is_said_to_be_observed_no_more(
             for _ in range(k):
                 losses.append(losses[-1] * 1.01)
             sum(losses[1:], losses[0]).backward()
+
+
+class ClassesAndBoxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.classes, self.boxes = nn.Linear(64, 10), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return self.classes(x), self.boxes(x).sigmoid()
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.BudgetWarning")  # the first step runs by the plan of least memory
+def test_the_least_budget_that_is_stated_for_what_was_seen_holds() -> None:
+    model, x = ClassesAndBoxes(), randn(256, 64, seed=0)
+    handle = attach(model, "10%", costs="flops", cache=False)
+
+    def train() -> None:
+        classes, boxes = model(x)
+        (classes.square().mean() + boxes.mean()).backward()
+
+    train()
+    with pytest.raises(InfeasibleBudgetError) as error:
+        train()
+    handle.budget = error.value.min_budget
+    for _ in range(3):
+        train()
+    model.zero_grad()
+    assert measure_peak(train, "cpu") <= handle.budget == error.value.min_budget
