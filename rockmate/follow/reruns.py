@@ -27,7 +27,7 @@ class Reruns:
 
     def make(self, datum: Datum, among: frozenset[int] | None = None) -> torch.Tensor:
         """Make the datum again, from what is held. What is made on the way is held if a slot refers to it, the last
-        of it if there is a ``limit``.
+        of it if there is a ``limit``, and what the last operation makes: a backward mostly reads all of that.
 
         ``among``: and it is one of these.
         """
@@ -39,6 +39,16 @@ class Reruns:
                 left[number] = left.get(number, 0) + 1
         made = {number for index in order for _, number in self.ops[index].makes if self.data[number].base is None}
         behind: deque[Datum] = deque()  # that the operations to come do not read
+
+        def unread(index: int) -> set[int]:
+            return {n for _, n in self.ops[index].makes if n in made and not left.get(n) and not self.data[n].writers}
+
+        def make_room() -> None:
+            while behind and self.limit is not None and self.ledger.live > self.limit:
+                other = behind.popleft()  # and what was made with it: for one alone, all would be made again
+                for number in {other.number} | unread(other.maker) - {datum.number}:
+                    self.data[number].base = None
+
         for index in order:
             makes = [n for _, n in self.ops[index].makes]
             self.run([index], wanted.union(n for n in makes if self.data[n].slots and not self.data[n].writers))
@@ -51,8 +61,9 @@ class Reruns:
                     behind.append(other)
                 else:
                     other.base = None
-            while behind and self.limit is not None and self.ledger.live > self.limit:
-                behind.popleft().base = None
+            if index != order[-1]:
+                behind.extend(self.data[n] for n in unread(index) - left.keys() - {datum.number})
+            make_room()
         assert datum.base is not None
         return datum.base
 

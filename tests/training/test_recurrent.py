@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from rockmate import Attachment, InfeasibleBudgetError, Rockmate, attach, frontier, measure_peak
+from rockmate.follow.following import following
+from rockmate.follow.online import Online
+from rockmate.follow.tape import Tape
 
 LAYERS = [nn.RNN, nn.GRU, nn.LSTM]
 CELLS = [nn.RNNCell, nn.GRUCell, nn.LSTMCell]
@@ -331,3 +335,28 @@ def test_a_layer_that_runs_again_after_the_autocast_casts_its_weights_once(kind:
     model.zero_grad()
     assert handle.plan is not None and handle.plan.recomputed
     assert measure_peak(lambda: mixed(model)) <= budget
+
+
+@pytest.mark.parametrize("limit", range(74000, 83000, 512))
+def test_what_a_layer_makes_is_not_made_again_while_some_of_it_is_in_use(limit: int) -> None:
+    """An LSTM's backward reads its reserve and its states, which one operation makes: all of them go, or none."""
+    torch.manual_seed(0)
+    layer, tape = nn.LSTM(8, 8), Tape(torch.device("cpu"), Online(limit))
+    with following(tape, []):
+        y, (h, c) = layer(randn(20, 4, 8, seed=1))
+        w = torch.cat([h, c, h], -1)
+        loss = (w * w).sum() + (w * y[:1].repeat(1, 1, 3)).sum()
+    del y, h, c, w
+    for datum in tape.data:
+        datum.base = datum.base if datum.pinned else None
+    reserve = max(tape.data, key=lambda d: d.size)
+    before: list[int] = []
+    run = tape.reruns.run
+
+    def noted(ops: Any, wanted: Collection[int]) -> None:
+        before.extend(tape.ledger.live for index in ops if index == reserve.maker)
+        run(ops, wanted)
+
+    tape.reruns.run = noted  # type: ignore[method-assign]
+    loss.backward()
+    assert before and max(before) < reserve.size
