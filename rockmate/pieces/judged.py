@@ -11,7 +11,6 @@ import torch
 from torch.testing._comparison import default_tolerances
 
 from rkgb.device import kind_of
-from rkgb.trace.capture import current_mode
 from rockmate.errors import PieceError
 
 REPEAT = 5
@@ -25,6 +24,7 @@ class Judged(Protocol):
 
     wants: tuple[bool, ...]
     flows: tuple[bool, ...]
+    types: frozenset[torch.dtype]
     words: str
     where: str
 
@@ -87,11 +87,9 @@ def check(runner: Runner) -> None:
     that size. Where terms cancel (a bias before a batch norm has no gradient but what was rounded) that says nothing:
     then it may be as far as ``REACH`` times what the last bit of what the piece is given changes in eager kernels.
     """
-    floating = [a for a in runner.arguments if isinstance(a, torch.Tensor) and a.is_floating_point()]
-    types: list[torch.Tensor | torch.dtype] = [*(t for _, t in current_mode().autocast), *floating]
     moved: list[torch.Tensor] = []
     for k, (mine, theirs) in enumerate(zip(runner.run(True), runner.run(False), strict=True)):
-        relative, absolute = default_tolerances(mine, theirs, *types)
+        relative, absolute = default_tolerances(mine, theirs, *runner.piece.types)
         absolute = max(absolute, max(relative, absolute) * _largest(theirs))
         if torch.allclose(mine, theirs, relative, absolute, equal_nan=True):
             continue

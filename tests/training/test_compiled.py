@@ -468,6 +468,16 @@ def test_a_gradient_of_which_only_rounding_is_left_is_no_error() -> None:
     planned(Twins(), torch.cat([x, x + torch.linspace(1e-3, 1, 384)]))
 
 
+def test_types_within_a_piece_say_how_exact_it_is() -> None:
+    """A kernel keeps more of a number than eager mode does that rounds it half-way."""
+
+    class Rounds(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 1.25).half().float().tanh()
+
+    planned(nn.Sequential(nn.Linear(32, 32), Rounds(), nn.Linear(32, 32)), rows(2))
+
+
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="compile='yes': give True or False"):
         Rockmate(blocks(), rows(), "1 MiB", compile="yes")  # type: ignore[arg-type]
