@@ -33,8 +33,8 @@ class Known:
     bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
     fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways
     in which outputs were used that ``found`` is for. ``waits``: bytes that the step holds beside its data, for the
-    loss, while forwards of its other calls run, and backwards. ``then``: the way that came after it. ``frontier``: once asked
-    for, as a search that time limits would end elsewhere the second time.
+    loss, while forwards of its other calls run, and backwards. ``then``: the way that came after it. ``frontier``: once
+    asked for, as a search that time limits would end elsewhere the second time.
     """
 
     found: FollowedProblem
