@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,11 @@ def _figures(built: Any, row: dict[str, Any], compiled: bool) -> None:
     start = time.perf_counter()
     options: dict[str, Any] = {"compile": True, "costs": "flops"} if compiled else {}
     rk = Rockmate(model, args, "100 TiB", sample_kwargs=kwargs, cache=False, **options)
-    with preserved(model, tensors_of((args, kwargs)), [name for name, _ in model.named_parameters()]):
+    unchanged = partial(preserved, model, tensors_of((args, kwargs)), [name for name, _ in model.named_parameters()])
+    with unchanged():
         bare(rk, args, kwargs, seeds)  # what forward makes at its first call may ask for another plan
-        forget_gradients(model, args, kwargs)
+    forget_gradients(model, args, kwargs)
+    with unchanged():
         kept = step(rk, model, args, kwargs, seeds)  # makes the plan for the values that this seed brings
     if compiled:
         row["from_eager"] = max(difference(kept[what], expected[what]) for what in ("outputs", "gradients", "buffers"))

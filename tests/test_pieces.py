@@ -190,6 +190,15 @@ def test_work_in_place() -> None:
     assert [p.words for p in pieces.values()] == ["sin_cos"]
 
 
+def test_what_writes_into_what_it_is_given_is_in_no_piece() -> None:
+    def function(x, mean, variance, w):  # type: ignore[no-untyped-def]
+        return F.instance_norm(x * 2 + 1, mean, variance).sin().cos() @ w
+
+    mean, variance = torch.zeros(3), torch.ones(3)
+    _, pieces = fused(function, tensor(2, 3, 4), mean, variance, tensor(4, 4))
+    assert [p.words for p in pieces.values()] == ["mul_add", "sin_cos"]
+
+
 def test_order_of_writes_and_reads() -> None:
     """A group that reads a buffer stands on its side of the write."""
 

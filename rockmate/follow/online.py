@@ -76,8 +76,13 @@ class Online:
             datum.base = None
 
     def _may_go(self, tape: Tape, datum: Datum) -> bool:
-        """Whether the datum can be made again, if others are to be made of it."""
-        return not datum.pinned and (not self.left or _Costs(tape).again(datum) is not None)
+        """Whether the datum can be made again, or, in the backward, no datum that is missing comes after it."""
+        if not datum.pinned and (not self.left or _Costs(tape).again(datum) is not None):
+            return True
+        if tape.open:
+            return False
+        missing = (d for d in tape.data if d.slots and d.base is None)
+        return all(max(d.maker, *d.writers, 0) < datum.maker for d in missing)
 
     def keeps(self, tape: Tape, datum: Datum) -> bool:
         """As in ``Policy``."""

@@ -74,7 +74,8 @@ def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict
     words = dict.fromkeys(_word(n) for n in members if n in needed and seen[n].work)
     flows = tuple(seen[n].grad for n in outputs)
     where = line_of(next((n for n in members if n in needed and n.meta.get("stack_trace")), members[0]))
-    piece = Piece(fx.GraphModule({}, graph), wants, flows, "_".join(list(words)[:MOST_WORDS]), where)
+    types = frozenset(t for n in members for t in seen[n].types)
+    piece = Piece(fx.GraphModule({}, graph), wants, flows, types, "_".join(list(words)[:MOST_WORDS]), where)
     forms = tuple(seen[i].form for i in inputs)
     return Group(tuple(members), tuple(inputs), outputs, known.setdefault((piece.identity, forms), piece))
 

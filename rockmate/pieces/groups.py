@@ -47,14 +47,16 @@ def grouped(program: fx.GraphModule, seen: Mapping[fx.Node, Seen]) -> Grouping:
 
 
 def _fusible(nodes: list[fx.Node], seen: Mapping[fx.Node, Seen]) -> set[fx.Node]:
-    """Light nodes that need a gradient, and whose memory no other node changes; what takes tensors out of several."""
+    """Light nodes that need a gradient and change nothing, and whose memory no other node changes; what takes tensors
+    out of several.
+    """
     written = {base for n in nodes for base in seen[n].writes}
     found: set[fx.Node] = set()
     for n in nodes:
         if takes_one(n, seen):
             if n.args[0] in found:
                 found.add(n)
-        elif seen[n].light and seen[n].grad and seen[n].base not in written:
+        elif seen[n].light and seen[n].grad and not seen[n].writes and seen[n].base not in written:
             found.add(n)
     return found
 

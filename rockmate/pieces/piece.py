@@ -19,18 +19,24 @@ from rockmate.pieces.kernels import Kernel, compiled, form_of, isolated, without
 
 class Piece(torch.nn.Module):
     """``body``: a program of tensors and numbers that changes nothing. ``wants``: which of its arguments need a
-    gradient; ``flows``: which of its results have one. ``words``: what it does, in short;
-    ``where``: the user's line.
+    gradient; ``flows``: which of its results have one. ``types``: of all that it is given and computes. ``words``: what
+    it does, in short; ``where``: the user's line.
 
     A second run calls the code that the first has called, so no plan changes a bit.
     """
 
     def __init__(
-        self, body: fx.GraphModule, wants: tuple[bool, ...], flows: tuple[bool, ...], words: str, where: str = ""
+        self,
+        body: fx.GraphModule,
+        wants: tuple[bool, ...],
+        flows: tuple[bool, ...],
+        types: frozenset[torch.dtype],
+        words: str,
+        where: str = "",
     ) -> None:
         super().__init__()
         self.__dict__["body"] = body
-        self.wants, self.flows, self.words, self.where = wants, flows, words, where
+        self.wants, self.flows, self.types, self.words, self.where = wants, flows, types, words, where
         self.kernels: dict[Hashable, Kernel] = {}
         self.ahead: dict[Hashable, Kernel] = {}  # compiled, and not yet called
 

@@ -27,8 +27,8 @@ class Seen:
     ``base``: the node, itself if it allocates, that made the memory of its result. ``grad``: whether a result needs a
     gradient. ``writes``: the bases of what it changes in place. ``draws``: whether it draws random numbers.
     ``number``: whether it is a number. ``switches``: whether it is called for what it does to torch (its grad mode).
-    ``one_type``: whether all its tensors are of one type. ``form``: sizes, strides and type of its result.
-    ``several``: whether the result is several tensors, of which other nodes take single ones.
+    ``types``: of the tensors that it is given and makes. ``form``: sizes, strides and type of its result. ``several``:
+    whether the result is several tensors, of which other nodes take single ones.
     ``argument``: the result as pieces are compiled for it (see ``form_of``), if it is a tensor or a number.
     ``mode``: in which it ran.
     """
@@ -41,7 +41,7 @@ class Seen:
     draws: bool = False
     number: bool = False
     switches: bool = False
-    one_type: bool = True
+    types: frozenset[torch.dtype] = frozenset()
     form: Hashable = None
     several: bool = False
     argument: Hashable = None
@@ -92,7 +92,7 @@ class _Watched(fx.Interpreter):
             writes=[owners[storage_key(t)] for t in written],
             draws=called.draws,
             number=isinstance(result, (int, float)),
-            one_type=len({t.dtype for t in tensors}) == 1,
+            types=frozenset(t.dtype for t in tensors),
             form=tuple((t.shape, t.stride(), t.dtype) for t in made) if _is_plain(made) else None,
             several=isinstance(result, (tuple, list)),
             argument=form_of(result) if isinstance(result, (torch.Tensor, int, float)) and _is_plain(made) else None,

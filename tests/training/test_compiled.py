@@ -453,12 +453,37 @@ def test_a_call_that_is_followed_runs_eager_kernels(caplog: pytest.LogCaptureFix
         model(rows())
 
 
+def test_a_gradient_of_which_only_rounding_is_left_is_no_error() -> None:
+    """A bias before a batch norm has none, and two rows that are nearly alike make of one last bit many."""
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.norm = nn.Parameter(torch.zeros(384)), nn.BatchNorm1d(384)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm((x + self.bias).mean(1))
+
+    x = torch.linspace(-9, 9, 16 * 384).sin().view(1, 16, 384)
+    planned(Twins(), torch.cat([x, x + torch.linspace(1e-3, 1, 384)]))
+
+
+def test_types_within_a_piece_say_how_exact_it_is() -> None:
+    """A kernel keeps more of a number than eager mode does that rounds it half-way."""
+
+    class Rounds(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 1.25).half().float().tanh()
+
+    planned(nn.Sequential(nn.Linear(32, 32), Rounds(), nn.Linear(32, 32)), rows(2))
+
+
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="compile='yes': give True or False"):
         Rockmate(blocks(), rows(), "1 MiB", compile="yes")  # type: ignore[arg-type]
 
-    def wrong(self: judged.Runner, compiled: bool) -> list[torch.Tensor]:
-        return [t + 0.1 * compiled for t in run(self, compiled)]
+    def wrong(self: judged.Runner, compiled: bool, moved: bool = False) -> list[torch.Tensor]:
+        return [t + 0.1 * compiled for t in run(self, compiled, moved)]
 
     run = judged.Runner.run
     with monkeypatch.context() as patched:

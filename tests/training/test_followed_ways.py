@@ -207,3 +207,26 @@ def test_a_way_that_is_never_planned_since_its_graph_is_retained_is_warned_of() 
         step(0)
     with pytest.warns(rockmate.BudgetWarning, match="retain_graph"):
         step(1)
+
+
+class Drops(Ways):
+    """Layers whose parameters take more than their results, of which some are random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(1, generator=self.generator)
+        for layer in self.layers:
+            x = F.dropout(F.relu(layer(x)), 0.5)
+        return x
+
+
+def test_a_step_without_a_plan_lets_random_numbers_go_as_the_backward_does() -> None:
+    model, x = Drops(), randn(32, 64, seed=0)
+    eager = measure_peak(lambda: model(x).sum().backward())
+    model.zero_grad()
+    rockmate.attach(model, 16 * eager, cache=False)
+    with pytest.warns(rockmate.BudgetWarning, match="its memory is measured"):
+        assert measure_peak(lambda: model(x).sum().backward()) <= eager
