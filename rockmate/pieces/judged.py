@@ -16,8 +16,8 @@ from rockmate.errors import PieceError
 REPEAT = 5
 
 REACH = 16
-"""Roundings that a piece may be off by, where each is as much as the last bit of its inputs changes: about as many as one
-has one after the other, forward and backward. See ``check``.
+"""Roundings that a piece may be off by, each as much as the last bit of its inputs changes: about as many as it has one
+after the other, forward and backward. See ``check``.
 """
 
 
