@@ -74,7 +74,7 @@ _SIZES = frozenset({"Tensor.size", "Tensor.numel", "Tensor.nelement", "shape.__g
 # What these tell of a tensor is the same at all sizes.
 _OF_ANY_SIZE = frozenset(
     "Tensor.dim Tensor.ndimension ndim.__get__ Tensor.element_size itemsize.__get__ requires_grad.__get__ "
-    "is_leaf.__get__ is_cuda.__get__ is_cpu.__get__ is_meta.__get__ is_nested.__get__ is_sparse.__get__ "
+    "is_leaf.__get__ is_cpu.__get__ is_meta.__get__ is_nested.__get__ is_sparse.__get__ "
     "is_quantized.__get__ Tensor.is_floating_point torch.is_floating_point Tensor.is_complex torch.is_complex".split()
 )
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from rockmate.calls.look import Look
-from rockmate.planning.ways import way_of
+from rockmate.planning.ways import Asked, serving, way_of
 from solvers import Problem, Schedule, keep_everything
 from solvers.calls import Way
 
@@ -90,7 +90,7 @@ class FoundWays(ABC, Generic[Found]):
     def __init__(self, problem: Problem, schedule: Schedule, beside: int, waits: tuple[int, int]) -> None:
         self.problem, self.schedule, self.beside, self.waits = problem, schedule, beside, waits
         self.found: dict[Way, Found] = {}
-        self._asked: set[tuple[int, bool]] = set()
+        self._asked: set[Asked] = set()
 
     @cached_property
     def alone(self) -> Way:
@@ -108,7 +108,7 @@ class FoundWays(ABC, Generic[Found]):
 
     def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
         """As in ``Ways``."""
-        if (budget, tight) not in self._asked:
+        if serving(self._asked, budget, tight) is None:
             self.found.update(self.look_for(budget, tight))
             self._asked.add((budget, tight))
         ways = [self.alone, *self.found]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rkgb.device.kind import PRECISE, precision
 from rkgb.storages import counter_of, has_memory
 from rockmate.follow.record import Datum, Ledger, Outside, Ref
 from rockmate.run.slots import form_of
@@ -77,19 +75,6 @@ def _is_written(argument: Any, namespace: str) -> bool:
 
 
 _SCHEMAS: dict[Any, Schema] = {}
-
-
-def kernels() -> tuple[object, ...]:
-    """Settings that forward may change for a part of itself, and which decide on kernels."""
-    return tuple([read() for read in _KERNELS])
-
-
-_KERNELS: tuple[Callable[[], object], ...] = (
-    torch.get_num_threads,
-    torch._C._get_mkldnn_enabled,
-    torch._C._get_deterministic_algorithms,
-    *(partial(precision, backend, operations) for backend in ("mkldnn", "cuda") for operations in PRECISE),
-)
 
 
 class Noting:

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import (
 )
 
 from rkgb.errors import UnsupportedError
+from rkgb.settings import settings
 from rkgb.storages import counter_of, has_memory
 from rkgb.trace.lines import user_line
-from rockmate.follow.noting import Noting, flat, kernels
+from rockmate.follow.noting import Noting, flat
 from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped
 from rockmate.follow.reruns import Reruns
 from rockmate.run.slots import changed, form_of, formed
@@ -83,7 +84,7 @@ class Tape(TorchDispatchMode):
         self.slots = self.asks = 0
         self.open = self.waits = True
         self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes to the first slot
-        self.reruns, self._kernels = Reruns(self.ops, self.data, self.ledger, self.gathered), kernels()
+        self.reruns = Reruns(self.ops, self.data, self.ledger, self.gathered)
         self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
         self._given: dict[int, torch.Tensor] = {}  # leaves that got other memory, by identity
         self._readers: dict[int, list[int]] = {}  # operations that have read memory from outside, by storage
@@ -107,7 +108,7 @@ class Tape(TorchDispatchMode):
         noting = Noting(self, func, args, kwargs)
         if noting.writes or noting.writes_outside:
             self._before_writes(noting.writes, noting.writes_outside)
-        reruns = noting.reruns() and kernels() == self._kernels
+        reruns = noting.reruns() and settings() == self.reruns.settings  # which decide on kernels
         given = (noting.args, noting.kwargs) if reruns else ((), {})
         op = Op(func, *given, tuple(noting.reads), tuple(noting.writes), reruns)
         op.writes_outside, op.draws_from_given = bool(noting.writes_outside), noting.draws_from_given()

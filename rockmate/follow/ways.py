@@ -10,7 +10,7 @@ from rockmate.follow.plan import FollowedPlan, find, find_least
 from rockmate.follow.planned import FollowedProgram, program_of
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.ways import schedules_of
-from solvers import Problem, Schedule, walk
+from solvers import InfeasibleError, Problem, Schedule, walk
 from solvers.calls import Way
 
 SECONDS = 0.1
@@ -30,8 +30,11 @@ class FollowedWays(FoundWays[Schedule]):
     def look_for(self, budget: int, tight: bool) -> dict[Way, Schedule]:
         """As in ``FoundWays``."""
 
-        def solve(problem: Problem, limit: int) -> Schedule:
-            return find(problem, limit, self.options).schedule
+        def solve(problem: Problem, limit: int) -> Schedule | None:
+            try:
+                return find(problem, limit, self.options).schedule
+            except InfeasibleError:
+                return None
 
         least = find_least(self.problem) if tight else None
         found = [] if least is None else [least.schedule]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from rockmate.planning.planner import Planner
-from solvers import ChainPlan, ChainPlanner, InfeasibleError, Loss, Problem, Schedule, keep_everything, walk
+from solvers import ChainPlan, ChainPlanner, Loss, Problem, Schedule, keep_everything, walk
 from solvers.calls import Way
 
 PEAKS = (0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
@@ -22,8 +22,19 @@ KEPT = 6
 PARTS = (1.0, 0.7)
 """Parts of the budget that such a call may take."""
 
-Solve = Callable[[Problem, int], Schedule]
-"""The schedule of a problem within so many bytes. Raises ``InfeasibleError``."""
+NEAR = 0.05
+"""Budgets that differ by this part of them need no search each."""
+
+Solve = Callable[[Problem, int], Schedule | None]
+"""The schedule of a problem within so many bytes; None if none is found."""
+
+Asked = tuple[int, bool]
+"""A budget in bytes for which ways were looked for, and whether those of least memory were among them."""
+
+
+def serving(asked: Iterable[Asked], budget: int, tight: bool) -> Asked | None:
+    """What was looked for that serves for ``budget``, too, from which other calls of the step may take a little."""
+    return next((a for a in asked if abs(a[0] - budget) <= NEAR * budget and (a[1] or not tight)), None)
 
 
 def way_of(problem: Problem, schedule: Schedule, beside: int, waits: tuple[int, int]) -> Way:
@@ -39,12 +50,13 @@ def way_of(problem: Problem, schedule: Schedule, beside: int, waits: tuple[int, 
 def plans_of(planner: Planner, budget: int, tight: bool) -> list[ChainPlan]:
     """Ways to run a call of ``planner`` in at most ``budget`` bytes; ``tight``: also those of least memory."""
     known = _FOUND.setdefault(planner, {})
-    if (budget, tight) not in known:
-        known[budget, tight] = _plans_of(planner, budget, tight)
-    return known[budget, tight]
+    if (found := serving(known, budget, tight)) is None:
+        found = budget, tight
+        known[found] = _plans_of(planner, budget, tight)
+    return known[found]
 
 
-_FOUND: weakref.WeakKeyDictionary[Planner, dict[tuple[int, bool], list[ChainPlan]]]
+_FOUND: weakref.WeakKeyDictionary[Planner, dict[Asked, list[ChainPlan]]]
 _FOUND = weakref.WeakKeyDictionary()
 """By budgets, and whether the plans of least memory are among them: the calls of a step may have one planner."""
 
@@ -53,9 +65,10 @@ def _plans_of(planner: Planner, budget: int, tight: bool) -> list[ChainPlan]:
     problem, beside = planner.problem, planner.reserved
     chain = planner.chain()
 
-    def solve(wanted: Problem, limit: int) -> Schedule:
+    def solve(wanted: Problem, limit: int) -> Schedule | None:
         chosen = chain if wanted is problem else ChainPlanner(wanted, solved=planner.solved)
-        return chosen.solve(limit).schedule
+        found = chosen.found(limit)
+        return None if found is None else found.schedule
 
     least = planner.frontier().min_budget - beside if tight else None
     found = dict.fromkeys(schedules_of(problem, budget - beside, least, solve))
@@ -79,7 +92,6 @@ def schedules_of(problem: Problem, budget: int, least: int | None, solve: Solve)
     for limit in (int(part * budget) for part in PARTS):
         asked += [(replace(problem, loss=max(problem.loss, limit - kept * k // KEPT)), limit) for k in range(KEPT)]
     for wanted, limit in asked:
-        try:
-            yield solve(wanted, limit)
-        except InfeasibleError:
-            continue
+        schedule = solve(wanted, limit)
+        if schedule is not None:
+            yield schedule

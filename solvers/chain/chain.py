@@ -143,14 +143,10 @@ class ChainPlanner:
 
     def solve(self, budget: int) -> ChainPlan:
         """The cheapest plan with a peak of at most ``budget`` bytes. ``InfeasibleError`` has the least budget known."""
-        plan = None
-        if budget >= TIGHT_BELOW * _largest_need(self._partial().options):
-            plan = self._partial().cheapest(budget)
-        if plan is None:  # peaks do not rise evenly at small budgets, where bisection may miss the best
-            self._partial().cheapest(budget)
-            self._full().cheapest(budget)
+        best = self.found(budget)
+        if best is None or self._is_small(budget):  # peaks do not rise evenly there, where bisection may miss the best
             self.walked()
-        best = self.best_known(budget)
+            best = self.best_known(budget)
         if best:
             return best
         least = min(self.walked(), key=lambda s: (s.peak, s.time))
@@ -164,6 +160,16 @@ class ChainPlanner:
             step,
             at,
         )
+
+    def found(self, budget: int) -> ChainPlan | None:
+        """The cheapest plan within ``budget`` bytes that is found by bisection; None if it finds none."""
+        plan = self._partial().cheapest(budget)
+        if plan is None or self._is_small(budget):
+            self._full().cheapest(budget)
+        return self.best_known(budget)
+
+    def _is_small(self, budget: int) -> bool:
+        return budget < TIGHT_BELOW * _largest_need(self._partial().options)
 
     def best_known(self, budget: int) -> ChainPlan | None:
         """The cheapest plan within ``budget`` bytes of all that were walked so far."""

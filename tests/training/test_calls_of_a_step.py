@@ -23,6 +23,7 @@ from rockmate import (
     detach,
     measure_peak,
 )
+from rockmate.planning.ways import serving
 
 ROWS, WIDTH = 512, 64
 STEPS = 6
@@ -350,3 +351,12 @@ def test_results_that_go_before_the_backward_wait_while_other_forwards_run() -> 
     wanted, found = trained(let_go, [eager], x), trained(let_go, [model], x)
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
     assert run(let_go, [model], x) <= budget
+
+
+def test_budgets_that_hardly_differ_need_no_search_each() -> None:
+    """What a step was seen to take beside its calls changes their budget a little, time after time."""
+    assert serving([(1000, False)], 970, False) == serving([(1000, False)], 1030, False) == (1000, False)
+    assert serving([(1000, False)], 900, False) is None
+    assert serving([(1000, False)], 970, True) is None
+    assert serving([(1000, False), (1000, True)], 970, True) == (1000, True)
+    assert serving([(1000, True)], 1000, False) == (1000, True)
