@@ -273,6 +273,7 @@ class Followed:
         others = [k for k in kind.known if (k.forms, k.missing, k.observed.seen.packs) != way]
         same = [k for k in kind.known if k not in others]
         known.schedule = next((k.schedule for k in same if k.observed.seen.sizes == seen.sizes), None)
+        known.alike = next((k.schedules() for k in same if k.found.is_like(found)), [])
         before = next((k for k in same if not k.rehearsed), None)
         if before is not None and before.observed.seen.sizes == seen.sizes:
             known.found = found.with_worst_of(before.found)

@@ -24,17 +24,21 @@ from rockmate.memory import StepBytes, step_of
 from rockmate.tell import names_of
 from solvers import Frontier, Schedule
 
+MOST_SCHEDULES = 8
+"""Schedules that are tried for other sizes of a way."""
+
 
 @dataclass(eq=False)
 class Known:
     """What was observed of one way in which a kind of call computes.
 
     ``forms`` of its operations. ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in
-    bytes. ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
-    fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways
-    in which outputs were used that ``found`` is for. ``waits``: bytes that the step holds beside its data, for the
-    loss, while forwards of its other calls run, and backwards. ``then``: the way that came after it. ``frontier``: once
-    it was asked for, as a second search may end elsewhere at its time limit.
+    bytes. ``alike``: schedules that it had at other sizes. ``carried``: its schedule is that of another size, which has
+    had so many ``uses``. ``problem``: why no plan fits, and the least that does. ``rehearsed``: the step was a
+    synthetic one, with room for a loss. ``used``: the ways in which outputs were used that ``found`` is for. ``waits``:
+    bytes that the step holds beside its data, for the loss, while forwards of its other calls run, and backwards.
+    ``then``: the way that came after it. ``frontier``: once it was asked for, as a second search may end elsewhere at
+    its time limit.
     """
 
     found: FollowedProblem
@@ -49,6 +53,7 @@ class Known:
     plan: FollowedPlan | None = None
     program: FollowedProgram | None = None
     schedule: Schedule | None = None
+    alike: list[Schedule] = field(default_factory=list)
     carried: bool = False
     uses: int = 0
     problem: tuple[str, int] | None = None
@@ -62,6 +67,11 @@ class Known:
     def places(self) -> tuple[str, ...]:
         """The user's source line of each node of ``found.problem``."""
         return tuple(self.observed.places[ops[-1]] if ops else "" for ops in self.found.ops_of)
+
+    def schedules(self) -> list[Schedule]:
+        """Its own, and those of other sizes, the last ones first."""
+        own = [] if self.schedule is None else [self.schedule]
+        return [*dict.fromkeys([*own, *self.alike])][:MOST_SCHEDULES]
 
     def made(self, sizes: dict[str, int]) -> int:
         """Bytes of gradients that the step makes, of parameters of such ``sizes``."""

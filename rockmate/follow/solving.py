@@ -74,8 +74,8 @@ class Solving:
         """The fastest schedule of another size of what ``known`` computes that fits here, if there is one."""
         others = (other for kind in every for other in kind.known)
         like = (k for k in others if k is not known and k.forms == known.forms and k.schedule is not None)
-        schedules = dict.fromkeys(k.schedule for k in like if k.found.is_like(known.found))
-        walked = [(s, walk(known.found.problem, s)) for s in schedules if s is not None]
+        found = [*known.alike, *(k.schedule for k in like if k.found.is_like(known.found))]
+        walked = [(s, walk(known.found.problem, s)) for s in dict.fromkeys(found) if s is not None]
         fitting = [(s, w) for s, w in walked if w.peak <= budget]
         if not fitting or known.eager_peak <= budget:
             return None

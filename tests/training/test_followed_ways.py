@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rockmate
+import rockmate.follow.solving
 from rkgb.device import kind_of
 from rockmate import measure_peak
 
@@ -230,3 +232,48 @@ def test_a_step_without_a_plan_lets_random_numbers_go_as_the_backward_does() -> 
     rockmate.attach(model, 16 * eager, cache=False)
     with pytest.warns(rockmate.BudgetWarning, match="its memory is measured"):
         assert measure_peak(lambda: model(x).sum().backward()) <= eager
+
+
+class Chosen(nn.Module):
+    """Two experts: for the rows whose first number is positive, and for the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for expert, chosen in zip(self.experts, (x[:, 0] > 0, x[:, 0] <= 0), strict=True):
+            rows = torch.where(chosen)[0]
+            z = x[rows]
+            for layer in expert:
+                z = F.gelu(layer(z)).sin()
+            y = y.index_add(0, rows, z)
+        return y
+
+
+def test_sizes_that_follow_from_values_take_over_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What experts compute is the same, whatever the numbers of their rows."""
+    searched: list[int] = []
+    find = rockmate.follow.solving.find
+
+    def counted(problem: Any, budget: int, *rest: Any) -> Any:
+        searched.append(budget)
+        return find(problem, budget, *rest)
+
+    monkeypatch.setattr(rockmate.follow.solving, "find", counted)
+    torch.manual_seed(0)
+    model = Chosen()
+
+    def step(rows: int) -> None:
+        x = randn(512, 32, seed=1)
+        x[:, 0] = torch.where(torch.arange(512) < rows, x[:, 0].abs(), -x[:, 0].abs())
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    handle = rockmate.attach(model, "75%", costs="flops", cache=False)
+    chosen = (256, 240, 270, 250, 262, 244)
+    for rows in chosen:
+        step(rows)
+    assert 0 < len(searched) < len(chosen) / 2
+    assert measure_peak(lambda: step(262)) <= handle.budget
