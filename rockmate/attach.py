@@ -111,11 +111,13 @@ def attach(
     OPTIMIZERS.watch()
     OPTIMIZERS.know(_checked_optimizers(optimizer))
     be_heard()
-    attachments = []
-    for one in models:
+    attachments, kinds = [], [type(one) for one in models]
+    for k, one in enumerate(models):
         if compile:
             prepare_for_pieces(one)
         attachment = Attachment(one, terms)
+        if kinds.count(kinds[k]) > 1:
+            attachment.name += f" [{k}]"  # its place in the list
         if sample is not None:
             attachment.plan_for(checked_call(one, sample, sample_kwargs, compile))
         attachments.append(attachment)

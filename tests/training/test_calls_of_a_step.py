@@ -295,6 +295,7 @@ def test_the_budget_of_several_modules_is_set_for_all_of_them() -> None:
     models, x = made((False, False)), randn(ROWS, WIDTH, seed=1)
     peak = run(with_critic, copy.deepcopy(models), x)
     first, second = attach(models, peak, costs="flops", cache=False)
+    assert (first.name, second.name) == ("Layers [0]", "Layers [1]")
     for budget in (int(0.5 * peak), int(0.8 * peak)):
         second.budget = budget
         assert first.budget == budget
