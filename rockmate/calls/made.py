@@ -157,11 +157,11 @@ class PlansOfCalls(CapturedGraph):
             found = resized_in(known, shown.graph_of(self.of_any_size))
             if found is not None and found[0].is_shown:
                 return found
-            self.of_any_size = None
         found = None if self.needs_a_run else resized_in(known, shown.graph)
         if found is not None and found[0].is_shown:
-            if not self.asked_of_any_size:
-                self.asked_of_any_size, self.of_any_size = True, shown.program_of_any_size(found[1])
+            # Made once, and given up where a trace at the size shows more.
+            self.of_any_size = None if self.asked_of_any_size else shown.program_of_any_size(found[1])
+            self.asked_of_any_size = True
             return found
         known = [f for f in known if shown.graph is None or has_operations_of(f.traced.S, shown.graph)]
         if shown.program is not None and known:
