@@ -90,8 +90,11 @@ def trace_without_data(
 def trace_of_any_size(model: torch.nn.Module, call: Call, device: torch.device) -> B_graph:
     """The same, with whole numbers among the arguments as values, so that it is the B graph at each size.
 
-    Raises ``UnsupportedError``, too, where Python reads sizes or numbers, of which the graph would have those of now.
+    Raises ``UnsupportedError``, too, where Python reads sizes or numbers, or is given others than whole ones: the graph
+    would have those of now.
     """
+    if any(leaf is not None and type(leaf) is not int and not isinstance(leaf, torch.Tensor) for leaf in call.leaves):
+        raise UnsupportedError("numbers that are not whole are among the arguments")
     given = call.with_numbers_as_tensors()
     b, _, seen = _traced(model, given, OnMeta(device, of_any_size=True))
     if seen.sizes_read or any(isinstance(x, int) for _, x in b.structure.output_constants):
