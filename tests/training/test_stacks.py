@@ -817,7 +817,7 @@ def test_adapters_of_peft(checkpointing: bool, tmp_path: Path) -> None:
             yield merged(input_ids=ids).logits
         yield from merged.state_dict().values()
 
-    reason = "returning intermediate with requires_grad_()" if checkpointing else ""
+    reason = "forward makes a tensor, and calls its requires_grad_()" if checkpointing else ""
     alike(script, loss_of_texts, share=0.8, least=True, reason=reason)
 
 

@@ -971,7 +971,10 @@ SKIPPED = torch.compiler.disable(torch.sin)
             disables_hooks,
             "hooks of saved tensors are disabled inside forward (disable_saved_tensors_hooks) at {}: move",
         ),
-        (is_disabled, "`torch.compiler.disable()`d function at {}: remove torch.compiler.disable"),
+        (
+            is_disabled,
+            "`torch.compiler.disable()`d function (_VariableFunctionsClass.sin) at {}: remove torch.compiler.disable",
+        ),
         (fills, "a deque with maxlen=3 at {}, which TorchDynamo takes for one without: use a list"),
         (catches, " at {}: move it out of forward"),
         (chooses_rows, "sizes of getitem at {} depend on values: keep all rows and mask them"),
