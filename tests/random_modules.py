@@ -399,6 +399,6 @@ def random_module(number: int) -> RandomModule:
 
 
 modules = st.binary(min_size=4, max_size=4).map(lambda b: random_module(int.from_bytes(b, "big") % 10**9))
-"""All random modules, for Hypothesis. Of integers it would draw those that are written in the files loaded so far: examples
-would depend on which tests had run.
+"""All random modules, for Hypothesis. Integers it would also take from the files that are loaded, which depends on the
+tests before.
 """
