@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from random_operations import GROUPS, SCOPES, Operation
 from torch import nn
 
@@ -396,9 +395,3 @@ def random_module(number: int) -> RandomModule:
                     drawing.add()
             if (found := drawing.module(number)) is not None:
                 return found
-
-
-modules = st.binary(min_size=4, max_size=4).map(lambda b: random_module(int.from_bytes(b, "big") % 10**9))
-"""All random modules, for Hypothesis. Integers it would also take from the files that are loaded, which depends on the
-tests before.
-"""
