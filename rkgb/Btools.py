@@ -99,8 +99,8 @@ def trace_of_any_size(model: torch.nn.Module, call: Call, device: torch.device) 
     b, _, seen = _traced(model, given, OnMeta(device, of_any_size=True))
     if seen.sizes_read or any(isinstance(x, int) for _, x in b.structure.output_constants):
         raise UnsupportedError("Python reads sizes")
-    tensors = [leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor) or type(leaf) is int]
-    numbers = [k for k, leaf in enumerate(tensors) if type(leaf) is int]
+    inputs = (leaf for leaf in call.leaves if leaf is not None)
+    numbers = [k for k, leaf in enumerate(inputs) if type(leaf) is int]
 
     def source(s: Source) -> Source:
         if s.kind != "input":
