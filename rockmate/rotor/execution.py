@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from rkgb.program import in_mode
+from rkgb.randomness import RandomSource, set_random_state
 from rkgb.settings import settings
 from rkgb.storages import versions_of
 from rkgb.trace.capture import current_mode
@@ -26,8 +27,8 @@ from rkgb.trees import tensor_leaves
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.rotor.inspection import in_place_message
 from rockmate.rotor.parts import Function, Held, Moment
-from rockmate.rotor.stages import Stage
-from solvers.rotor.ops import B, Fck, Fe, Loss, OnStage, Operation, Sequence
+from rockmate.rotor.stages import Stage, States
+from solvers.rotor.ops import B, Fck, Fe, Loss, OnStage, Operation, Sequence, run_starts
 from solvers.rotor.walk import check_order
 
 Ops = tuple[OnStage, ...]
@@ -48,13 +49,14 @@ class Call:
         self.names = names
         self.stages = [Stage(layer, preserve_rng_state) for layer in layers]
         self.stored: dict[int, Held] = {}
+        self.starts, self.aside = run_starts(sequence), States()
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
         self.caches = bool(self.mode.autocast) and torch.is_autocast_cache_enabled()
 
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history."""
         stopping = {a.index for a, b in pairwise(self.todo) if isinstance(a, Fe) and b == B(a.index)}
-        self.start = Held(x)
+        self.start, known = Held(x), set[RandomSource]()
         for i, (operation, stage) in enumerate(zip(self.forward_part, self.stages, strict=True)):
             self._announce(operation)
             if isinstance(operation, Fe):
@@ -62,8 +64,10 @@ class Call:
                 continue
             if isinstance(operation, Fck):
                 self.stored[i] = Held(x)
+            known = set() if i in self.starts else known
             versions = versions_of(before := tensor_leaves(x))
-            output = stage.first(x, partial(self.prepare, i), i in stopping)
+            output = stage.first(x, partial(self.prepare, i), i in stopping, known)
+            known |= (stage.generators or {}).keys()
             if versions != versions_of(before):
                 raise ValueError(in_place_message(f"layer {i} ({stage.name})"))
             x = output
@@ -78,10 +82,13 @@ class Call:
         with in_mode(self.mode) if runs_plainly(self.settings) else running_in(self.mode, self.settings):
             end = self.todo.index(B(i)) if B(i) in self.todo else 0
             now, self.todo = self.todo[: end + 1], self.todo[end:]
-            for operation, following in pairwise(now):
-                self._take(i, operation, following)
-            if self.stages[i].slots[index] is None:
-                self._from_start(i)
+            try:
+                for operation, following in pairwise(now):
+                    self._take(i, operation, following)
+                if self.stages[i].slots[index] is None:
+                    self._from_start(i)
+            finally:
+                self._restore_generators()
             self._drop_unread()
 
     def _take(self, i: int, operation: OnStage, following: OnStage) -> None:
@@ -92,12 +99,15 @@ class Call:
             return
         self._announce(operation)
         if isinstance(operation, B):
+            self._restore_generators()
             self.stages[k].clear()
             self.stored.pop(k + 1, None)
             return
         x = (self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)).read(self.stages[k].name)
         with self._caching():
-            x = self.stages[k].fill(x, following != B(k)) if isinstance(operation, Fe) else self.stages[k].again(x)
+            stage = self.stages[k]
+            keeps = isinstance(operation, Fe)
+            x = stage.fill(x, following != B(k), self.aside) if keeps else stage.again(x, self.aside)
         if isinstance(operation, Fe):
             self.stages[k].release_states()
         if x is not None:
@@ -119,8 +129,14 @@ class Call:
         x = self.start.read(self.stages[0].name)
         with self._caching():
             for stage in self.stages[:i]:
-                x = stage.again(x)
-            self.stages[i].fill(x, False)
+                x = stage.again(x, self.aside)
+            self.stages[i].fill(x, False, self.aside)
+
+    def _restore_generators(self) -> None:
+        """What runs again has drawn: the caller's generators are as before."""
+        for source, state in self.aside.items():
+            set_random_state(source, state)
+        self.aside.clear()
 
     @contextmanager
     def _caching(self) -> Iterator[None]:

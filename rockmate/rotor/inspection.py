@@ -19,7 +19,7 @@ from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, ignore
 from rkgb.cost.saved import each_saved
 from rkgb.device import kind_of, one_device
 from rkgb.program import same
-from rkgb.randomness import refuse_unseen_draws, set_random_state
+from rkgb.randomness import refuse_unseen_draws, set_random_state, state_bytes
 from rkgb.storages import storage_key, versions_of
 from rkgb.trace.capture import preserved
 from rkgb.trace.other_draws import other_draws
@@ -32,7 +32,7 @@ from solvers.rotor.chain import Chain
 
 __all__ = ["Chain", "measure_chain"]
 
-Figures = tuple[int, int, int, int, int, int, int, bool, bool, int]
+Figures = tuple[int, int, int, int, int, int, int, bool, bool, int, tuple[tuple[int, int], ...]]
 """The fields of a ``Stage`` of a chain behind its times."""
 
 TIMED = 5
@@ -166,18 +166,21 @@ class Probe:
         made, private, keeps_input, keeps_output = self._saved()
         stage = Stage(self.moment, self.preserve_rng_state)
         output, pass_peak, state = self._memory(lambda: stage.first(self.x, ignore))
-        output, state = detached(output), max(0, state - made)  # what stays, and no slot can hold
+        draws = tuple((hash(source), state_bytes([source])) for source in stage.generators or ())
+        drawn = sum(size for _, size in draws)
+        output, state = detached(output), max(0, state - made - drawn)  # what stays, and no slot can hold
         kept_peak, stays = self._memory(lambda: self.function(self.x))[1:]
         lasting = max(0, stays - made - private)  # no saved tensors, so they may stay as long as the graph
         peaks = []
         for wanted in (False, True):
-            peaks.append(self._memory(partial(stage.fill, self.x, wanted))[1])
+            peaks.append(self._memory(partial(stage.fill, self.x, wanted, dict(self.states)))[1])
             stage.clear()
         backward_peak, input_gradient, parameter_gradients = self._backward(output)
         self.touched = sum(t.nbytes for t in tensor_leaves((self.x, output))) + private + lasting
-        forward_peaks = max(kept_peak, *peaks), pass_peak - state, peaks[0]
+        forward_peaks = max(kept_peak, *peaks), pass_peak - state - drawn, peaks[0]
         gradients = input_gradient, parameter_gradients + lasting
-        return (private + lasting, *forward_peaks, backward_peak, *gradients, keeps_input, keeps_output, state), output
+        kept = keeps_input, keeps_output, state, draws
+        return (private + lasting, *forward_peaks, backward_peak, *gradients, *kept), output
 
     def times(self) -> tuple[int, ...]:
         """Those of the forward, its tail and the backward, in nanoseconds. The figures are known."""
@@ -235,7 +238,7 @@ class Probe:
             first = tensor_leaves(stage.first(self.x, ignore))
             assert stage.moment is not None
             stage.moment.learn_attributes()
-            again = tensor_leaves(stage.fill(self.x, True))
+            again = tensor_leaves(stage.fill(self.x, True, {}))
         # Up to the rounding of kernels that add in any order.
         alike = (same(a, b) or torch.allclose(a, b, equal_nan=True) for a, b in zip(first, again, strict=False))
         if self.preserve_rng_state and not all(alike):

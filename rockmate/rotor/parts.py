@@ -9,7 +9,7 @@ dicts is not put back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -123,13 +123,13 @@ class Moment:
             found += [(k, v != 0 if type(v) is float else v) for k, v in plain.items() if k not in changed]
         return tuple(found)
 
-    def generator_states(self, x: Any) -> dict[RandomSource, torch.Tensor]:
-        """The states of the generators that a run on the input ``x`` may draw from: those of the modules, and the
-        default ones of the CPU and of the devices of ``x`` and the parameters.
+    def generator_states(self, x: Any, but: Collection[RandomSource] = ()) -> dict[RandomSource, torch.Tensor]:
+        """The states of generators, ``but`` these, that a run on the input ``x`` may draw from: those of modules, and
+        the default ones of the CPU and of the devices of ``x`` and the parameters.
         """
         devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
         sources: list[RandomSource] = [*devices, *self.generators]
-        return {source: random_state(source) for source in sources}
+        return {source: random_state(source) for source in sources if source not in but}
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers, to see later which the run changed: some operations leave version counters alone."""

@@ -8,7 +8,7 @@ saved tensor unless its output is wanted. Gradients, hooks and accumulation are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.cost.piece import ignore
 from rkgb.probe.contexts import functions_of, next_number
-from rkgb.randomness import RandomSource, drawing_again, random_state
+from rkgb.randomness import RandomSource, random_state, set_random_state
 from rkgb.storages import storage_key
 from rkgb.trace.code import not_compiled
 from rkgb.trees import tensor_leaves
@@ -25,6 +25,7 @@ from rockmate.rotor.parts import Moment, detached
 from rockmate.run.slots import changed
 
 Prepare = Callable[[int], None]
+States = dict[RandomSource, torch.Tensor]
 
 
 class Stop(Exception):
@@ -92,9 +93,10 @@ class Stage:
         self.function = cast(Moment, self.moment).function
         self.name = type(self.function).__name__
 
-    def first(self, x: Any, prepare: Prepare | None, stops: bool = True) -> Any:
+    def first(self, x: Any, prepare: Prepare | None, stops: bool = True, known: Collection[RandomSource] = ()) -> Any:
         """Run for the first time; the output, with history. Slots stand for saved tensors; ``prepare`` fills them. If
         it is None, autograd keeps the saved tensors. ``stops``: whether it is planned that a recompute stops.
+        ``known``: generators that always have the right states when it runs again.
         """
         self.moment = moment = Moment(self.function, self.moment)
         if prepare is None:
@@ -102,7 +104,7 @@ class Stage:
             output = self.function(x)
             moment.learn_buffers({})
             return output
-        states = moment.generator_states(x) if self.preserve_rng_state else {}
+        states = moment.generator_states(x, known) if self.preserve_rng_state else {}
         copies, begin = moment.copies(), next_number()
         fixed = {storage_key(t) for t in moment.owned.values()}
         slots, saved, kinds = self.slots, self.saved, self.kinds
@@ -122,12 +124,12 @@ class Stage:
         self.generators = {d: s for d, s in states.items() if not torch.equal(s, random_state(d))}
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
-        if self.generators or not self.preserve_rng_state:  # such an operation draws
+        if self.generators or known or not self.preserve_rng_state:  # such an operation draws
             made = functions_of(tensor_leaves(output), begin) if stops else ()
             self.saves_early = not stops or any(f.name().startswith(_EARLY) for f in made)
         return output
 
-    def fill(self, x: Any, wanted: bool) -> Any:
+    def fill(self, x: Any, wanted: bool, aside: States) -> Any:
         """Recompute the saved tensors from the detached input ``x``, into the slots.
 
         Returns the detached output if ``wanted``; else None, and the run stops at the last saved tensor if it can.
@@ -149,13 +151,14 @@ class Stage:
                     self.stopped = True
                     raise Stop
 
-        output = self.again(x, pack)
+        output = self.again(x, aside, pack)
         return output if wanted else None
 
-    def again(self, x: Any, pack: Callable[[torch.Tensor], None] = ignore) -> Any:
+    def again(self, x: Any, aside: States, pack: Callable[[torch.Tensor], None] = ignore) -> Any:
         """Recompute the detached output from the detached input ``x``; None if ``pack`` has stopped the run.
 
-        ``pack`` gets the saved tensors. The caller sets grad mode, autocast and settings.
+        ``pack`` gets the saved tensors. States of generators that it sets go to ``aside``, if none is there. The caller
+        restores these, and sets grad mode, autocast and settings.
         """
         moment = self.moment
         if moment is None:
@@ -166,7 +169,11 @@ class Stage:
         self.stopped = False
         states = moment.generator_states(x) if self.generators is None else self.generators
         hooks = saved_tensors_hooks(not_compiled(pack), _lost)
-        with moment.again(scratch), drawing_again([*states], [*states.values()]), hooks:
+        for source, state in states.items():
+            if source not in aside:
+                aside[source] = random_state(source)
+            set_random_state(source, state)
+        with moment.again(scratch), hooks:
             try:
                 output = self.function(x)
             except Exception:  # an interpreter between, as TorchScript's, makes another error of a Stop

@@ -20,7 +20,8 @@ class Stage:
     that the backward reads. ``backward_peak`` (o_b): the most that the backward allocates beyond what was live before
     it. ``input_gradient`` (δ): bytes of the gradient of the input. ``parameter_gradients``: bytes of parameters'
     gradients that the backward makes and that stay. ``keeps_input``, ``keeps_output``: whether the backward reads them.
-    ``state``: bytes of generator state, kept from the first run on for later runs.
+    ``draws``: the generators that runs draw from, as (identity, bytes of a state). ``state``: other bytes that are kept
+    from the first run on for later runs.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Stage:
     keeps_input: bool = True
     keeps_output: bool = False
     state: int = 0
+    draws: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Self
 
 from solvers.errors import ScheduleError
@@ -75,6 +76,12 @@ Operation = Fn | Fck | Fe | B | Loss
 
 _PATTERN = re.compile(r"(Fn|Fck|Fe|B)_(\d+)")
 _KINDS: dict[str, type[Fn | Fck | Fe | B]] = {"Fn": Fn, "Fck": Fck, "Fe": Fe, "B": B}
+
+
+def run_starts(operations: Iterable[Operation]) -> set[int]:
+    """The stages that run again with the stage before them not run right before."""
+    pairs = ((a, b) for a, b in pairwise(operations) if isinstance(b, Fn | Fck | Fe))
+    return {b.index for a, b in pairs if not (isinstance(a, Fn | Fck | Fe) and a.index + 1 == b.index)}
 
 
 class Sequence(tuple[Operation, ...]):

@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 from solvers.errors import ScheduleError
 from solvers.rotor.chain import Chain, Stage
-from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence
+from solvers.rotor.ops import B, Fck, Fe, Fn, Loss, Operation, Sequence, run_starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Walked:
 
 def walk_sequence(chain: Chain, sequence: Sequence) -> Walked:
     """Walk ``sequence`` over ``chain``. Raises ``ScheduleError`` where an operation lacks what it reads."""
-    walker = _Walker(chain)
+    walker = _Walker(chain, sequence)
     for operation, following in zip_longest(sequence, sequence[1:]):
         walker.step(operation, following)
     if walker.next_backward >= 0:
@@ -57,11 +57,14 @@ def check_order(length: int, sequence: Sequence) -> None:
 
 class _Walker:
     """``there``: values from which a stage can run. ``enabled``: stages whose backward has what it reads. ``states``:
-    stages whose generator states are kept, from their first run to their last.
+    by stage, the generators whose states are kept from its first run to its last, and their bytes. ``set``: those that
+    stages set, or leave as the next stage found them, when they run again. ``aside``: the caller's states of these,
+    until the next backward.
     """
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, sequence: Sequence) -> None:
         self.chain = chain
+        self.starts = run_starts(sequence)
         again = ((-2, chain.value_bytes[-1]),)  # a last output beside that of the first run, which the caller holds
         self.values = [dict(value) for value in (*chain.values, again)]
         self.output = chain.length
@@ -69,7 +72,9 @@ class _Walker:
         self.level = self.time = 0
         self.there = {0}
         self.enabled: set[int] = set()
-        self.states: set[int] = set()
+        self.states: dict[int, dict[int, int]] = {}
+        self.set: set[int] = set()
+        self.aside: dict[int, int] = {}
         self.moments: list[Moment] = []
         self.in_forward = True
         self.next_forward, self.next_backward = 0, chain.length - 1
@@ -105,16 +110,16 @@ class _Walker:
             raise ScheduleError(f"{operation!r}: its input is not there")
         stage, stops = self.chain.stages[i], keeps and is_last
         self.time += stage.forward_time - (stage.tail if stops else 0)
+        lasting = stage.state + sum(self._states_of(i, keeps).values())
         if keeps:
             peak = self.level + (stage.stop_peak if stops else stage.forward_peak)
             self.enabled.add(i)
             self.level += stage.held
             self.hold(i, int(stage.keeps_input))
-        else:  # the state is kept by the first run, and put aside by those that draw again
-            peak = self.level + stage.pass_peak + stage.state
-        if keeps == (i in self.states):
-            self.level += -stage.state if keeps else stage.state
-            self.states ^= {i}
+        else:
+            peak = self.level + stage.pass_peak + (lasting if self.in_forward else stage.state)
+        if keeps != self.in_forward:  # the first run keeps the states, the last one lets them go
+            self.level += lasting if self.in_forward else -lasting
         if keeps and stage.keeps_output:
             if i == self.chain.length - 1 and not self.in_forward:
                 self.output += 1
@@ -125,6 +130,18 @@ class _Walker:
         if not isinstance(operation, Fck):
             self._drop(i)
         return peak
+
+    def _states_of(self, i: int, keeps: bool) -> dict[int, int]:
+        """The generator states that the first run of stage i keeps, as no stage before it sets them. Later runs do."""
+        own = self.states.get(i, {})
+        if not self.in_forward:
+            self.level += sum(size for g, size in own.items() if g not in self.aside)
+            self.aside |= own
+        elif not keeps:
+            self.set = set() if i in self.starts else self.set
+            own = self.states[i] = {g: size for g, size in self.chain.stages[i].draws if g not in self.set}
+            self.set |= own.keys()
+        return own
 
     def _drop(self, i: int) -> None:
         if i in self.there:
@@ -150,6 +167,8 @@ class _Walker:
         if i not in self.enabled:
             raise ScheduleError(f"{operation!r}: what it reads is not there")
         self._drop(i + 1)
+        self.level -= sum(self.aside.values())
+        self.aside.clear()
         stage, gradients = self.chain.stages[i], self.chain.gradient_bytes
         self.enabled.remove(i)
         self.time += stage.backward_time

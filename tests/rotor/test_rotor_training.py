@@ -6,17 +6,19 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from rockmate import InfeasibleBudgetError, measure_peak, rotor
 from rockmate.demo.gpt import Layer
 from rockmate.rotor.models.utils import ReLUAtEnd
-from solvers.rotor.plans import ALGORITHMS, segments_sequence
+from solvers.rotor.plans import ALGORITHMS, revolve_sequence, segments_sequence
 
 
 def block(width: int) -> nn.Sequential:
@@ -33,7 +35,7 @@ def residual() -> nn.Sequential:
 
 
 def dense() -> nn.Sequential:
-    return rotor.models.densenet.DenseNet(8, (3, 3), 16, drop_rate=0.2, num_classes=5)
+    return rotor.models.DenseNet(8, (3, 3), 16, drop_rate=0.2, num_classes=5)
 
 
 def layers() -> nn.Sequential:
@@ -141,7 +143,7 @@ def test_the_prediction_is_the_measured_peak(name: str) -> None:
     for segments in (2, 4):
         chk.sequence = segments_sequence(chk.chain, segments)
         step(chk, x)
-        kept = sum(stage.state for stage in chk.chain.stages)
+        kept = sum(stage.state + sum(size for _, size in stage.draws) for stage in chk.chain.stages)
         # A value that the next backward drops early is counted to the end: one value at most.
         slack = max(chk.chain.value_bytes) + kept + 64
         assert 0 <= chk.get_expected_memory() + 64 - measure_peak(lambda: step(chk, x)) <= slack
@@ -367,6 +369,63 @@ def test_without_random_states_layers_draw_again() -> None:
     model(x).square().mean().backward()
     assert torch.equal(gradients[0], model[0].weight.grad)
     assert not torch.equal(gradients[1], model[0].weight.grad)
+
+
+class Noise(nn.Module):
+    """Draws from the generator that it is given, from the default one otherwise."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(64, 64), generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() * torch.rand(x.shape, generator=self.generator)
+
+
+def noisy(kinds: str) -> nn.Sequential:
+    """A layer for each letter: d draws from the default generator, a and b from their own, l is linear."""
+    torch.manual_seed(0)
+    own = {"a": torch.Generator(), "b": torch.Generator()}
+    return nn.Sequential(*(nn.Linear(64, 64) if kind == "l" else Noise(own.get(kind)) for kind in kinds))
+
+
+@pytest.mark.parametrize("kinds", ["dddddddd", "ldlddlld", "abdabdab", "aabblldd", "dallaaad", "bdbdbdba"])
+def test_random_layers_in_any_sequence(kinds: str) -> None:
+    """Layers that run again after one another draw from one state, which the first of them keeps."""
+    model, x = noisy(kinds), torch.ones(16, 64)
+    generators = list({id(m.generator): m.generator for m in model if isinstance(m, Noise) and m.generator}.values())
+
+    def states(run: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        for k, generator in enumerate(generators):
+            generator.manual_seed(k)
+        model.zero_grad()
+        run(x).square().mean().backward()
+        ends = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
+        return [*(p.grad.clone() for p in model.parameters() if p.grad is not None), *ends]
+
+    eager = states(model)
+    chk = rotor.Checkpointable(model, x, 2**30, costs="flops")
+    assert chk.chain is not None
+    sequences = [segments_sequence(chk.chain, n) for n in range(1, 9)]
+    for chk.sequence in (*sequences, *(revolve_sequence(chk.chain, c) for c in range(7))):
+        assert_same(states(chk), eager)
+        assert measure_peak(lambda: step(chk, x)) <= chk.get_expected_memory() + 64
+
+
+def test_random_segments_take_what_checkpoint_sequential_takes() -> None:
+    model, x = noisy("dddddddd"), torch.randn(512, 64)
+    chk = rotor.Checkpointable(model, x, 2**30, costs="flops")
+    assert chk.chain is not None
+    for segments in (2, 3, 4):
+        theirs = partial(checkpoint_sequential, model, segments, use_reentrant=False)
+        chk.sequence = segments_sequence(chk.chain, segments)
+        peaks = []
+        for run in (chk, theirs):
+            for _ in range(2):
+                model.zero_grad()
+                peaks.append(measure_peak(lambda run=run: run(x).square().mean().backward()))
+        assert peaks[1] <= peaks[3]
 
 
 def test_relu_at_end_is_one_layer() -> None:
