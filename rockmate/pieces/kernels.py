@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from rkgb.cost.saved import each_saved
 from rkgb.program import in_mode
+from rkgb.storages import storage_key
 from rkgb.trace.capture import current_mode
 from rockmate.pieces.inductor import Code, inner_compiled
 
@@ -48,6 +50,38 @@ class Kernel:
     strides: tuple[tuple[int, ...], ...]
     tensors: tuple[bool, ...]
     seconds: float
+
+
+class OwnMemory:
+    """``code`` of a forward, with memory of its own for each result that eager kernels give some: the caller may change
+    it in place. ``homes``: a number of the memory of each result; ``saved``: of that in which something is saved.
+    """
+
+    def __init__(self, code: Code, homes: tuple[int, ...], saved: frozenset[int]) -> None:
+        self.code, self.homes, self.saved = code, homes, saved
+        self.copied: list[int] | None = None  # known from the first call on
+
+    def __call__(self, given: list[Any]) -> Any:
+        """As ``code``."""
+        found = self.code(given)
+        if self.copied is None:
+            self.copied = self._shared(found)
+        if self.copied:
+            found = [t.clone() if k in self.copied else t for k, t in enumerate(found)]
+        return found
+
+    def _shared(self, found: Sequence[Any]) -> list[int]:
+        """The places of results, and of what is saved, that share memory with a result though they should not."""
+        shared, homes = [], dict[int, int]()
+        for k, t in enumerate(found):
+            if not isinstance(t, torch.Tensor):
+                continue
+            if k < len(self.homes):
+                if homes.setdefault(storage_key(t), self.homes[k]) != self.homes[k]:
+                    shared.append(k)
+            elif homes.get(storage_key(t), -1) not in {*self.saved, -1}:
+                shared.append(k)
+        return shared
 
 
 T = TypeVar("T")
@@ -137,6 +171,8 @@ def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) 
         feed = iter(given)
         return body(*(next(feed) if isinstance(f, Form) else f for f in forms))
 
+    with mode:
+        homes, saved = homes_of_results(call, tensors)
     with tracing(TracingContext(mode)), of_autograd.patch(donated_buffer=False):  # what is saved may be read again
         function = aot_function(
             call, forward, backward, partition_fn=_partitioned, decompositions=select_decomp_table(),
@@ -150,7 +186,20 @@ def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) 
                                 allow_unused=True)  # fmt: skip
     are_tensors = tuple(isinstance(f, Form) for f in forms)
     seconds = time.perf_counter() - start
-    return Kernel(made["forward"], made["backward"], count, tuple(strides), are_tensors, seconds)
+    own = OwnMemory(made["forward"], homes, saved)
+    return Kernel(own, made["backward"], count, tuple(strides), are_tensors, seconds)
+
+
+def homes_of_results(
+    body: Callable[..., Any], tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[int, ...], frozenset[int]]:
+    """A number for the memory of each result of ``body`` by eager kernels, and those where the backward's data lie."""
+    kept: list[torch.Tensor] = []
+    with each_saved(kept.append):
+        results = [*body(*tensors)]
+    keys = [storage_key(r) for r in results]
+    saved = {storage_key(t) for t in kept}
+    return tuple(map(keys.index, keys)), frozenset(keys.index(key) for key in saved.intersection(keys))
 
 
 def without_data(

@@ -478,6 +478,42 @@ def test_types_within_a_piece_say_how_exact_it_is() -> None:
     planned(nn.Sequential(nn.Linear(32, 32), Rounds(), nn.Linear(32, 32)), rows(2))
 
 
+HEADS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "two copies": lambda z: (z.clone(), z.clone()),
+    "copies that lie otherwise": lambda z: (z.clone(), z.t().contiguous().t(), z.clone().view(-1)),
+    "a copy of what is saved": lambda z: (z.exp().clone(), z.sin()),
+    "copies of what is saved": lambda z: (lambda e: (e.clone(), torch.cat([e]), e.to(e.dtype, copy=True)))(z.exp()),
+    "views": lambda z: (z.view(-1), z.t(), z[0]),
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
+def test_results_may_be_changed_in_place(head: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+    """Inductor gives one memory to results that are equal, and saves one instead of what it is a copy of."""
+
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            for layer in self.layers:
+                x = F.gelu(layer(x))
+            return head((x * 2 + 1).sigmoid() * 3)
+
+    found = []
+    for attaches in (False, True):
+        torch.manual_seed(0)
+        model, x = Several().double(), torch.randn(64, 32, dtype=torch.double)
+        if attaches:
+            rockmate.attach(model, "90%", sample=x, compile=True)
+        outputs = model(x)
+        outputs[0].mul_(2)
+        torch.stack([y.square().sum() for y in outputs]).sum().backward()
+        found.append([*(y.detach() for y in outputs), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found)
+
+
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="compile='yes': give True or False"):
         Rockmate(blocks(), rows(), "1 MiB", compile="yes")  # type: ignore[arg-type]
