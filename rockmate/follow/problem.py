@@ -275,6 +275,7 @@ def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
     first: dict[int, int] = {}  # the moment that reads it, by slot
     asked = [k for k, mark in enumerate(seen.marks) if mark.what == "asked"]
     steps: list[_Step] = []
+    quiet = False  # nothing was allocated since the moment before was answered
     for k, end in itertools.zip_longest(asked, asked[1:], fillvalue=len(seen.marks)):
         after = range(k + 1, end)  # "answered", and then "gone"
         before = seen.moments[k].level - seen.marks[k].live
@@ -283,14 +284,14 @@ def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
         held = {n for n, at in ends.items() if len(tape.ops) + k < at < len(tape.ops) + len(seen.marks)}
         reads = {*seen.reads[k], *held}
         time = (seen.marks[end].time if end < len(seen.marks) else seen.ended) - seen.marks[k + 1].time
-        quiet = bool(steps) and seen.moments[k - 1].peak == seen.moments[k - 1].level == seen.moments[k].level
         if quiet:
-            steps[-1].peak = 0  # nothing was allocated there
+            steps[-1].peak = 0
         there = seen.gathered.get(k, frozenset())
         steps.append(_Step([seen.marks[k].number], there, reads, max(0, before), max(0, peak), time))
         at = first.get(seen.marks[k].number, len(steps) - 1 - quiet)
         steps[at:] = [_joined(steps[at:])]
         first.update(dict.fromkeys(steps[at].slots, at))
+        quiet = {bytes_ for j in after for bytes_ in seen.moments[j]} == {seen.moments[end].level}
     final = seen.moments[-1].level - seen.left if steps else 0
     for step, following in itertools.zip_longest(steps, steps[1:]):
         step.after = max(0, following.before if following is not None else final)
