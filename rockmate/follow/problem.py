@@ -20,6 +20,7 @@ class FollowedProblem:
     """``problem``, and what it means. ``datum_of``: the datum of the tape, by data of the problem, -1 for memory before
     it was written. ``ops_of``: the operations of each node. ``step_of``: by number of a slot, the node whose backward
     reads it. ``kept``: data of the tape that no backward read, and another one may: what cannot be made again of these.
+    ``outputs``: data of the problem that somebody outside held when the forward returned.
     """
 
     problem: Problem
@@ -27,6 +28,12 @@ class FollowedProblem:
     ops_of: list[tuple[int, ...]]
     step_of: dict[int, int]
     kept: frozenset[int]
+    outputs: frozenset[int]
+
+    def with_outputs_held(self) -> Problem:
+        """``problem``, for callers that hold what the forward returned through the backward."""
+        held = self.problem.held | self.outputs
+        return replace(self.problem, held=held, returned=self.problem.returned - held)
 
     def is_like(self, other: FollowedProblem) -> bool:
         """Whether it differs from ``other`` in bytes and times only, so that schedules of one are of the other, too."""
@@ -52,7 +59,7 @@ class FollowedProblem:
         held = mine.held | theirs.held
         returned = (mine.returned | theirs.returned) - held
         problem = replace(mine, nodes=nodes, held=held, returned=returned, loss=max(mine.loss, theirs.loss))
-        return replace(self, problem=problem, kept=self.kept | other.kept)
+        return replace(self, problem=problem, kept=self.kept | other.kept, outputs=self.outputs | other.outputs)
 
 
 def _makes(node: Node) -> tuple[object, ...]:
@@ -338,7 +345,9 @@ def _with_backwards(
     always = len(seen.marks) + count
     held = frozenset(building.at[n] for n, at in ends.items() if at == always and n in building.at)
     returned = frozenset(building.at[n] for n, at in ends.items() if count <= at < always and n in building.at)
+    outputs = {n for n, at in ends.items() if count <= at or n in seen.freed}
     blocks = (Block(0, len(building.nodes), 0),) if building.nodes else ()
     problem = Problem(tuple(building.nodes), tuple(building.data), held, loss, blocks, returned - held)
     problem.verify()
-    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of, kept)
+    found = frozenset(building.at[n] for n in outputs if n in building.at)
+    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of, kept, found)
