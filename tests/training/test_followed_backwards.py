@@ -100,10 +100,12 @@ def test_no_schedule_serves_a_loss_whose_backward_is_another_one(monkeypatch: py
     model, x = Branches(), randn(256, WIDTH, seed=0)
     attach(model, "100%", costs="flops", cache=False)
     for _ in range(2):
+        model.zero_grad()
         first(model(x)).backward()
     monkeypatch.setattr("rockmate.follow.solving.find", ended)
     with pytest.raises(InfeasibleBudgetError):
         for _ in range(3):
+            model.zero_grad()
             both(model(x)).backward()
 
 
