@@ -226,6 +226,8 @@ class Followed:
             if same and other.program.is_for(tape, index):
                 kind.came(other)
                 kind.news |= other.rehearsed
+                self.solving.solve(other, kind, self.kinds.values())  # the budget may be another one by now
+                self._unsaid = None if other.problem is None else (other, kind)
                 self.last, self._shared = other, None
                 planned = Planned(other.program, partial(self._otherwise, kind, other, turn), among=len(kind.known))
                 self.front.terms.steps.seen(turn, self._ways(other, kind))
