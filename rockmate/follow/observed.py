@@ -22,6 +22,11 @@ from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of
 from rockmate.follow.tape import Policy, Tape
 
 
+_NOTHING = (
+    "autograd saves nothing in them that a plan could let go, or hooks of saved tensors within forward keep it themselves"
+)
+
+
 class Mark(NamedTuple):
     """A moment. ``what``: "begin" of the forward; "op" before operation ``number``; "end" of the forward; "asked" and
     "answered" around reruns for slot ``number``; "gone" when ``number`` bytes of data went that nobody had in use.
@@ -122,7 +127,7 @@ class Observed:
         self.inner.ended()
         self._mark_gone()
         if self.look is not None:
-            self.look.abandon(LET_GO)
+            self.look.abandon(LET_GO if self.seen.packs else _NOTHING)
 
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""
