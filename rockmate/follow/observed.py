@@ -21,10 +21,7 @@ from rockmate.calls.surroundings import graph_is_retained
 from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Policy, Tape
 
-
-_NOTHING = (
-    "autograd saves nothing in them that a plan could let go, or hooks of saved tensors within forward keep it themselves"
-)
+_NOTHING = "autograd saves nothing in them that a plan could let go, or hooks of saved tensors within forward keep it"
 
 
 class Mark(NamedTuple):

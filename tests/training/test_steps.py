@@ -898,7 +898,7 @@ def test_nothing_is_said_of_backwards_that_fail_before_they_come_to_the_model() 
         for k in range(6):
             y = model(randn(64, WIDTH, seed=k))
             y.register_hook(fails)
-            with pytest.raises(ValueError):  # noqa: PT011 - it is the hook's own
+            with pytest.raises(ValueError):
                 y.square().mean().backward()
 
 
