@@ -90,16 +90,16 @@ class StepLook(Look):
             done = True
             return result
         finally:
-            if not self.reached:
+            if not done:  # it may have come from a hook before the backward came to the call
+                self.abandon(FAILED[1])
+            elif not self.reached:
                 self.resume()
                 self.another()
             else:
                 self.mark()
                 seen = self.close()
-                if done and seen is not None:
+                if seen is not None:
                     self.ended(seen, stays)
-                elif not done:
-                    self.abandon(FAILED[1])
 
 
 class Before(NamedTuple):

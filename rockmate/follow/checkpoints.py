@@ -58,7 +58,9 @@ class Unchecked:
         number, self._came, tape = self._came, self._came + 1, self.tape
         op, datum = len(tape.ops), len(tape.data)
         known = number < len(self.parts.plain)
-        if known and self.parts.plain[number] and not self._within:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        usual = usual and top is not None and top[0] == tape.pack  # others would pack what the checkpoint drops
+        if known and self.parts.plain[number] and usual and not self._within:
             yield
             if why := _effect(tape.ops[op:], datum, preserves):
                 raise UnsupportedError(

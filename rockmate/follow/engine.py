@@ -226,6 +226,8 @@ class Followed:
             if same and other.program.is_for(tape, index):
                 kind.came(other)
                 kind.news |= other.rehearsed
+                self.solving.solve(other, kind, self.kinds.values())  # the budget may be another one by now
+                self._unsaid = None if other.problem is None else (other, kind)
                 self.last, self._shared = other, None
                 planned = Planned(other.program, partial(self._otherwise, kind, other, turn), among=len(kind.known))
                 self.front.terms.steps.seen(turn, self._ways(other, kind))
@@ -262,23 +264,21 @@ class Followed:
         seen.ended, seen.moments, seen.left = time.perf_counter_ns(), moments, observed.ledger.live
         began = time.perf_counter()
         found = problem_of(ops, data, seen)
+        way = seen.forms, missing, seen.packs
+        others = [k for k in kind.known if (k.forms, k.missing, k.observed.seen.packs) != way]
+        same = [k for k in kind.known if k not in others]
+        before = next((k for k in same if not k.rehearsed and k.observed.seen.sizes == seen.sizes), None)
+        if before is not None:
+            found = found.with_worst_of(before.found)
         known = Known(
             found, observed, seen.forms, missing, 0.0, self.front.rehearses, eager_peak_of(found.problem), device
         )
         known.seconds = time.perf_counter() - began
         known.waits = observed.more_in_gaps(moments)
-        if observed.use is not None:
-            known.used.add(observed.use)
-        way = seen.forms, missing, seen.packs
-        others = [k for k in kind.known if (k.forms, k.missing, k.observed.seen.packs) != way]
-        same = [k for k in kind.known if k not in others]
-        known.schedule = next((k.schedule for k in same if k.observed.seen.sizes == seen.sizes), None)
-        known.alike = next((k.schedules() for k in same if k.found.is_like(found)), [])
-        before = next((k for k in same if not k.rehearsed), None)
-        if before is not None and before.observed.seen.sizes == seen.sizes:
-            known.found = found.with_worst_of(before.found)
-            known.used |= before.used
-            known.eager_peak = eager_peak_of(known.found.problem)
+        known.used = {use for use in (observed.use,) if use is not None} | (before.used if before else set())
+        like = [k for k in same if k.found.is_like(found)]
+        known.schedule = next((k.schedule for k in like if k.observed.seen.sizes == seen.sizes), None)
+        known.alike = next((k.schedules() for k in like), [])
         self._left = False
         wanted = len(others) == len(kind.known) or observed.use in kind.unsure
         kind.unsure -= known.used

@@ -21,6 +21,8 @@ from rockmate.calls.surroundings import graph_is_retained
 from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Policy, Tape
 
+_NOTHING = "autograd saves nothing in them that a plan could let go, or hooks of saved tensors within forward keep it"
+
 
 class Mark(NamedTuple):
     """A moment. ``what``: "begin" of the forward; "op" before operation ``number``; "end" of the forward; "asked" and
@@ -122,7 +124,7 @@ class Observed:
         self.inner.ended()
         self._mark_gone()
         if self.look is not None:
-            self.look.abandon(LET_GO)
+            self.look.abandon(LET_GO if self.seen.packs else _NOTHING)
 
     def before(self, tape: Tape, index: int) -> None:
         """As in ``Policy``."""

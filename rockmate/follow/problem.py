@@ -20,6 +20,7 @@ class FollowedProblem:
     """``problem``, and what it means. ``datum_of``: the datum of the tape, by data of the problem, -1 for memory before
     it was written. ``ops_of``: the operations of each node. ``step_of``: by number of a slot, the node whose backward
     reads it. ``kept``: data of the tape that no backward read, and another one may: what cannot be made again of these.
+    ``outputs``: data of the problem that somebody outside held when the forward returned.
     """
 
     problem: Problem
@@ -27,6 +28,12 @@ class FollowedProblem:
     ops_of: list[tuple[int, ...]]
     step_of: dict[int, int]
     kept: frozenset[int]
+    outputs: frozenset[int]
+
+    def with_outputs_held(self) -> Problem:
+        """``problem``, for callers that hold what the forward returned through the backward."""
+        held = self.problem.held | self.outputs
+        return replace(self.problem, held=held, returned=self.problem.returned - held)
 
     def is_like(self, other: FollowedProblem) -> bool:
         """Whether it differs from ``other`` in bytes and times only, so that schedules of one are of the other, too."""
@@ -52,7 +59,7 @@ class FollowedProblem:
         held = mine.held | theirs.held
         returned = (mine.returned | theirs.returned) - held
         problem = replace(mine, nodes=nodes, held=held, returned=returned, loss=max(mine.loss, theirs.loss))
-        return replace(self, problem=problem, kept=self.kept | other.kept)
+        return replace(self, problem=problem, kept=self.kept | other.kept, outputs=self.outputs | other.outputs)
 
 
 def _makes(node: Node) -> tuple[object, ...]:
@@ -275,6 +282,7 @@ def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
     first: dict[int, int] = {}  # the moment that reads it, by slot
     asked = [k for k, mark in enumerate(seen.marks) if mark.what == "asked"]
     steps: list[_Step] = []
+    quiet = False  # nothing was allocated since the moment before was answered
     for k, end in itertools.zip_longest(asked, asked[1:], fillvalue=len(seen.marks)):
         after = range(k + 1, end)  # "answered", and then "gone"
         before = seen.moments[k].level - seen.marks[k].live
@@ -283,14 +291,14 @@ def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
         held = {n for n, at in ends.items() if len(tape.ops) + k < at < len(tape.ops) + len(seen.marks)}
         reads = {*seen.reads[k], *held}
         time = (seen.marks[end].time if end < len(seen.marks) else seen.ended) - seen.marks[k + 1].time
-        quiet = bool(steps) and seen.moments[k - 1].peak == seen.moments[k - 1].level == seen.moments[k].level
         if quiet:
-            steps[-1].peak = 0  # nothing was allocated there
+            steps[-1].peak = 0
         there = seen.gathered.get(k, frozenset())
         steps.append(_Step([seen.marks[k].number], there, reads, max(0, before), max(0, peak), time))
         at = first.get(seen.marks[k].number, len(steps) - 1 - quiet)
         steps[at:] = [_joined(steps[at:])]
         first.update(dict.fromkeys(steps[at].slots, at))
+        quiet = {bytes_ for j in after for bytes_ in seen.moments[j]} == {seen.moments[end].level}
     final = seen.moments[-1].level - seen.left if steps else 0
     for step, following in itertools.zip_longest(steps, steps[1:]):
         step.after = max(0, following.before if following is not None else final)
@@ -337,7 +345,9 @@ def _with_backwards(
     always = len(seen.marks) + count
     held = frozenset(building.at[n] for n, at in ends.items() if at == always and n in building.at)
     returned = frozenset(building.at[n] for n, at in ends.items() if count <= at < always and n in building.at)
+    outputs = {n for n, at in ends.items() if count <= at or n in seen.freed}
     blocks = (Block(0, len(building.nodes), 0),) if building.nodes else ()
     problem = Problem(tuple(building.nodes), tuple(building.data), held, loss, blocks, returned - held)
     problem.verify()
-    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of, kept)
+    found = frozenset(building.at[n] for n in outputs if n in building.at)
+    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of, kept, found)

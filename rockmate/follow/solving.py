@@ -54,7 +54,8 @@ class Solving:
                 known.carried = carried is not None
             except InfeasibleError as error:
                 least = error.min_budget
-                message = self._infeasible(budget, least, error.at, known)
+                held = find_least(known.found.with_outputs_held(), report).walk.peak
+                message = self._infeasible(budget, least, held, error.at, known)
                 before = known.schedule and walk(problem, known.schedule)
                 if known.schedule and before and before.peak <= budget:  # a search that its time ends finds it or not
                     found = Found(known.schedule, before, 0)
@@ -63,7 +64,7 @@ class Solving:
                     least_instead(InfeasibleBudgetError(message, least), self.front.name)
                 else:
                     found = find_least(problem, report)
-                    known.problem = message, least
+                    known.problem = message, max(least, held)
         known.budget = budget
         known.plan = self._plan(known, kind, found, budget, time.perf_counter() - began)
         known.program = program_of(known.found, found.schedule, known.observed.seen)
@@ -98,13 +99,15 @@ class Solving:
             bound,
         )
 
-    def _infeasible(self, budget: int, least: int, at: Step | None, known: Known) -> str:
+    def _infeasible(self, budget: int, least: int, held: int, at: Step | None, known: Known) -> str:
+        """``held``: the least where the caller holds the outputs."""
+        holds = f", or {show_at_least(held)} where outputs are held through the backward" if held > least else ""
         sets = "" if at is None else f"What sets it is {moment_of(known.found.problem, known.places, at)}. "
         nothing = _NOTHING if saves_nothing(least, known.eager_peak) else ""
         return (
             f"no plan fits a budget of {show_at_most(budget)}: the forward of {self.front.name} is followed operation "
             f"by operation ({self.why.rstrip('.')}), and the smallest that can be planned is "
-            f"{least_and_share(least, known.eager_peak)}; without recomputation the step takes "
+            f"{least_and_share(least, known.eager_peak)}{holds}; without recomputation the step takes "
             f"{show_at_least(known.eager_peak)}. {sets}{nothing}Raise the budget or make the batch smaller."
         )
 

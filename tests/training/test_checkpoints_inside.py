@@ -173,6 +173,22 @@ def test_other_parts_stay_as_they_are(part: Part, options: dict[str, Any], way: 
     assert handle.plan is not None
 
 
+class Packing(Layers):
+    """Hooks around the checkpoints would pack what these drop."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+            x = super().forward(x).sin()
+        return light(self, 0, x)
+
+
+@pytest.mark.parametrize("way", ["attach", "Rockmate"])
+def test_parts_within_hooks_of_saved_tensors_stay_as_they_are(way: str) -> None:
+    eager = Packing(light)
+    model, _ = planned_by(way, copy.deepcopy(eager), "100%", randn(128, WIDTH, seed=0).requires_grad_())
+    assert_same([*trained(model)], [*trained(eager)])
+
+
 def test_a_part_that_writes_later_is_an_error() -> None:
     def sometimes(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
         return summed(model, k, x) if model.count > 2 else light(model, k, x)

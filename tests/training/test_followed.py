@@ -447,6 +447,35 @@ def test_the_least_budget_that_a_sample_states_holds_in_training() -> None:
     assert rk.budget == error.value.min_budget
 
 
+class EndsLarge(Prints):
+    """Its outputs are there when its last backward takes most."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return (y @ torch.ones(64, 640)).tanh().reshape(-1, 64, 10).amax(-1).tanh()
+
+
+def test_and_where_later_steps_hold_the_outputs_that_the_first_has_let_go() -> None:
+    def step(model: nn.Module, hold: bool) -> None:
+        model.zero_grad()
+        held = model(X)
+        loss = held.sum()
+        if not hold:
+            del held
+        loss.backward()
+
+    model = made(EndsLarge)
+    rockmate.attach(model, "5%", cache=False)
+    step(model, hold=False)
+    with pytest.raises(rockmate.InfeasibleBudgetError, match="where outputs are held") as error:
+        step(model, hold=False)
+    again = made(EndsLarge)
+    handle = rockmate.attach(again, error.value.min_budget, cache=False)
+    for hold in (False, True, True, True):
+        step(again, hold)
+    assert handle.plan.predicted_peak <= error.value.min_budget == handle.budget
+
+
 def test_a_schedule_that_is_known_serves_where_a_search_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches end with their time, so that a second one may not find what the first has stated."""
 

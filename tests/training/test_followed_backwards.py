@@ -14,7 +14,11 @@ from models import randn
 from torch import nn
 from torch.nn import functional as F
 
-from rockmate import BudgetWarning, InputError, Rockmate, attach, measure_peak
+from rkgb.device.kind import Moment
+from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, Rockmate, attach, measure_peak
+from rockmate.follow.observed import Mark, Seen
+from rockmate.follow.problem import problem_of
+from solvers import InfeasibleError
 
 WIDTH = 64
 Loss = Callable[[Any], torch.Tensor]
@@ -87,6 +91,30 @@ def test_losses_that_read_other_outputs(losses: list[Loss], budget: str, way: st
         warnings.filterwarnings("ignore", category=BudgetWarning)
         assert_same([*trained(model, losses)], [*trained(eager, losses)])
     assert handle.plan is not None
+
+
+def test_no_schedule_serves_a_loss_whose_backward_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: Any) -> Any:
+        raise InfeasibleError("no schedule fits", 10**9, "", None)
+
+    model, x = Branches(), randn(256, WIDTH, seed=0)
+    attach(model, "100%", costs="flops", cache=False)
+    for _ in range(2):
+        model.zero_grad()
+        first(model(x)).backward()
+    monkeypatch.setattr("rockmate.follow.solving.find", ended)
+    with pytest.raises(InfeasibleBudgetError):
+        for _ in range(3):
+            model.zero_grad()
+            both(model(x)).backward()
+
+
+def test_memory_that_goes_between_two_reads_does_not_hide_what_was_allocated_before() -> None:
+    what = [("begin", 0), ("end", 0), ("asked", 0), ("answered", 0), ("gone", 8), ("asked", 1), ("answered", 1)]
+    seen = Seen(marks=[Mark(name, number, 0, 0) for name, number in what], reads={2: frozenset(), 5: frozenset()})
+    seen.moments = [Moment(0, peak) for peak in (0, 0, 0, 1000, 0, 0, 500, 0)]
+    steps = [node.backward for node in problem_of([], [], seen).problem.nodes]
+    assert [step.peak for step in steps if step] == [500, 1000]
 
 
 class Returning(nn.Module):

@@ -54,6 +54,16 @@ class Lives(Ways):
         return (torch.cat([z + y] * 8),)
 
 
+class Deep(Ways):
+    """Its ways part in the middle."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(1, generator=self.generator)
+        for k in range(12):
+            x = F.gelu(self.inner(x)).sin() if k < 6 or self.way else F.silu(self.inner(x)).cos()
+        return x
+
+
 class Sorted(Ways):
     """Data are written by indices, which a plan lets go, since it holds the data; then the ways part."""
 
@@ -139,6 +149,18 @@ def over(make: type[Ways], ways: list[int], budget: int | str, x: torch.Tensor =
 @pytest.mark.parametrize("budget", [7720, 9000, 10500, 12000])
 def test_ways_that_alternate_begin_under_their_own_plans(budget: int) -> None:
     assert max(over(Noise, [0, 1] * 6, budget)) <= NUMBERS
+
+
+def test_a_way_that_takes_over_is_planned_for_the_budget_of_now() -> None:
+    """Its plan was for the budget of before, which it took."""
+    steps = Steps(Deep, X)
+    handle = rockmate.attach(steps.model, "100%", costs="flops", cache=False)
+    for way in [0, 1] * 2 + [1] * 4:
+        steps.model.way = way  # type: ignore[assignment]
+        steps.step()
+    handle.budget = "80%"
+    steps.model.way = 0  # type: ignore[assignment]
+    assert steps.step(measured=True) <= handle.budget + NUMBERS  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("budget", [9000, 10500, 12000])

@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -882,6 +883,43 @@ def test_it_is_said_why_steps_cannot_be_observed(why: str, does: Callable[[torch
             loss = model(randn(64, WIDTH, seed=k)).square().mean()
             does(loss)
             done.append(loss)  # what has no backward stays
+
+
+def test_nothing_is_said_of_backwards_that_fail_before_they_come_to_the_model() -> None:
+    """It was said that no backward came."""
+
+    def fails(_: torch.Tensor) -> None:
+        raise ValueError
+
+    model = Breaks(lambda model, x: x)
+    attach(model, "50%", costs="flops")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for k in range(6):
+            y = model(randn(64, WIDTH, seed=k))
+            y.register_hook(fails)
+            with pytest.raises(ValueError):
+                y.square().mean().backward()
+
+
+class Packs(nn.Module):
+    """What its backward reads is kept by hooks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+            return self.layer(x).sin()
+
+
+def test_it_is_said_where_hooks_of_the_models_own_keep_everything() -> None:
+    model = Packs()
+    attach(model, "50%", costs="flops")
+    with pytest.warns(BudgetWarning, match=r"could not be observed .*hooks of saved tensors within forward keep it"):
+        for k in range(6):
+            model(randn(64, WIDTH, seed=k)).square().mean().backward()
 
 
 def chooses_rows(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
