@@ -169,6 +169,37 @@ def test_a_step_is_within_the_budget(step: Step, prints: Sequence[bool], budget:
     assert handles[0].budget <= 0.6 * (peak + losses)
 
 
+class Writing(Layers):
+    """Reads memory that each of its calls has written before: a buffer, and its input."""
+
+    def __init__(self) -> None:
+        super().__init__(prints=True)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """No one graph."""
+        self.mean.add_(x.mean(0))
+        x.mul_(0.5)
+        return super().forward(x.sin() + self.mean)
+
+
+@SEVERAL
+def test_what_each_call_writes_and_reads_is_not_read_again() -> None:
+    """Another call writes it before the backward of the first, whatever decides what runs again."""
+    torch.manual_seed(0)
+    eager, x = Writing(), randn(ROWS, WIDTH, seed=1)
+
+    def step(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+        (m[0](x) - m[0](x)).square().mean().backward()
+
+    model, ours = copy.deepcopy(eager), x.clone()
+    peak = run(step, [copy.deepcopy(eager)], x.clone())
+    attach(model, int(0.6 * peak), costs="flops", cache=False)
+    wanted, found = trained(step, [eager], x), trained(step, [model], ours)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert run(step, [model], ours) <= 0.6 * peak
+
+
 @SEVERAL
 @pytest.mark.parametrize("prints", [False, True])
 def test_a_twin_of_a_model_is_called_twice(prints: bool) -> None:
