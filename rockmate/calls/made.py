@@ -220,7 +220,7 @@ class PlansOfCalls(CapturedGraph):
             return
         with TRACING:  # no other thread plans for the old one meanwhile
             last = self.last
-            planner = (last.observer and last.observer.refused) or last.planner  # whose least budget was stated
+            planner = last.wanted  # whose least budget was stated
             size = self.terms.bytes_of(budget, planner)
             if size == last.plan.budget == self.terms.budget:
                 return
@@ -236,8 +236,8 @@ class PlansOfCalls(CapturedGraph):
         """Time against memory for the last kind of call."""
         if self.last is None:
             raise InputError("a copy plans at its first call: call it before you ask for its frontier")
-        with Heeded(), self._progress_of(self.last.planner):
-            return self.last.planner.frontier()
+        with Heeded(), self._progress_of(planner := self.last.wanted):
+            return planner.frontier()
 
     @contextmanager
     def _progress_of(self, planner: Planner) -> Iterator[None]:
