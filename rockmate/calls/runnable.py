@@ -173,7 +173,7 @@ def _as_observed(
     planner, plan = runnable.planner, runnable.plan
     observer.refused = None
     before = terms.budget, terms.settled
-    budget = terms.at_most(plan.budget)
+    budget = terms.of_now(plan.budget)
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
     now = plan.graph.usage
     fewer = dataclasses.replace(wanted, held=wanted.held & now.held, attached=wanted.attached & now.attached)
@@ -187,7 +187,7 @@ def _as_observed(
             return runnable
         if settles and usage is wanted and not observer.unsure and set(wanted.roots) < set(now.roots):
             terms.settle_again(planner, seen)
-            budget = terms.at_most(plan.budget)
+            budget = terms.of_now(plan.budget)
         found: Plan | None = None
         try:
             if (seen.graphs.K.usage, seen.room, budget) != (plan.graph.usage, plan.room, plan.budget):
