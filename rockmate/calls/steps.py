@@ -59,7 +59,7 @@ class Steps:
         self._here = threading.local()
         self._said: set[str] = set()
         self._users: list[weakref.ref[User]] = []
-        self.unknown = True  # no step is over yet, or of the last one's calls only bounds are known
+        self.unknown = True  # no step had a backward yet, or of the last one's calls only bounds are known
 
     def __reduce__(self) -> Any:
         """Copies know of no step."""
@@ -243,7 +243,7 @@ class Steps:
         """The last step of this thread is over: learn what it was, if it had several calls."""
         turns = list(self._turns)
         self._here.__dict__["turns"] = []
-        self.unknown = self.unknown and not turns
+        self.unknown = self.unknown and not any(turn.began for turn in turns)
         if len(turns) < 2:
             return
         known = {key for key, _ in self._ways}

@@ -53,7 +53,7 @@ class Terms:
         if isinstance(self.budget, Budget):
             self.settled = self.budget, planner.eager_peak
             self.budget = self.bytes_of(self.budget, planner)
-        elif len(self.steps.users()) > 1:
+        elif len(self.steps.users()) > 1 or self.supposes_one_call:
             self._settle_larger(planner)
         try:
             yield self.budget
@@ -62,7 +62,7 @@ class Terms:
             raise
 
     def _settle_larger(self, planner: Planner) -> None:
-        """A share of what several modules share is one of the largest step so far."""
+        """A share of what several modules share, or calls of a step that is not known, is one of the largest so far."""
         asked, peak = self.settled or (Budget(), 0)
         if asked.share is not None and planner.eager_peak > peak:
             self.settled, self.budget = (asked, planner.eager_peak), self.bytes_of(asked, planner)
@@ -97,9 +97,7 @@ class Terms:
         """Whether the budget is a share of a step that is not known yet: of one call, though others may follow."""
         return self._asked.share is not None and self.steps.unknown
 
-    def least_instead(
-        self, error: InfeasibleBudgetError, planner: Planner, name: str, *, until_seen: str = ""
-    ) -> int:
+    def least_instead(self, error: InfeasibleBudgetError, planner: Planner, name: str, *, until_seen: str = "") -> int:
         """The bytes of the plan of least memory, with a warning, if that one is to run where no plan of ``planner``
         fits the budget; else raises ``error``. ``name``: of the model. ``until_seen``: what is supposed until a step
         has shown it; so long it may run.
